@@ -1,0 +1,99 @@
+"""The app, and the one place where errors become lines and exit codes."""
+
+import contextlib
+import errno
+import os
+import sys
+
+import typer
+
+from gpt import __version__
+from gpt.errors import Interrupted, UserError
+
+from . import evaluate, params, render, sample, train
+
+EPILOG = (
+    "Every option has a twin in the environment, GPT_<COMMAND>_<OPTION>: GPT_TRAIN_STEPS=100 is --steps 100. "
+    "With --debug, also after a command, an error shows where it came from."
+)
+
+app = typer.Typer(
+    name="gpt",
+    help="Train and use your own GPT: a decoder of the GPT-2/GPT-3 family, from any text.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"auto_envvar_prefix": "GPT", "help_option_names": ["-h", "--help"]},
+)
+app.command("train")(train.train)
+app.command("sample")(sample.sample)
+app.command("eval")(evaluate.evaluate)
+app.command("params")(params.params)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gpt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: bool = typer.Option(False, "--version", help="Print the version.", is_eager=True, callback=_print_version),
+) -> None:
+    pass
+
+
+def run() -> None:
+    """The command ``gpt``."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(args: list[str]) -> int:
+    """Runs a command line and returns its exit status. Errors that a user can cause are two lines on stderr."""
+    render.make_output_safe()
+    debug = "--debug" in args or bool(os.environ.get("GPT_DEBUG"))
+    try:
+        status = app([arg for arg in args if arg != "--debug"], standalone_mode=False)
+        sys.stdout.flush()
+        return int(status or 0)
+    except BaseException as error:
+        if debug and not isinstance(error, (Interrupted, KeyboardInterrupt)):
+            raise
+        return _report(error)
+
+
+def _report(error: BaseException) -> int:
+    """Says what went wrong and returns the exit status for it."""
+    if isinstance(error, UserError):
+        render.error(error.message, error.hint)
+        return error.exit_code
+    if isinstance(error, typer.TyperException):  # the words themselves are wrong
+        message, hint = render.usage_error(error)
+        render.error(message, hint)
+        return error.exit_code
+    if isinstance(error, Interrupted):
+        render.note(error.message)
+        return error.exit_code
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        render.note("interrupted")
+        return 130
+    if isinstance(error, BrokenPipeError) or (isinstance(error, OSError) and error.errno == errno.EINVAL):
+        return _pipe_closed()
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        render.error("out of memory", "take a smaller --micro-batch, --preset or --block-size")
+        return 1
+    if isinstance(error, OSError):
+        render.error(f"the system says: {error}", "--debug shows where")
+        return 1
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    render.error(f"a fault in gpt itself: {type(error).__name__}: {error}", "--debug shows where; please report it")
+    return 1
+
+
+def _pipe_closed() -> int:
+    """``gpt … | head``: the reader has what it wanted. Nothing more is written, not even at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

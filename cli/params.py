@@ -1,0 +1,64 @@
+"""``gpt params``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpt.config import GPT2_VOCAB, PRESETS, GPTConfig, Positions
+from gpt.errors import UserError, did_you_mean
+from gpt.model.params import breakdown
+
+from . import render
+from .options import Json
+
+_SHAPE = "Shape"
+
+
+def params(
+    target: Annotated[
+        str | None, typer.Argument(metavar="[PRESET|CHECKPOINT]", help="A preset, a run or a checkpoint.")
+    ] = None,
+    list_presets: Annotated[bool, typer.Option("--list", help="All presets.")] = False,
+    n_layer: Annotated[int | None, typer.Option(help="Blocks.", min=1, rich_help_panel=_SHAPE)] = None,
+    n_head: Annotated[int | None, typer.Option(help="Heads a block.", min=1, rich_help_panel=_SHAPE)] = None,
+    n_embd: Annotated[int | None, typer.Option(help="Width.", min=1, rich_help_panel=_SHAPE)] = None,
+    block_size: Annotated[int | None, typer.Option(help="Context in tokens.", min=1, rich_help_panel=_SHAPE)] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Ids.", min=1, rich_help_panel=_SHAPE)] = None,
+    positions: Annotated[
+        Positions | None, typer.Option(help="Learned count, a sine table does not.", rich_help_panel=_SHAPE)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show where every parameter sits, in the form of the GPT-3 table. Allocates nothing."""
+    asked = {
+        "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd,
+        "block_size": block_size, "vocab_size": vocab_size, "positions": positions,
+    }  # fmt: skip
+    shape: dict[str, object] = {key: value for key, value in asked.items() if value is not None}
+    if list_presets or (target is None and not shape):
+        render.presets(PRESETS, json)
+        return
+    name, config = _shape(target, shape)
+    note = PRESETS[name].note if name in PRESETS and not shape else ""
+    render.breakdown(name, config, breakdown(config), note, json)
+
+
+def _shape(target: str | None, shape: dict[str, object]) -> tuple[str, GPTConfig]:
+    """The name and shape that the words mean: a target, changed by what was given by hand, or all of it by hand."""
+    from dataclasses import replace
+
+    if target is None:
+        missing = [f"--{key.replace('_', '-')}" for key in ("n_layer", "n_head", "n_embd") if key not in shape]
+        if missing:
+            raise UserError(f"a shape by hand needs {', '.join(missing)} too", "or name a preset: gpt params --list")
+        return "custom", GPTConfig(**{"vocab_size": GPT2_VOCAB, "block_size": 1024, **shape})  # type: ignore[arg-type]
+    if target in PRESETS:
+        config = PRESETS[target].model
+    elif Path(target).exists() or ":" in target:
+        from gpt.runs import folder, hf
+
+        config = hf.load_config(folder.find_checkpoint(target))
+    else:
+        raise UserError(f'there is no preset, run or checkpoint "{target}"', did_you_mean(target, PRESETS))
+    return target, replace(config, **shape)  # type: ignore[arg-type]

@@ -1,0 +1,394 @@
+"""Everything that is printed, and the only code that knows rich.
+
+Results go to stdout; progress, notes and errors to stderr.
+"""
+
+import contextlib
+import json
+import math
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Self
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gpt import events
+from gpt.config import GPTConfig, Preset
+from gpt.events import format_seconds
+from gpt.model.params import Breakdown
+from gpt.model.params import breakdown as count
+
+if TYPE_CHECKING:
+    import typer
+
+    from gpt.api import Sample, Writing
+    from gpt.evaluate import Evaluation, OnWindow
+    from gpt.text.tokenizer import Tokenizer
+    from gpt.training.loop import Result
+
+PLAIN_SECONDS = 5.0  # between lines of progress where there is no terminal
+
+
+def stderr() -> Console:
+    """Where everything but results goes."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def stdout() -> Console:
+    """Where results go."""
+    return Console(highlight=False, soft_wrap=True)
+
+
+def make_output_safe() -> None:
+    """Lets no character end a run: what the terminal's encoding lacks is written as an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def write(text: str) -> None:
+    """Text on stdout as it is, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def json_line(values: Mapping[str, Any]) -> None:
+    """One object a line on stdout. A number that is none becomes null."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    write(json.dumps(finite, ensure_ascii=False) + "\n")
+
+
+def error(message: str, hint: str) -> None:
+    """What is wrong, and what to do next."""
+    console = stderr()
+    console.print(Text.assemble(("error: ", "bold red"), " ".join(message.split())))
+    if hint:
+        console.print(Text.assemble(("hint: ", "bold"), " ".join(hint.split())))
+
+
+def note(text: str) -> None:
+    """A line to whoever watches."""
+    stderr().print(Text(text, "dim"))
+
+
+def usage_error(error: "typer.TyperException") -> tuple[str, str]:
+    """A message and a hint for words that the parser does not take."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "gpt"
+    return error.format_message().rstrip("."), f"{command} --help lists what there is"
+
+
+@contextlib.contextmanager
+def starting(quiet: bool) -> Iterator[None]:
+    """A sign of life on a terminal while torch is imported."""
+    console = stderr()
+    if quiet or not console.is_terminal:
+        yield
+        return
+    with console.status("starting …"):
+        yield
+
+
+def sparkline(values: list[float], width: int = 24) -> str:
+    """The last values as bars of eight heights."""
+    bars = "▁▂▃▄▅▆▇█"
+    finite = [value for value in values if math.isfinite(value)]
+    step = max(1, len(finite) // width)
+    means = [sum(finite[i : i + step]) / step for i in range(0, len(finite) - step + 1, step)]
+    if not means:
+        return ""
+    low, high = min(means), max(means)
+    return "".join(bars[round((value - low) / ((high - low) or 1) * 7)] for value in means[-width:])
+
+
+class TrainDisplay:
+    """A run as it happens: a live line on a terminal, a plain one every few seconds elsewhere."""
+
+    def __init__(self, quiet: bool, console: Console | None = None) -> None:
+        self.console = console or stderr()
+        self.quiet = quiet
+        self.plan = events.Plan(0, 0)
+        self.losses: list[float] = []
+        self.last_line = time.monotonic()
+        self.training_seconds = 0.0  # of the steps alone, as their rate tells
+        self.live: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def __call__(self, event: events.Event | events.Note | events.Plan) -> None:
+        """Shows an event."""
+        if self.quiet:
+            return
+        match event:
+            case events.Note(text):
+                self.console.print(Text(text, "dim"))
+            case events.Plan():
+                self._begin(event)
+            case events.StepEvent():
+                self._step(event)
+            case events.EvalEvent():
+                best = "  best so far" if event.best else ""
+                line = f"step {event.step:,}  held-out loss {event.val_loss:.3f}"
+                self.console.print(Text.assemble((line, "cyan"), (best, "green")))
+            case events.SampleEvent() if event.step < self.plan.steps:
+                self.console.print(Text(_excerpt(event.text), "italic"))
+            case events.EndEvent():
+                if self.live is not None:
+                    self.live.stop()
+
+    def _begin(self, plan: events.Plan) -> None:
+        self.plan = plan
+        if self.console.is_terminal:
+            from rich.live import Live
+
+            self.live = Live(Text(""), console=self.console, refresh_per_second=8, transient=True)
+            self.live.start()
+
+    def _step(self, event: events.StepEvent) -> None:
+        self.losses.append(event.loss)
+        if self.live is not None:
+            self.live.update(self.status(event))
+        elif time.monotonic() - self.last_line >= PLAIN_SECONDS:
+            self.last_line = time.monotonic()
+            self.console.print(self._facts(event))
+
+    def _facts(self, event: events.StepEvent) -> str:
+        spent = event.tokens / event.tokens_per_second
+        left = events.time_left(event.step, self.plan.steps, 0, spent)
+        rest = f"  {format_seconds(left)} left" if left is not None else ""
+        return (
+            f"step {event.step:,}/{self.plan.steps:,}  loss {event.loss:.3f}  "
+            f"{event.tokens_per_second:,.0f} tokens/s{rest}"
+        )
+
+    def status(self, event: events.StepEvent) -> Text:
+        """The live line: how far, the loss and its course, the rate, the time left."""
+        done = round(20 * event.step / max(1, self.plan.steps))
+        return Text.assemble(
+            ("━" * done, "magenta"), ("━" * (20 - done), "bright_black"), " ",
+            self._facts(event), "  ", (sparkline(self.losses), "magenta"),
+        )  # fmt: skip
+
+
+def _excerpt(text: str, lines: int = 5) -> str:
+    """The first lines of a sample, indented."""
+    kept = [line for line in text.strip().splitlines() if line.strip()][:lines]
+    return "\n".join("    " + line for line in kept)
+
+
+class Bar:
+    """Progress towards a known total: a live bar on a terminal, a plain line every few seconds elsewhere."""
+
+    def __init__(self, verb: str, unit: str, quiet: bool) -> None:
+        self.verb, self.unit, self.quiet = verb, unit, quiet
+        self.console = stderr()
+        self.done = 0
+        self.started = self.last_line = time.monotonic()
+        self.progress: Any = None
+
+    def __enter__(self) -> Self:
+        if not self.quiet and self.console.is_terminal:
+            from rich import progress
+
+            self.progress = progress.Progress(
+                progress.BarColumn(), progress.TextColumn("{task.description}"), progress.TimeRemainingColumn(),
+                console=self.console, transient=True,
+            )  # fmt: skip
+            self.progress.start()
+            self.task = self.progress.add_task("", total=None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+
+    def advance(self, count: int, total: int) -> None:
+        """``count`` more are done, of ``total``."""
+        self.done += count
+        seconds = max(time.monotonic() - self.started, 1e-9)
+        line = f"{self.verb} {self.done:,}/{total:,} {self.unit}  {self.done / seconds:,.0f} {self.unit}/s"
+        if self.progress is not None:
+            self.progress.update(self.task, completed=self.done, total=total, description=line)
+        elif not self.quiet and time.monotonic() - self.last_line >= PLAIN_SECONDS:
+            self.last_line = time.monotonic()
+            self.console.print(f"{line}  {format_seconds((total - self.done) * seconds / self.done)} left")
+
+    def watching(self, each: Callable[[Any, Any], None] | None) -> "OnWindow":
+        """What an evaluation calls for each window: ``each`` prints it, and the bar moves."""
+
+        def watch(window: Any, losses: Any, total: int) -> None:
+            if each is not None:
+                each(window, losses)
+            self.advance(len(losses), total)
+
+        return watch
+
+
+def result_json(result: "Result") -> dict[str, Any]:
+    """The last line of ``gpt train --json``."""
+    values = asdict(result)
+    del values["sample"]
+    rounded = {"tokens_per_second": round(result.tokens_per_second, 1), "seconds": round(result.seconds, 2)}
+    return values | {"run": str(result.run), "checkpoint": str(result.checkpoint)} | rounded
+
+
+def result(result: "Result") -> None:
+    """The end of ``gpt train``."""
+    console = stdout()
+    length = f"{result.steps:,} steps in {format_seconds(result.seconds)}, {result.tokens_per_second:,.0f} tokens/s"
+    console.print(Text.assemble(("saved  ", "bold"), f"{result.checkpoint}  ({length})"))
+    if result.val_loss is not None and result.bits_per_byte is not None:
+        loss = f"{result.val_loss:.4f} nats a token, {result.bits_per_byte:.4f} bits a byte, on held-out text"
+        console.print(Text.assemble(("loss   ", "bold"), loss))
+    console.print(Text.assemble(("sample", "bold")))
+    console.print(Text(_excerpt(result.sample, 12), "italic"))
+    console.print(Text.assemble(("more   ", "bold"), f'gpt sample "Once upon" -m {result.run}'))
+
+
+def draw_seed(announce: bool) -> int:
+    """A seed from the system's randomness, said on stderr."""
+    seed = secrets.randbelow(2**31)
+    if announce:
+        note(f"seed {seed}")
+    return seed
+
+
+def stream(writing: "Writing", prompt: str, index: int, num: int) -> None:
+    """A sample on stdout, piece by piece."""
+    if num > 1:
+        write(f"--- {index + 1} of {num} ---\n")
+    write(prompt)
+    for piece in writing:
+        write(piece)
+    write("\n")
+
+
+def sample_json(sample: "Sample", index: int, prompt: str, seed: int | None) -> dict[str, Any]:
+    """A line of ``gpt sample --json``."""
+    return {
+        "prompt_index": 0,
+        "index": index,
+        "prompt": prompt,
+        "text": sample.text,
+        "tokens": sample.tokens,
+        "logprob": sample.logprob,
+        "finish_reason": sample.finish_reason,
+        "seed": seed,
+    }
+
+
+EVALUATION_KEYS = (
+    "loss", "perplexity", "bits_per_byte", "word_perplexity", "tokens", "bytes", "words", "stride", "block_size",
+)  # fmt: skip
+
+
+def evaluation_json(result: "Evaluation") -> dict[str, Any]:
+    """The object of ``gpt eval --json``."""
+    return {key: getattr(result, key) for key in EVALUATION_KEYS}
+
+
+def evaluation(result: "Evaluation") -> None:
+    """The measures of ``gpt eval``, with their units."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_row("loss", f"{result.loss:.4f}", "nats a token")
+    table.add_row("perplexity", f"{result.perplexity:,.2f}", "a token: e to the loss")
+    table.add_row("bits per byte", f"{result.bits_per_byte:.4f}", "comparable between tokenizers")
+    table.add_row("word perplexity", f"{result.word_perplexity:,.2f}", "a word, as white space cuts them")
+    table.add_row("text", f"{result.tokens:,}", f"tokens predicted; {result.bytes:,} bytes, {result.words:,} words")
+    table.add_row("windows", f"{result.block_size:,}", f"tokens each, one every {result.stride:,}")
+    stdout().print(table)
+
+
+def token_lines(tokenizer: "Tokenizer") -> Callable[[Any, Any], None]:
+    """Prints each scored token of a window as a line of JSON."""
+
+    def each(window: Any, losses: Any) -> None:
+        for at, loss in enumerate(losses.tolist(), window.skipped):
+            id = int(window.y[at])
+            json_line(
+                {
+                    "document": window.document,
+                    "position": window.start + at + 1,
+                    "token": id,
+                    "text": tokenizer.decode([id]),
+                    "logprob": -loss,
+                }
+            )
+
+    return each
+
+
+def breakdown(name: str, config: GPTConfig, parts: Breakdown, remark: str, as_json: bool) -> None:
+    """The GPT-3 table of a shape, and below it what is tied and what is added."""
+    if as_json:
+        json_line(
+            {
+                "name": name,
+                "config": asdict(config),
+                "rows": [asdict(row) for row in parts.rows],
+                "total_weights": parts.total_weights,
+                "tied": parts.tied,
+                "positions": parts.positions,
+                "biases": parts.biases,
+                "layer_norms": parts.layer_norms,
+                "trainable": parts.trainable,
+            }
+        )
+        return
+    from rich import box
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=Text(name, "bold"), title_justify="left", show_footer=True)
+    table.add_column("Matrix", footer="Total weights")
+    table.add_column("Dimensions")
+    table.add_column("Parameters", f"{parts.total_weights:,}", justify="right")
+    for row in parts.rows:
+        table.add_row(row.matrix, row.dimensions, f"{row.parameters:,}")
+    console = stdout()
+    console.print(table)
+    sums = Table(box=None, show_header=False, pad_edge=False)
+    sums.add_column(justify="right")
+    fixed = " (a fixed sine table has none)" if config.positions == "sinusoidal" else ""
+    sums.add_row(f"−{parts.tied:,}", "tied: the unembedding is the embedding transposed")
+    sums.add_row(f"+{parts.positions:,}", f"positions: {config.block_size:,} × {config.n_embd:,}{fixed}")
+    sums.add_row(f"+{parts.biases:,}", "biases of the linear layers")
+    sums.add_row(f"+{parts.layer_norms:,}", "LayerNorms, γ and β")
+    sums.add_row(Text(f"{parts.trainable:,}", "bold"), Text("trainable", "bold"))
+    console.print(sums)
+    console.print(
+        Text(
+            "\nValue-Up is W_V and Value-Down is W_O in the usual names: a head's two factors of its value map.", "dim"
+        )
+    )
+    if remark:
+        console.print(Text(f"{remark}.", "dim"))
+
+
+def presets(all_presets: Mapping[str, Preset], as_json: bool) -> None:
+    """Every preset with its shape and size."""
+    if as_json:
+        for name, preset in all_presets.items():
+            json_line({"name": name, "config": asdict(preset.model), "trainable": count(preset.model).trainable})
+        return
+    from rich import box
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("Preset")
+    for column in ("layers", "heads", "width", "context", "ids", "parameters"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for name, preset in all_presets.items():
+        c = preset.model
+        numbers = (c.n_layer, c.n_head, c.n_embd, c.block_size, c.vocab_size, count(c).trainable)
+        remark = preset.note if preset.note.startswith("for") else ""
+        table.add_row(name, *(f"{number:,}" for number in numbers), Text(remark, "dim"))
+    stdout().print(table)

@@ -1,0 +1,41 @@
+"""``gpt train``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpt.config import TrainConfig, to_toml
+
+from . import render
+from .options import OUTPUT, Json, Quiet, config_file, takes
+
+
+@takes(TrainConfig)
+def train(
+    config: TrainConfig,
+    text: Annotated[
+        list[str] | None,
+        typer.Argument(help="Files, folders, - for stdin, or corpora by name. None: pydocs, which Python carries."),
+    ] = None,
+    config_path: Annotated[Path | None, config_file(TrainConfig)] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the settings as TOML, and stop.", rich_help_panel=OUTPUT)
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a decoder on TEXT. Ends with a checkpoint, its loss on held-out text, and a sample."""
+    from dataclasses import asdict
+
+    if print_config:
+        render.write(to_toml(asdict(config)))
+        return
+    with render.starting(quiet):
+        from gpt.training import loop
+    with render.TrainDisplay(quiet) as display:
+        result = loop.train(text or [loop.DEFAULT_TEXT], config, display)
+    if json:
+        render.json_line(render.result_json(result))
+    else:
+        render.result(result)

@@ -1,0 +1,1 @@
+"""The catalogue of corpora: a TOML file each, read through importlib.resources."""

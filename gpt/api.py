@@ -1,0 +1,105 @@
+"""The library's front door: `load` a model, let it write and measure texts; `train` one."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpt import device as devices
+from gpt.config import SampleConfig, TrainConfig, from_dict
+from gpt.decoding.generate import Context, Token, generate
+from gpt.decoding.stream import TextStream
+from gpt.device import Compute
+from gpt.evaluate import Evaluation, OnWindow, evaluate
+from gpt.model.decoder import GPT
+from gpt.runs import checkpoint, folder
+from gpt.text.tokenizer import Tokenizer
+from gpt.training import loop
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A generated text: ``text`` is without the prompt, ``tokens`` without the end-of-text that ended it, ``logprob``
+    the sum over both, in nats, under the model itself. ``finish_reason`` is ``length`` or ``eot``."""
+
+    text: str
+    tokens: list[int]
+    logprob: float
+    finish_reason: str
+    slid: bool  # whether the text outgrew the context, so that its beginning was forgotten
+
+
+class Writing:
+    """A sample being written: iterate over it for pieces of text as they come; ``sample`` is there at the end."""
+
+    def __init__(self, model: "LanguageModel", prompt: str, config: SampleConfig, seed: int, index: int) -> None:
+        self._context = Context(model.model, model.compute)
+        self._tokenizer = model.tokenizer
+        self._config = config
+        ids = model.tokenizer.encode(prompt).tolist()
+        self._tokens: Iterator[Token] = generate(self._context, ids, config, model.tokenizer.eot, seed, index)
+        self.sample: Sample
+
+    def __iter__(self) -> Iterator[str]:
+        stream = TextStream(self._tokenizer)
+        pieces: list[str] = []
+        tokens: list[int] = []
+        logprob, reason = 0.0, "length"
+        for token in self._tokens:
+            logprob += token.logprob
+            if token.id == self._tokenizer.eot and not self._config.ignore_eot:
+                reason = "eot"
+                break
+            tokens.append(token.id)
+            pieces.append(stream.push(token.id))
+            yield pieces[-1]
+        pieces.append(stream.flush())
+        yield pieces[-1]
+        self.sample = Sample("".join(pieces), tokens, logprob, reason, self._context.slid)
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A decoder with its tokenizer, on a device: what `load` gives."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    compute: Compute
+    path: Path
+
+    def write(self, prompt: str = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0) -> Writing:
+        """A sample to iterate over while it is written. Sample ``index`` of a seed is the same whatever came before."""
+        return Writing(self, prompt, config or SampleConfig(), seed, index)
+
+    def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:
+        """``num`` continuations of ``prompt``, without it. ``settings`` are those of `SampleConfig`:
+        ``temperature``, ``top_k``, ``max_tokens`` … Raises `UserError` for others."""
+        config = from_dict(SampleConfig, settings, "generate")
+        writings = [self.write(prompt, config, seed, index) for index in range(num)]
+        return ["".join(writing) for writing in writings]
+
+    def loss(self, text: str, stride: int | None = None) -> float:
+        """The mean loss over ``text``, nats a token, in windows of the context. `UserError` below two tokens."""
+        return self.evaluate([text], stride).loss
+
+    def evaluate(
+        self, texts: Sequence[str], stride: int | None = None, on_window: OnWindow | None = None
+    ) -> Evaluation:
+        """The loss over documents in every usual unit."""
+        return evaluate(self.model, self.tokenizer, texts, self.compute, stride, on_window)
+
+
+def load(path: str | Path | None = None, *, device: str = "auto", dtype: str = "auto") -> LanguageModel:
+    """The model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, a GPT-2 folder of
+    transformers; None: the newest run's best. Raises `UserError` where there is none, or it is damaged."""
+    found = folder.find_checkpoint(None if path is None else str(path))
+    compute = devices.pick(device, dtype)
+    loaded = checkpoint.load(found, compute.device)
+    return LanguageModel(loaded.model, loaded.tokenizer, compute, found)
+
+
+def train(*texts: str | Path, listen: loop.Listener = lambda event: None, **settings: Any) -> loop.Result:
+    """Trains on files, folders or corpora by name (none: ``pydocs``). ``settings`` are those of `TrainConfig`:
+    ``steps``, ``preset``, ``out`` … ``listen`` hears every event. Raises `UserError`, `WorkError`, `Interrupted`."""
+    config = from_dict(TrainConfig, settings, "train")
+    return loop.train([str(text) for text in texts] or [loop.DEFAULT_TEXT], config, listen)

@@ -1,0 +1,290 @@
+"""Every setting in one place: its name, type, default, bounds and line of help.
+
+``GPTConfig`` is a model's shape, ``TrainConfig`` and ``SampleConfig`` what a user may ask for. The command line
+makes its options from these dataclasses, ``--config`` and ``--print-config`` read and write them as TOML. Nothing
+here imports torch.
+"""
+
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from gpt.errors import UserError, did_you_mean
+
+Positions = Literal["learned", "sinusoidal"]
+Device = Literal["auto", "cpu", "cuda", "mps"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+# Far above GPT-3's 12,288 × 96: a number from a file beyond these is damage or malice, not a model.
+LIMITS = {"vocab_size": 2**24, "block_size": 2**24, "n_layer": 2**14, "n_head": 2**14, "n_embd": 2**20}
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a decoder. Raises `UserError` for a shape that cannot be built."""
+
+    vocab_size: int  # V: ids the model knows, end-of-text included
+    block_size: int  # T: the longest context, in tokens
+    n_layer: int  # blocks in the stack
+    n_head: int  # attention heads a block; each is n_embd / n_head wide
+    n_embd: int  # C: width of the residual stream; the MLP is 4 times as wide
+    dropout: float = 0.0  # on embeddings, attention patterns and residual branches, in training only
+    positions: Positions = "learned"  # a trained table, or the fixed sine/cosine table
+    layer_norm_epsilon: float = 1e-5  # added to the variance in every LayerNorm
+
+    def __post_init__(self) -> None:
+        for name, limit in LIMITS.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= limit:
+                raise UserError(f"{name} is {value!r}; it must be a whole number from 1 to {limit:,}")
+        if self.n_embd % self.n_head:
+            raise UserError(
+                f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}",
+                f"heads share the width evenly; with {self.n_head} heads take n_embd "
+                f"{max(1, round(self.n_embd / self.n_head)) * self.n_head}",
+            )
+        for name, low, high in (("dropout", 0.0, 0.99), ("layer_norm_epsilon", 1e-12, 1.0)):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not low <= value <= high:
+                raise UserError(f"{name} is {value!r}; it must lie between {low:g} and {high:g}")
+        if self.positions not in get_args(Positions):
+            raise UserError(
+                f"unknown positions {self.positions!r}", did_you_mean(str(self.positions), get_args(Positions))
+            )
+        if self.positions == "sinusoidal" and self.n_embd % 2:
+            raise UserError(
+                f"sinusoidal positions need an even n_embd, not {self.n_embd}", "sines and cosines come in pairs"
+            )
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named shape, with the batch and learning rate that it is usually trained with."""
+
+    model: GPTConfig
+    batch_tokens: int  # tokens a step
+    lr: float  # peak learning rate of AdamW
+    note: str = ""
+
+
+def _preset(
+    n_layer: int,
+    n_head: int,
+    n_embd: int,
+    block_size: int,
+    vocab_size: int,
+    batch_tokens: int,
+    lr: float,
+    note: str = "",
+) -> Preset:
+    return Preset(GPTConfig(vocab_size, block_size, n_layer, n_head, n_embd), batch_tokens, lr, note)
+
+
+GPT2_VOCAB = 50_257
+_XL = "Table 2.1 of the GPT-3 paper gives 24 heads of 128 in a width of 2,048; 16 heads give the paper's total"
+_13B = "Table 2.1 of the GPT-3 paper gives a width of 5,140 for 40 heads of 128; 5,120 gives the paper's total"
+
+# GPT-2: Radford et al. 2019, table 2. GPT-3: Brown et al. 2020, table 2.1 (shape, batch in tokens, learning rate).
+PRESETS: dict[str, Preset] = {
+    "nano": _preset(4, 4, 128, 128, 1024, 2048, 3e-3, "for a text of a few pages"),
+    "micro": _preset(4, 4, 256, 128, 2048, 2048, 2e-3, "for a book, on a laptop"),
+    "mini": _preset(6, 6, 384, 256, 4096, 8192, 1e-3, "for tens of megabytes, or a small GPU"),
+    "small": _preset(8, 8, 512, 512, 8192, 65_536, 1e-3, "for hundreds of megabytes, on a GPU"),
+    "gpt2": _preset(12, 12, 768, 1024, GPT2_VOCAB, 524_288, 6e-4),
+    "gpt2-medium": _preset(24, 16, 1024, 1024, GPT2_VOCAB, 524_288, 3e-4),
+    "gpt2-large": _preset(36, 20, 1280, 1024, GPT2_VOCAB, 524_288, 2.5e-4),
+    "gpt2-xl": _preset(48, 25, 1600, 1024, GPT2_VOCAB, 1_048_576, 2e-4),
+    "gpt3-125m": _preset(12, 12, 768, 2048, GPT2_VOCAB, 524_288, 6e-4),
+    "gpt3-350m": _preset(24, 16, 1024, 2048, GPT2_VOCAB, 524_288, 3e-4),
+    "gpt3-760m": _preset(24, 16, 1536, 2048, GPT2_VOCAB, 524_288, 2.5e-4),
+    "gpt3-1.3b": _preset(24, 16, 2048, 2048, GPT2_VOCAB, 1_048_576, 2e-4, _XL),
+    "gpt3-2.7b": _preset(32, 32, 2560, 2048, GPT2_VOCAB, 1_048_576, 1.6e-4),
+    "gpt3-6.7b": _preset(32, 32, 4096, 2048, GPT2_VOCAB, 2_097_152, 1.2e-4),
+    "gpt3-13b": _preset(40, 40, 5120, 2048, GPT2_VOCAB, 2_097_152, 1e-4, _13B),
+    "gpt3-175b": _preset(96, 96, 12288, 2048, GPT2_VOCAB, 3_145_728, 6e-5),
+}
+
+
+def find_preset(name: str) -> Preset:
+    """The preset called ``name``; `UserError` with the nearest name where there is none."""
+    if name not in PRESETS:
+        raise UserError(f'there is no preset "{name}"', did_you_mean(name, PRESETS))
+    return PRESETS[name]
+
+
+def _check_options(config: Any) -> None:
+    """Raises `UserError` for a value that is not of its option's type, not finite, or below its least one."""
+    hints = get_type_hints(type(config))
+    for each in dataclasses.fields(config):
+        name, value, kind, low = (
+            each.name.replace("_", "-"),
+            getattr(config, each.name),
+            hints[each.name],
+            each.metadata["low"],
+        )
+        if value is None and type(None) in get_args(kind):
+            continue
+        if get_origin(kind) is Literal:
+            if value not in get_args(kind):
+                raise UserError(f'there is no {name} "{value}"', did_you_mean(str(value), get_args(kind)))
+            continue
+        wanted = next(iter(set(get_args(kind)) - {type(None)}), kind)
+        fits = (int, float) if wanted is float else (wanted,)
+        if type(value) not in fits:
+            raise UserError(f"{name} is {value!r}; it must be of the kind {wanted.__name__}")
+        if low is not None and not low <= value < math.inf:
+            raise UserError(f"{name} is {value}; it must be {low:g} or more, and finite")
+
+
+def option(
+    default: Any, help: str, *, panel: str, flags: tuple[str, ...] = (), shown: str = "", low: float | None = None
+) -> Any:
+    """A setting that is also an option: its help, the panel it is listed in, further flags, how its default reads,
+    and its least value."""
+    return field(default=default, metadata={"help": help, "panel": panel, "flags": flags, "shown": shown, "low": low})
+
+
+_RUN, _MODEL, _DATA, _LENGTH, _OPTIM, _LOG, _MACHINE = (
+    "Run", "Model", "Text and tokens", "Length and batch", "Optimizer", "Along the way", "Machine",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What a user may ask of a training run. ``None`` means: chosen from the text's size, the preset or the device."""
+
+    out: str | None = option(
+        None, "The run folder. A taken name gets -2, -3 …: nothing is overwritten.",
+        panel=_RUN, flags=("-o",), shown="runs/<name of the text>",
+    )  # fmt: skip
+    preset: str = option(
+        "auto", "A size of `gpt params --list`; auto: by the text's size and the device.", panel=_MODEL
+    )
+    positions: Positions = option(
+        "learned", "A trained table, or the fixed sine/cosine table of the Transformer paper.", panel=_MODEL
+    )
+    n_layer: int | None = option(None, "Blocks.", panel=_MODEL, shown="by preset", low=1)
+    n_head: int | None = option(None, "Attention heads a block.", panel=_MODEL, shown="by preset", low=1)
+    n_embd: int | None = option(None, "Width; divisible by --n-head.", panel=_MODEL, shown="by preset", low=1)
+    block_size: int | None = option(None, "Context in tokens.", panel=_MODEL, shown="by preset", low=1)
+    dropout: float | None = option(
+        None, "Share of activations dropped in training.", panel=_MODEL, shown="by how often the text is read", low=0
+    )
+    tokenizer: str = option(
+        "auto", "auto: a byte-level BPE learnt from the text; bytes: no merging; gpt2: the 50,257 tokens of GPT-2.",
+        panel=_DATA,
+    )  # fmt: skip
+    vocab_size: int | None = option(
+        None, "Ids of the learnt vocabulary, end-of-text included (with --tokenizer auto).",
+        panel=_DATA, shown="by the text's size", low=257,
+    )  # fmt: skip
+    val_fraction: float = option(0.1, "Share of the text held out: never trained on.", panel=_DATA, low=0)
+    val_text: str | None = option(
+        None, "A file to hold out instead; then all of TEXT is trained on.", panel=_DATA, shown="none"
+    )
+    steps: int | None = option(None, "Optimizer steps.", panel=_LENGTH, shown="by the text's size", low=1)
+    epochs: float | None = option(
+        None, "Length as passes over the text, instead of --steps.", panel=_LENGTH, shown="by the text's size", low=0
+    )
+    batch_tokens: int | None = option(
+        None, "Tokens a step: a multiple of the context.", panel=_LENGTH, shown="by preset", low=1
+    )
+    micro_batch: str = option(
+        "auto", "Sequences computed at once; the rest of the batch is accumulated.", panel=_LENGTH
+    )
+    lr: float | None = option(None, "Peak learning rate.", panel=_OPTIM, shown="by preset", low=0)
+    warmup: int | None = option(
+        None, "Steps of linear warm-up.", panel=_OPTIM, shown="a twentieth of the steps, at most 2,000", low=0
+    )
+    schedule: Literal["cosine", "constant"] = option(
+        "cosine", "After warm-up: a cosine down to a tenth, or constant.", panel=_OPTIM
+    )
+    weight_decay: float = option(0.1, "Decay of the matrices; biases and LayerNorms have none.", panel=_OPTIM, low=0)
+    clip: float = option(1.0, "Gradient norm above which gradients are scaled down; 0: off.", panel=_OPTIM, low=0)
+    eval_every: int | None = option(
+        None, "Steps between evaluations on held-out text.", panel=_LOG, shown="a twentieth of the steps", low=1
+    )
+    patience: int = option(
+        0, "Stop after so many evaluations in a row without a better loss; 0: never.", panel=_LOG, low=0
+    )
+    save_every: int | None = option(
+        None, "Steps between checkpoints; a better held-out loss is always saved.",
+        panel=_LOG, shown="as --eval-every", low=1,
+    )  # fmt: skip
+    keep: int = option(2, "Newest checkpoints to keep; the best one always stays.", panel=_LOG, low=1)
+    sample_every: int | None = option(
+        None, "Steps between sampled lines; 0: none.", panel=_LOG, shown="a quarter of the steps", low=0
+    )
+    device: Device = option("auto", "Where to compute; auto: CUDA, else MPS, else the CPU.", panel=_MACHINE)
+    dtype: Dtype = option(
+        "auto", "Of the matrix products; weights stay float32. auto: bfloat16 where the device is made for it.",
+        panel=_MACHINE,
+    )  # fmt: skip
+    seed: int = option(1337, "Same seed, same machine: the same weights, bit for bit on the CPU.", panel=_RUN, low=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "micro_batch", str(self.micro_batch))  # a number in TOML and from Python
+        _check_options(self)
+
+
+_TEXT, _FILTER = "Text", "Choice of the next token"
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """How ids are drawn from logits. Raises `UserError` for values that mean nothing."""
+
+    temperature: float = option(
+        0.8, "Divides the logits: below 1 bolder, above 1 wilder, 0 greedy.", panel=_FILTER, flags=("-t",), low=0
+    )
+    top_k: int = option(0, "Draw from the K likeliest tokens; 0: off.", panel=_FILTER, shown="off", low=0)
+    top_p: float = option(
+        0.0, "Draw from the fewest tokens that hold this probability together; 0: off.",
+        panel=_FILTER, shown="off", low=0,
+    )  # fmt: skip
+    greedy: bool = option(False, "The likeliest token each step.", panel=_FILTER)
+    max_tokens: int = option(200, "Tokens to generate at most.", panel=_TEXT, flags=("-n",), low=0)
+    min_tokens: int = option(0, "End-of-text cannot come before so many tokens.", panel=_TEXT, low=0)
+    ignore_eot: bool = option(False, "End-of-text may come, and does not end the text.", panel=_TEXT)
+
+    def __post_init__(self) -> None:
+        _check_options(self)
+        if self.top_p > 1:
+            raise UserError(f"top-p is {self.top_p}; it must lie in (0, 1], or be 0 for off")
+
+
+T = TypeVar("T")
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any], where: str) -> T:
+    """``cls(**values)`` for a dataclass; an unknown key is a `UserError` with a suggestion, naming ``where``."""
+    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            raise UserError(f'{where}: unknown key "{key}"', did_you_mean(key, known))
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """A flat table of strings, numbers and booleans as TOML; ``None`` is left out, since TOML has no word for it."""
+    # A JSON string, number or boolean is a TOML one too (DEL apart, which json leaves bare).
+    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
+    return "\n".join(lines).replace("\x7f", "\\u007F") + "\n"
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table in a TOML file; `UserError` where it cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not TOML: {error}", "gpt train --print-config shows the form") from None

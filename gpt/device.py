@@ -1,0 +1,103 @@
+"""Where a computation runs and in which arithmetic. Decided from what the machine can do, never from timings."""
+
+import contextlib
+import os
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from gpt.errors import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Compute:
+    """A device and the dtype of its matrix products. Weights are float32 always."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """``float32``, ``bfloat16`` or ``float16``."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """A context in which matrix products run in ``dtype``."""
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def memory(self) -> int:
+        """Bytes of the device's total memory (not of what is free, which would make choices differ between runs)."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.device).total_memory)
+        if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return 8 * 2**30  # Windows has no sysconf; a common size
+
+    def describe(self) -> str:
+        """For a person: ``cpu, 2 threads, bfloat16``."""
+        if self.device.type == "cuda":
+            return f"{torch.cuda.get_device_name(self.device)}, {self.dtype_name}"
+        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        return f"{self.device.type}{threads}, {self.dtype_name}"
+
+
+def pick(device: str = "auto", dtype: str = "auto", *, training: bool = False) -> Compute:
+    """The device and dtype for what the user asked. Raises `UserError` for one that this machine does not have.
+
+    On a CPU, ``auto`` trains in bfloat16 where the processor multiplies it natively, and otherwise computes in
+    float32: reading a model, exactness is worth more than speed.
+    """
+    where = _device(device)
+    if dtype == "auto":
+        if where.type == "cuda":
+            native = torch.cuda.get_device_capability(where)[0] >= 8
+        else:
+            native = where.type == "cpu" and training and has_native_bfloat16()
+        return Compute(where, torch.bfloat16 if native else torch.float32)
+    if dtype not in DTYPES:
+        raise UserError(f'there is no dtype "{dtype}"', "known: auto, " + ", ".join(DTYPES))
+    if dtype == "float16" and where.type == "cpu":
+        raise UserError(
+            "the CPU computes float16 slowly and overflows in training", "use bfloat16 or float32 on the CPU"
+        )
+    if dtype == "bfloat16" and where.type == "mps" and _mac_release() < 14:
+        raise UserError("bfloat16 on MPS needs macOS 14", "use --dtype float32")
+    return Compute(where, DTYPES[dtype])
+
+
+def _device(name: str) -> torch.device:
+    has = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if name == "auto":
+        return torch.device(next(kind for kind in has if has[kind]))
+    kind = name.split(":")[0]
+    if not has.get(kind, False):
+        present = ", ".join(kind for kind in has if has[kind])
+        raise UserError(f'this machine (or this build of torch) has no device "{name}"', f"present: {present}")
+    return torch.device(name)
+
+
+def has_native_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 matrices in hardware (AMX or AVX512-BF16).
+
+    Without it bfloat16 is emulated, and slower than float32 (pytorch#86270).
+    """
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
+
+
+def _mac_release() -> int:
+    return int(platform.mac_ver()[0].split(".")[0] or 0)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a RuntimeError means that the device has no memory left. CPUs raise it without a type of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

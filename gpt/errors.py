@@ -1,0 +1,45 @@
+"""The errors that a user can cause, and the ones that end a piece of work."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class UserError(Exception):
+    """Something the user can mend: ``message`` says what is wrong, with the numbers; ``hint`` what to do next.
+
+    The command line prints both, a line each, and exits with ``exit_code``.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class WorkError(UserError):
+    """The input was fine and the work failed all the same: a full disk, a loss that is no number."""
+
+    exit_code = 1
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM ended the work in good order; ``message`` says what was saved."""
+
+    def __init__(self, signum: int, message: str = "interrupted") -> None:
+        super().__init__(message)
+        self.signum = signum
+        self.message = message
+
+    @property
+    def exit_code(self) -> int:
+        """The shell's convention: 128 + the signal's number (130 for SIGINT, 143 for SIGTERM)."""
+        return 128 + self.signum
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``did you mean "x"?`` for the nearest known name, else the list of the known ones."""
+    known = list(known)
+    near = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    return f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(known)

@@ -1,0 +1,124 @@
+"""What a run tells while it runs: typed events, a line of JSON each, and the arithmetic of rates and time left."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from gpt.config import from_dict
+from gpt.errors import UserError
+
+
+@dataclass(frozen=True)
+class Event:
+    """What every event carries: the steps done, tokens seen and seconds since the start of the command."""
+
+    kind: ClassVar[str] = ""
+    step: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepEvent(Event):
+    """An optimizer step: loss in nats a token, the gradient's norm before clipping, tokens a second of steps alone."""
+
+    kind: ClassVar[str] = "step"
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class EvalEvent(Event):
+    """An evaluation on held-out text, nats a token; ``best``: the lowest so far."""
+
+    kind: ClassVar[str] = "eval"
+    val_loss: float
+    best: bool
+
+
+@dataclass(frozen=True)
+class SampleEvent(Event):
+    """A few lines sampled from the model as it stands."""
+
+    kind: ClassVar[str] = "sample"
+    text: str
+
+
+@dataclass(frozen=True)
+class SaveEvent(Event):
+    """A checkpoint that is whole on disk; ``checkpoint`` is its folder's name in the run folder."""
+
+    kind: ClassVar[str] = "save"
+    checkpoint: str
+
+
+@dataclass(frozen=True)
+class EndEvent(Event):
+    """The end of a run and why: ``steps`` (all done), ``patience``, ``signal`` or ``diverged``; the best checkpoint's
+    loss over the whole held-out text, null where nothing was held out or the run was cut off."""
+
+    kind: ClassVar[str] = "end"
+    reason: str
+    checkpoint: str | None
+    val_loss: float | None
+    bits_per_byte: float | None
+
+
+@dataclass(frozen=True)
+class Note:
+    """A line for whoever watches: what was read, chosen or changed. Not written to the metrics."""
+
+    text: str
+    warning: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long the run will be, sent once before the first step. Not written to the metrics."""
+
+    steps: int
+    batch_tokens: int
+
+
+KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in (StepEvent, EvalEvent, SampleEvent, SaveEvent, EndEvent)}
+
+
+def to_json(event: Event) -> str:
+    """One line of ``metrics.jsonl``. A loss that is no finite number becomes null: JSON has no NaN."""
+    values: dict[str, Any] = {"event": event.kind}
+    for key, value in dataclasses.asdict(event).items():
+        finite = not isinstance(value, float) or value - value == 0
+        values[key] = value if finite else None
+    return json.dumps(values, ensure_ascii=False)
+
+
+def from_json(line: str) -> Event:
+    """The event that `to_json` wrote; `UserError` where the line is none."""
+    try:
+        values = json.loads(line)
+        cls = KINDS[values.pop("event")]
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise UserError(f"not an event: {line[:80]!r}") from None
+    for key in ("loss", "grad_norm", "val_loss"):
+        if key in values and values[key] is None and cls is not EndEvent:
+            values[key] = float("nan")
+    return from_dict(cls, values, "metrics")
+
+
+def time_left(step: int, steps: int, first_step: int, seconds: float) -> float | None:
+    """Seconds until ``steps``, from ``seconds`` spent since ``first_step``; None before there is a rate."""
+    done = step - first_step
+    return (steps - step) * seconds / done if done > 0 else None
+
+
+def format_seconds(seconds: float) -> str:
+    """``47 s``, ``3 min 20 s`` or ``2 h 05 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -1,0 +1,62 @@
+"""What a shape costs, by arithmetic alone: nothing is allocated, torch is not imported."""
+
+from dataclasses import dataclass
+
+from gpt.config import GPTConfig
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: a kind of matrix, its dimensions as the GPT-3 table writes them, and its parameters."""
+
+    matrix: str
+    dimensions: str
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Where every parameter sits. ``trainable = total_weights - tied + positions + biases + layer_norms``."""
+
+    rows: list[Row]
+    total_weights: int  # the sum of the rows, the unembedding counted although it is the embedding
+    tied: int  # what tying the unembedding to the embedding saves
+    positions: int  # the trained table of positions; 0 for a fixed one
+    biases: int  # of the linear layers
+    layer_norms: int  # γ and β of every LayerNorm
+
+    @property
+    def trainable(self) -> int:
+        """The parameters that an optimizer sees."""
+        return self.total_weights - self.tied + self.positions + self.biases + self.layer_norms
+
+
+def breakdown(config: GPTConfig) -> Breakdown:
+    """The parameters of a decoder of this shape, in the rows of the GPT-3 table.
+
+    Value-Up and Value-Down are the head's factors of the value map, in the usual names W_V and W_O.
+    """
+    c, heads, layers, vocab = config.n_embd, config.n_head, config.n_layer, config.vocab_size
+    width = c // heads  # of a head
+    into = f"({width:,} × {c:,}) × {heads:,} × {layers:,}"
+    back = f"({c:,} × {width:,}) × {heads:,} × {layers:,}"
+    attention = width * c * heads * layers
+    mlp = 4 * c * c * layers
+    rows = [
+        Row("Embedding", f"{c:,} × {vocab:,}", c * vocab),
+        Row("Key", into, attention),
+        Row("Query", into, attention),
+        Row("Value-Up", into, attention),
+        Row("Value-Down", back, attention),
+        Row("Up-Projection", f"({4 * c:,} × {c:,}) × {layers:,}", mlp),
+        Row("Down-Projection", f"({c:,} × {4 * c:,}) × {layers:,}", mlp),
+        Row("Unembedding", f"{vocab:,} × {c:,}", vocab * c),
+    ]
+    return Breakdown(
+        rows=rows,
+        total_weights=sum(row.parameters for row in rows),
+        tied=vocab * c,
+        positions=config.block_size * c if config.positions == "learned" else 0,
+        biases=layers * (3 * c + c + 4 * c + c),  # query, key, value; output; up; down
+        layer_norms=(2 * layers + 1) * 2 * c,
+    )

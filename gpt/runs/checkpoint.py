@@ -1,0 +1,204 @@
+"""Weights and tokenizer ↔ a checkpoint folder, in the layout of `gpt.runs.hf`, safetensors only."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_safetensors
+from torch import Tensor
+
+from gpt.config import GPT2_VOCAB, GPTConfig
+from gpt.errors import UserError
+from gpt.model.decoder import GPT
+from gpt.runs import folder, hf
+from gpt.text.tokenizer import Tokenizer, describe, from_tiktoken, gpt2_tokenizer, to_tiktoken
+
+FORMAT = 1
+_DTYPES = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model, its tokenizer, and what ``gpt.json`` says of it (nothing for a folder that transformers wrote)."""
+
+    path: Path
+    model: GPT
+    tokenizer: Tokenizer
+    meta: Mapping[str, Any]
+
+
+class TokenizerFiles:
+    """A tokenizer's files, made once and written into every checkpoint of a run."""
+
+    def __init__(self, tokenizer: Tokenizer, config: GPTConfig) -> None:
+        self.tokenizer = tokenizer
+        self.files = {
+            "tokenizer.json": folder.to_json(hf.to_tokenizer_json(tokenizer)),
+            "tokenizer_config.json": folder.to_json(hf.to_tokenizer_config(tokenizer, config.block_size)),
+            "tokenizer.tiktoken": to_tiktoken(tokenizer.ranks),
+        }
+
+
+def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str, Any]) -> None:
+    """Writes the checkpoint ``target``, whole or not at all. ``meta`` goes into ``gpt.json`` beside the arch."""
+    eot = tokenizer.tokenizer.eot
+    own = {
+        "format": FORMAT,
+        "arch": "gpt2",
+        "positions": model.config.positions,
+        "tokenizer": describe(tokenizer.tokenizer),
+        **meta,
+    }
+    files = {
+        **tokenizer.files,
+        "config.json": folder.to_json(hf.to_hf_config(model.config, eot)),
+        "generation_config.json": folder.to_json({"bos_token_id": eot, "eos_token_id": eot}),
+        folder.META: folder.to_json(own),
+        "model.safetensors": to_safetensors(_to_hf(model), metadata={"format": "pt"}),
+    }
+    with folder.disk_errors(target), folder.whole_folder(target) as beside:
+        for name, data in files.items():
+            folder.write_file(beside / name, data)
+        folder.write_sums(beside)
+
+
+def _to_hf(model: GPT) -> dict[str, Tensor]:
+    state = {name: tensor.detach().float().cpu() for name, tensor in model.state_dict().items()}
+    state["wpe.weight"] = model.position_table().detach().float().cpu()
+    return {
+        hf.PREFIX + name: (tensor.t() if hf.is_transposed(name) else tensor).contiguous()
+        for name, tensor in sorted(state.items())
+    }
+
+
+def load(path: Path, device: torch.device) -> Checkpoint:
+    """The checkpoint at ``path``, ours or transformers', checked before anything is allocated from it.
+
+    Raises `UserError` for damage (a sum, a shape, a number) and for a model of another kind.
+    """
+    ours = (path / folder.META).exists() or (path / folder.CHECKSUMS).exists()
+    if ours:
+        folder.check_sums(path)
+    meta = folder.read_json(path / folder.META) if ours else {}
+    if ours and meta.get("format") != FORMAT:
+        raise UserError(f"{path} has format {meta.get('format')!r}; this program reads format {FORMAT}", "update gpt")
+    config = hf.load_config(path)
+    tensors = _open_tensors(path, config)
+    model = _build(config, tensors, device)
+    return Checkpoint(path, model, load_tokenizer(path, config, meta), meta)
+
+
+def load_tokenizer(path: Path, config: GPTConfig, meta: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer beside the weights: ours, or a byte-level BPE of transformers'. A folder without one and with
+    50,257 ids means GPT-2's. Raises `UserError` where its size is not the model's."""
+    if (path / "tokenizer.tiktoken").exists() and meta:
+        tokenizer = _own_tokenizer(path, meta)
+    elif (path / "tokenizer.json").exists():
+        tokenizer = hf.from_tokenizer_json(folder.read_json(path / "tokenizer.json"), str(path / "tokenizer.json"))
+    elif (path / "vocab.json").exists() and (path / "merges.txt").exists():
+        text = (path / "merges.txt").read_text(encoding="utf-8", errors="replace")
+        tokenizer = hf.from_vocab_and_merges(folder.read_json(path / "vocab.json"), text, str(path / "vocab.json"))
+    elif config.vocab_size == GPT2_VOCAB:
+        tokenizer = gpt2_tokenizer()
+    else:
+        raise UserError(
+            f"{path} has no tokenizer, and its {config.vocab_size:,} ids are not GPT-2's {GPT2_VOCAB:,}",
+            "put the model's tokenizer.json into that folder",
+        )
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(f"{path}: the tokenizer has {tokenizer.vocab_size:,} ids and the model {config.vocab_size:,}")
+    return tokenizer
+
+
+def _own_tokenizer(path: Path, meta: Mapping[str, Any]) -> Tokenizer:
+    said = meta.get("tokenizer")
+    file = path / "tokenizer.tiktoken"
+    try:
+        assert isinstance(said, dict)
+        ranks = from_tiktoken(file.read_bytes(), str(file))
+        tokenizer = Tokenizer(said["name"], said["pattern"], ranks, said["eot"], said["eot_token"])
+    except (AssertionError, KeyError, TypeError):
+        raise UserError(f"{path / folder.META} does not describe its tokenizer") from None
+    if tokenizer.fingerprint != said.get("fingerprint"):
+        raise UserError(f"{file} is not the tokenizer that the model was trained with: the fingerprint differs")
+    return tokenizer
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The one file of weights, or the parts that an index names."""
+    index = path / "model.safetensors.index.json"
+    if not index.exists():
+        if not (path / "model.safetensors").exists():
+            pickled = any(path.glob("*.bin"))
+            hint = "it holds pickles, which are never opened: save it as safetensors first" if pickled else ""
+            raise UserError(f"{path} has no model.safetensors", hint)
+        return [path / "model.safetensors"]
+    parts = folder.read_json(index).get("weight_map")
+    if not isinstance(parts, dict) or not all(isinstance(n, str) and Path(n).name == n for n in parts.values()):
+        raise UserError(f"{index} does not name files of its own folder")
+    return [path / name for name in sorted(set(parts.values()))]
+
+
+def _open_tensors(path: Path, config: GPTConfig) -> dict[str, Tensor]:
+    """Every tensor by our name, as stored. Names, shapes and dtypes are compared with the configuration first."""
+    expected = hf.parameter_shapes(config) if _plausible(path, config) else {}
+    tensors: dict[str, Tensor] = {}
+    for file in _weight_files(path):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                names = {theirs: hf.our_name(theirs) for theirs in opened.keys()}  # noqa: SIM118
+                for theirs, name in names.items():
+                    if name is not None and name != hf.UNEMBEDDING:
+                        _check_tensor(file, theirs, opened.get_slice(theirs), expected.get(name))
+                for theirs, name in names.items():
+                    if name is not None:
+                        tensors[name] = opened.get_tensor(theirs)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file} is damaged or no safetensors file: {error}", "copy or save it anew") from None
+    missing = sorted(set(expected) - set(tensors))
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"{path}: the tensor {missing[0]}{more} is missing from the weights")
+    unembedding = tensors.pop(hf.UNEMBEDDING, None)
+    if unembedding is not None and not torch.equal(unembedding, tensors["wte.weight"]):
+        raise UserError(f"{path}: its unembedding is not its embedding; this decoder ties them")
+    return tensors
+
+
+def _plausible(path: Path, config: GPTConfig) -> bool:
+    """Raises `UserError` for a shape that the files on disk are far too small to hold, before memory is spent on it."""
+    size = sum(file.stat().st_size for file in _weight_files(path) if file.exists())
+    least = 2 * (config.vocab_size + config.block_size + 12 * config.n_layer * config.n_embd) * config.n_embd
+    if size < least:
+        raise UserError(
+            f"{path}: the weights have {size:,} bytes; config.json asks for {least:,} at least", "copy it anew"
+        )
+    return True
+
+
+def _check_tensor(file: Path, name: str, tensor: Any, expected: tuple[int, ...] | None) -> None:
+    if expected is None:
+        raise UserError(f"{file} has a tensor {name} that a GPT-2 has no place for")
+    shape = tuple(tensor.get_shape())
+    if shape != expected:
+        raise UserError(f"{file}: {name} has the shape {shape}; config.json asks for {expected}")
+    if tensor.get_dtype() not in _DTYPES:
+        raise UserError(f"{file}: {name} is {tensor.get_dtype()}; weights are F32, F16 or BF16")
+
+
+def _build(config: GPTConfig, tensors: dict[str, Tensor], device: torch.device) -> GPT:
+    """A model with these weights, in float32, for evaluation. Nothing is initialized only to be overwritten."""
+    with torch.device("meta"):
+        model = GPT(config)
+    if config.positions == "sinusoidal":
+        model.register_buffer("sine", tensors.pop("wpe.weight").float(), persistent=False)
+    state = {
+        name: (tensor.t() if hf.is_transposed(name) else tensor).float().contiguous()
+        for name, tensor in tensors.items()
+    }
+    model.load_state_dict(state, assign=True)
+    model.requires_grad_(True)
+    return model.to(device).eval()

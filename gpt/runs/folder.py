@@ -1,0 +1,281 @@
+"""Run folders and the checkpoints in them: names, sums, index. Files and JSON only; torch is not imported."""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpt.errors import UserError, WorkError
+
+RUNS = "runs"
+CHECKSUMS = "checksums.json"
+META = "gpt.json"
+_STEP = re.compile(r"step-(\d{6,12})")
+_PART = re.compile(r"(.+):(best|latest|step-\d+)")
+JSON_LIMIT = 64 * 2**20  # bytes; no JSON file of a checkpoint is larger
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the index says of a checkpoint."""
+
+    step: int
+    val_loss: float | None
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's folder in the run folder."""
+        return step_name(self.step)
+
+
+def step_name(step: int) -> str:
+    """``step-000500``."""
+    return f"step-{step:06d}"
+
+
+def create_run(out: str) -> Path:
+    """A new, empty run folder at ``out``, or at the first free of ``out-2``, ``out-3`` … Nothing is overwritten."""
+    for number in range(1, 10_000):
+        path = Path(out if number == 1 else f"{out}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(
+                f"cannot make the run folder {path}: {error.strerror or error}", "give another place with --out"
+            ) from None
+    raise UserError(f"{out}, and 9,999 names after it, are taken", "give another place with --out")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; `UserError` where there is none, it is huge, or it is something else."""
+    try:
+        if path.stat().st_size > JSON_LIMIT:
+            raise UserError(f"{path} has {path.stat().st_size:,} bytes: far more than such a file needs")
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{path} is damaged: it is not JSON") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is damaged: it holds no JSON object")
+    return value
+
+
+def to_json(values: Mapping[str, Any]) -> bytes:
+    """JSON for people and programs alike: indented, UTF-8, a newline at the end."""
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns what the system says of a write below ``path`` into a `WorkError`."""
+    try:
+        yield
+    except OSError as error:
+        free = ""
+        with contextlib.suppress(OSError):
+            free = f"; {shutil.disk_usage(path if path.exists() else path.parent).free / 1e6:,.0f} MB are free there"
+        raise WorkError(
+            f"cannot write {path}: {error.strerror or error}{free}",
+            "make room, or give another place with --out; earlier checkpoints are whole",
+        ) from None
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """All of ``data`` at ``path`` or nothing: written beside it, synced, renamed; the file mode follows the umask."""
+    beside = path.parent / f".tmp-{path.name}"
+    try:
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def sync_folder(path: Path) -> None:
+    """Makes renames in a folder last, where the system can (Windows cannot open folders)."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill that becomes ``target`` when all went well, and vanishes otherwise."""
+    beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=".tmp-"))
+    try:
+        yield beside
+        beside.chmod(0o777 & ~_umask())
+        sync_folder(beside)
+        os.replace(beside, target)
+        sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def file_sum(path: Path) -> str:
+    """sha256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _own_sum(files: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def write_sums(folder: Path) -> None:
+    """Records the sum of every file in ``folder``, and of that record."""
+    sums = {path.name: file_sum(path) for path in sorted(folder.iterdir())}
+    write_file(folder / CHECKSUMS, to_json({"sha256": sums, "self": _own_sum(sums)}))
+
+
+def check_sums(folder: Path) -> None:
+    """Raises `UserError` unless every file that the checkpoint was saved with is there, whole and unchanged.
+
+    Training state (``training.*``) may be gone: old checkpoints keep their weights only.
+    """
+    hint = "take another checkpoint of the run, or copy this one anew"
+    record = read_json(folder / CHECKSUMS) if (folder / CHECKSUMS).exists() else {}
+    sums = record.get("sha256")
+    if not isinstance(sums, dict) or record.get("self") != _own_sum(sums):
+        raise UserError(f"{folder} is damaged: it has no valid {CHECKSUMS}", hint)
+    for name, expected in sums.items():
+        path = folder / name
+        if Path(name).name != name:
+            raise UserError(f"{folder / CHECKSUMS} names a file outside its folder: {name!r}", hint)
+        if not path.is_file():
+            if name.startswith("training."):
+                continue
+            raise UserError(f"{folder} is damaged: {name} is missing", hint)
+        if file_sum(path) != expected:
+            raise UserError(f"{path} is damaged: its sha256 is not the one it was saved with", hint)
+
+
+def checkpoints(run: Path) -> list[Entry]:
+    """The checkpoints of a run, by step: what is on disk, with the losses that each one records."""
+    entries = []
+    for path in run.iterdir():
+        match = _STEP.fullmatch(path.name)
+        if match and path.is_dir():
+            loss = None
+            with contextlib.suppress(UserError):
+                loss = read_json(path / META).get("val_loss")
+            entries.append(Entry(int(match[1]), loss if isinstance(loss, (int, float)) else None))
+    return sorted(entries, key=lambda entry: entry.step)
+
+
+def best(entries: list[Entry]) -> Entry:
+    """The checkpoint with the lowest held-out loss; the newest where none was measured."""
+    measured = [entry for entry in entries if entry.val_loss is not None]
+    return min(measured, key=lambda entry: entry.val_loss or 0.0) if measured else entries[-1]
+
+
+def write_index(run: Path) -> None:
+    """``index.json``: which checkpoint is best, which latest, and their losses."""
+    entries = checkpoints(run)
+    index = {
+        "best": best(entries).name,
+        "latest": entries[-1].name,
+        "checkpoints": {entry.name: {"val_loss": entry.val_loss} for entry in entries},
+    }
+    write_file(run / "index.json", to_json(index))
+
+
+def prune(run: Path, keep: int) -> None:
+    """Lets go of checkpoints that are neither the best nor among the ``keep`` newest."""
+    entries = checkpoints(run)
+    for entry in entries[:-keep]:
+        if entry != best(entries):
+            doomed = run / f".tmp-{entry.name}"  # renamed first: half a folder is never called step-N
+            os.replace(run / entry.name, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder looks like a checkpoint, ours or transformers'."""
+    return (path / "config.json").is_file()
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder looks like a run."""
+    return (path / "run.json").is_file()
+
+
+def newest_run(runs: Path = Path(RUNS)) -> Path:
+    """The run in ``runs/`` that started last and has a checkpoint."""
+    started: list[tuple[str, Path]] = []
+    for path in runs.iterdir() if runs.is_dir() else []:
+        if is_run(path) and checkpoints(path):
+            with contextlib.suppress(UserError):
+                started.append((str(read_json(path / "run.json").get("started", "")), path))
+    if not started:
+        raise UserError(
+            f"there is no run with a checkpoint in {runs}{os.sep} to take a model from",
+            "train one: gpt train FILE; or name one with --model",
+        )
+    return max(started)[1]
+
+
+def find_checkpoint(model: str | None) -> Path:
+    """The checkpoint folder that ``--model`` means: a run (its best), ``RUN:best|latest|step-N``, a checkpoint, a
+    transformers folder; None: the best of the newest run. Raises `UserError` where there is none."""
+    match = _PART.fullmatch(model) if model else None
+    if match and not Path(match[0]).exists():
+        return _of_run(Path(match[1]), match[2])
+    path = Path(model) if model else newest_run()
+    if is_run(path):
+        return _of_run(path, "best")
+    if is_checkpoint(path):
+        return path
+    if not path.exists():
+        raise UserError(f"there is no run or checkpoint {path}", _known_runs())
+    if path.is_dir() and any(path.glob("pytorch_model*.bin")):
+        raise UserError(
+            f"{path} holds pickled weights only", "save them as safetensors first; pickles are never opened"
+        )
+    raise UserError(f"{path} is no run and no checkpoint: it has neither run.json nor config.json", _known_runs())
+
+
+def _of_run(run: Path, which: str) -> Path:
+    if not is_run(run):
+        raise UserError(f"there is no run {run}", _known_runs())
+    entries = checkpoints(run)
+    if not entries:
+        raise UserError(f"the run {run} has no checkpoint yet", "wait for its first one, or train again")
+    if which == "best":
+        return run / best(entries).name
+    if which == "latest":
+        return run / entries[-1].name
+    step = int(which.removeprefix("step-"))
+    if step not in [entry.step for entry in entries]:
+        raise UserError(f"{run} has no checkpoint {which}", "it has " + ", ".join(entry.name for entry in entries))
+    return run / step_name(step)
+
+
+def _known_runs() -> str:
+    runs = Path(RUNS)
+    names = sorted(str(path) for path in runs.iterdir() if is_run(path)) if runs.is_dir() else []
+    return "runs here: " + ", ".join(names) if names else "train one: gpt train FILE"

@@ -1,0 +1,77 @@
+"""Which tokens a step trains on: a pure function of seed and step, so that any step can be had at once.
+
+The stream of ids is a ring: after the last document comes the first one's end-of-text. An epoch cuts the ring into
+windows of T inputs, taken in an order that a keyed permutation gives; each epoch starts cutting at another place, so
+that borders fall elsewhere. What is left over, less than a window, differs from epoch to epoch too.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches of ``rows`` windows of ``block_size`` ids (T) from a stream of at least T ids."""
+
+    ids: npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+    block_size: int
+    rows: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        assert len(self.ids) >= self.block_size, "the context shrinks to the text before this"
+
+    @property
+    def windows(self) -> int:
+        """Windows an epoch."""
+        return len(self.ids) // self.block_size
+
+    def global_batch(self, step: int) -> tuple[Int64s, Int64s]:
+        """Inputs x and targets y of a step, each (rows, T): y is x one id later. Steps count from 0."""
+        positions = np.arange(step * self.rows, (step + 1) * self.rows, dtype=np.int64)
+        epochs = positions // self.windows
+        starts = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            key = _hash(self.seed, epoch)
+            window = permute(positions[epochs == epoch] % self.windows, self.windows, key)
+            starts[epochs == epoch] = window * self.block_size + key % len(self.ids)
+        taken = (starts[:, None] + np.arange(self.block_size + 1)) % len(self.ids)
+        windows = self.ids[taken].astype(np.int64)
+        return windows[:, :-1], windows[:, 1:]
+
+
+def permute(x: Int64s, n: int, key: int) -> Int64s:
+    """The images of ``x`` under a permutation of 0 … n - 1 that ``key`` chooses, without ever storing it.
+
+    A Feistel network over the next power of four, walked until it lands below n (Black & Rogaway 2002).
+    """
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    out = x.astype(np.uint64)
+    todo = np.ones(len(x), bool)
+    while todo.any():
+        left, right = out[todo] >> np.uint64(half), out[todo] & mask
+        for turn in range(6):
+            left, right = right, left ^ (_mix(right, _hash(key, turn)) & mask)
+        out[todo] = (left << np.uint64(half)) | right
+        todo &= out >= n
+    return out.astype(np.int64)
+
+
+def _mix(x: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
+    """A 64-bit finalizer (splitmix64, Steele et al. 2014) of x + key; overflow wraps."""
+    x = x + np.uint64(key)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _hash(*values: int) -> int:
+    """63 bits that depend on all of ``values``."""
+    digest = hashlib.sha256(repr(values).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,0 +1,225 @@
+"""Text ↔ ids. Every tokenizer here is a byte-level BPE that tiktoken runs: GPT-2's, plain bytes, or one learnt.
+
+``<|endoftext|>`` always has an id, stands before each document, and is ordinary text when a text contains it.
+"""
+
+import base64
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tiktoken
+
+from gpt.errors import UserError, WorkError
+from gpt.text.catalogue import cache_dir
+
+END_OF_TEXT = "<|endoftext|>"
+
+# GPT-2's pattern, in the spelling of tiktoken's r50k_base: possessive where that changes no match but keeps the
+# regex engine from backtracking.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+GPT2_VOCAB_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
+
+# A run of white space longer than this overflows the regex engine's stack if a letter follows (tiktoken 0.14: at a
+# million). The pattern gives the last character of a run to what follows, so a cut before it changes no id.
+LONG_SPACE = 10_000
+LONG_PIECE = 2**20  # a single piece longer than this is cut: merging takes more than linear time
+# What \s means to the regex engine: Unicode's White_Space (Python's own \s has four control characters more).
+_SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
+# Each looks at a run from its start alone, or a text of long runs would take quadratic time.
+_LONG_SPACE_RUN = re.compile(rf"(?<!{_SPACE}){_SPACE}{{{LONG_SPACE},}}(?={_SPACE})")
+_LONG_PIECE_RUNS = [
+    re.compile(rf"(?<!{kind}){kind}{{{LONG_PIECE},}}") for kind in (r"[^\W\d_]", r"\d", r"[^a-zA-Z0-9\s]")
+]
+
+Ids = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A vocabulary and how text is cut before merging. Make one with `learn_tokenizer`, `bytes_tokenizer` or `gpt2`."""
+
+    name: str
+    pattern: str
+    ranks: dict[bytes, int]  # a token's bytes → its id, which is its rank in merging too
+    eot: int  # the id of end-of-text
+    eot_token: str = END_OF_TEXT
+
+    def __post_init__(self) -> None:
+        missing = sum(bytes([byte]) not in self.ranks for byte in range(256))
+        if missing:
+            raise UserError(f"the tokenizer {self.name} has no token for {missing} of the 256 bytes")
+        ids = set(self.ranks.values()) | {self.eot}
+        if len(ids) != len(self.ranks) + 1 or min(ids) != 0 or max(ids) != len(self.ranks):
+            raise UserError(f"the ids of the tokenizer {self.name} are not 0 to {len(self.ranks):,}, each once")
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are, end-of-text included."""
+        return len(self.ranks) + 1
+
+    @cached_property
+    def _encoding(self) -> tiktoken.Encoding:
+        return tiktoken.Encoding(
+            self.name, pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens={self.eot_token: self.eot}
+        )
+
+    def encode(self, text: str) -> Ids:
+        """The ids of ``text``, dtype uint32. ``<|endoftext|>`` in it is ordinary text."""
+        pieces = [self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in _pieces(text)]
+        return np.concatenate(pieces) if len(pieces) != 1 else pieces[0]
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """The bytes of ``ids``, exactly. Raises `UserError` for an id outside the vocabulary."""
+        try:
+            return self._encoding.decode_bytes(ids)
+        except KeyError:
+            bad = next(i for i in ids if not 0 <= i < self.vocab_size)
+            raise UserError(f"id {bad} is outside the vocabulary of {self.vocab_size:,}") from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over everything that decides which ids a text gets."""
+        digest = hashlib.sha256(f"{self.pattern}\0{self.eot}\0{self.eot_token}\0".encode())
+        digest.update(to_tiktoken(self.ranks))
+        return digest.hexdigest()
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """``text`` in parts, together the whole, that the regex engine and the merging survive whatever they hold.
+
+    The cut inside a long run of white space changes no id; the one inside a piece of over 1 MiB does.
+    """
+    if len(text) <= LONG_SPACE:
+        yield text
+        return
+    cuts = {match.end() for match in _LONG_SPACE_RUN.finditer(text)}
+    if len(text) >= LONG_PIECE:
+        for run in (match for kind in _LONG_PIECE_RUNS for match in kind.finditer(text)):
+            cuts |= set(range(run.start() + LONG_PIECE, run.end(), LONG_PIECE))
+    start = 0
+    for cut in sorted(cuts):
+        yield text[start:cut]
+        start = cut
+    if start < len(text):
+        yield text[start:]
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """The 256 bytes and end-of-text: 257 ids, nothing to learn."""
+    return Tokenizer("bytes", GPT2_PATTERN, {bytes([byte]): byte for byte in range(256)}, 256)
+
+
+def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of ``vocab_size`` ids (end-of-text included) learnt from ``texts`` (Sennrich et al. 2016).
+
+    Raises `UserError` where the texts have fewer pairs to merge than that takes.
+    """
+    if vocab_size < 257:
+        raise UserError(f"vocab-size is {vocab_size}; it must be at least 257: the 256 bytes and end-of-text")
+    ranks = _learn(texts, vocab_size - 1)
+    if len(ranks) < vocab_size - 1:
+        raise UserError(
+            f"the text supports a vocabulary of {len(ranks) + 1:,} ids at most, not {vocab_size:,}",
+            f"take --vocab-size {len(ranks) + 1} or less, or more text",
+        )
+    return Tokenizer("bpe", GPT2_PATTERN, ranks, len(ranks))
+
+
+def learn_tokenizer_up_to(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """As `learn_tokenizer`, with fewer ids where the texts support no more."""
+    ranks = _learn(texts, vocab_size - 1)
+    return Tokenizer("bpe", GPT2_PATTERN, ranks, len(ranks))
+
+
+def _learn(texts: Iterable[str], size: int) -> dict[bytes, int]:
+    import rustbpe  # here, since only learning needs it
+
+    learner = rustbpe.Tokenizer()
+    pieces = (piece for text in texts for piece in _pieces(text))
+    learner.train_from_iterator(pieces, size, pattern=GPT2_PATTERN)
+    return {bytes(token): rank for token, rank in learner.get_mergeable_ranks()}
+
+
+def gpt2_tokenizer() -> Tokenizer:
+    """The 50,257 ids of GPT-2 and GPT-3: tiktoken's ``r50k_base``, fetched once into the user's cache.
+
+    ``TIKTOKEN_CACHE_DIR`` names another folder. Raises `WorkError` offline, saying which file goes where.
+    """
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or str(cache_dir() / "tiktoken")
+    before = os.environ.get("TIKTOKEN_CACHE_DIR")
+    os.environ["TIKTOKEN_CACHE_DIR"] = folder  # tiktoken's own default is a folder that all users share
+    try:
+        encoding = tiktoken.get_encoding("r50k_base")
+    except (OSError, ValueError) as error:  # requests' errors are OSErrors; ValueError is a wrong hash
+        place = os.path.join(folder, hashlib.sha1(GPT2_VOCAB_URL.encode()).hexdigest())
+        raise WorkError(
+            f"GPT-2's vocabulary is not on this machine and could not be fetched ({type(error).__name__})",
+            f"download {GPT2_VOCAB_URL} elsewhere and put it at {place}",
+        ) from None
+    finally:
+        if before is None:
+            del os.environ["TIKTOKEN_CACHE_DIR"]
+    return Tokenizer("gpt2", GPT2_PATTERN, dict(encoding._mergeable_ranks), encoding.eot_token)
+
+
+def to_tiktoken(ranks: dict[bytes, int]) -> bytes:
+    """Ranks in tiktoken's file form: a line a token, its bytes in base64 and its rank."""
+    ordered = sorted(ranks.items(), key=lambda item: item[1])
+    return b"".join(base64.b64encode(token) + b" " + str(rank).encode() + b"\n" for token, rank in ordered)
+
+
+def from_tiktoken(data: bytes, where: str) -> dict[bytes, int]:
+    """The ranks in a file of tiktoken's form; `UserError` naming the line where it is another."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError:
+            raise UserError(f"{where}, line {number}: not a token in base64 and its rank") from None
+    return ranks
+
+
+def auto_vocab_size(n_bytes: int) -> int:
+    """How many ids to learn from a text of ``n_bytes``: about a token for every 400 bytes, as a power of two."""
+    size = 512
+    while size < 16_384 and size * 600 < n_bytes:
+        size *= 2
+    return size
+
+
+def make_tokenizer(kind: str, vocab_size: int | None, texts: Sequence[str]) -> Tokenizer:
+    """The tokenizer that ``--tokenizer`` and ``--vocab-size`` ask for. ``texts`` is what it may learn from."""
+    if kind != "auto" and vocab_size is not None:
+        raise UserError(f"--vocab-size goes with --tokenizer auto; {kind} has a size of its own")
+    if kind == "bytes":
+        return bytes_tokenizer()
+    if kind == "gpt2":
+        return gpt2_tokenizer()
+    if kind != "auto":
+        raise UserError(f'there is no tokenizer "{kind}"', "known: auto, bytes, gpt2")
+    if vocab_size is not None:
+        return learn_tokenizer(texts, vocab_size)
+    return learn_tokenizer_up_to(texts, auto_vocab_size(sum(len(text.encode()) for text in texts)))
+
+
+def describe(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a checkpoint records of a tokenizer beside its ranks."""
+    return {
+        "name": tokenizer.name,
+        "pattern": tokenizer.pattern,
+        "eot": tokenizer.eot,
+        "eot_token": tokenizer.eot_token,
+        "fingerprint": tokenizer.fingerprint,
+    }

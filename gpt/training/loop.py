@@ -1,0 +1,319 @@
+"""A training run, from texts to a saved checkpoint."""
+
+import dataclasses
+import math
+import os
+import platform
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt import device, evaluate, events
+from gpt.config import SampleConfig, TrainConfig
+from gpt.decoding.generate import Context, generate
+from gpt.device import Compute
+from gpt.errors import Interrupted, WorkError
+from gpt.model.decoder import GPT
+from gpt.model.loss import bits_per_byte, cross_entropy
+from gpt.model.params import breakdown
+from gpt.runs import checkpoint, folder
+from gpt.text.batches import Batches
+from gpt.training.interrupt import StopSignal
+from gpt.training.optim import make_optimizer, set_lr
+from gpt.training.prepare import Data, prepare, write_tokens
+from gpt.training.recipe import Recipe, resolve
+from gpt.training.schedule import lr_at
+from gpt.training.state import TrainState
+
+Listener = Callable[[events.Event | events.Note | events.Plan], None]
+DEFAULT_TEXT = "pydocs"  # what there is to train on where no text is given
+EVAL_TOKENS = 32_768  # held-out tokens of a periodic evaluation; the one at the end takes all
+SAMPLE = SampleConfig(max_tokens=80)  # what is shown as the model learns
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run gives; losses are the best checkpoint's over the whole held-out text."""
+
+    run: Path
+    checkpoint: Path
+    steps: int
+    tokens_seen: int
+    val_loss: float | None  # nats a token
+    bits_per_byte: float | None
+    tokens_per_second: float  # of steps alone
+    seconds: float  # the whole command
+    parameters: int
+    device: str
+    dtype: str
+    sample: str  # a few lines from the best checkpoint
+
+
+def train(texts: Sequence[str], config: TrainConfig, listen: Listener = lambda event: None) -> Result:
+    """Trains a decoder on ``texts`` (files, folders, ``-`` or corpora by name) and tells ``listen`` how it goes.
+
+    Raises `UserError` for input that cannot be used, `WorkError` where the work fails, and `Interrupted` after
+    SIGINT or SIGTERM, once the state is saved.
+    """
+    began = time.perf_counter()
+    compute = device.pick(config.device, config.dtype, training=True)
+
+    def note(text: str) -> None:
+        listen(events.Note(text))
+
+    data = prepare(texts, config, note)
+    recipe = resolve(config, compute, data.corpus.bytes, len(data.train.ids), data.tokenizer.vocab_size, note)
+    trainer = Trainer(data, recipe, compute, listen, began)
+    trainer.open_run(texts, config)
+    try:
+        with StopSignal() as stop:
+            trainer.run_steps(stop)
+        return trainer.finish()
+    except KeyboardInterrupt:
+        raise Interrupted(signal.SIGINT, f"interrupted after the last step; all is saved in {trainer.run}") from None
+    finally:
+        trainer.close()
+
+
+class Trainer:
+    """The parts of a run and what is done with them."""
+
+    def __init__(self, data: Data, recipe: Recipe, compute: Compute, listen: Listener, began: float) -> None:
+        self.data, self.recipe, self.compute, self.listen, self.began = data, recipe, compute, listen, began
+        torch.manual_seed(recipe.seed)
+        self.model = GPT(recipe.model).to(compute.device)
+        self.optimizer = make_optimizer(self.model, recipe.weight_decay)
+        self.scaler = torch.amp.GradScaler(compute.device.type, enabled=compute.dtype == torch.float16)
+        self.batches = Batches(data.train.ids, recipe.model.block_size, recipe.rows, recipe.seed)
+        self.held_out = _spread(list(evaluate.windows(data.held_out.documents(), recipe.model.block_size)), recipe)
+        self.tokenizer_files = checkpoint.TokenizerFiles(data.tokenizer, recipe.model)
+        self.state = TrainState()
+        self.measured: tuple[int, float] | None = None  # the newest evaluation's step and loss
+
+    def open_run(self, texts: Sequence[str], config: TrainConfig) -> None:
+        """Makes the run folder, with ``run.json`` before anything else."""
+        self.run = folder.create_run(config.out or os.path.join(folder.RUNS, self.data.corpus.name))
+        record = run_record(texts, config, self.recipe, self.compute, self.data)
+        with folder.disk_errors(self.run):
+            folder.write_file(self.run / "run.json", folder.to_json(record))
+            write_tokens(self.run / "tokens", self.data)
+            self.metrics = (self.run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        shape = self.recipe.model
+        self.note(
+            f"model {self.recipe.preset}: {breakdown(shape).trainable:,} parameters ({shape.n_layer} layers, "
+            f"{shape.n_head} heads, {shape.n_embd} wide, context {shape.block_size}, dropout {shape.dropout:g})"
+        )
+        epochs = self.recipe.steps * self.recipe.batch_tokens / len(self.data.train.ids)
+        self.note(
+            f"{self.recipe.steps:,} steps of {self.recipe.batch_tokens:,} tokens, {epochs:.1f} times the text, "
+            f"on {self.compute.describe()}; run {self.run}"
+        )
+        self.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
+
+    def run_steps(self, stop: StopSignal) -> None:
+        """Steps, evaluations, checkpoints and samples until the end, the end of patience, or a signal."""
+        recipe, state = self.recipe, self.state
+        while state.step < recipe.steps and not self.out_of_patience():
+            self.step()
+            last = state.step == recipe.steps
+            if stop.signum is None:
+                better = self.evaluate() if last or state.step % recipe.eval_every == 0 else False
+                if last or better or state.step % recipe.save_every == 0:
+                    self.save()
+                if recipe.sample_every and state.step % recipe.sample_every == 0 and not last:
+                    self.emit(events.SampleEvent, text=self.sample(self.model, self.compute))
+            if stop.signum is not None and not last:
+                self.end_by_signal(stop.signum)
+
+    def step(self) -> None:
+        """One optimizer step: gradients of the whole batch, accumulated; clipped; applied."""
+        recipe, state = self.recipe, self.state
+        started = time.perf_counter()
+        x, y = (torch.from_numpy(a).to(self.compute.device) for a in self.batches.global_batch(state.step))
+        lr = lr_at(state.step + 1, peak=recipe.lr, warmup=recipe.warmup, steps=recipe.steps, schedule=recipe.schedule)
+        set_lr(self.optimizer, lr)
+        self.model.train()
+        total = torch.zeros((), device=self.compute.device)
+        for rows in range(0, recipe.rows, recipe.micro_batch):
+            part = slice(rows, rows + recipe.micro_batch)
+            with self.compute.autocast():
+                logits = self.model(x[part])
+            loss = cross_entropy(logits, y[part]) * (recipe.micro_batch / recipe.rows)
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip or math.inf)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        state.step += 1
+        value = float(total)
+        state.step_seconds += time.perf_counter() - started
+        self.emit(
+            events.StepEvent, loss=value, lr=lr, grad_norm=float(norm), tokens_per_second=self.tokens_per_second()
+        )
+        if not math.isfinite(value):
+            self.end_diverged(value, lr)
+
+    def evaluate(self) -> bool:
+        """The loss on held-out windows, the same ones each time; whether it is the lowest so far."""
+        if not self.held_out:
+            return False
+        loss = evaluate.mean_loss(self.model, self.held_out, self.compute)
+        better = loss < self.state.best_loss
+        self.state.evals_since_best = 0 if better else self.state.evals_since_best + 1
+        self.state.best_loss = min(loss, self.state.best_loss)
+        self.measured = (self.state.step, loss)
+        self.emit(events.EvalEvent, val_loss=loss, best=better)
+        return better
+
+    def save(self) -> None:
+        """A checkpoint of the model as it stands, and the index that names it."""
+        state = self.state
+        target = self.run / folder.step_name(state.step)
+        loss = self.measured[1] if self.measured and self.measured[0] == state.step else None
+        meta = {
+            "step": state.step,
+            "tokens_seen": state.step * self.recipe.batch_tokens,
+            "val_loss": loss if loss is not None and math.isfinite(loss) else None,
+        }
+        checkpoint.save(target, self.model, self.tokenizer_files, meta)
+        with folder.disk_errors(self.run):
+            folder.prune(self.run, self.recipe.keep)
+            folder.write_index(self.run)
+        state.saved_step = state.step
+        self.emit(events.SaveEvent, checkpoint=target.name)
+
+    def sample(self, model: GPT, compute: Compute) -> str:
+        """A few lines from a model, the same for the same weights; leaves torch's global random state alone."""
+        training = model.training
+        model.eval()
+        eot = self.data.tokenizer.eot
+        ids = [token.id for token in generate(Context(model, compute), [], SAMPLE, eot, self.recipe.seed)]
+        model.train(training)
+        return self.data.tokenizer.decode([id for id in ids if id != eot])
+
+    def finish(self) -> Result:
+        """Reads the best checkpoint back, measures it on the whole held-out text, and lets it speak."""
+        best = folder.find_checkpoint(str(self.run))
+        compute = device.pick(str(self.compute.device), "auto")
+        loaded = checkpoint.load(best, compute.device)
+        loss = bits = None
+        if self.held_out:
+            whole = evaluate.windows(self.data.held_out.documents(), self.recipe.model.block_size)
+            tokens = sum(max(0, len(ids) - 1) for ids in self.data.held_out.documents())
+            loss = evaluate.mean_loss(loaded.model, whole, compute)
+            bits = bits_per_byte(loss * tokens, self.data.held_out_bytes)
+        text = self.sample(loaded.model, compute)
+        self.emit(events.SampleEvent, text=text)
+        reason = "patience" if self.state.step < self.recipe.steps else "steps"
+        self.emit(events.EndEvent, reason=reason, checkpoint=best.name, val_loss=loss, bits_per_byte=bits)
+        return Result(
+            run=self.run,
+            checkpoint=best,
+            steps=self.state.step,
+            tokens_seen=self.state.step * self.recipe.batch_tokens,
+            val_loss=loss,
+            bits_per_byte=bits,
+            tokens_per_second=self.tokens_per_second(),
+            seconds=time.perf_counter() - self.began,
+            parameters=breakdown(self.recipe.model).trainable,
+            device=self.compute.device.type,
+            dtype=self.compute.dtype_name,
+            sample=text,
+        )
+
+    def end_by_signal(self, signum: int) -> None:
+        """Saves what there is and raises `Interrupted`."""
+        if self.state.saved_step != self.state.step:
+            self.save()
+        self.end("signal")
+        raise Interrupted(
+            signum, f"interrupted at step {self.state.step:,} of {self.recipe.steps:,}; saved in {self.run}"
+        )
+
+    def end_diverged(self, loss: float, lr: float) -> None:
+        """Stops a run whose loss is no number; what was saved before stays as it is."""
+        self.end("diverged")
+        saved = (
+            f"the checkpoints in {self.run} are from before" if self.state.saved_step >= 0 else "nothing was saved yet"
+        )
+        raise WorkError(
+            f"the loss became {loss} at step {self.state.step:,}, at a learning rate of {lr:.2g}",
+            f"train with a lower --lr; {saved}",
+        )
+
+    def end(self, reason: str) -> None:
+        """The last line of the metrics of a run that was cut off."""
+        self.emit(events.EndEvent, reason=reason, checkpoint=None, val_loss=None, bits_per_byte=None)
+
+    def out_of_patience(self) -> bool:
+        """Whether ``patience`` evaluations in a row were no better."""
+        return 0 < self.recipe.patience <= self.state.evals_since_best
+
+    def tokens_per_second(self) -> float:
+        """The rate of the steps alone, from the start."""
+        return self.state.step * self.recipe.batch_tokens / max(self.state.step_seconds, 1e-9)
+
+    def emit(self, kind: Callable[..., events.Event], **values: Any) -> None:
+        """Tells the listener and ``metrics.jsonl``."""
+        state = self.state
+        event = kind(
+            step=state.step,
+            tokens=state.step * self.recipe.batch_tokens,
+            seconds=round(time.perf_counter() - self.began, 3),
+            **values,
+        )
+        with folder.disk_errors(self.run):
+            self.metrics.write(events.to_json(event) + "\n")
+        self.listen(event)
+
+    def note(self, text: str) -> None:
+        """A line for the listener alone."""
+        self.listen(events.Note(text))
+
+    def close(self) -> None:
+        """Closes the metrics."""
+        with folder.disk_errors(self.run):
+            self.metrics.close()
+
+
+def _spread(windows: list[evaluate.Window], recipe: Recipe) -> list[evaluate.Window]:
+    """At most `EVAL_TOKENS` worth of windows, spread evenly over all."""
+    wanted = max(1, EVAL_TOKENS // recipe.model.block_size)
+    if len(windows) <= wanted:
+        return windows
+    return [windows[i * len(windows) // wanted] for i in range(wanted)]
+
+
+def run_record(
+    texts: Sequence[str], config: TrainConfig, recipe: Recipe, compute: Compute, data: Data
+) -> dict[str, Any]:
+    """What ``run.json`` holds: enough to know what was done, with what, on what."""
+    return {
+        "format": 1,
+        "started": datetime.now(UTC).isoformat(timespec="microseconds"),
+        "texts": list(texts),
+        "settings": dataclasses.asdict(config),
+        "resolved": dataclasses.asdict(recipe),
+        "compute": {
+            "device": str(compute.device),
+            "dtype": compute.dtype_name,
+            "threads": torch.get_num_threads(),
+        },
+        "versions": {
+            **{name: version(name) for name in ("torch", "tiktoken", "safetensors", "numpy")},
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+        },
+        "tokenizer": {"name": data.tokenizer.name, "fingerprint": data.tokenizer.fingerprint},
+        "tokens": {"train": len(data.train.ids), "held_out": len(data.held_out.ids)},
+        "sources": [dataclasses.asdict(source) for source in data.sources],
+    }

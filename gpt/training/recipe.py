@@ -1,0 +1,156 @@
+"""From what a user asked to what is done: every ``None`` and ``auto`` decided, from the text's size and the device."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from gpt.config import PRESETS, GPTConfig, Preset, TrainConfig, find_preset
+from gpt.device import Compute
+from gpt.errors import UserError
+from gpt.model.params import breakdown
+
+Notes = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training run with nothing left open."""
+
+    preset: str
+    model: GPTConfig
+    steps: int
+    batch_tokens: int  # tokens a step
+    rows: int  # sequences a step
+    micro_batch: int  # sequences at once; rows / micro_batch are accumulated
+    lr: float
+    warmup: int
+    schedule: Literal["cosine", "constant"]
+    weight_decay: float
+    clip: float
+    eval_every: int
+    patience: int
+    save_every: int
+    keep: int
+    sample_every: int
+    seed: int
+
+
+def auto_preset(n_bytes: int, device: str) -> str:
+    """The size for a text of ``n_bytes``: on a CPU one that learns it in minutes."""
+    if device == "cpu":
+        return "nano" if n_bytes < 100_000 else "micro"
+    for name, least in (("gpt2", 2_000_000_000), ("small", 100_000_000), ("mini", 2_000_000)):
+        if n_bytes >= least:
+            return name
+    return "micro"
+
+
+def resolve(config: TrainConfig, compute: Compute, n_bytes: int, n_tokens: int, vocab_size: int, note: Notes) -> Recipe:
+    """The recipe for ``n_tokens`` of training text that came from ``n_bytes``.
+
+    Tells ``note`` what it had to change. Raises `UserError` for settings that contradict each other or the text.
+    """
+    if config.steps is not None and config.epochs is not None:
+        raise UserError("--steps and --epochs both say how long to train", "give one of them")
+    name = auto_preset(n_bytes, compute.device.type) if config.preset == "auto" else config.preset
+    preset = find_preset(name)
+    model = _model(config, preset, n_tokens, vocab_size, note)
+    rows, batch_tokens = _batch(config, preset, model.block_size)
+    steps = _steps(config, n_tokens, batch_tokens, model)
+    if config.dropout is None:
+        model = replace(model, dropout=auto_dropout(steps * batch_tokens / n_tokens))
+    eval_every = config.eval_every or max(1, round(steps / 20))
+    return Recipe(
+        preset=name,
+        model=model,
+        steps=steps,
+        batch_tokens=batch_tokens,
+        rows=rows,
+        micro_batch=_micro_batch(config.micro_batch, rows, model, compute),
+        lr=preset.lr if config.lr is None else config.lr,
+        warmup=min(2000, round(steps / 20)) if config.warmup is None else config.warmup,
+        schedule=config.schedule,
+        weight_decay=config.weight_decay,
+        clip=config.clip,
+        eval_every=eval_every,
+        patience=config.patience,
+        save_every=config.save_every or eval_every,
+        keep=config.keep,
+        sample_every=max(1, round(steps / 4)) if config.sample_every is None else config.sample_every,
+        seed=config.seed,
+    )
+
+
+def _model(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int, note: Notes) -> GPTConfig:
+    shape = preset.model
+    block_size = config.block_size or shape.block_size
+    if n_tokens < block_size:
+        note(f"the text has {n_tokens:,} tokens to train on: the context shrinks from {block_size:,} to {n_tokens:,}")
+        block_size = n_tokens
+    return GPTConfig(
+        vocab_size=vocab_size,
+        block_size=block_size,
+        n_layer=config.n_layer or shape.n_layer,
+        n_head=config.n_head or shape.n_head,
+        n_embd=config.n_embd or shape.n_embd,
+        dropout=config.dropout or 0.0,
+        positions=config.positions,
+    )
+
+
+def _batch(config: TrainConfig, preset: Preset, block_size: int) -> tuple[int, int]:
+    """Sequences and tokens a step. A preset's batch is rounded to the context; one that was asked for must fit it."""
+    asked = config.batch_tokens
+    if asked is not None and asked % block_size:
+        below, above = asked // block_size * block_size, -(-asked // block_size) * block_size
+        raise UserError(
+            f"batch-tokens {asked:,} is not a multiple of the context, {block_size:,}",
+            f"take {above:,}" + (f" or {below:,}" if below else ""),
+        )
+    rows = max(1, round((asked or preset.batch_tokens) / block_size))
+    return rows, rows * block_size
+
+
+def _steps(config: TrainConfig, n_tokens: int, batch_tokens: int, model: GPTConfig) -> int:
+    if config.steps is not None:
+        return config.steps
+    epochs = auto_epochs(n_tokens, model) if config.epochs is None else config.epochs
+    if not 0 < epochs < math.inf:
+        raise UserError(f"epochs is {epochs}; it must be a positive number")
+    return max(1, round(epochs * n_tokens / batch_tokens))
+
+
+def auto_epochs(n_tokens: int, model: GPTConfig) -> float:
+    """How often to read a text of ``n_tokens``: 20 times a small one, and at most 20 tokens a parameter."""
+    return min(20.0, 20 * breakdown(model).trainable / n_tokens)
+
+
+def auto_dropout(epochs: float) -> float:
+    """Dropout for a text that is read ``epochs`` times: none unless it is read often enough to be learnt by heart."""
+    return 0.1 if epochs > 4 else 0.0
+
+
+def _micro_batch(asked: str, rows: int, model: GPTConfig, compute: Compute) -> int:
+    """Sequences at once: the largest divisor of ``rows`` whose activations fit a part of the device's memory."""
+    if asked != "auto":
+        if not asked.isascii() or not asked.isdigit() or int(asked) < 1:
+            raise UserError(f'micro-batch is "{asked}"; it must be auto or a whole number from 1')
+        if rows % int(asked):
+            divisors = [d for d in range(1, rows + 1) if rows % d == 0]
+            raise UserError(
+                f"a micro-batch of {asked} does not divide the {rows} sequences of a step",
+                "take one of " + ", ".join(map(str, divisors)),
+            )
+        return int(asked)
+    # About 20 activations of the width a block and 3 of the vocabulary are kept for the backward pass, in 4 bytes.
+    a_sequence = 4 * model.block_size * (20 * model.n_layer * model.n_embd + 3 * model.vocab_size)
+    weights = 16 * breakdown(model).trainable  # with gradients and AdamW's two moments
+    room = (compute.memory() - weights) * (0.25 if compute.device.type == "cpu" else 0.6)
+    fitting = [d for d in range(1, rows + 1) if rows % d == 0 and d * a_sequence <= room]
+    return max(fitting, default=1)
+
+
+def known_presets() -> list[str]:
+    """Names for ``--preset``."""
+    return ["auto", *PRESETS]
