@@ -14,7 +14,7 @@ def evaluate(
     text: Annotated[list[str], typer.Argument(help="Files, folders, - for stdin, or corpora by name.")],
     stride: Annotated[
         int | None,
-        typer.Option(help="Tokens from one window to the next; less than the context: overlap.", min=1,
+        typer.Option(help="Tokens from one window to the next; less than the context: overlap.",
                      show_default="the context"),
     ] = None,
     tokens: Annotated[

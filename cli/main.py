@@ -58,6 +58,8 @@ def main(args: list[str]) -> int:
         sys.stdout.flush()
         return int(status or 0)
     except BaseException as error:
+        if _is_closed_pipe(error):
+            return _pipe_closed()
         if debug and not isinstance(error, (Interrupted, KeyboardInterrupt)):
             raise
         return _report(error)
@@ -78,8 +80,6 @@ def _report(error: BaseException) -> int:
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         render.note("interrupted")
         return 130
-    if isinstance(error, BrokenPipeError) or (isinstance(error, OSError) and error.errno == errno.EINVAL):
-        return _pipe_closed()
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         render.error("out of memory", "take a smaller --micro-batch, --preset or --block-size")
         return 1
@@ -90,6 +90,13 @@ def _report(error: BaseException) -> int:
         return error.code if isinstance(error.code, int) else 1
     render.error(f"a fault in gpt itself: {type(error).__name__}: {error}", "--debug shows where; please report it")
     return 1
+
+
+def _is_closed_pipe(error: BaseException | None) -> bool:
+    """Whether the reader of stdout has gone; typer and rich turn the system's word for it into SystemExit."""
+    if isinstance(error, SystemExit):
+        error = error.__context__
+    return isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EINVAL)
 
 
 def _pipe_closed() -> int:

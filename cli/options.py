@@ -29,17 +29,17 @@ Dtype = Annotated[
 
 
 def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command an option for each field of ``config_class``, and its body the ``config`` made from them."""
+    """Gives a command an option for each field of ``config_class``, and its body the ``settings`` made from them."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         names = [field.name for field in dataclasses.fields(config_class)]
 
         @functools.wraps(command)
         def with_options(**values: Any) -> Any:
-            config = from_dict(config_class, {name: values.pop(name) for name in names}, command.__name__)
-            return command(config=config, **values)
+            settings = from_dict(config_class, {name: values.pop(name) for name in names}, command.__name__)
+            return command(settings=settings, **values)
 
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "config"]
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
         made = [_as_parameter(config_class, field) for field in dataclasses.fields(config_class)]
         parameters = [*own, *made]
         with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -59,7 +59,6 @@ def _as_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") -> i
         rich_help_panel=meta["panel"],
         show_default=meta["shown"] or True,
         show_envvar=False,
-        min=meta["low"] if kind in (int, float, int | None, float | None) else None,
     )
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[kind, info]

@@ -20,11 +20,11 @@ def params(
         str | None, typer.Argument(metavar="[PRESET|CHECKPOINT]", help="A preset, a run or a checkpoint.")
     ] = None,
     list_presets: Annotated[bool, typer.Option("--list", help="All presets.")] = False,
-    n_layer: Annotated[int | None, typer.Option(help="Blocks.", min=1, rich_help_panel=_SHAPE)] = None,
-    n_head: Annotated[int | None, typer.Option(help="Heads a block.", min=1, rich_help_panel=_SHAPE)] = None,
-    n_embd: Annotated[int | None, typer.Option(help="Width.", min=1, rich_help_panel=_SHAPE)] = None,
-    block_size: Annotated[int | None, typer.Option(help="Context in tokens.", min=1, rich_help_panel=_SHAPE)] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="Ids.", min=1, rich_help_panel=_SHAPE)] = None,
+    n_layer: Annotated[int | None, typer.Option(help="Blocks.", rich_help_panel=_SHAPE)] = None,
+    n_head: Annotated[int | None, typer.Option(help="Heads a block.", rich_help_panel=_SHAPE)] = None,
+    n_embd: Annotated[int | None, typer.Option(help="Width.", rich_help_panel=_SHAPE)] = None,
+    block_size: Annotated[int | None, typer.Option(help="Context in tokens.", rich_help_panel=_SHAPE)] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Ids.", rich_help_panel=_SHAPE)] = None,
     positions: Annotated[
         Positions | None, typer.Option(help="Learned count, a sine table does not.", rich_help_panel=_SHAPE)
     ] = None,

@@ -40,8 +40,8 @@ def stderr() -> Console:
 
 
 def stdout() -> Console:
-    """Where results go."""
-    return Console(highlight=False, soft_wrap=True)
+    """Where results go. Into a file or pipe, tables are as wide as they need."""
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 
 
 def make_output_safe() -> None:

@@ -17,7 +17,7 @@ MODEL_HELP = "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, or a GPT-2 
 
 @takes(SampleConfig)
 def sample(
-    config: SampleConfig,
+    settings: SampleConfig,
     prompt: Annotated[
         str | None, typer.Argument(help="What the text begins with. None: it begins like a document.")
     ] = None,
@@ -27,10 +27,10 @@ def sample(
     prompt_file: Annotated[
         Path | None, typer.Option(help="Read the prompt from a file; - is stdin.", show_default="none")
     ] = None,
-    num: Annotated[int, typer.Option("--num", "-N", help="How many samples.", min=1, rich_help_panel="Text")] = 1,
+    num: Annotated[int, typer.Option("--num", "-N", help="How many samples.", rich_help_panel="Text")] = 1,
     seed: Annotated[
         int | None,
-        typer.Option(help="Same seed, same text.", min=0, show_default="drawn and printed", rich_help_panel="Text"),
+        typer.Option(help="Same seed, same text.", show_default="drawn and printed", rich_help_panel="Text"),
     ] = None,
     no_echo: Annotated[
         bool, typer.Option("--no-echo", help="Do not print the prompt.", rich_help_panel=OUTPUT)
@@ -41,14 +41,16 @@ def sample(
 ) -> None:
     """Let a model write on after PROMPT."""
     text = _prompt(prompt, prompt_file)
+    if num < 1:
+        raise UserError(f"num is {num}; it must be 1 or more")
     with render.starting(quiet=json):
         from gpt import api
     loaded = api.load(model, device=device, dtype=dtype)
-    drawn = not (config.greedy or config.temperature == 0)
+    drawn = not (settings.greedy or settings.temperature == 0)
     if seed is None:
         seed = render.draw_seed(announce=drawn and not json)
     for index in range(num):
-        writing = loaded.write(text, config, seed, index)
+        writing = loaded.write(text, settings, seed, index)
         if json:
             list(writing)
             render.json_line(render.sample_json(writing.sample, index, text, seed if drawn else None))

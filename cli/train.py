@@ -13,12 +13,12 @@ from .options import OUTPUT, Json, Quiet, config_file, takes
 
 @takes(TrainConfig)
 def train(
-    config: TrainConfig,
+    settings: TrainConfig,
     text: Annotated[
         list[str] | None,
         typer.Argument(help="Files, folders, - for stdin, or corpora by name. None: pydocs, which Python carries."),
     ] = None,
-    config_path: Annotated[Path | None, config_file(TrainConfig)] = None,
+    config: Annotated[Path | None, config_file(TrainConfig)] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the settings as TOML, and stop.", rich_help_panel=OUTPUT)
     ] = False,
@@ -29,12 +29,12 @@ def train(
     from dataclasses import asdict
 
     if print_config:
-        render.write(to_toml(asdict(config)))
+        render.write(to_toml(asdict(settings)))
         return
     with render.starting(quiet):
         from gpt.training import loop
     with render.TrainDisplay(quiet) as display:
-        result = loop.train(text or [loop.DEFAULT_TEXT], config, display)
+        result = loop.train(text or [loop.DEFAULT_TEXT], settings, display)
     if json:
         render.json_line(render.result_json(result))
     else:

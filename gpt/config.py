@@ -18,6 +18,7 @@ from gpt.errors import UserError, did_you_mean
 
 Positions = Literal["learned", "sinusoidal"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
+TOKENIZERS = ("auto", "bytes", "gpt2")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 # Far above GPT-3's 12,288 × 96: a number from a file beyond these is damage or malice, not a model.
@@ -230,6 +231,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "micro_batch", str(self.micro_batch))  # a number in TOML and from Python
         _check_options(self)
+        if self.preset != "auto":
+            find_preset(self.preset)
+        if self.tokenizer not in TOKENIZERS:
+            raise UserError(f'there is no tokenizer "{self.tokenizer}"', did_you_mean(self.tokenizer, TOKENIZERS))
+        if self.vocab_size is not None and self.tokenizer != "auto":
+            raise UserError(f"--vocab-size goes with --tokenizer auto; {self.tokenizer} has a size of its own")
+        if self.steps is not None and self.epochs is not None:
+            raise UserError("--steps and --epochs both say how long to train", "give one of them")
 
 
 _TEXT, _FILTER = "Text", "Choice of the next token"

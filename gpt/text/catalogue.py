@@ -1,6 +1,7 @@
 """Named corpora: a TOML file each in ``gpt_data``, read from what Python carries or fetched once and checked."""
 
 import hashlib
+import http.client
 import importlib
 import os
 import platform
@@ -104,9 +105,13 @@ def fetch(name: str, url: str, sha256: str) -> Path:
     try:
         with urllib.request.urlopen(url, timeout=60) as response:
             data = response.read()
-    except (urllib.error.URLError, OSError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise WorkError(f"cannot download {name} from {url}: {reason}", hint) from None
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise WorkError(f"cannot download {name} from {url}: {error}", hint) from None
+    except http.client.HTTPException as error:
+        raise WorkError(f"cannot download {name} from {url}: {error}", hint) from None
+    except OSError as error:  # URLError is one, around the reason
+        raise WorkError(f"cannot download {name} from {url}: {getattr(error, 'reason', error)}", hint) from None
     if _sha256(data) != sha256:
         raise WorkError(f"{url} gave {len(data):,} bytes that are not {name}: the sha256 differs", hint)
     _write(target, data)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt.errors import UserError
+from gpt.errors import UserError, did_you_mean
 from gpt.text import catalogue
 
 HASHED_SPLIT_FROM = 200  # documents; from here on a document's own hash decides where it goes
@@ -73,7 +73,7 @@ def _raw(text: str) -> Iterator[tuple[str, bytes]]:
     elif "/" in text or "\\" in text or "." in text:
         raise UserError(f"there is no file {text}", "give a file, a folder, - for standard input, or a corpus by name")
     else:
-        raise UserError(f'there is no file and no corpus called "{text}"', "corpora: " + ", ".join(catalogue.names()))
+        raise UserError(f'there is no file and no corpus called "{text}"', did_you_mean(text, catalogue.names()))
 
 
 def _files(folder: Path) -> list[Path]:

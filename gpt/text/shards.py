@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +34,7 @@ class Shard:
 
     def documents(self) -> Iterator[npt.NDArray[np.int64]]:
         """Each document's ids, without end-of-text."""
-        ends = [*self.offsets[1:].tolist(), len(self.ids)]
-        for start, end in zip(self.offsets.tolist(), ends, strict=True):
+        for start, end in pairwise([*self.offsets.tolist(), len(self.ids)]):
             yield self.ids[start + 1 : end].astype(np.int64)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gpt.config import PRESETS, GPTConfig, Preset, TrainConfig, find_preset
+from gpt.config import GPTConfig, Preset, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.params import breakdown
@@ -51,8 +51,6 @@ def resolve(config: TrainConfig, compute: Compute, n_bytes: int, n_tokens: int, 
 
     Tells ``note`` what it had to change. Raises `UserError` for settings that contradict each other or the text.
     """
-    if config.steps is not None and config.epochs is not None:
-        raise UserError("--steps and --epochs both say how long to train", "give one of them")
     name = auto_preset(n_bytes, compute.device.type) if config.preset == "auto" else config.preset
     preset = find_preset(name)
     model = _model(config, preset, n_tokens, vocab_size, note)
@@ -149,8 +147,3 @@ def _micro_batch(asked: str, rows: int, model: GPTConfig, compute: Compute) -> i
     room = (compute.memory() - weights) * (0.25 if compute.device.type == "cpu" else 0.6)
     fitting = [d for d in range(1, rows + 1) if rows % d == 0 and d * a_sequence <= room]
     return max(fitting, default=1)
-
-
-def known_presets() -> list[str]:
-    """Names for ``--preset``."""
-    return ["auto", *PRESETS]

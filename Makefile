@@ -1,0 +1,45 @@
+# demo, test, lint, fix, bench: each makes the environment it needs first.
+PYTHON ?= python3
+VENV := .venv
+ifeq ($(OS),Windows_NT)
+BIN := $(VENV)/Scripts
+else
+BIN := $(VENV)/bin
+endif
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint fix bench clean
+
+# The main job on the embedded corpus, then a sample.
+demo: $(VENV)/.made
+	$(BIN)/gpt train
+	$(BIN)/gpt sample "The "
+
+test: $(VENV)/.made-dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.made-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fix: $(VENV)/.made-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Measures this machine, ours and the peers, and writes benchmarks/RESULTS.md.
+bench: $(VENV)/.made-dev
+	$(BIN)/python benchmarks/run.py
+
+$(VENV)/.made: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"gpt needs Python 3.11 or newer; {sys.executable} is {v[0]}.{v[1]}. Name another: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.made-dev: $(VENV)/.made
+	$(PIP) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,103 @@
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared"
+GPT2_RANKS = SHARED / "data" / "tiktoken"
+
+for name in [name for name in os.environ if name.startswith("GPT_")]:
+    del os.environ[name]  # a twin set outside must not change what is tested
+
+WORDS = (
+    ["the", "cat", "sat", "on", "the", "mat", "while", "it’s", "raining", "in", "Zürich;", "naïve", "dogs", "🐕", "chased", "1234567", "cats,", "WE'LL", "SEE!\r\n\t"]
+)
+
+
+def make_text(n_words: int = 4000, seed: int = 0) -> str:
+    """Text with structure to learn, and with every kind of character that tokenizers trip over."""
+    import random
+
+    rng = random.Random(seed)
+    syllables = [a + b for a in "bdfgklmnprst" for b in ("a", "e", "i", "o", "u", "an", "er", "ing")]
+    made_up = ["".join(random.Random(number).choices(syllables, k=1 + number % 4)) for number in range(200)]
+    words = (rng.choice(WORDS) if rng.random() < 0.4 else rng.choice(made_up) for _ in range(n_words))
+    return "".join(word + rng.choice([" ", " ", " ", "  ", "\n"]) for word in words)
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def gpt(capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Runs a command line in this process and returns exit status, stdout and stderr."""
+    import gpt_cli.main
+
+    def run(*args: str | Path, stdin: bytes = b"") -> Done:
+        before = sys.stdin
+        sys.stdin = io.TextIOWrapper(io.BytesIO(stdin))
+        capfd.readouterr()
+        try:
+            code = gpt_cli.main.main([str(arg) for arg in args])
+        finally:
+            sys.stdin = before
+        out, err = capfd.readouterr()
+        assert "Traceback" not in err
+        return Done(code, out, err)
+
+    return run
+
+
+def spawn(*args: str | Path, cwd: Path | None = None, **kwargs: object) -> "subprocess.Popen[str]":
+    """The command in a process of its own."""
+    code = "from gpt_cli.main import run; run()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, args)],
+        cwd=cwd, text=True, encoding="utf-8", stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs,  # type: ignore
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small finished run."""
+    import gpt
+
+    folder = tmp_path_factory.mktemp("session")
+    text = folder / "text.txt"
+    text.write_bytes(make_text().encode())
+    result = gpt.train(text, out=str(folder / "run"), steps=30, dtype="float32", vocab_size=400, **TINY)
+    return result.run
+
+
+TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_tokens": 256, "sample_every": 0}
+
+
+@pytest.fixture
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="../shared is not in a user's checkout")
+
+
+@contextlib.contextmanager
+def gpt2_ranks(monkeypatch: pytest.MonkeyPatch):
+    """GPT-2's vocabulary from the shared folder."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_RANKS))
+    yield

@@ -1,0 +1,424 @@
+"""The command line: what it prints, where, and with which status."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Done, make_text, spawn
+
+import gpt as library
+from gpt.config import PRESETS, SampleConfig, TrainConfig
+
+Gpt = Callable[..., Done]
+QUICK = [
+    "--steps", "4", "--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--block-size", "16", "--batch-tokens", "64",
+    "--dtype", "float32",
+]  # fmt: skip
+
+
+def one_line_of_what_and_what_next(done: Done, message: str, code: int = 2) -> None:
+    assert done.code == code, done.err
+    lines = [line for line in done.err.splitlines() if line.startswith(("error:", "hint:"))]
+    assert lines[0].startswith("error:")
+    assert message in lines[0]
+    assert len(lines) <= 2
+    assert done.out == ""
+
+
+# Start-up
+
+
+@pytest.mark.parametrize(
+    "args", [["--help"], ["train", "--help"], ["sample", "-h"], ["params", "gpt3-175b"], ["params", "--list"]]
+)
+def test_light_commands_import_nothing_heavy(args: list[str]) -> None:
+    code = (
+        "import sys\nfrom gpt_cli.main import main\nstatus = main(sys.argv[1:])\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'tiktoken', 'safetensors'} & set(sys.modules)\n"
+        "assert not heavy, heavy\nassert status == 0, status"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_gpt_is_light() -> None:
+    code = "import sys, gpt\nassert 'torch' not in sys.modules\nassert gpt.GPTConfig and 'torch' not in sys.modules\ngpt.GPT\nassert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert set(library.__all__) <= set(dir(library))
+    with pytest.raises(AttributeError):
+        library.nothing  # noqa: B018
+
+
+def test_version(gpt: Gpt) -> None:
+    assert gpt("--version").out == f"gpt {library.__version__}\n"
+
+
+# Options: frozen, so that adding or losing one is a decision
+
+OPTIONS = {
+    "train": "--out -o --preset --positions --n-layer --n-head --n-embd --block-size --dropout --tokenizer --vocab-size "
+    "--val-fraction --val-text --steps --epochs --batch-tokens --micro-batch --lr --warmup --schedule --weight-decay "
+    "--clip --eval-every --patience --save-every --keep --sample-every --device --dtype --seed --config --print-config "
+    "--json --quiet -q",
+    "sample": "--model -m --prompt-file --temperature -t --top-k --top-p --greedy --max-tokens -n --min-tokens "
+    "--ignore-eot --num -N --seed --no-echo --json --device --dtype",
+    "eval": "--stride --tokens --json --quiet -q --device --dtype",
+    "params": "--list --n-layer --n-head --n-embd --block-size --vocab-size --positions --json",
+}
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_options_are_the_contracts(gpt: Gpt, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    text = gpt(command, "--help").out
+    listed = {
+        word
+        for line in text.splitlines()
+        if line.startswith("│")
+        for word in re.findall(r"(?<=\s)--?[a-zA-Z][a-z0-9-]*(?=\s)", line[:60])
+    }
+    assert listed == {*OPTIONS[command].split(), "--help", "-h"}
+
+
+def test_every_field_of_a_config_is_an_option() -> None:
+    for config, command in ((TrainConfig, "train"), (SampleConfig, "sample")):
+        for name in config.__dataclass_fields__:
+            assert f"--{name.replace('_', '-')}" in OPTIONS[command].split()
+
+
+# gpt train
+
+
+@pytest.fixture
+def book(workdir: Path) -> Path:
+    path = workdir / "book.txt"
+    path.write_bytes(make_text(1500).encode())
+    return path
+
+
+def test_train_says_where_how_good_and_what_next(gpt: Gpt, book: Path) -> None:
+    done = gpt("train", book, *QUICK)
+    assert done.code == 0
+    assert re.search(r"saved\s+runs.book.step-00000\d", done.out)
+    assert re.search(r"loss\s+\d\.\d{4} nats a token, \d\.\d{4} bits a byte", done.out)
+    assert re.search(r'more\s+gpt sample "Once upon" -m runs.book', done.out)
+    assert "1 document;" in done.err
+    assert "held-out loss" in done.err
+
+
+JSON_KEYS = [
+    "run", "checkpoint", "steps", "tokens_seen", "val_loss", "bits_per_byte", "tokens_per_second", "seconds",
+    "parameters", "device", "dtype",
+]  # fmt: skip
+
+
+def test_train_json_is_the_contracts(gpt: Gpt, book: Path) -> None:
+    done = gpt("train", book, *QUICK, "--json")
+    values = json.loads(done.out)
+    assert list(values) == JSON_KEYS
+    assert (values["steps"], values["tokens_seen"], values["device"], values["dtype"]) == (4, 256, "cpu", "float32")
+    assert Path(values["checkpoint"]).parent == Path(values["run"])
+    done = gpt("train", book, *QUICK, "--json", "--quiet", "--val-fraction", "0")
+    assert json.loads(done.out)["val_loss"] is None
+    assert done.err == ""
+
+
+def test_train_from_stdin_and_folders(gpt: Gpt, workdir: Path) -> None:
+    (workdir / "texts").mkdir()
+    (workdir / "texts" / "a.md").write_text("one text " * 100)
+    assert gpt("train", "-", *QUICK, stdin=b"from standard input " * 100).code == 0
+    assert gpt("train", "texts", "-", *QUICK, "-o", "both", stdin=b"and more ").code == 0
+    names = [source["name"] for source in json.loads(Path("both/run.json").read_text())["sources"]]
+    assert names == [str(Path("texts/a.md")), "stdin"]
+    assert Path("runs/stdin").exists()
+
+
+def test_precedence_option_environment_file_default(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tomllib
+
+    def printed(*args: str) -> dict[str, object]:
+        done = gpt("train", "--print-config", *args)
+        assert done.code == 0, done.err
+        return tomllib.loads(done.out)
+
+    assert printed()["keep"] == 2
+    Path("c.toml").write_text("keep = 3\nsteps = 30\nlr = 0.5\nmicro_batch = 2\n")
+    assert printed("--config", "c.toml")["keep"] == 3
+    monkeypatch.setenv("GPT_TRAIN_KEEP", "4")
+    monkeypatch.setenv("GPT_TRAIN_CONFIG", "c.toml")
+    assert printed()["keep"] == 4
+    assert printed("--keep", "5")["keep"] == 5
+    assert printed()["steps"] == 30
+    again = gpt("train", "--print-config", "--out", "x").out
+    Path("d.toml").write_text(again, encoding="utf-8")
+    assert gpt("train", "--print-config", "--config", "d.toml").out == again
+    Path("c.toml").write_text("stesp = 3\n")
+    one_line_of_what_and_what_next(gpt("train", "--config", "c.toml"), 'unknown key "stesp"')
+    Path("c.toml").write_text("steps = \n")
+    one_line_of_what_and_what_next(gpt("train", "--config", "c.toml"), "is not TOML")
+    one_line_of_what_and_what_next(gpt("train", "--config", "none.toml"), "cannot read none.toml")
+
+
+def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPT_SAMPLE_MAX_TOKENS", "3")
+    monkeypatch.setenv("GPT_SAMPLE_JSON", "1")
+    monkeypatch.setenv("GPT_SAMPLE_MODEL", str(run_folder))
+    assert len(json.loads(gpt("sample", "--ignore-eot").out)["tokens"]) == 3
+    monkeypatch.setenv("GPT_PARAMS_JSON", "1")
+    assert json.loads(gpt("params", "gpt2").out)["trainable"] == 124_439_808
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["train", "none.txt"], "there is no file none.txt"),
+        (["train", "shakespear"], 'no corpus called "shakespear"'),
+        (["train", "empty.txt"], "empty.txt is empty: 0 characters"),
+        (["train", "byte.txt"], "too short to hold 0.1 of it out: 1 character"),
+        (["train", "binary.bin"], "is no text: it has a zero byte at offset 3"),
+        (["train", "latin.txt"], "is not UTF-8: byte 0xe9 at offset 9, line 2"),
+        (["train", "book.txt", "--n-embd", "33"], "n_embd 33 is not divisible by n_head 4"),
+        (["train", "book.txt", "--preset", "gtp2"], 'there is no preset "gtp2"'),
+        (["train", "book.txt", "--device", "gpu"], "device"),
+        (["train", "book.txt", "--tokenizer", "gtp2"], 'there is no tokenizer "gtp2"'),
+        (["train", "book.txt", "--vocab-size", "30000"], "supports a vocabulary of"),
+        (["train", "book.txt", "--steps", "x"], "steps"),
+        (["train", "book.txt", "--steps", "-1"], "steps"),
+        (["train", "book.txt", "--lr", "nan"], "lr is nan"),
+        (["train", "book.txt", "--stesp", "3"], "--stesp"),
+        (["train", "book.txt", "--steps", "2", "--epochs", "2"], "--steps and --epochs both"),
+        (["train", "book.txt", "--out", "book.txt/x"], "cannot make the run folder"),
+        (["train", "book.txt", "--val-text", "none.txt"], "there is no file none.txt"),
+        (["trian"], "trian"),
+        (["sample", "hi"], "no run with a checkpoint"),
+        (["sample", "hi", "-m", "nowhere"], "there is no run or checkpoint nowhere"),
+        (["sample", "hi", "-m", "book.txt"], "is no run and no checkpoint"),
+        (["sample", "hi", "--prompt-file", "book.txt"], "a prompt and --prompt-file"),
+        (["sample", "--prompt-file", "none.txt"], "cannot read none.txt"),
+        (["sample", "--prompt-file", "latin.txt"], "is not UTF-8"),
+        (["sample", "-t", "-1"], "temperature"),
+        (["sample", "-t", "nan"], "temperature is nan"),
+        (["sample", "--top-p", "2"], "top-p is 2.0"),
+        (["eval", "nowhere", "book.txt"], "there is no run or checkpoint nowhere"),
+        (["eval", "nowhere"], "text"),
+        (["params", "gtp2"], 'no preset, run or checkpoint "gtp2"'),
+        (["params", "--n-layer", "2"], "a shape by hand needs --n-head, --n-embd too"),
+        (["params", "gpt2", "--n-head", "7"], "n_embd 768 is not divisible by n_head 7"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_one_clear_line(gpt: Gpt, book: Path, args: list[str], message: str) -> None:
+    Path("empty.txt").touch()
+    Path("byte.txt").write_bytes(b"x")
+    Path("binary.bin").write_bytes(b"ELF\0\1\2")
+    Path("latin.txt").write_bytes(b"one\ntwo c\xe9")
+    before = set(Path().rglob("*"))
+    one_line_of_what_and_what_next(gpt(*args), message)
+    assert set(Path().rglob("*")) == before  # nothing half-written
+
+
+def test_suggestions(gpt: Gpt, book: Path) -> None:
+    for args, suggestion in {
+        ("train", "book.txt", "--preset", "gtp2"): 'did you mean "gpt2"?',
+        ("train", "shakespear"): 'did you mean "shakespeare"?',
+        ("train", "book.txt", "--tokenizer", "byte"): 'did you mean "bytes"?',
+        ("params", "gpt3-175"): 'did you mean "gpt3-175b"?',
+    }.items():
+        assert suggestion in gpt(*args).err
+    for args, known in {
+        ("trian",): "train",
+        ("train", "--stesp", "3"): "--steps",
+        ("train", "--device", "cdua"): "cuda",
+    }.items():
+        assert known in gpt(*args).err
+
+
+def test_debug_shows_the_traceback(book: Path) -> None:
+    process = spawn("train", "none.txt", "--debug", cwd=book.parent)
+    _, err = process.communicate()
+    assert "Traceback" in err
+    assert "UserError" in err
+
+
+def test_a_full_disk_is_status_1(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpt.runs import folder
+
+    whole = folder.write_file
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name == "model.safetensors":
+            raise OSError(28, "No space left on device")
+        whole(path, data)
+
+    monkeypatch.setattr(folder, "write_file", full)
+    done = gpt("train", book, *QUICK)
+    one_line_of_what_and_what_next(done, "No space left on device", code=1)
+    assert not list(Path("runs").rglob("*.safetensors"))
+    assert not list(Path("runs").rglob(".tmp*"))
+
+
+# gpt sample
+
+
+def test_sample_echoes_streams_and_repeats(gpt: Gpt, run_folder: Path) -> None:
+    one = gpt("sample", "the cat", "-m", run_folder, "--seed", "5", "-n", "20")
+    assert one.out.startswith("the cat")
+    assert one.out.endswith("\n")
+    assert one.err == ""
+    assert gpt("sample", "the cat", "-m", run_folder, "--seed", "5", "-n", "20").out == one.out
+    assert gpt("sample", "the cat", "-m", run_folder, "--seed", "6", "-n", "20").out != one.out
+    without = gpt("sample", "the cat", "-m", run_folder, "--seed", "5", "-n", "20", "--no-echo")
+    assert "the cat" + without.out == one.out
+
+
+def test_a_drawn_seed_is_printed_and_repeats(gpt: Gpt, run_folder: Path) -> None:
+    done = gpt("sample", "the", "-m", run_folder, "-n", "30")
+    seed = re.fullmatch(r"seed (\d+)\n", done.err)
+    assert seed
+    assert gpt("sample", "the", "-m", run_folder, "-n", "30", "--seed", seed[1]).out == done.out
+    assert gpt("sample", "the", "-m", run_folder, "-n", "30", "--greedy").err == ""
+
+
+def test_sample_json_is_the_contracts(gpt: Gpt, run_folder: Path) -> None:
+    done = gpt("sample", "the cat", "-m", run_folder, "-N", "3", "--seed", "5", "-n", "12", "--ignore-eot", "--json")
+    lines = [json.loads(line) for line in done.out.splitlines()]
+    assert [line["index"] for line in lines] == [0, 1, 2]
+    for line in lines:
+        assert list(line) == ["prompt_index", "index", "prompt", "text", "tokens", "logprob", "finish_reason", "seed"]
+        assert (line["prompt_index"], line["prompt"], line["finish_reason"], line["seed"]) == (
+            0,
+            "the cat",
+            "length",
+            5,
+        )
+        assert len(line["tokens"]) == 12
+        assert line["logprob"] < 0
+        assert library.load(run_folder).tokenizer.decode(line["tokens"]) == line["text"]
+    assert len({line["text"] for line in lines}) == 3
+    alone = json.loads(
+        gpt("sample", "the cat", "-m", run_folder, "--seed", "5", "-n", "12", "--ignore-eot", "--json").out
+    )
+    assert alone == lines[0]  # sample i is the same whatever N is
+    greedy = json.loads(gpt("sample", "the cat", "-m", run_folder, "--greedy", "--json").out)
+    assert greedy["seed"] is None
+
+
+def test_sample_past_the_context_says_so(gpt: Gpt, run_folder: Path) -> None:
+    done = gpt("sample", "the", "-m", run_folder, "-n", "100", "--greedy", "--ignore-eot")
+    assert "outgrew the context of 32 tokens" in done.err
+
+
+def test_prompts_from_file_and_stdin(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes("Zürich 🐕\n".encode())
+    for done in (
+        gpt("sample", "--prompt-file", tmp_path / "p.txt", "-m", run_folder, "-n", "0", "--seed", "1"),
+        gpt("sample", "--prompt-file", "-", "-m", run_folder, "-n", "0", "--seed", "1", stdin="Zürich 🐕\n".encode()),
+    ):
+        assert done.out == "Zürich 🐕\n\n"
+    assert gpt("sample", "-m", run_folder, "-n", "5", "--seed", "1").code == 0  # no prompt: from end-of-text
+
+
+def test_a_closed_pipe_is_no_error(run_folder: Path) -> None:
+    with spawn("sample", "the", "-m", run_folder, "-n", "2000", "--ignore-eot", "--seed", "1") as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.read(5)
+        process.stdout.close()
+        assert process.wait(60) == 0
+        assert "rror" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+def test_narrow_encodings_end_nothing(run_folder: Path, encoding: str) -> None:
+    env = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    code = "from gpt_cli.main import run; run()"
+    for args in (
+        ["sample", "🐕 日本語", "-n", "3", "--seed", "1", "-m", str(run_folder)],
+        ["params", "gpt2"],
+        ["--help"],
+    ):
+        done = subprocess.run([sys.executable, "-c", code, *args], env=env, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+    assert ("🐕" in done.stdout.decode(encoding)) is False
+
+
+# gpt eval
+
+
+def test_eval_json_is_the_contracts(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_bytes("the cat sat in Zürich\n".encode() * 9)
+    values = json.loads(gpt("eval", run_folder, tmp_path / "t.txt", "--json").out)
+    assert list(values) == [
+        "loss", "perplexity", "bits_per_byte", "word_perplexity", "tokens", "bytes", "words", "stride", "block_size",
+    ]  # fmt: skip
+    assert (values["bytes"], values["words"], values["stride"], values["block_size"]) == (9 * 23, 45, 32, 32)
+    better = json.loads(gpt("eval", run_folder, tmp_path / "t.txt", "--json", "--stride", "4").out)
+    assert better["tokens"] == values["tokens"]
+    assert better["loss"] != values["loss"]
+    one_line_of_what_and_what_next(gpt("eval", run_folder, tmp_path / "t.txt", "--stride", "33"), "stride is 33")
+    shown = gpt("eval", run_folder, tmp_path / "t.txt").out
+    assert f"{values['loss']:.4f}" in shown
+    assert "nats a token" in shown
+
+
+def test_eval_tokens_sum_to_the_loss(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "t").mkdir(exist_ok=True)
+        (tmp_path / "t" / name).write_bytes(make_text(60, seed=len(name)).encode())
+    values = json.loads(gpt("eval", run_folder, tmp_path / "t", "--json").out)
+    lines = [json.loads(line) for line in gpt("eval", run_folder, tmp_path / "t", "--tokens").out.splitlines()]
+    assert len(lines) == values["tokens"]
+    assert -sum(line["logprob"] for line in lines) / len(lines) == pytest.approx(values["loss"], rel=1e-6)
+    first = [line for line in lines if line["document"] == 0]
+    assert [line["position"] for line in first] == list(range(1, len(first) + 1))
+    ids = library.load(run_folder).tokenizer.encode((tmp_path / "t" / "a.txt").read_bytes().decode()).tolist()
+    assert [line["token"] for line in first] == ids[1:]
+
+
+# gpt params
+
+
+def test_params_table(gpt: Gpt) -> None:
+    out = gpt("params", "gpt3-175b").out
+    for number in ("617,558,016", "14,495,514,624", "57,982,058,496", "175,181,291,520", "174,604,259,328"):
+        assert number in out
+    assert "(128 × 12,288) × 96 × 96" in out
+    assert "W_V" in out and "W_O" in out and "tied" in out
+    assert "16 heads give the paper's total" in gpt("params", "gpt3-1.3b").out
+    assert "5,120 gives the paper's total" in gpt("params", "gpt3-13b").out
+    assert "a fixed sine table has none" in gpt("params", "gpt2", "--positions", "sinusoidal").out
+
+
+def test_params_json_is_the_contracts(gpt: Gpt, run_folder: Path) -> None:
+    values = json.loads(gpt("params", "gpt2", "--json").out)
+    assert list(values) == [
+        "name", "config", "rows", "total_weights", "tied", "positions", "biases", "layer_norms", "trainable",
+    ]  # fmt: skip
+    assert values["trainable"] == 124_439_808
+    assert [list(row) for row in values["rows"]] == [["matrix", "dimensions", "parameters"]] * 8
+    trainable = (
+        values["total_weights"] - values["tied"] + values["positions"] + values["biases"] + values["layer_norms"]
+    )
+    assert values["trainable"] == trainable
+    ours = json.loads(gpt("params", run_folder, "--json").out)
+    assert ours["config"]["n_embd"] == 32
+    assert ours["trainable"] == sum(p.numel() for p in library.load(run_folder).model.parameters())
+    by_hand = json.loads(
+        gpt("params", "--n-layer", "2", "--n-head", "2", "--n-embd", "8", "--vocab-size", "9", "--json").out
+    )
+    assert by_hand["rows"][0]["parameters"] == 72
+    sine = json.loads(gpt("params", "gpt2", "--positions", "sinusoidal", "--json").out)
+    assert (sine["positions"], sine["trainable"]) == (0, 124_439_808 - 1024 * 768)
+
+
+def test_params_list(gpt: Gpt) -> None:
+    out = gpt("params", "--list").out
+    assert all(name in out for name in PRESETS)
+    assert gpt("params").out == out
+    names = [json.loads(line)["name"] for line in gpt("params", "--list", "--json").out.splitlines()]
+    assert names == list(PRESETS)

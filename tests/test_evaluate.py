@@ -1,0 +1,73 @@
+"""Evaluation against a naive loop, token by token."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpt import evaluate
+from gpt.config import GPTConfig
+from gpt.device import Compute
+from gpt.errors import UserError
+from gpt.model.decoder import GPT
+from gpt.text.tokenizer import bytes_tokenizer
+
+CPU = Compute(torch.device("cpu"), torch.float32)
+TOKENIZER = bytes_tokenizer()
+
+
+@given(st.lists(st.integers(0, 40), max_size=5), st.integers(1, 9), st.data())
+def test_every_token_but_a_documents_first_counts_once(
+    lengths: list[int], block_size: int, data: st.DataObject
+) -> None:
+    stride = data.draw(st.integers(1, block_size))
+    documents = [np.arange(length) for length in lengths]
+    counted: list[tuple[int, int]] = []
+    for window in evaluate.windows(documents, block_size, stride):
+        assert len(window.x) == len(window.y) <= block_size
+        assert np.array_equal(window.y, window.x + 1)
+        assert window.start % stride == 0
+        counted += [(window.document, int(y)) for y in window.y[window.skipped :]]
+    assert sorted(counted) == [(d, y) for d, length in enumerate(lengths) for y in range(1, length)]
+
+
+@pytest.mark.parametrize("stride", [None, 3, 8])
+def test_loss_equals_a_naive_loop(stride: int | None) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(257, 8, 1, 2, 16, dropout=0.5))
+    model.train()  # evaluation turns dropout off, and back on
+    texts = ["the first document, a longer one", "two", "x", "Zürich"]
+    result = evaluate.evaluate(model, TOKENIZER, texts, CPU, stride)
+    assert model.training
+    model.eval()
+    total, count = 0.0, 0
+    for text in texts:
+        ids = TOKENIZER.encode(text).tolist()
+        done = 0
+        for start in range(0, len(ids), stride or 8):
+            window = ids[start : start + 9]
+            with torch.no_grad():
+                logprobs = model(torch.tensor([window[:8]])).log_softmax(-1)[0]
+            for at in range(1, len(window)):
+                if start + at > done:  # seen with the longest context it ever gets
+                    total -= logprobs[at - 1, window[at]].item()
+                    count += 1
+            done = max(done, start + len(window) - 1)
+    assert result.tokens == count == sum(len(text.encode()) - 1 for text in texts)
+    assert result.loss == pytest.approx(total / count, rel=1e-5)
+    assert result.perplexity == pytest.approx(math.exp(total / count), rel=1e-4)
+    assert result.bits_per_byte == pytest.approx(total / math.log(2) / result.bytes, rel=1e-5)
+    assert result.word_perplexity == pytest.approx(math.exp(total / 9), rel=1e-4)
+    assert (result.words, result.bytes, result.stride) == (9, sum(len(t.encode()) for t in texts), stride or 8)
+
+
+def test_nothing_to_predict_and_wrong_strides() -> None:
+    model = GPT(GPTConfig(257, 8, 1, 2, 16))
+    with pytest.raises(UserError, match="one token at most"):
+        evaluate.evaluate(model, TOKENIZER, ["x", "y"], CPU)
+    for stride in (0, 9):
+        with pytest.raises(UserError, match=f"stride is {stride}"):
+            evaluate.evaluate(model, TOKENIZER, ["some text"], CPU, stride)

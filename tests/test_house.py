@@ -1,0 +1,151 @@
+"""The house: which way imports look, what is packaged, what a wheel brings, how long files grow."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_imports_go_strictly_downward() -> None:
+    from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
+
+    assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == EXIT_STATUS_SUCCESS
+
+
+def test_nobody_but_tests_imports_the_command_line() -> None:
+    for path in (ROOT / "gpt").rglob("*.py"):
+        assert "gpt_cli" not in path.read_text(encoding="utf-8")
+
+
+def test_packages_listed_are_the_trees() -> None:
+    tree = {str(path.parent.relative_to(ROOT)).replace(os.sep, ".") for path in (ROOT / "gpt").rglob("__init__.py")}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == tree | {"gpt_cli", "gpt_data"}
+
+
+def test_init_files_are_empty_so_that_light_modules_stay_light() -> None:
+    for path in (ROOT / "gpt").glob("*/__init__.py"):
+        assert path.read_text(encoding="utf-8") == ""
+
+
+def test_ranges_here_and_pins_in_constraints() -> None:
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"
+    )
+    assert pins["torch"] == "2.13.0"
+    extras = PROJECT["project"]["optional-dependencies"]
+    for requirement in [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["hf"]]:
+        name = re.split(r"[\[<>=]", requirement)[0]
+        assert "==" not in requirement
+        assert name == "gpt" or name in pins, name
+
+
+def test_dependencies_earn_their_place_in_the_docs() -> None:
+    docs = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    extras = PROJECT["project"]["optional-dependencies"]
+    for requirement in [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["hf"]]:
+        assert re.split(r"[\[<>=]", requirement)[0] in docs
+
+
+def test_catalogue_table_lists_every_corpus() -> None:
+    table = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
+    for path in (ROOT / "data").glob("*.toml"):
+        assert f"`{path.stem}`" in table
+        assert {"title", "license", "source"} <= set(tomllib.loads(path.read_text(encoding="utf-8")))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    copy = out / "source"  # setuptools leaves build/ and an egg-info where it builds
+    tracked = ["gpt", "cli", "data", "pyproject.toml", "README.md", "LICENSE"]
+    import shutil
+
+    copy.mkdir()
+    for name in tracked:
+        ignore = shutil.ignore_patterns("__pycache__")
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=ignore)
+        else:
+            shutil.copy(ROOT / name, copy / name)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(out.glob("*.whl"))
+
+
+def test_wheel_holds_our_three_packages_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"gpt", "gpt_cli", "gpt_data"}
+    expected = {
+        *(str(p.relative_to(ROOT)) for p in (ROOT / "gpt").rglob("*.py")),
+        "gpt/py.typed",
+        *(f"gpt_cli/{p.name}" for p in (ROOT / "cli").glob("*.py")),
+        *(f"gpt_data/{p.name}" for p in (ROOT / "data").iterdir() if p.suffix in (".py", ".toml")),
+    }
+    assert {name for name in names if ".dist-info" not in name} == {name.replace(os.sep, "/") for name in expected}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_wheel_installs_and_runs(wheel: Path, tmp_path: Path) -> None:
+    """In an environment of its own, with the dependencies of this one."""
+    venv.create(tmp_path / "env", with_pip=False)
+    folder = "Scripts" if sys.platform == "win32" else "bin"
+    python = tmp_path / "env" / folder / "python"
+    site = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True)
+    Path(site.strip(), "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--no-deps",
+        "--no-index",
+        "-q",
+        str(wheel),
+    ]
+    subprocess.run(command, check=True)
+    gpt = tmp_path / "env" / folder / "gpt"
+    done = subprocess.run([gpt, "--version"], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout == f"gpt {PROJECT['project']['version']}\n"
+    where = subprocess.check_output([python, "-c", "import gpt; print(gpt.__file__)"], text=True, cwd=tmp_path)
+    assert str(tmp_path) in where
+    done = subprocess.run(
+        [gpt, "params", "gpt2"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONUTF8": "1"},
+    )
+    assert "124,439,808" in done.stdout
+
+
+def test_files_and_functions_fit_a_sitting() -> None:
+    for path in [*(ROOT / "gpt").rglob("*.py"), *(ROOT / "cli").rglob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        assert text.count("\n") <= 450, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno:
+                assert node.end_lineno - node.lineno < 60, f"{path}: {node.name}"
+
+
+def test_versions_agree() -> None:
+    import gpt
+
+    assert PROJECT["project"]["version"] == gpt.__version__
+    assert f"## {gpt.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

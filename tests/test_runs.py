@@ -1,0 +1,346 @@
+"""Checkpoints: ours in transformers, transformers' here, and damage refused."""
+
+import json
+import os
+import shutil
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import GPT2_RANKS, SHARED, make_text, needs_shared
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+import gpt
+from gpt.config import GPTConfig, SampleConfig
+from gpt.decoding.generate import Context, generate
+from gpt.errors import UserError, WorkError
+from gpt.model.decoder import GPT
+from gpt.runs import checkpoint, folder, hf
+from gpt.text import tokenizer
+
+CPU = torch.device("cpu")
+PROMPTS = [
+    "the cat", "The dog sat", "in Zürich", "日本語", "naïve 🐕 dogs", "12345", "\n\n", " it’s raining", "WE'LL", "a\r\n\tb",
+]  # fmt: skip
+
+
+def greedy_ids(loaded: gpt.LanguageModel, ids: list[int], count: int) -> list[int]:
+    config = SampleConfig(greedy=True, max_tokens=count, ignore_eot=True)
+    return [token.id for token in generate(Context(loaded.model, loaded.compute), ids, config, loaded.tokenizer.eot)]
+
+
+def assert_equal_to_transformers(path: Path) -> None:
+    """Ids of ten prompts, logits within 1e-4, and greedy continuations id for id."""
+    ours = gpt.load(path, device="cpu", dtype="float32")
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    their_tokenizer = AutoTokenizer.from_pretrained(path)
+    for prompt in PROMPTS:
+        ids = ours.tokenizer.encode(prompt).tolist()
+        assert their_tokenizer(prompt)["input_ids"] == ids
+        x = torch.tensor([ids])
+        with torch.no_grad():
+            assert torch.allclose(ours.model(x), theirs(x).logits, atol=1e-4, rtol=0)
+        room = ours.model.config.block_size - len(ids)
+        expected = theirs.generate(
+            x,
+            attention_mask=torch.ones_like(x),
+            max_new_tokens=room,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert greedy_ids(ours, ids, room) == expected[0, len(ids) :].tolist()
+
+
+def scrambled(model: torch.nn.Module) -> None:
+    """Weights with no zeros and ones that would hide a mix-up, large enough for logits that differ."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+
+
+def save_ours(path: Path, config: GPTConfig, tok: tokenizer.Tokenizer) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(config).eval()
+    scrambled(model)
+    checkpoint.save(path, model, checkpoint.TokenizerFiles(tok, config), {"step": 1, "val_loss": 2.5})
+    return model
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
+@pytest.mark.parametrize("kind", ["bpe", "bytes"])
+def test_transformers_reads_ours(tmp_path: Path, kind: str, positions: str) -> None:
+    tok = tokenizer.learn_tokenizer([make_text()], 400) if kind == "bpe" else tokenizer.bytes_tokenizer()
+    config = GPTConfig(tok.vocab_size, 64, 2, 4, 32, dropout=0.1, positions=positions)  # type: ignore[arg-type]
+    model = save_ours(tmp_path / "c", config, tok)
+    assert_equal_to_transformers(tmp_path / "c")
+    loaded = checkpoint.load(tmp_path / "c", CPU)
+    assert loaded.model.config == config
+    assert loaded.tokenizer.fingerprint == tok.fingerprint
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.model.state_dict()[name], tensor)
+
+
+def test_a_trained_run_in_transformers(run_folder: Path) -> None:
+    assert_equal_to_transformers(folder.find_checkpoint(str(run_folder)))
+
+
+def test_checkpoint_holds_one_tied_tensor_and_no_pickle(run_folder: Path) -> None:
+    path = folder.find_checkpoint(str(run_folder))
+    names = set(load_file(path / "model.safetensors"))
+    assert "transformer.wte.weight" in names
+    assert not any("lm_head" in name for name in names)
+    assert {p.name for p in path.iterdir()} == {
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+        "tokenizer.tiktoken", "gpt.json", "checksums.json",
+    }  # fmt: skip
+
+
+@pytest.fixture
+def gpt2_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A random GPT-2 as transformers saves it, without a tokenizer: 50,257 ids mean GPT-2's vocabulary."""
+    if not SHARED.exists():
+        pytest.skip("../shared is not in a user's checkout")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_RANKS))
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=24, n_positions=48))
+    scrambled(model)
+    model.save_pretrained(tmp_path / "gpt2")
+    return tmp_path / "gpt2"
+
+
+def test_ours_reads_transformers(gpt2_folder: Path) -> None:
+    ours = gpt.load(gpt2_folder, device="cpu")
+    assert ours.tokenizer.name == "gpt2"
+    theirs = GPT2LMHeadModel.from_pretrained(gpt2_folder).eval()
+    for prompt in PROMPTS:
+        ids = ours.tokenizer.encode(prompt).tolist()
+        x = torch.tensor([ids])
+        with torch.no_grad():
+            assert torch.allclose(ours.model(x), theirs(x).logits, atol=1e-4, rtol=0)
+        expected = theirs.generate(
+            x, attention_mask=torch.ones_like(x), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert greedy_ids(ours, ids, 20) == expected[0, len(ids) :].tolist()
+
+
+def test_transformers_folder_with_its_own_tokenizer(tmp_path: Path) -> None:
+    """Trained by the tokenizers library: the special token first, bytes in its own order."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator([make_text()], vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token="<|endoftext|>")
+    fast.save_pretrained(tmp_path / "c")
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=400, n_layer=2, n_head=2, n_embd=24, n_positions=64))
+    scrambled(model)
+    model.save_pretrained(tmp_path / "c")
+    assert gpt.load(tmp_path / "c", device="cpu").tokenizer.eot == 0
+    assert_equal_to_transformers(tmp_path / "c")
+
+
+def test_older_files_buffers_prefix_and_unembedding(gpt2_folder: Path) -> None:
+    """The hub's first GPT-2 has no prefix, has mask buffers, and vocab.json with merges.txt."""
+    tensors = load_file(gpt2_folder / "model.safetensors")
+    before = gpt.load(gpt2_folder, device="cpu").model.state_dict()
+    old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    old["h.0.attn.bias"] = torch.tril(torch.ones(1, 1, 48, 48))
+    old["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    old["lm_head.weight"] = old["wte.weight"].clone()
+    save_file(old, gpt2_folder / "model.safetensors")
+    gpt2 = tokenizer.gpt2_tokenizer()
+    model = hf.to_tokenizer_json(gpt2)["model"]
+    (gpt2_folder / "vocab.json").write_text(json.dumps(model["vocab"]), encoding="utf-8")
+    (gpt2_folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(model["merges"]) + "\n", encoding="utf-8")
+    loaded = gpt.load(gpt2_folder, device="cpu")
+    assert all(torch.equal(loaded.model.state_dict()[name], tensor) for name, tensor in before.items())
+    assert loaded.tokenizer.fingerprint == gpt2.fingerprint
+    old["lm_head.weight"] += 1
+    save_file(old, gpt2_folder / "model.safetensors")
+    with pytest.raises(UserError, match="its unembedding is not its embedding"):
+        gpt.load(gpt2_folder)
+
+
+def test_sharded_folder(gpt2_folder: Path) -> None:
+    whole = gpt.load(gpt2_folder, device="cpu").model.state_dict()
+    GPT2LMHeadModel.from_pretrained(gpt2_folder).save_pretrained(gpt2_folder.parent / "parts", max_shard_size="2MB")
+    assert len(list((gpt2_folder.parent / "parts").glob("model-*.safetensors"))) > 1
+    parts = gpt.load(gpt2_folder.parent / "parts", device="cpu").model.state_dict()
+    assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "llama"}, "type 'llama', not gpt2"),
+        ({"activation_function": "relu"}, "activation_function is 'relu'"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings"),
+        ({"n_inner": 7}, "n_inner is 7"),
+        ({"n_layer": -3}, "n_layer is -3"),
+        ({"n_layer": 10**9}, "n_layer is 1000000000"),
+        ({"n_layer": 9000}, "config.json asks for"),
+        ({"n_embd": "24"}, "n_embd is '24'"),
+        ({"n_embd": 48}, r"config.json asks for|has the shape"),
+        ({"n_layer": 3}, "is missing from the weights|config.json asks for"),
+        ({"n_layer": 1}, "that a GPT-2 has no place for"),
+        ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon is nan"),
+        ({"vocab_size": 1000}, r"no tokenizer, and its 1,000|has the shape"),
+    ],
+)
+def test_other_kinds_and_hostile_numbers(gpt2_folder: Path, change: dict[str, object], message: str) -> None:
+    values = json.loads((gpt2_folder / "config.json").read_text())
+    (gpt2_folder / "config.json").write_text(json.dumps({**values, **change}))
+    with pytest.raises(UserError, match=message):
+        gpt.load(gpt2_folder, device="cpu")
+
+
+def test_pickles_are_never_opened(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hf.to_hf_config(GPTConfig(300, 8, 1, 1, 8), 299)))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(UserError, match=r"no model\.safetensors") as error:
+        gpt.load(tmp_path)
+    assert "never opened" in error.value.hint
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    tok = tokenizer.bytes_tokenizer()
+    save_ours(tmp_path / "ours", GPTConfig(257, 16, 1, 2, 16), tok)
+    return tmp_path / "ours"
+
+
+FILES = [
+    "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+    "tokenizer.tiktoken", "gpt.json", "checksums.json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "gone"])
+def test_damage_is_refused(ours: Path, name: str, damage: str) -> None:
+    checkpoint.load(ours, CPU)
+    path = ours / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    new = {"cut": path.read_bytes()[: len(data) // 2], "flipped": bytes(data), "emptied": b"", "gone": None}[damage]
+    if new is None:
+        path.unlink()
+    else:
+        path.write_bytes(new)
+    with pytest.raises(UserError, match="damaged|missing|sha256"):
+        checkpoint.load(ours, CPU)
+
+
+def test_damage_in_a_foreign_folder_is_a_clear_error(gpt2_folder: Path) -> None:
+    path = gpt2_folder / "model.safetensors"
+    good = path.read_bytes()
+    for bad in (good[:100], good[: len(good) // 2], b"", b"\xff" * 64 + good):
+        path.write_bytes(bad)
+        with pytest.raises(UserError, match="damaged|config.json asks for"):
+            checkpoint.load(gpt2_folder, CPU)
+
+
+def test_sums_cannot_name_files_elsewhere(ours: Path) -> None:
+    record = json.loads((ours / "checksums.json").read_text())
+    record["sha256"]["../../secret"] = "0"
+    record["self"] = folder._own_sum(record["sha256"])
+    (ours / "checksums.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="names a file outside its folder"):
+        checkpoint.load(ours, CPU)
+
+
+def test_equal_runs_give_equal_files(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_ours(tmp_path / name, GPTConfig(257, 16, 1, 2, 16), tokenizer.bytes_tokenizer())
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no umask")
+def test_modes_follow_the_umask(ours: Path) -> None:
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(ours.stat().st_mode) == 0o777 & ~mask
+    for path in ours.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+
+
+def test_a_failed_save_leaves_nothing(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> None:
+        if path.name == "model.safetensors":
+            raise OSError(28, "No space left on device")
+        path.write_bytes(data)
+
+    monkeypatch.setattr(folder, "write_file", full)
+    with pytest.raises(WorkError, match="No space left on device") as error:
+        save_ours(ours.parent / "second", GPTConfig(257, 16, 1, 2, 16), tokenizer.bytes_tokenizer())
+    assert error.value.exit_code == 1
+    assert [path.name for path in ours.parent.iterdir()] == ["ours"]
+
+
+# Run folders
+
+
+def fake_run(path: Path, started: str, losses: dict[int, float | None]) -> Path:
+    path.mkdir(parents=True)
+    (path / "run.json").write_text(json.dumps({"started": started}))
+    for step, loss in losses.items():
+        (path / folder.step_name(step)).mkdir()
+        (path / folder.step_name(step) / "config.json").write_text("{}")
+        (path / folder.step_name(step) / "gpt.json").write_text(json.dumps({"val_loss": loss}))
+    return path
+
+
+def test_which_checkpoint_is_meant(workdir: Path) -> None:
+    old = fake_run(Path("runs/old"), "2026-01-02", {10: 3.0, 20: 2.0, 30: 2.5})
+    new = fake_run(Path("runs/new"), "2026-01-03", {5: None})
+    fake_run(Path("runs/empty"), "2026-01-04", {})
+    assert folder.find_checkpoint(None) == new / "step-000005"
+    assert folder.find_checkpoint("runs/old") == old / "step-000020"
+    assert folder.find_checkpoint("runs/old:best") == old / "step-000020"
+    assert folder.find_checkpoint("runs/old:latest") == old / "step-000030"
+    assert folder.find_checkpoint("runs/old:step-10") == old / "step-000010"
+    assert folder.find_checkpoint("runs/old/step-000010") == old / "step-000010"
+    for wrong, message in {
+        "runs/old:step-11": "has no checkpoint step-11",
+        "runs/none": "there is no run or checkpoint",
+        "runs/none:best": "there is no run",
+        "runs/empty": "no checkpoint yet",
+        "runs": "is no run and no checkpoint",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            folder.find_checkpoint(wrong)
+    shutil.rmtree("runs")
+    with pytest.raises(UserError, match="no run with a checkpoint"):
+        folder.find_checkpoint(None)
+
+
+def test_pruning_keeps_the_newest_and_the_best(workdir: Path) -> None:
+    run = fake_run(Path("r"), "", {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.0, 5: 2.0})
+    folder.prune(run, keep=2)
+    assert [entry.step for entry in folder.checkpoints(run)] == [2, 4, 5]
+    folder.write_index(run)
+    index = json.loads((run / "index.json").read_text())
+    assert (index["best"], index["latest"]) == ("step-000002", "step-000005")
+
+
+def test_a_taken_name_gets_a_number(workdir: Path) -> None:
+    assert [str(folder.create_run("r/x")) for _ in range(3)] == [str(Path(p)) for p in ("r/x", "r/x-2", "r/x-3")]
+    Path("file").write_text("mine")
+    assert str(folder.create_run("file")) == "file-2"
+    with pytest.raises(UserError, match="cannot make the run folder"):
+        folder.create_run("file/below")
+
+
+@needs_shared
+def test_gpt2_tokenizer_in_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_RANKS))
+    save_ours(tmp_path / "c", GPTConfig(50_257, 64, 1, 2, 8), tokenizer.gpt2_tokenizer())
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "nothing"))  # the checkpoint has all that is needed
+    assert_equal_to_transformers(tmp_path / "c")

@@ -1,0 +1,389 @@
+"""Training: it learns, it repeats, accumulation changes nothing, and it ends as it should."""
+
+import dataclasses
+import itertools
+import json
+import math
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, make_text, spawn
+from safetensors.torch import load_file
+
+import gpt
+from gpt import events
+from gpt.config import PRESETS, TrainConfig, from_dict, to_toml
+from gpt.device import Compute, pick
+from gpt.errors import UserError, WorkError
+from gpt.model.decoder import GPT
+from gpt.runs import folder, hf
+from gpt.text import shards
+from gpt.training import loop, recipe
+from gpt.training.optim import make_optimizer
+from gpt.training.schedule import lr_at
+
+FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400}
+CPU = Compute(torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture
+def text(workdir: Path) -> Path:
+    path = workdir / "book.txt"
+    path.write_bytes(make_text().encode())
+    return path
+
+
+def train(text: Path, **settings: Any) -> tuple[Any, list[Any]]:
+    heard: list[Any] = []
+    result = gpt.train(text, listen=heard.append, **{**FAST, **settings})
+    return result, heard
+
+
+def losses(heard: list[Any]) -> list[float]:
+    return [event.loss for event in heard if isinstance(event, events.StepEvent)]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder.find_checkpoint(f"{run}:latest") / "model.safetensors")
+
+
+def test_it_learns(text: Path) -> None:
+    result, heard = train(text, steps=150, lr=3e-3)
+    first, last = losses(heard)[0], losses(heard)[-1]
+    assert first == pytest.approx(math.log(400), abs=0.3)  # at first every id is as likely as any other
+    assert last < first - 1.5
+    assert result.val_loss < first - 1.5
+    assert result.steps == 150
+    assert result.tokens_seen == 150 * 256
+    assert result.parameters == sum(tensor.numel() for tensor in weights(result.run).values())
+
+
+def test_the_same_seed_gives_the_same_bits(text: Path) -> None:
+    runs = [train(text, steps=12, dropout=0.1, seed=seed) for seed in (1, 1, 2)]
+    one, same, other = (weights(result.run) for result, _ in runs)
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert losses(runs[0][1]) == losses(runs[1][1])
+    assert not torch.equal(one["transformer.wte.weight"], other["transformer.wte.weight"])
+    checkpoints = [folder.find_checkpoint(str(result.run)) for result, _ in runs[:2]]
+    for path in checkpoints[0].iterdir():
+        assert path.read_bytes() == (checkpoints[1] / path.name).read_bytes()
+
+
+def test_what_is_watched_changes_nothing(text: Path) -> None:
+    """Sampling, evaluating and saving leave the random state of training alone."""
+    one, _ = train(text, steps=12, dropout=0.1, eval_every=3, sample_every=2, save_every=1)
+    other, _ = train(text, steps=12, dropout=0.1, eval_every=12, sample_every=0, save_every=12)
+    assert all(torch.equal(a, b) for a, b in zip(weights(one.run).values(), weights(other.run).values(), strict=True))
+
+
+def test_accumulation_equals_the_whole_batch(text: Path) -> None:
+    whole, heard_whole = train(text, steps=10, micro_batch="8")
+    parts, heard_parts = train(text, steps=10, micro_batch="2")
+    assert losses(heard_parts) == pytest.approx(losses(heard_whole), rel=1e-4)
+    for a, b in zip(weights(whole.run).values(), weights(parts.run).values(), strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+
+
+def test_a_step_is_adamw_on_the_clipped_gradient(text: Path) -> None:
+    """Three steps of the loop against the same by hand."""
+    result, heard = train(text, steps=3, val_fraction=0.1, schedule="constant", warmup=0, lr=1e-2, clip=0.5)
+    record = json.loads((result.run / "run.json").read_text())
+    shape = gpt.GPTConfig(**record["resolved"]["model"])
+    torch.manual_seed(1337)
+    model = GPT(shape)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0}], lr=1e-2, betas=(0.9, 0.95)
+    )
+    ids = shards.read(result.run / "tokens" / "train.ids")[0].ids
+    batches = loop.Batches(ids, shape.block_size, 8, 1337)
+    for step in range(3):
+        x, y = (torch.from_numpy(a) for a in batches.global_batch(step))
+        loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad *= min(1.0, 0.5 / norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        event = [e for e in heard if isinstance(e, events.StepEvent)][step]
+        assert event.loss == pytest.approx(loss.item(), rel=1e-4)
+        assert event.grad_norm == pytest.approx(norm, rel=1e-3)
+    for name, tensor in weights(result.run).items():
+        by_hand = model.state_dict()[name.removeprefix("transformer.")]
+        if hf.is_transposed(name):
+            by_hand = by_hand.t()
+        assert torch.allclose(tensor, by_hand, atol=2e-4), name
+
+
+def test_decay_is_for_matrices_alone() -> None:
+    model = GPT(gpt.GPTConfig(50, 8, 1, 2, 16))
+    decayed, plain = make_optimizer(model, 0.1).param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0)
+    assert {p.dim() for p in decayed["params"]} == {2}
+    assert {p.dim() for p in plain["params"]} == {1}
+    assert sum(p.numel() for group in (decayed, plain) for p in group["params"]) == sum(
+        p.numel() for p in model.parameters()
+    )
+
+
+def test_schedule() -> None:
+    rates = [lr_at(step, peak=1.0, warmup=10, steps=100, schedule="cosine") for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
+    assert max(rates) == rates[9] == 1.0
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[54] == pytest.approx(0.55)  # halfway down
+    assert all(a >= b for a, b in itertools.pairwise(rates))
+    assert lr_at(50, peak=2.0, warmup=10, steps=100, schedule="constant") == 2.0
+    assert lr_at(1, peak=2.0, warmup=0, steps=1, schedule="cosine") == pytest.approx(0.2)
+
+
+def test_the_run_folder(text: Path) -> None:
+    result, _heard = train(text, steps=20, eval_every=5, save_every=5, keep=2, sample_every=10)
+    run = result.run
+    assert run == Path("runs/book")
+    record = json.loads((run / "run.json").read_text())
+    assert record["sources"][0]["bytes"] == text.stat().st_size
+    assert record["settings"]["steps"] == 20
+    assert record["resolved"]["model"]["n_embd"] == 32
+    assert record["versions"]["torch"] == torch.__version__
+    assert not list(run.rglob(".tmp-*"))
+    saved = [entry.step for entry in folder.checkpoints(run)]
+    assert saved[-2:] == [15, 20]
+    assert len(saved) <= 3
+    index = json.loads((run / "index.json").read_text())
+    assert run / index["best"] == result.checkpoint
+    second, _ = train(text, steps=2)
+    assert second.run == Path("runs/book-2")
+
+
+SCHEMA = {
+    "step": {"event", "step", "tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second"},
+    "eval": {"event", "step", "tokens", "seconds", "val_loss", "best"},
+    "sample": {"event", "step", "tokens", "seconds", "text"},
+    "save": {"event", "step", "tokens", "seconds", "checkpoint"},
+    "end": {"event", "step", "tokens", "seconds", "reason", "checkpoint", "val_loss", "bits_per_byte"},
+}
+
+
+def test_metrics_are_as_documented(text: Path) -> None:
+    result, heard = train(text, steps=6, sample_every=3, eval_every=3)
+    lines = (result.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    seen = {}
+    for line in lines:
+        values = json.loads(line)
+        seen[values["event"]] = set(values)
+        assert events.to_json(events.from_json(line)) == line
+    assert seen == SCHEMA
+    assert [events.from_json(line) for line in lines] == [e for e in heard if isinstance(e, events.Event)]
+    assert json.loads(lines[-1])["reason"] == "steps"
+
+
+def test_events_of_numbers_that_are_none() -> None:
+    event = events.StepEvent(1, 2, 3.0, loss=math.nan, lr=0.1, grad_norm=math.inf, tokens_per_second=1.0)
+    assert json.loads(events.to_json(event))["loss"] is None
+    again = events.from_json(events.to_json(event))
+    assert isinstance(again, events.StepEvent)
+    assert math.isnan(again.loss)
+    for bad in ("", "[]", "{}", '{"event": "nothing"}', '{"event": "step"}', "null"):
+        with pytest.raises(UserError):
+            events.from_json(bad)
+
+
+def test_times_for_people() -> None:
+    assert events.time_left(10, 30, 0, 5.0) == 10.0
+    assert events.time_left(0, 30, 0, 0.0) is None
+    assert [events.format_seconds(s) for s in (0.4, 59.6, 60, 200, 3599, 7500)] == [
+        "0 s", "1 min 00 s", "1 min 00 s", "3 min 20 s", "59 min 59 s", "2 h 05 min",
+    ]  # fmt: skip
+
+
+def test_the_best_checkpoint_is_kept_and_reported(text: Path) -> None:
+    """A rate that wrecks the model after a while: the best is from before, and it is what the run ends with."""
+    result, heard = train(text, steps=60, eval_every=10, lr=0.5, warmup=58, keep=1)
+    evals = {e.step: e.val_loss for e in heard if isinstance(e, events.EvalEvent)}
+    best = min(evals, key=lambda step: evals[step])
+    assert best < 60
+    assert result.checkpoint.name == folder.step_name(best)
+    assert result.val_loss == pytest.approx(evals[best], rel=1e-4)
+    assert gpt.load(result.run).path == result.checkpoint
+
+
+def test_patience_ends_a_run_that_gets_no_better(text: Path) -> None:
+    result, heard = train(text, steps=200, eval_every=2, lr=0.5, warmup=150, patience=3)
+    evals = [e.best for e in heard if isinstance(e, events.EvalEvent)]
+    assert result.steps < 200
+    assert evals[-4:] == [True, False, False, False]
+    assert heard[-1].reason == "patience"
+
+
+def test_reported_loss_is_what_eval_says(text: Path, tmp_path: Path) -> None:
+    result, _ = train(text, steps=10)
+    data = text.read_bytes()
+    held_out = data[len(data) - round(len(data) * 0.1) :].decode()
+    measured = gpt.load(result.run).evaluate([held_out])
+    assert measured.loss == pytest.approx(result.val_loss, rel=1e-6)
+    assert measured.bits_per_byte == pytest.approx(result.bits_per_byte, rel=1e-6)
+
+
+def test_the_held_out_text_is_never_learnt_from(text: Path) -> None:
+    """Two texts that differ in the held-out part alone give the same vocabulary and weights."""
+    data = text.read_bytes()
+    cut = len(data) - round(len(data) * 0.1)
+    other = text.with_name("other.txt")
+    other.write_bytes(data[:cut] + b"q" * (len(data) - cut))
+    one, _ = train(text, steps=4)
+    two, _ = train(other, steps=4)
+    assert all(torch.equal(a, b) for a, b in zip(weights(one.run).values(), weights(two.run).values(), strict=True))
+    assert two.val_loss != one.val_loss
+
+
+def test_a_held_out_text_of_its_own(text: Path) -> None:
+    other = text.with_name("held.txt")
+    other.write_text(make_text(300, seed=9), encoding="utf-8")
+    result, _ = train(text, steps=4, val_text=str(other))
+    assert gpt.load(result.run).loss(other.read_bytes().decode()) == pytest.approx(result.val_loss, rel=1e-5)
+    ids = shards.read(result.run / "tokens" / "train.ids")[0]
+    decoded = gpt.load(result.run).tokenizer.decode(next(ids.documents()).tolist())
+    assert decoded == text.read_bytes().decode()
+
+
+def test_nothing_held_out(text: Path) -> None:
+    result, _ = train(text, steps=5, val_fraction=0)
+    assert (result.val_loss, result.bits_per_byte) == (None, None)
+    assert result.checkpoint.name == "step-000005"
+
+
+def test_a_text_shorter_than_the_context_shrinks_it(workdir: Path) -> None:
+    short = workdir / "short.txt"
+    short.write_text("hello world, " * 3)
+    result, heard = train(short, steps=2, tokenizer="bytes", vocab_size=None, block_size=64, batch_tokens=None)
+    notes = [e.text for e in heard if isinstance(e, events.Note)]
+    assert any("the context shrinks from 64 to 36" in note for note in notes)
+    assert gpt.load(result.run).model.config.block_size == 36
+
+
+def test_a_loss_that_is_no_number_stops_the_run(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = loop.cross_entropy
+    calls = []
+
+    def poisoned(*args: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return whole(*args) * (math.nan if len(calls) > 6 else 1)
+
+    monkeypatch.setattr(loop, "cross_entropy", poisoned)
+    with pytest.raises(WorkError, match="the loss became nan at step 7"):
+        train(text, steps=20, eval_every=3)
+    assert gpt.load("runs/book").path.name == "step-000006"
+    assert json.loads(Path("runs/book/metrics.jsonl").read_text().splitlines()[-1])["reason"] == "diverged"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_ends(text: Path, signum: signal.Signals) -> None:
+    process = spawn("train", text, "--steps", "100000", "--preset", "nano", "--block-size", "16", "--eval-every", "50000",
+                    "--n-layer", "1", "--n-embd", "16", "--n-head", "1", "--batch-tokens", "16", cwd=text.parent)  # fmt: skip
+    metrics = text.parent / "runs" / "book" / "metrics.jsonl"
+    for _ in range(600):
+        if metrics.exists() and metrics.read_text().count('"step"') > 20:
+            break
+        time.sleep(0.1)
+    process.send_signal(signum)
+    _out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum, err
+    assert "interrupted at step" in err
+    assert "Traceback" not in err
+    step = json.loads(metrics.read_text().splitlines()[-1])["step"]
+    assert gpt.load(text.parent / "runs" / "book").path.name == folder.step_name(step)
+
+
+# What is decided for the user
+
+
+def resolved(n_bytes: int = 400_000, n_tokens: int = 140_000, vocab_size: int = 1024, **settings: Any) -> recipe.Recipe:
+    return recipe.resolve(TrainConfig(**settings), CPU, n_bytes, n_tokens, vocab_size, lambda note: None)
+
+
+def test_every_preset_resolves() -> None:
+    for name, preset in PRESETS.items():
+        found = resolved(preset=name)
+        assert found.lr == preset.lr
+        assert found.batch_tokens == found.rows * found.model.block_size
+        assert found.rows % found.micro_batch == 0
+        assert abs(found.batch_tokens - preset.batch_tokens) < preset.model.block_size
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": 5, "epochs": 2.0}, "--steps and --epochs both"),
+        ({"epochs": 0.0}, "epochs is 0.0"),
+        ({"preset": "gtp2"}, 'no preset "gtp2"'),
+        ({"tokenizer": "byte"}, 'no tokenizer "byte"'),
+        ({"tokenizer": "bytes", "vocab_size": 300}, "goes with --tokenizer auto"),
+        ({"batch_tokens": 100}, "batch-tokens 100 is not a multiple of the context, 128"),
+        ({"micro_batch": "3"}, "a micro-batch of 3 does not divide"),
+        ({"micro_batch": "x"}, 'micro-batch is "x"'),
+        ({"n_embd": 33}, "n_embd 33 is not divisible by n_head 4"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"steps": 0}, "steps is 0"),
+        ({"device": "gpu"}, 'no device "gpu"'),
+        ({"schedule": "cosin"}, 'no schedule "cosin"'),
+    ],
+)
+def test_settings_that_contradict(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        resolved(**settings)
+
+
+def test_settings_from_toml_and_dictionaries(tmp_path: Path) -> None:
+    import tomllib
+
+    config = TrainConfig(steps=7, lr=0.01, out='a "b" \\ c\x7f\né', val_fraction=0.2)
+    assert from_dict(TrainConfig, tomllib.loads(to_toml(dataclasses.asdict(config))), "x") == config
+    with pytest.raises(UserError, match='x: unknown key "stesp"') as error:
+        from_dict(TrainConfig, {"stesp": 3}, "x")
+    assert error.value.hint == 'did you mean "steps"?'
+
+
+def test_devices_that_are_not_there() -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match='no device "cuda"'):
+            pick("cuda")
+    with pytest.raises(UserError, match='no dtype "int4"'):
+        pick("cpu", "int4")
+    with pytest.raises(UserError, match="float16"):
+        pick("cpu", "float16")
+    assert pick("cpu").dtype == torch.float32
+
+
+def test_bfloat16_learns_too(text: Path) -> None:
+    _, heard = train(text, steps=60, lr=3e-3, dtype="bfloat16")
+    assert losses(heard)[-1] < losses(heard)[0] - 0.5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_cuda_learns_and_is_read_back(text: Path, dtype: str) -> None:
+    result, heard = train(text, steps=60, lr=3e-3, device="cuda", dtype=dtype)
+    assert losses(heard)[-1] < losses(heard)[0] - 0.5
+    assert gpt.load(result.run, device="cpu").loss("the cat sat on the mat") > 0
+    assert gpt.load(result.run, device="cuda").generate("the cat", max_tokens=5)
+
+
+def test_first_ten_losses(text: Path) -> None:
+    """Frozen: a change of arithmetic, data order or initialization shows here."""
+    _, heard = train(text, steps=10, lr=1e-2, warmup=2)
+    assert losses(heard) == pytest.approx(FROZEN, abs=2e-3)
+
+
+FROZEN: list[float] = []
