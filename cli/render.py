@@ -94,16 +94,32 @@ def starting(quiet: bool) -> Iterator[None]:
         yield
 
 
-def sparkline(values: list[float], width: int = 24) -> str:
-    """The last values as bars of eight heights."""
-    bars = "▁▂▃▄▅▆▇█"
-    finite = [value for value in values if math.isfinite(value)]
-    step = max(1, len(finite) // width)
-    means = [sum(finite[i : i + step]) / step for i in range(0, len(finite) - step + 1, step)]
-    if not means:
-        return ""
-    low, high = min(means), max(means)
-    return "".join(bars[round((value - low) / ((high - low) or 1) * 7)] for value in means[-width:])
+class Sparkline:
+    """The course of a value in bars of eight heights, over however many steps: each bar is a mean of equally many."""
+
+    WIDTH = 24
+
+    def __init__(self) -> None:
+        self.bars: list[float] = []
+        self.each = 1  # values a bar stands for
+        self.pending: list[float] = []
+
+    def add(self, value: float) -> None:
+        """One more value; a value that is no number is left out."""
+        if not math.isfinite(value):
+            return
+        self.pending.append(value)
+        if len(self.pending) == self.each:
+            self.bars.append(sum(self.pending) / self.each)
+            self.pending = []
+        if len(self.bars) == 2 * self.WIDTH:
+            self.bars = [(a + b) / 2 for a, b in zip(self.bars[::2], self.bars[1::2], strict=True)]
+            self.each *= 2
+
+    def __str__(self) -> str:
+        shown = self.bars[-self.WIDTH :]
+        low, high = min(shown, default=0.0), max(shown, default=0.0)
+        return "".join("▁▂▃▄▅▆▇█"[round((bar - low) / ((high - low) or 1) * 7)] for bar in shown)
 
 
 class TrainDisplay:
@@ -113,9 +129,9 @@ class TrainDisplay:
         self.console = console or stderr()
         self.quiet = quiet
         self.plan = events.Plan(0, 0)
-        self.losses: list[float] = []
+        self.losses = Sparkline()
         self.last_line = time.monotonic()
-        self.training_seconds = 0.0  # of the steps alone, as their rate tells
+        self.held_out = ""  # the newest evaluation
         self.live: Any = None
 
     def __enter__(self) -> Self:
@@ -137,10 +153,9 @@ class TrainDisplay:
             case events.StepEvent():
                 self._step(event)
             case events.EvalEvent():
-                best = "  best so far" if event.best else ""
-                line = f"step {event.step:,}  held-out loss {event.val_loss:.3f}"
-                self.console.print(Text.assemble((line, "cyan"), (best, "green")))
+                self.held_out = f"  held-out {event.val_loss:.3f}" + (" (best)" if event.best else "")
             case events.SampleEvent() if event.step < self.plan.steps:
+                self.console.print(Text(f"step {event.step:,}{self.held_out}", "cyan"))
                 self.console.print(Text(_excerpt(event.text), "italic"))
             case events.EndEvent():
                 if self.live is not None:
@@ -155,7 +170,7 @@ class TrainDisplay:
             self.live.start()
 
     def _step(self, event: events.StepEvent) -> None:
-        self.losses.append(event.loss)
+        self.losses.add(event.loss)
         if self.live is not None:
             self.live.update(self.status(event))
         elif time.monotonic() - self.last_line >= PLAIN_SECONDS:
@@ -167,7 +182,7 @@ class TrainDisplay:
         left = events.time_left(event.step, self.plan.steps, 0, spent)
         rest = f"  {format_seconds(left)} left" if left is not None else ""
         return (
-            f"step {event.step:,}/{self.plan.steps:,}  loss {event.loss:.3f}  "
+            f"step {event.step:,}/{self.plan.steps:,}  loss {event.loss:.3f}{self.held_out}  "
             f"{event.tokens_per_second:,.0f} tokens/s{rest}"
         )
 
@@ -176,7 +191,7 @@ class TrainDisplay:
         done = round(20 * event.step / max(1, self.plan.steps))
         return Text.assemble(
             ("━" * done, "magenta"), ("━" * (20 - done), "bright_black"), " ",
-            self._facts(event), "  ", (sparkline(self.losses), "magenta"),
+            self._facts(event), "  ", (str(self.losses), "magenta"),
         )  # fmt: skip
 
 
@@ -242,9 +257,9 @@ def result_json(result: "Result") -> dict[str, Any]:
     return values | {"run": str(result.run), "checkpoint": str(result.checkpoint)} | rounded
 
 
-def result(result: "Result") -> None:
+def result(result: "Result", console: Console | None = None) -> None:
     """The end of ``gpt train``."""
-    console = stdout()
+    console = console or stdout()
     length = f"{result.steps:,} steps in {format_seconds(result.seconds)}, {result.tokens_per_second:,.0f} tokens/s"
     console.print(Text.assemble(("saved  ", "bold"), f"{result.checkpoint}  ({length})"))
     if result.val_loss is not None and result.bits_per_byte is not None:

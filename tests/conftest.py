@@ -19,9 +19,27 @@ GPT2_RANKS = SHARED / "data" / "tiktoken"
 for name in [name for name in os.environ if name.startswith("GPT_")]:
     del os.environ[name]  # a twin set outside must not change what is tested
 
-WORDS = (
-    ["the", "cat", "sat", "on", "the", "mat", "while", "it’s", "raining", "in", "Zürich;", "naïve", "dogs", "🐕", "chased", "1234567", "cats,", "WE'LL", "SEE!\r\n\t"]
-)
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "the",
+    "mat",
+    "while",
+    "it’s",
+    "raining",
+    "in",
+    "Zürich;",
+    "naïve",
+    "dogs",
+    "🐕",
+    "chased",
+    "1234567",
+    "cats,",
+    "WE'LL",
+    "SEE!\r\n\t",
+]
 
 
 def make_text(n_words: int = 4000, seed: int = 0) -> str:

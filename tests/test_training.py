@@ -324,7 +324,7 @@ def test_every_preset_resolves() -> None:
     ("settings", "message"),
     [
         ({"steps": 5, "epochs": 2.0}, "--steps and --epochs both"),
-        ({"epochs": 0.0}, "epochs is 0.0"),
+        ({"epochs": 0.0}, "epochs is 0;"),
         ({"preset": "gtp2"}, 'no preset "gtp2"'),
         ({"tokenizer": "byte"}, 'no tokenizer "byte"'),
         ({"tokenizer": "bytes", "vocab_size": 300}, "goes with --tokenizer auto"),

@@ -15,11 +15,6 @@ class KVCache:
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.length = 0
 
-    @property
-    def room(self) -> int:
-        """Positions that still fit."""
-        return self.keys.size(3) - self.length
-
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores a layer's new keys and values, (B, H, T, C/H), and returns all of them so far."""
         end = self.length + k.size(2)

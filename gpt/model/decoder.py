@@ -115,11 +115,6 @@ class GPT(nn.Module):
             if name.endswith("c_proj.weight"):
                 parameter.mul_(1 / math.sqrt(2 * self.config.n_layer))
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.wte.weight.device
-
     def position_table(self) -> Tensor:
         """What is added to the embedding at each position, (block_size, C)."""
         if self.config.positions == "learned":

@@ -12,7 +12,7 @@ from typing import Any
 from gpt.config import GPTConfig
 from gpt.errors import UserError
 from gpt.runs import folder
-from gpt.text.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer
+from gpt.text.tokenizer import END_OF_TEXT, GPT2_FINGERPRINT, GPT2_PATTERN, Tokenizer
 
 PREFIX = "transformer."  # before every name but the unembedding's, in what transformers saves today
 UNEMBEDDING = "lm_head.weight"
@@ -240,7 +240,8 @@ def _from_vocab(
     pattern: str,
     where: str,
 ) -> Tokenizer:
-    bytes_of = {character: byte for byte, character in byte_characters().items()}
+    characters = byte_characters()
+    bytes_of = {character: byte for byte, character in characters.items()}
     special = {**{k: v for k, v in vocab.items() if k == END_OF_TEXT}, **added}
     if len(special) != 1:
         raise UserError(
@@ -254,4 +255,15 @@ def _from_vocab(
         raise UserError(f"{where}: its tokens are not written in GPT-2's byte characters") from None
     if in_order != sorted(in_order) or not all(type(rank) is int for rank in ranks.values()):
         raise UserError(f"{where}: its merges are in another order than its ids; tiktoken cannot run such a vocabulary")
-    return Tokenizer("gpt2" if len(ranks) == 50_256 else "bpe", pattern, ranks, eot, eot_token)
+    tokenizer = Tokenizer("bpe", pattern, ranks, eot, eot_token)
+    if tokenizer.fingerprint == GPT2_FINGERPRINT:
+        return replace(tokenizer, name="gpt2")
+    # tiktoken merges whatever pair makes a token, the tokenizers library the listed pairs alone.
+    written = [
+        ("".join(map(characters.__getitem__, a)), "".join(map(characters.__getitem__, b))) for a, b in merges(ranks)
+    ]
+    if written != pairs:
+        raise UserError(
+            f"{where}: its merges are not those that its tokens imply; tiktoken cannot run such a vocabulary"
+        )
+    return tokenizer

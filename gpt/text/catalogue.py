@@ -7,7 +7,6 @@ import os
 import platform
 import sys
 import sysconfig
-import tempfile
 import tomllib
 import urllib.error
 import urllib.request
@@ -126,9 +125,8 @@ def _write(target: Path, data: bytes) -> None:
     """All of ``data`` or nothing: written beside the target, then renamed."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, beside = tempfile.mkstemp(dir=target.parent, prefix=".tmp-")
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+        beside = target.parent / f".tmp-{os.getpid()}-{target.name}"
+        beside.write_bytes(data)
         os.replace(beside, target)
     except OSError as error:
         raise WorkError(

@@ -8,7 +8,6 @@ first id as uint64. A document is its end-of-text, which stands before it, and i
 import os
 import struct
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -58,9 +57,9 @@ def write(path: Path, shard: Shard, vocab_size: int) -> None:
     """All of ``shard`` at ``path``, or nothing: written beside it, synced, renamed."""
     _check_little_endian()
     header = HEADER.pack(MAGIC, VERSION, shard.ids.itemsize, vocab_size, 0, len(shard.ids), len(shard.offsets))
-    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    beside = path.parent / f".tmp-{path.name}"
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with beside.open("wb") as file:
             file.write(header)
             shard.ids.tofile(file)
             file.write(bytes(-shard.ids.nbytes % 8))
@@ -69,7 +68,7 @@ def write(path: Path, shard: Shard, vocab_size: int) -> None:
             os.fsync(file.fileno())
         os.replace(beside, path)
     except BaseException:
-        Path(beside).unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
         raise
 
 

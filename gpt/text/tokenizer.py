@@ -24,6 +24,7 @@ END_OF_TEXT = "<|endoftext|>"
 # GPT-2's pattern, in the spelling of tiktoken's r50k_base: possessive where that changes no match but keeps the
 # regex engine from backtracking.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+GPT2_FINGERPRINT = "278c76e956a0d28755e8cb07656cc21c373520d95c7af18e9db55b9938d6c5fb"
 GPT2_VOCAB_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 
 # A run of white space longer than this overflows the regex engine's stack if a letter follows (tiktoken 0.14: at a

@@ -1,6 +1,5 @@
 """From what a user asked to what is done: every ``None`` and ``auto`` decided, from the text's size and the device."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,6 +10,7 @@ from gpt.errors import UserError
 from gpt.model.params import breakdown
 
 Notes = Callable[[str], None]
+CPU_FLOPS = 9e12  # of a run of default length on a CPU, as 6 a parameter and token
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,10 @@ class Recipe:
 
 
 def auto_preset(n_bytes: int, device: str) -> str:
-    """The size for a text of ``n_bytes``: on a CPU one that learns it in minutes."""
+    """The size for a text of ``n_bytes``. On a CPU the smallest: in the minutes that the default length gives it, it
+    learns more of any text than a larger one that sees fewer tokens (docs/defaults.md)."""
     if device == "cpu":
-        return "nano" if n_bytes < 100_000 else "micro"
+        return "nano"
     for name, least in (("gpt2", 2_000_000_000), ("small", 100_000_000), ("mini", 2_000_000)):
         if n_bytes >= least:
             return name
@@ -55,7 +56,7 @@ def resolve(config: TrainConfig, compute: Compute, n_bytes: int, n_tokens: int, 
     preset = find_preset(name)
     model = _model(config, preset, n_tokens, vocab_size, note)
     rows, batch_tokens = _batch(config, preset, model.block_size)
-    steps = _steps(config, n_tokens, batch_tokens, model)
+    steps = _steps(config, n_tokens, batch_tokens, model, compute.device.type)
     if config.dropout is None:
         model = replace(model, dropout=auto_dropout(steps * batch_tokens / n_tokens))
     eval_every = config.eval_every or max(1, round(steps / 20))
@@ -110,23 +111,26 @@ def _batch(config: TrainConfig, preset: Preset, block_size: int) -> tuple[int, i
     return rows, rows * block_size
 
 
-def _steps(config: TrainConfig, n_tokens: int, batch_tokens: int, model: GPTConfig) -> int:
+def _steps(config: TrainConfig, n_tokens: int, batch_tokens: int, model: GPTConfig, device: str) -> int:
     if config.steps is not None:
         return config.steps
-    epochs = auto_epochs(n_tokens, model) if config.epochs is None else config.epochs
-    if not 0 < epochs < math.inf:
-        raise UserError(f"epochs is {epochs}; it must be a positive number")
+    epochs = auto_epochs(n_tokens, model, device) if config.epochs is None else config.epochs
+    if epochs <= 0:
+        raise UserError(f"epochs is {epochs:g}; it must be more than 0")
     return max(1, round(epochs * n_tokens / batch_tokens))
 
 
-def auto_epochs(n_tokens: int, model: GPTConfig) -> float:
-    """How often to read a text of ``n_tokens``: 20 times a small one, and at most 20 tokens a parameter."""
-    return min(20.0, 20 * breakdown(model).trainable / n_tokens)
+def auto_epochs(n_tokens: int, model: GPTConfig, device: str) -> float:
+    """How often to read a text of ``n_tokens``: at most 20 times, and at most what takes about two minutes on two CPU
+    cores, or 20 tokens a parameter elsewhere (Hoffmann et al. 2022)."""
+    parameters = breakdown(model).trainable
+    tokens = CPU_FLOPS / (6 * parameters) if device == "cpu" else 20 * parameters
+    return min(20.0, tokens / n_tokens)
 
 
 def auto_dropout(epochs: float) -> float:
     """Dropout for a text that is read ``epochs`` times: none unless it is read often enough to be learnt by heart."""
-    return 0.1 if epochs > 4 else 0.0
+    return 0.1 if epochs > 8 else 0.0
 
 
 def _micro_batch(asked: str, rows: int, model: GPTConfig, compute: Compute) -> int:

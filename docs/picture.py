@@ -1,0 +1,48 @@
+"""Draws docs/run.svg: `gpt train` as it looks in a terminal, from a real run.
+
+python docs/picture.py [TEXT]
+"""
+
+import io
+import sys
+from pathlib import Path
+
+from gpt_cli import render
+from rich.console import Console
+from rich.text import Text
+
+from gpt import events
+from gpt.config import TrainConfig
+from gpt.training import loop
+
+
+class Recorder(render.TrainDisplay):
+    """Shows a run on a console that remembers; the live line, which moves on a terminal, is drawn as it ended."""
+
+    def __call__(self, event: events.Event | events.Note | events.Plan) -> None:
+        """Shows an event, and the last step's live line."""
+        if isinstance(event, events.Plan):
+            self.plan = event
+            return
+        if isinstance(event, events.StepEvent):
+            self.losses.add(event.loss)
+            self.last = event
+            return
+        if isinstance(event, events.EndEvent):
+            self.console.print(self.status(self.last))
+        super().__call__(event)
+
+
+def main() -> None:
+    """Trains and draws."""
+    texts = sys.argv[1:] or [loop.DEFAULT_TEXT]
+    console = Console(record=True, force_terminal=True, width=118, file=io.StringIO(), highlight=False)
+    console.print(Text("$ gpt train " + " ".join(sys.argv[1:])))
+    display = Recorder(quiet=False, console=console)
+    result = loop.train(texts, TrainConfig(), display)
+    render.result(result, console)
+    console.save_svg(str(Path(__file__).parent / "run.svg"), title="gpt train")
+
+
+if __name__ == "__main__":
+    main()

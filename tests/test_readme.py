@@ -1,0 +1,93 @@
+"""Every command in the README and every example in docs/python.md is run, in a copy of its own, with few steps.
+
+Commands that need a network are parsed and not run; `make demo` and `make test` are .ci/run's.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Done, make_text
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+NETWORK = {"shakespeare", "--tokenizer gpt2"}
+ELSEWHERE = {"make", "git", "cd", "pip", "python", "."}  # .ci/run runs these, or they need a network
+
+
+def commands(page: str) -> Iterator[str]:
+    """What stands after a $ in the console blocks."""
+    for block in re.findall(r"```console\n(.*?)```", page, re.DOTALL):
+        for line in block.splitlines():
+            if line.startswith("$ "):
+                yield line[2:].split(" #")[0].strip()
+
+
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+def test_there_are_commands_to_run() -> None:
+    found = list(commands(README))
+    assert {"make demo", "make test"} <= set(found)
+    assert {"train", "sample", "eval", "params"} <= {line.split()[1] for line in found if line.startswith("gpt ")}
+    for line in found:
+        assert line.split()[0].strip("'") in {"gpt", *ELSEWHERE}, line
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
+    monkeypatch.setenv("GPT_TRAIN_STEPS", "6")
+    monkeypatch.setenv("GPT_TRAIN_BATCH_TOKENS", "512")
+    monkeypatch.setenv("GPT_SAMPLE_MAX_TOKENS", "8")
+    Path("book.txt").write_bytes(make_text(3000).encode())
+    Path("chapter.txt").write_bytes(make_text(300, seed=1).encode())
+    Path("notes").mkdir()
+    Path("notes/one.md").write_bytes(make_text(3000, seed=2).encode())
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_commands_of_the_readme(gpt: Callable[..., Done]) -> None:
+    """In order, as a reader would type them, each on what the ones before left."""
+    import gpt_cli.main
+
+    for line in commands(README):
+        words = shlex.split(line)
+        if words[0] != "gpt":
+            continue
+        if any(mark in line for mark in NETWORK):
+            command = gpt_cli.main.app
+            with pytest.raises(SystemExit) as stop:  # --help after all other words: they are parsed first
+                command([*words[1:], "--help"])
+            assert stop.value.code == 0
+            continue
+        stdin = b""
+        if "<" in words:
+            at = words.index("<")
+            stdin = Path(words[at + 1]).read_bytes()
+            words = words[:at]
+        done = gpt(*words[1:], stdin=stdin)
+        assert done.code == 0, f"{line}\n{done.err}"
+        assert done.out
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+def test_python_examples(page: str) -> None:
+    blocks = python_blocks((ROOT / page).read_text(encoding="utf-8"))
+    assert blocks
+    for block in blocks:
+        few = block.replace("steps=50", "steps=4, block_size=32, batch_tokens=256")
+        done = subprocess.run([sys.executable, "-c", few], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_links_lead_somewhere() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "data" / "README.md"]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page}: {target}"
