@@ -92,7 +92,7 @@ _13B = "Table 2.1 of the GPT-3 paper gives a width of 5,140 for 40 heads of 128;
 
 # GPT-2: Radford et al. 2019, table 2. GPT-3: Brown et al. 2020, table 2.1 (shape, batch in tokens, learning rate).
 PRESETS: dict[str, Preset] = {
-    "nano": _preset(4, 4, 128, 128, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
+    "nano": _preset(4, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
     "micro": _preset(4, 4, 256, 128, 2048, 2048, 2e-3, "for a book, in an hour on a laptop"),
     "mini": _preset(6, 6, 384, 256, 4096, 8192, 1e-3, "for tens of megabytes, or a small GPU"),
     "small": _preset(8, 8, 512, 512, 8192, 65_536, 1e-3, "for hundreds of megabytes, on a GPU"),

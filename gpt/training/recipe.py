@@ -10,7 +10,7 @@ from gpt.errors import UserError
 from gpt.model.params import breakdown
 
 Notes = Callable[[str], None]
-CPU_FLOPS = 9e12  # of a run of default length on a CPU, as 6 a parameter and token
+CPU_FLOPS = 1.1e13  # of a run of default length on a CPU, as 6 a parameter and token
 
 
 @dataclass(frozen=True)
