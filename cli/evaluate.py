@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from . import render
-from .options import OUTPUT, Device, Dtype, Json, Quiet
+from .options import OUTPUT, Device, Dtype, Json, Quiet, option
 from .sample import MODEL_HELP
 
 
@@ -14,11 +14,11 @@ def evaluate(
     text: Annotated[list[str], typer.Argument(help="Files, folders, - for stdin, or corpora by name.")],
     stride: Annotated[
         int | None,
-        typer.Option(help="Tokens from one window to the next; less than the context: overlap.",
+        option(help="Tokens from one window to the next; less than the context: overlap.",
                      show_default="the context"),
     ] = None,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Each token's log-probability instead, as JSONL.", rich_help_panel=OUTPUT)
+        bool, option("--tokens", help="Each token's log-probability instead, as JSONL.", rich_help_panel=OUTPUT)
     ] = False,
     json: Json = False,
     quiet: Quiet = False,

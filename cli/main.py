@@ -21,7 +21,6 @@ app = typer.Typer(
     name="gpt",
     help="Train and use your own GPT: a decoder of the GPT-2/GPT-3 family, from any text.",
     epilog=EPILOG,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"auto_envvar_prefix": "GPT", "help_option_names": ["-h", "--help"]},
 )
@@ -37,11 +36,21 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _main(
-    version: bool = typer.Option(False, "--version", help="Print the version.", is_eager=True, callback=_print_version),
+    context: typer.Context,
+    version: bool = typer.Option(
+        False,
+        "--version",
+        help="Print the version.",
+        is_eager=True,
+        callback=_print_version,
+        allow_from_autoenv=False,  # GPT_VERSION may mean something to others
+        show_envvar=False,
+    ),
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 def run() -> None:
@@ -68,7 +77,7 @@ def main(args: list[str]) -> int:
 def _report(error: BaseException) -> int:
     """Says what went wrong and returns the exit status for it."""
     if isinstance(error, UserError):
-        render.error(error.message, error.hint)
+        render.error(error.message, error.hint or "gpt COMMAND --help says what each setting takes")
         return error.exit_code
     if isinstance(error, typer.TyperException):  # the words themselves are wrong
         message, hint = render.usage_error(error)
@@ -80,7 +89,7 @@ def _report(error: BaseException) -> int:
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         render.note("interrupted")
         return 130
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if _is_out_of_memory(error):
         render.error("out of memory", "take a smaller --micro-batch, --preset or --block-size")
         return 1
     if isinstance(error, OSError):
@@ -92,11 +101,18 @@ def _report(error: BaseException) -> int:
     return 1
 
 
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Python's, a GPU's, or torch's on a CPU, which has no type of its own."""
+    own_type = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return own_type or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
 def _is_closed_pipe(error: BaseException | None) -> bool:
     """Whether the reader of stdout has gone; typer and rich turn the system's word for it into SystemExit."""
     if isinstance(error, SystemExit):
         error = error.__context__
-    return isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EINVAL)
+    closed = (errno.EPIPE, errno.EINVAL) if sys.platform == "win32" else (errno.EPIPE,)
+    return isinstance(error, OSError) and error.errno in closed
 
 
 def _pipe_closed() -> int:

@@ -5,25 +5,35 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from gpt import config
 from gpt.config import from_dict, read_toml
 from gpt.errors import UserError, did_you_mean
 
 OUTPUT = "Output"
 
-Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, one object a line.", rich_help_panel=OUTPUT)]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=OUTPUT)]
+# Every option has an environment twin; the app's help says so once, so that each option need not.
+option = functools.partial(typer.Option, show_envvar=False)
+
+Json = Annotated[bool, option("--json", help="JSON on stdout, one object a line.", rich_help_panel=OUTPUT)]
+Quiet = Annotated[bool, option("--quiet", "-q", help="No progress.", rich_help_panel=OUTPUT)]
+
+
+def one_of(values: tuple[str, ...], *flags: str, **settings: Any) -> Any:
+    """An option that takes one of ``values``. The library refuses others, with a suggestion, so the parser need not."""
+    return option(*flags, metavar=f"[{'|'.join(values)}]", autocompletion=lambda: list(values), **settings)
+
+
 Device = Annotated[
-    str, typer.Option(help="auto, cpu, cuda or mps; auto: CUDA, else MPS, else the CPU.", rich_help_panel="Machine")
+    str, one_of(get_args(config.Device), help="auto: CUDA, else MPS, else the CPU.", rich_help_panel="Machine")
 ]
 Dtype = Annotated[
     str,
-    typer.Option(
-        help="auto, float32, bfloat16 or float16; auto: bfloat16 on newer CUDA devices, else float32.",
-        rich_help_panel="Machine",
+    one_of(
+        get_args(config.Dtype), help="auto: bfloat16 on newer CUDA devices, else float32.", rich_help_panel="Machine"
     ),
 ]
 
@@ -35,13 +45,16 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
         names = [field.name for field in dataclasses.fields(config_class)]
 
         @functools.wraps(command)
-        def with_options(**values: Any) -> Any:
-            settings = from_dict(config_class, {name: values.pop(name) for name in names}, command.__name__)
-            return command(settings=settings, **values)
+        def with_options(context: typer.Context, **values: Any) -> Any:
+            asked = {name: values.pop(name) for name in names}
+            for pair in getattr(config_class, "EXCLUSIVE", ()):
+                _keep_the_stronger(context, asked, pair)
+            return command(settings=from_dict(config_class, asked, command.__name__), **values)
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
         made = [_as_parameter(config_class, field) for field in dataclasses.fields(config_class)]
-        parameters = [*own, *made]
+        first = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+        parameters = [first, *own, *made]
         with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_options.__annotations__ = {p.name: p.annotation for p in parameters}
         return with_options
@@ -49,17 +62,27 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
     return decorate
 
 
+_STRENGTH = ["COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP", "DEFAULT"]  # an option beats its twin, that beats --config
+
+
+def _keep_the_stronger(context: typer.Context, asked: dict[str, Any], pair: tuple[str, str]) -> None:
+    """Of two settings that exclude each other, drops the one from the weaker place, so that an option on the command
+    line beats a twin in the environment; two of the same place are left, to be refused."""
+    sources = [context.get_parameter_source(name) for name in pair]
+    strength = [_STRENGTH.index(source.name) if source else len(_STRENGTH) for source in sources]
+    if all(asked[name] is not None for name in pair) and strength[0] != strength[1]:
+        asked[pair[0] if strength[0] > strength[1] else pair[1]] = None
+
+
 def _as_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") -> inspect.Parameter:
     meta = field.metadata
     kind = get_type_hints(config_class)[field.name]
-    info = typer.Option(
-        *meta["flags"],
-        "--" + field.name.replace("_", "-"),
-        help=meta["help"],
-        rich_help_panel=meta["panel"],
-        show_default=meta["shown"] or True,
-        show_envvar=False,
-    )
+    flags = [*meta["flags"], "--" + field.name.replace("_", "-")]
+    settings = {"help": meta["help"], "rich_help_panel": meta["panel"], "show_default": meta["shown"] or True}
+    if get_origin(kind) is Literal:
+        kind, info = str, one_of(get_args(kind), *flags, **settings)
+    else:
+        info = option(*flags, **settings)
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[kind, info]
     )
@@ -78,7 +101,7 @@ def config_file(config_class: type[Any]) -> Any:
             context.default_map = {**(context.default_map or {}), **values}
         return path
 
-    return typer.Option(
+    return option(
         "--config", help="Settings from a TOML file; options and GPT_… variables beat it.",
         is_eager=True, callback=read, rich_help_panel=OUTPUT, show_default="none",
     )  # fmt: skip

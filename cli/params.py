@@ -1,7 +1,7 @@
 """``gpt params``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
@@ -10,7 +10,7 @@ from gpt.errors import UserError, did_you_mean
 from gpt.model.params import breakdown
 
 from . import render
-from .options import Json
+from .options import Json, one_of, option
 
 _SHAPE = "Shape"
 
@@ -19,14 +19,14 @@ def params(
     target: Annotated[
         str | None, typer.Argument(metavar="[PRESET|CHECKPOINT]", help="A preset, a run or a checkpoint.")
     ] = None,
-    list_presets: Annotated[bool, typer.Option("--list", help="All presets.")] = False,
-    n_layer: Annotated[int | None, typer.Option(help="Blocks.", rich_help_panel=_SHAPE)] = None,
-    n_head: Annotated[int | None, typer.Option(help="Heads a block.", rich_help_panel=_SHAPE)] = None,
-    n_embd: Annotated[int | None, typer.Option(help="Width.", rich_help_panel=_SHAPE)] = None,
-    block_size: Annotated[int | None, typer.Option(help="Context in tokens.", rich_help_panel=_SHAPE)] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="Ids.", rich_help_panel=_SHAPE)] = None,
+    list_presets: Annotated[bool, option("--list", help="All presets.")] = False,
+    n_layer: Annotated[int | None, option(help="Blocks.", rich_help_panel=_SHAPE)] = None,
+    n_head: Annotated[int | None, option(help="Heads a block.", rich_help_panel=_SHAPE)] = None,
+    n_embd: Annotated[int | None, option(help="Width.", rich_help_panel=_SHAPE)] = None,
+    block_size: Annotated[int | None, option(help="Context in tokens.", rich_help_panel=_SHAPE)] = None,
+    vocab_size: Annotated[int | None, option(help="Ids.", rich_help_panel=_SHAPE)] = None,
     positions: Annotated[
-        Positions | None, typer.Option(help="Learned count, a sine table does not.", rich_help_panel=_SHAPE)
+        str | None, one_of(get_args(Positions), help="Learned count, a sine table does not.", rich_help_panel=_SHAPE)
     ] = None,
     json: Json = False,
 ) -> None:
@@ -61,4 +61,4 @@ def _shape(target: str | None, shape: dict[str, object]) -> tuple[str, GPTConfig
         config = hf.load_config(folder.find_checkpoint(target))
     else:
         raise UserError(f'there is no preset, run or checkpoint "{target}"', did_you_mean(target, PRESETS))
-    return target, replace(config, **shape)  # type: ignore[arg-type]
+    return "custom" if shape else target, replace(config, **shape)  # type: ignore[arg-type]

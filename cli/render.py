@@ -6,7 +6,9 @@ Results go to stdout; progress, notes and errors to stderr.
 import contextlib
 import json
 import math
+import os
 import secrets
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,9 +36,19 @@ if TYPE_CHECKING:
 PLAIN_SECONDS = 5.0  # between lines of progress where there is no terminal
 
 
+class _Stderr(Console):
+    """A console on stderr whose reader may go away: nobody is watching then, and the work goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """Instead of rich's, which would end the program."""
+        self.quiet = True
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
 def stderr() -> Console:
     """Where everything but results goes."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return _Stderr(stderr=True, highlight=False, soft_wrap=True)
 
 
 def stdout() -> Console:
@@ -60,7 +72,8 @@ def write(text: str) -> None:
 def json_line(values: Mapping[str, Any]) -> None:
     """One object a line on stdout. A number that is none becomes null."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-    write(json.dumps(finite, ensure_ascii=False) + "\n")
+    narrow = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
+    write(json.dumps(finite, ensure_ascii=narrow) + "\n")
 
 
 def error(message: str, hint: str) -> None:
@@ -142,9 +155,12 @@ class TrainDisplay:
             self.live.stop()
 
     def __call__(self, event: events.Event | events.Note | events.Plan) -> None:
-        """Shows an event."""
-        if self.quiet:
-            return
+        """Shows an event. What cannot be shown, on a terminal that has gone, is no reason to stop."""
+        if not self.quiet:
+            with contextlib.suppress(OSError):
+                self._show(event)
+
+    def _show(self, event: events.Event | events.Note | events.Plan) -> None:
         match event:
             case events.Note(text):
                 self.console.print(Text(text, "dim"))
@@ -166,7 +182,10 @@ class TrainDisplay:
         if self.console.is_terminal:
             from rich.live import Live
 
-            self.live = Live(Text(""), console=self.console, refresh_per_second=8, transient=True)
+            self.live = Live(
+                Text(""), console=self.console, refresh_per_second=8, transient=True,
+                redirect_stdout=False, redirect_stderr=False,
+            )  # fmt: skip
             self.live.start()
 
     def _step(self, event: events.StepEvent) -> None:
@@ -217,7 +236,7 @@ class Bar:
 
             self.progress = progress.Progress(
                 progress.BarColumn(), progress.TextColumn("{task.description}"), progress.TimeRemainingColumn(),
-                console=self.console, transient=True,
+                console=self.console, transient=True, redirect_stdout=False, redirect_stderr=False,
             )  # fmt: skip
             self.progress.start()
             self.task = self.progress.add_task("", total=None)
@@ -267,7 +286,7 @@ def result(result: "Result", console: Console | None = None) -> None:
         console.print(Text.assemble(("loss   ", "bold"), loss))
     console.print(Text.assemble(("sample", "bold")))
     console.print(Text(_excerpt(result.sample, 12), "italic"))
-    console.print(Text.assemble(("more   ", "bold"), f'gpt sample "Once upon" -m {result.run}'))
+    console.print(Text.assemble(("more   ", "bold"), f'gpt sample "Once upon" -m {shlex.quote(str(result.run))}'))
 
 
 def draw_seed(announce: bool) -> int:

@@ -10,7 +10,7 @@ from gpt.config import SampleConfig
 from gpt.errors import UserError
 
 from . import render
-from .options import OUTPUT, Device, Dtype, Json, takes
+from .options import OUTPUT, Device, Dtype, Json, option, takes
 
 MODEL_HELP = "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, or a GPT-2 folder of transformers."
 
@@ -22,19 +22,17 @@ def sample(
         str | None, typer.Argument(help="What the text begins with. None: it begins like a document.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help=MODEL_HELP, show_default="best of the newest run in runs/")
+        str | None, option("--model", "-m", help=MODEL_HELP, show_default="best of the newest run in runs/")
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="Read the prompt from a file; - is stdin.", show_default="none")
+        Path | None, option(help="Read the prompt from a file; - is stdin.", show_default="none")
     ] = None,
-    num: Annotated[int, typer.Option("--num", "-N", help="How many samples.", rich_help_panel="Text")] = 1,
+    num: Annotated[int, option("--num", "-N", help="How many samples.", rich_help_panel="Text")] = 1,
     seed: Annotated[
         int | None,
-        typer.Option(help="Same seed, same text.", show_default="drawn and printed", rich_help_panel="Text"),
+        option(help="Same seed, same text.", show_default="drawn and printed", rich_help_panel="Text"),
     ] = None,
-    no_echo: Annotated[
-        bool, typer.Option("--no-echo", help="Do not print the prompt.", rich_help_panel=OUTPUT)
-    ] = False,
+    no_echo: Annotated[bool, option("--no-echo", help="Do not print the prompt.", rich_help_panel=OUTPUT)] = False,
     json: Json = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -49,6 +47,9 @@ def sample(
     drawn = not (settings.greedy or settings.temperature == 0)
     if seed is None:
         seed = render.draw_seed(announce=drawn and not json)
+    if not drawn and (settings.top_k or settings.top_p):
+        render.note("--top-k and --top-p choose what to draw from; greedy draws nothing, so they are not used")
+    slid = False
     for index in range(num):
         writing = loaded.write(text, settings, seed, index)
         if json:
@@ -56,7 +57,8 @@ def sample(
             render.json_line(render.sample_json(writing.sample, index, text, seed if drawn else None))
         else:
             render.stream(writing, "" if no_echo else text, index, num)
-    if writing.sample.slid:
+        slid = slid or writing.sample.slid
+    if slid:
         size = loaded.model.config.block_size
         render.note(f"the text outgrew the context of {size:,} tokens: what stood further back was forgotten")
 

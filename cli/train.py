@@ -1,5 +1,7 @@
 """``gpt train``."""
 
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +10,7 @@ import typer
 from gpt.config import TrainConfig, to_toml
 
 from . import render
-from .options import OUTPUT, Json, Quiet, config_file, takes
+from .options import OUTPUT, Json, Quiet, config_file, option, takes
 
 
 @takes(TrainConfig)
@@ -20,21 +22,20 @@ def train(
     ] = None,
     config: Annotated[Path | None, config_file(TrainConfig)] = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the settings as TOML, and stop.", rich_help_panel=OUTPUT)
+        bool, option("--print-config", help="Print the settings as TOML, and stop.", rich_help_panel=OUTPUT)
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a decoder on TEXT. Ends with a checkpoint, its loss on held-out text, and a sample."""
-    from dataclasses import asdict
-
+    began = time.perf_counter()
     if print_config:
         render.write(to_toml(asdict(settings)))
         return
     with render.starting(quiet):
         from gpt.training import loop
     with render.TrainDisplay(quiet) as display:
-        result = loop.train(text or [loop.DEFAULT_TEXT], settings, display)
+        result = loop.train(text or [], settings, display, began)
     if json:
         render.json_line(render.result_json(result))
     else:

@@ -102,4 +102,4 @@ def train(*texts: str | Path, listen: loop.Listener = lambda event: None, **sett
     """Trains on files, folders or corpora by name (none: ``pydocs``). ``settings`` are those of `TrainConfig`:
     ``steps``, ``preset``, ``out`` … ``listen`` hears every event. Raises `UserError`, `WorkError`, `Interrupted`."""
     config = from_dict(TrainConfig, settings, "train")
-    return loop.train([str(text) for text in texts] or [loop.DEFAULT_TEXT], config, listen)
+    return loop.train([str(text) for text in texts], config, listen)

@@ -7,12 +7,11 @@ here imports torch.
 
 import dataclasses
 import json
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from gpt.errors import UserError, did_you_mean
 
@@ -55,7 +54,7 @@ class GPTConfig:
                 raise UserError(f"{name} is {value!r}; it must lie between {low:g} and {high:g}")
         if self.positions not in get_args(Positions):
             raise UserError(
-                f"unknown positions {self.positions!r}", did_you_mean(str(self.positions), get_args(Positions))
+                f'unknown positions "{self.positions}"', did_you_mean(str(self.positions), get_args(Positions))
             )
         if self.positions == "sinusoidal" and self.n_embd % 2:
             raise UserError(
@@ -138,16 +137,24 @@ def _check_options(config: Any) -> None:
         fits = (int, float) if wanted is float else (wanted,)
         if type(value) not in fits:
             raise UserError(f"{name} is {value!r}; it must be of the kind {wanted.__name__}")
-        if low is not None and not low <= value < math.inf:
-            raise UserError(f"{name} is {value}; it must be {low:g} or more, and finite")
+        if low is not None and not low <= value <= each.metadata["high"]:
+            raise UserError(f"{name} is {value}; it must lie between {low:g} and {each.metadata['high']:,}")
 
 
 def option(
-    default: Any, help: str, *, panel: str, flags: tuple[str, ...] = (), shown: str = "", low: float | None = None
+    default: Any,
+    help: str,
+    *,
+    panel: str,
+    flags: tuple[str, ...] = (),
+    shown: str = "",
+    low: float | None = None,
+    high: float = 2**53,
 ) -> Any:
     """A setting that is also an option: its help, the panel it is listed in, further flags, how its default reads,
-    and its least value."""
-    return field(default=default, metadata={"help": help, "panel": panel, "flags": flags, "shown": shown, "low": low})
+    and its bounds."""
+    meta = {"help": help, "panel": panel, "flags": flags, "shown": shown, "low": low, "high": high}
+    return field(default=default, metadata=meta)
 
 
 _RUN, _MODEL, _DATA, _LENGTH, _OPTIM, _LOG, _MACHINE = (
@@ -158,6 +165,8 @@ _RUN, _MODEL, _DATA, _LENGTH, _OPTIM, _LOG, _MACHINE = (
 @dataclass(frozen=True)
 class TrainConfig:
     """What a user may ask of a training run. ``None`` means: chosen from the text's size, the preset or the device."""
+
+    EXCLUSIVE: ClassVar[tuple[tuple[str, str], ...]] = (("steps", "epochs"),)
 
     out: str | None = option(
         None, "The run folder. A taken name gets -2, -3 …: nothing is overwritten.",
@@ -182,7 +191,7 @@ class TrainConfig:
     )  # fmt: skip
     vocab_size: int | None = option(
         None, "Ids of the learnt vocabulary, end-of-text included (with --tokenizer auto).",
-        panel=_DATA, shown="by the text's size", low=257,
+        panel=_DATA, shown="by the text's size", low=257, high=2**24,
     )  # fmt: skip
     val_fraction: float = option(0.1, "Share of the text held out: never trained on.", panel=_DATA, low=0)
     val_text: str | None = option(
@@ -230,6 +239,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "micro_batch", str(self.micro_batch))  # a number in TOML and from Python
+        for name in ("out", "val_text"):  # paths, from Python
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else str(value))
         _check_options(self)
         if self.preset != "auto":
             find_preset(self.preset)

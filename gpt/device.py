@@ -3,11 +3,14 @@
 import contextlib
 import os
 import platform
+import re
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
-from gpt.errors import UserError
+from gpt.config import Device, Dtype
+from gpt.errors import UserError, did_you_mean
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -60,7 +63,7 @@ def pick(device: str = "auto", dtype: str = "auto", *, training: bool = False) -
             native = where.type == "cpu" and training and has_native_bfloat16()
         return Compute(where, torch.bfloat16 if native else torch.float32)
     if dtype not in DTYPES:
-        raise UserError(f'there is no dtype "{dtype}"', "known: auto, " + ", ".join(DTYPES))
+        raise UserError(f'there is no dtype "{dtype}"', did_you_mean(dtype, get_args(Dtype)))
     if dtype == "float16" and where.type == "cpu":
         raise UserError(
             "the CPU computes float16 slowly and overflows in training", "use bfloat16 or float32 on the CPU"
@@ -78,8 +81,10 @@ def _device(name: str) -> torch.device:
     }
     if name == "auto":
         return torch.device(next(kind for kind in has if has[kind]))
-    kind = name.split(":")[0]
-    if not has.get(kind, False):
+    match = re.fullmatch(r"(cpu|mps|cuda)(:\d{1,3})?", name)
+    if match is None:
+        raise UserError(f'there is no device "{name}"', did_you_mean(name, get_args(Device)))
+    if not has[match[1]] or (match[2] and match[1] == "cuda" and int(match[2][1:]) >= torch.cuda.device_count()):
         present = ", ".join(kind for kind in has if has[kind])
         raise UserError(f'this machine (or this build of torch) has no device "{name}"', f"present: {present}")
     return torch.device(name)
@@ -96,8 +101,3 @@ def has_native_bfloat16() -> bool:
 
 def _mac_release() -> int:
     return int(platform.mac_ver()[0].split(".")[0] or 0)
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a RuntimeError means that the device has no memory left. CPUs raise it without a type of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -16,7 +16,8 @@ from gpt.model.decoder import GPT
 from gpt.text.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
-TOKENS_AT_ONCE = 8192  # positions in a batch of windows
+TOKENS_AT_ONCE = 8192  # positions in a batch of windows …
+LOGITS_AT_ONCE = 2**26  # … and at most so many logits
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def each_window(
     training = model.training
     model.eval()
     try:
-        for batch in _batches(some, max(1, TOKENS_AT_ONCE // model.config.block_size)):
+        positions = min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // model.config.vocab_size)
+        for batch in _batches(some, max(1, positions // model.config.block_size)):
             yield from zip(batch, window_losses(model, batch, compute), strict=True)
     finally:
         model.train(training)

@@ -1,8 +1,11 @@
 """The command line: what it prints, where, and with which status."""
 
+import dataclasses
+import io
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,8 +13,12 @@ from pathlib import Path
 
 import pytest
 from conftest import Done, make_text, spawn
+from gpt_cli.render import Sparkline, TrainDisplay
+from rich.console import Console
+from safetensors.torch import load_file
 
 import gpt as library
+from gpt import events
 from gpt.config import PRESETS, SampleConfig, TrainConfig
 
 Gpt = Callable[..., Done]
@@ -26,7 +33,8 @@ def one_line_of_what_and_what_next(done: Done, message: str, code: int = 2) -> N
     lines = [line for line in done.err.splitlines() if line.startswith(("error:", "hint:"))]
     assert lines[0].startswith("error:")
     assert message in lines[0]
-    assert len(lines) <= 2
+    assert lines[1].startswith("hint: ")
+    assert len(lines) == 2
     assert done.out == ""
 
 
@@ -87,7 +95,7 @@ def test_options_are_the_contracts(gpt: Gpt, command: str, monkeypatch: pytest.M
 
 def test_every_field_of_a_config_is_an_option() -> None:
     for config, command in ((TrainConfig, "train"), (SampleConfig, "sample")):
-        for name in config.__dataclass_fields__:
+        for name in [field.name for field in dataclasses.fields(config)]:
             assert f"--{name.replace('_', '-')}" in OPTIONS[command].split()
 
 
@@ -188,7 +196,7 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["train", "book.txt", "--tokenizer", "gtp2"], 'there is no tokenizer "gtp2"'),
         (["train", "book.txt", "--vocab-size", "30000"], "supports a vocabulary of"),
         (["train", "book.txt", "--steps", "x"], "steps"),
-        (["train", "book.txt", "--steps", "-1"], "steps"),
+        (["train", "book.txt", "--steps", "-1"], "steps is -1; it must lie between 1 and"),
         (["train", "book.txt", "--lr", "nan"], "lr is nan"),
         (["train", "book.txt", "--stesp", "3"], "--stesp"),
         (["train", "book.txt", "--steps", "2", "--epochs", "2"], "--steps and --epochs both"),
@@ -201,7 +209,14 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["sample", "hi", "--prompt-file", "book.txt"], "a prompt and --prompt-file"),
         (["sample", "--prompt-file", "none.txt"], "cannot read none.txt"),
         (["sample", "--prompt-file", "latin.txt"], "is not UTF-8"),
-        (["sample", "-t", "-1"], "temperature"),
+        (["sample", "-t", "-1"], "temperature is -1.0"),
+        (["sample", "-N", "0"], "num is 0"),
+        (["sample", "hi", "-m", "hf:gpt2"], "hf:gpt2: models are not fetched from the hub yet"),
+        (["train", "book.txt", "--seed", "99999999999999999999"], "seed is 99999999999999999999"),
+        (["train", "book.txt", "--vocab-size", "5000000000"], "vocab-size is 5000000000"),
+        (["train", "book.txt", "--device", "cdua"], 'there is no device "cdua"'),
+        (["train", "book.txt", "--schedule", "cosin"], 'there is no schedule "cosin"'),
+        (["params", "gpt2", "--positions", "sinus"], 'unknown positions "sinus"'),
         (["sample", "-t", "nan"], "temperature is nan"),
         (["sample", "--top-p", "2"], "top-p is 2.0"),
         (["eval", "nowhere", "book.txt"], "there is no run or checkpoint nowhere"),
@@ -232,9 +247,114 @@ def test_suggestions(gpt: Gpt, book: Path) -> None:
     for args, known in {
         ("trian",): "train",
         ("train", "--stesp", "3"): "--steps",
-        ("train", "--device", "cdua"): "cuda",
+        ("train", "book.txt", "--device", "cdua"): 'did you mean "cuda"?',
+        ("params", "gpt2", "--positions", "sinus"): 'did you mean "sinusoidal"?',
     }.items():
         assert known in gpt(*args).err
+
+
+def test_option_beats_the_twin_of_what_it_excludes(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPT_TRAIN_STEPS", "5")
+    done = gpt("train", "--print-config", "--epochs", "2")
+    assert "epochs = 2.0" in done.out
+    assert "steps" not in done.out
+    both = gpt("train", "--print-config", "--epochs", "2", "--steps", "3")
+    one_line_of_what_and_what_next(both, "--steps and --epochs both")
+
+
+def test_bare_gpt_is_help(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPT_VERSION", "4.1")  # somebody else's variable
+    done = gpt()
+    assert done.code == 0
+    assert "Usage:" in done.out
+    assert "sample" in done.out
+
+
+def test_out_with_a_slash_and_texts_named_like_a_corpus(gpt: Gpt, book: Path) -> None:
+    for _ in range(2):
+        assert gpt("train", book, *QUICK, "-o", "r/x/").code == 0
+    assert sorted(path.name for path in Path("r").iterdir()) == ["x", "x-2"]
+    Path("pydocs").mkdir()  # a run of that name, say, where one trains again without TEXT
+    assert gpt("train", *QUICK, "--vocab-size", "300").code == 0
+    assert json.loads(Path("runs/pydocs/run.json").read_text())["sources"][0]["name"].startswith("pydocs/")
+
+
+def test_a_diverged_run_is_status_1_and_saves_no_nan(gpt: Gpt, book: Path) -> None:
+    done = gpt("train", book, *QUICK, "--lr", "1e12", "--warmup", "0", "--eval-every", "1", "--schedule", "constant")
+    one_line_of_what_and_what_next(done, "at a learning rate of 1e+12", code=1)
+    for path in Path("runs/book").glob("step-*/model.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(path).values())
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: …")])
+def test_out_of_memory_is_said(gpt: Gpt, book: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpt.training import loop
+
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(loop, "GPT", fail)
+    one_line_of_what_and_what_next(gpt("train", book, *QUICK), "out of memory", code=1)
+
+
+def test_training_outlives_whoever_watched(book: Path) -> None:
+    with spawn("train", book, *QUICK, "--steps", "30", cwd=book.parent) as process:
+        assert process.stderr
+        process.stderr.close()
+        assert process.wait(60) == 0
+    assert library.load(book.parent / "runs" / "book").path.name.startswith("step-")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals to try this on")
+@pytest.mark.parametrize(("command", "lines"), [("eval", 1000), ("train", 1)])
+def test_a_terminal_on_stderr_takes_nothing_from_stdout(run_folder: Path, book: Path, command: str, lines: int) -> None:
+    """`gpt eval … > file` on a terminal: the bar is on the terminal and every line is in the file."""
+    import pty
+
+    args = {"eval": ["eval", run_folder, book, "--tokens"], "train": ["train", book, *QUICK, "--json"]}[command]
+    code = "from gpt_cli.main import run; run()"
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, args)], stdout=subprocess.PIPE, stderr=slave, cwd=book.parent
+    )
+    shown = b""
+    out = process.communicate(timeout=120)[0]
+    while select.select([master], [], [], 0.1)[0]:
+        shown += os.read(master, 65536)
+    os.close(master)
+    os.close(slave)
+    assert process.returncode == 0
+    assert len([json.loads(line) for line in out.decode().splitlines()]) >= lines
+    assert b"tokens" in shown
+
+
+def test_the_live_line() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with TrainDisplay(quiet=False, console=console) as display:
+        display(events.Plan(100, 64))
+        display(events.EvalEvent(5, 320, 1.0, val_loss=3.25, best=True))
+        event = events.StepEvent(10, 640, 2.0, loss=4.5, lr=0.1, grad_norm=1.0, tokens_per_second=320.0)
+        display(event)
+        line = display.status(event).plain
+        display(events.SampleEvent(10, 640, 2.0, text="first line\n\nsecond"))
+    assert "step 10/100" in line
+    assert "loss 4.500  held-out 3.250 (best)  320 tokens/s  18 s left" in line
+    assert line.count("━") == 20
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "first line" in text
+    assert "second" in text
+
+
+def test_sparkline() -> None:
+    spark = Sparkline()
+    assert str(spark) == ""
+    for value in range(1000):
+        spark.add(float(value))
+    spark.add(float("nan"))
+    bars = str(spark)
+    assert 12 <= len(bars) <= 24
+    assert (bars[0], bars[-1]) == ("▁", "█")
+    assert list(bars) == sorted(bars)
 
 
 def test_debug_shows_the_traceback(book: Path) -> None:
@@ -245,16 +365,16 @@ def test_debug_shows_the_traceback(book: Path) -> None:
 
 
 def test_a_full_disk_is_status_1(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpt.runs import folder
+    from gpt.runs import checkpoint
 
-    whole = folder.write_file
+    whole = checkpoint.write_file
 
     def full(path: Path, data: bytes) -> None:
         if path.name == "model.safetensors":
             raise OSError(28, "No space left on device")
         whole(path, data)
 
-    monkeypatch.setattr(folder, "write_file", full)
+    monkeypatch.setattr(checkpoint, "write_file", full)
     done = gpt("train", book, *QUICK)
     one_line_of_what_and_what_next(done, "No space left on device", code=1)
     assert not list(Path("runs").rglob("*.safetensors"))
@@ -344,7 +464,9 @@ def test_narrow_encodings_end_nothing(run_folder: Path, encoding: str) -> None:
         done = subprocess.run([sys.executable, "-c", code, *args], env=env, capture_output=True, check=False)
         assert done.returncode == 0, done.stderr
         assert done.stdout
-    assert ("🐕" in done.stdout.decode(encoding)) is False
+    args = ["sample", "é 🐕", "-n", "3", "--seed", "1", "-m", str(run_folder), "--json"]
+    done = subprocess.run([sys.executable, "-c", code, *args], env=env, capture_output=True, check=True)
+    assert json.loads(done.stdout.decode(encoding))["prompt"] == "é 🐕"
 
 
 # gpt eval

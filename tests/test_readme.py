@@ -15,7 +15,7 @@ from conftest import ROOT, Done, make_text
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 NETWORK = {"shakespeare", "--tokenizer gpt2"}
-ELSEWHERE = {"make", "git", "cd", "pip", "python", "."}  # .ci/run runs these, or they need a network
+ELSEWHERE = {"make", "git", "cd", "pip", "python3", "."}  # .ci/run runs these, or they need a network
 
 
 def commands(page: str) -> Iterator[str]:

@@ -283,7 +283,7 @@ def test_a_failed_save_leaves_nothing(ours: Path, monkeypatch: pytest.MonkeyPatc
             raise OSError(28, "No space left on device")
         path.write_bytes(data)
 
-    monkeypatch.setattr(folder, "write_file", full)
+    monkeypatch.setattr(checkpoint, "write_file", full)
     with pytest.raises(WorkError, match="No space left on device") as error:
         save_ours(ours.parent / "second", GPTConfig(257, 16, 1, 2, 16), tokenizer.bytes_tokenizer())
     assert error.value.exit_code == 1

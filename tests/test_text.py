@@ -126,6 +126,7 @@ def test_split_of_many_documents_is_by_hash() -> None:
     more_train, more_held_out = readers.split([*documents(*(f"new {i}" for i in range(500))), *some], 0.1, 7)
     assert {d.text for d in held_out} <= {d.text for d in more_held_out}  # adding documents moves none
     assert {d.text for d in train} <= {d.text for d in more_train}
+    assert len(readers.split(some, 1e-9, 7)[1]) == 1  # never nothing
     assert {d.text for d in readers.split(some, 0.1, 8)[1]} != {d.text for d in held_out}
 
 
@@ -283,18 +284,41 @@ def test_long_runs_neither_panic_nor_take_quadratic_time(run: str, learnt: token
     assert time.monotonic() - started < 30  # quadratic time would take hours
 
 
+@pytest.fixture(scope="module")
+def spacious() -> tokenizer.Tokenizer:
+    """With tokens of many spaces and line ends, which a wrong cut would break up."""
+    text = "".join(f"{space * length}x" for space in " \n" for length in range(1, 40)) * 3
+    return tokenizer.learn_tokenizer_up_to([text], 600)
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     before=st.text(max_size=5),
     space=st.sampled_from(" \n\t\r\u00a0\u3000"),
     length=st.integers(9_995, 10_010),
-    after=st.text(max_size=5),
+    after=st.sampled_from(["", "z", " z", "\n", "\nz", "9", "!", "\x1c"]),
 )
 def test_cuts_in_long_white_space_change_no_id(
-    before: str, space: str, length: int, after: str, learnt: tokenizer.Tokenizer
+    before: str, space: str, length: int, after: str, spacious: tokenizer.Tokenizer
 ) -> None:
+    assert max(map(len, spacious.ranks)) > 8
     text = before + space * length + after
-    assert learnt.encode(text).tolist() == learnt._encoding.encode_ordinary(text)
+    assert spacious.encode(text).tolist() == spacious._encoding.encode_ordinary(text)
+
+
+def test_no_token_is_learnt_that_would_take_long_to_take_apart() -> None:
+    text = "=" * 200_000 + " " * 200_000 + "ab1½" * 50_000 + "é\u0301" * 50_000
+    ruler = tokenizer.learn_tokenizer_up_to([text], 5000)
+    assert max(len(token.decode("utf-8", "replace")) for token in ruler.ranks) <= tokenizer.LONGEST_LEARNT
+    started = time.monotonic()
+    hf.to_tokenizer_json(ruler)
+    assert time.monotonic() - started < 20  # a token of 100,000 bytes would take many minutes
+
+
+def test_a_piece_over_the_limit_is_cut_and_counted(learnt: tokenizer.Tokenizer) -> None:
+    assert tokenizer.count_cut_pieces("a" * 2**20 + " " + "b" * 2**20) == 0
+    assert tokenizer.count_cut_pieces("a" * (2**21 + 1)) == 2
+    assert [len(piece) for piece in tokenizer._pieces("a" * (2**21 + 1))] == [2**20, 2**20, 1]
 
 
 @settings(max_examples=100)

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,9 +20,6 @@ class Token:
 
     id: int
     logprob: float
-
-
-FinishReason = Literal["length", "eot"]
 
 
 class Context:

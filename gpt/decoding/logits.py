@@ -26,7 +26,8 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     if p <= 0 or p >= 1:
         return logits
     ordered, order = logits.sort(dim=-1, descending=True)
-    before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all likelier ids
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities  # the probability of all likelier ids
     excluded = before >= p
     excluded[..., 0] = False
     return logits.masked_fill(excluded.scatter(-1, order, excluded), EXCLUDED)

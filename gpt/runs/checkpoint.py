@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpt.config import GPT2_VOCAB, GPTConfig
 from gpt.errors import UserError
+from gpt.files import write_file
 from gpt.model.decoder import GPT
 from gpt.runs import folder, hf
 from gpt.text.tokenizer import Tokenizer, describe, from_tiktoken, gpt2_tokenizer, to_tiktoken
@@ -61,7 +62,7 @@ def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str,
     }
     with folder.disk_errors(target), folder.whole_folder(target) as beside:
         for name, data in files.items():
-            folder.write_file(beside / name, data)
+            write_file(beside / name, data)
         folder.write_sums(beside)
 
 
@@ -116,11 +117,12 @@ def load_tokenizer(path: Path, config: GPTConfig, meta: Mapping[str, Any]) -> To
 def _own_tokenizer(path: Path, meta: Mapping[str, Any]) -> Tokenizer:
     said = meta.get("tokenizer")
     file = path / "tokenizer.tiktoken"
+    if not isinstance(said, dict):
+        raise UserError(f"{path / folder.META} does not describe its tokenizer")
+    ranks = from_tiktoken(file.read_bytes(), str(file))
     try:
-        assert isinstance(said, dict)
-        ranks = from_tiktoken(file.read_bytes(), str(file))
         tokenizer = Tokenizer(said["name"], said["pattern"], ranks, said["eot"], said["eot_token"])
-    except (AssertionError, KeyError, TypeError):
+    except (KeyError, TypeError):
         raise UserError(f"{path / folder.META} does not describe its tokenizer") from None
     if tokenizer.fingerprint != said.get("fingerprint"):
         raise UserError(f"{file} is not the tokenizer that the model was trained with: the fingerprint differs")
@@ -144,7 +146,8 @@ def _weight_files(path: Path) -> list[Path]:
 
 def _open_tensors(path: Path, config: GPTConfig) -> dict[str, Tensor]:
     """Every tensor by our name, as stored. Names, shapes and dtypes are compared with the configuration first."""
-    expected = hf.parameter_shapes(config) if _plausible(path, config) else {}
+    _check_size(path, config)
+    expected = hf.parameter_shapes(config)
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(path):
         try:
@@ -168,7 +171,7 @@ def _open_tensors(path: Path, config: GPTConfig) -> dict[str, Tensor]:
     return tensors
 
 
-def _plausible(path: Path, config: GPTConfig) -> bool:
+def _check_size(path: Path, config: GPTConfig) -> None:
     """Raises `UserError` for a shape that the files on disk are far too small to hold, before memory is spent on it."""
     size = sum(file.stat().st_size for file in _weight_files(path) if file.exists())
     least = 2 * (config.vocab_size + config.block_size + 12 * config.n_layer * config.n_embd) * config.n_embd
@@ -176,7 +179,6 @@ def _plausible(path: Path, config: GPTConfig) -> bool:
         raise UserError(
             f"{path}: the weights have {size:,} bytes; config.json asks for {least:,} at least", "copy it anew"
         )
-    return True
 
 
 def _check_tensor(file: Path, name: str, tensor: Any, expected: tuple[int, ...] | None) -> None:

@@ -6,13 +6,13 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpt.errors import UserError, WorkError
+from gpt.files import sync_folder, write_file
 
 RUNS = "runs"
 CHECKSUMS = "checksums.json"
@@ -42,8 +42,9 @@ def step_name(step: int) -> str:
 
 def create_run(out: str) -> Path:
     """A new, empty run folder at ``out``, or at the first free of ``out-2``, ``out-3`` … Nothing is overwritten."""
+    first = Path(out)  # without a slash at its end
     for number in range(1, 10_000):
-        path = Path(out if number == 1 else f"{out}-{number}")
+        path = first if number == 1 else first.with_name(f"{first.name}-{number}")
         try:
             path.mkdir(parents=True)
             return path
@@ -91,49 +92,20 @@ def disk_errors(path: Path) -> Iterator[None]:
         ) from None
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """All of ``data`` at ``path`` or nothing: written beside it, synced, renamed; the file mode follows the umask."""
-    beside = path.parent / f".tmp-{path.name}"
-    try:
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-
-
-def sync_folder(path: Path) -> None:
-    """Makes renames in a folder last, where the system can (Windows cannot open folders)."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 @contextlib.contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """A folder to fill that becomes ``target`` when all went well, and vanishes otherwise."""
-    beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=".tmp-"))
+    beside = target.parent / f".tmp-{target.name}"
+    shutil.rmtree(beside, ignore_errors=True)  # a killed run's
+    beside.mkdir()
     try:
         yield beside
-        beside.chmod(0o777 & ~_umask())
         sync_folder(beside)
         os.replace(beside, target)
         sync_folder(target.parent)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def file_sum(path: Path) -> str:
@@ -242,6 +214,8 @@ def newest_run(runs: Path = Path(RUNS)) -> Path:
 def find_checkpoint(model: str | None) -> Path:
     """The checkpoint folder that ``--model`` means: a run (its best), ``RUN:best|latest|step-N``, a checkpoint, a
     transformers folder; None: the best of the newest run. Raises `UserError` where there is none."""
+    if model and model.startswith("hf:"):
+        raise UserError(f"{model}: models are not fetched from the hub yet", "download its folder and give the path")
     match = _PART.fullmatch(model) if model else None
     if match and not Path(match[0]).exists():
         return _of_run(Path(match[1]), match[2])

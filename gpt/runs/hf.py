@@ -69,15 +69,15 @@ def from_hf_config(values: Mapping[str, Any], where: str) -> GPTConfig:
     missing = [theirs for theirs in ("vocab_size", "n_layer", "n_head", "n_embd") if theirs not in values]
     if missing or not ("n_positions" in values or "n_ctx" in values):
         raise UserError(f"{where} has no {', '.join(missing) or 'n_positions'}")
-    inner = values.get("n_inner")
-    if inner is not None and inner != 4 * values["n_embd"]:
-        raise UserError(f"{where}: n_inner is {inner!r}; this decoder's MLP is 4 × n_embd wide")
     found = {ours: values[theirs] for ours, theirs in _NAMES.items() if theirs in values}
     found.setdefault("block_size", values.get("n_ctx"))
     try:
-        return GPTConfig(**found, dropout=values.get("resid_pdrop", 0.0))
+        config = GPTConfig(**found, dropout=values.get("resid_pdrop", 0.0))
     except UserError as error:
         raise UserError(f"{where}: {error.message}", error.hint) from None
+    if values.get("n_inner") not in (None, 4 * config.n_embd):
+        raise UserError(f"{where}: n_inner is {values['n_inner']!r}; this decoder's MLP is 4 × n_embd wide")
+    return config
 
 
 def load_config(path: Path) -> GPTConfig:
@@ -204,14 +204,15 @@ def from_tokenizer_json(values: Mapping[str, Any], where: str) -> Tokenizer:
 
     Raises `UserError` naming what it has that we cannot.
     """
-    model = values.get("model")
-    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
-        raise UserError(f"{where} holds no BPE vocabulary")
-    if model.get("type", "BPE") != "BPE" or values.get("normalizer") is not None:
-        raise UserError(f"{where}: only a byte-level BPE without normalizer can be run here")
-    pairs = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model.get("merges") or []]
-    added = {token["content"]: token["id"] for token in values.get("added_tokens") or []}
-    return _from_vocab(model["vocab"], pairs, added, _pattern(values.get("pre_tokenizer"), where), where)
+    try:
+        model = values["model"]
+        if model.get("type", "BPE") != "BPE" or values.get("normalizer") is not None:
+            raise UserError(f"{where}: only a byte-level BPE without normalizer can be run here")
+        pairs = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
+        added = {token["content"]: token["id"] for token in values.get("added_tokens") or []}
+        return _from_vocab(model["vocab"], pairs, added, _pattern(values.get("pre_tokenizer"), where), where)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{where} is no tokenizer of the tokenizers library: {type(error).__name__} {error}") from None
 
 
 def from_vocab_and_merges(vocab: Mapping[str, int], merges_text: str, where: str) -> Tokenizer:

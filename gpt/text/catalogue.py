@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt.errors import UserError, WorkError
+from gpt.files import write_file
 
 
 def names() -> list[str]:
@@ -113,22 +114,15 @@ def fetch(name: str, url: str, sha256: str) -> Path:
         raise WorkError(f"cannot download {name} from {url}: {getattr(error, 'reason', error)}", hint) from None
     if _sha256(data) != sha256:
         raise WorkError(f"{url} gave {len(data):,} bytes that are not {name}: the sha256 differs", hint)
-    _write(target, data)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_file(target, data)
+    except OSError as error:
+        raise WorkError(
+            f"cannot write {target}: {error.strerror or error}", "set GPT_CACHE_DIR to a folder of yours"
+        ) from None
     return target
 
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _write(target: Path, data: bytes) -> None:
-    """All of ``data`` or nothing: written beside the target, then renamed."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside = target.parent / f".tmp-{os.getpid()}-{target.name}"
-        beside.write_bytes(data)
-        os.replace(beside, target)
-    except OSError as error:
-        raise WorkError(
-            f"cannot write {target}: {error.strerror or error}", "set GPT_CACHE_DIR to a folder of yours"
-        ) from None

@@ -3,13 +3,14 @@
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpt.errors import UserError, did_you_mean
 from gpt.text import catalogue
 
+DEFAULT = "pydocs"  # the corpus that is read where no text is given
 HASHED_SPLIT_FROM = 200  # documents; from here on a document's own hash decides where it goes
 
 
@@ -46,17 +47,20 @@ class Corpus:
 
 def read(texts: Sequence[str]) -> Corpus:
     """The documents of files, folders (recursive, sorted, hidden entries skipped), ``-`` (standard input) and names of
-    the catalogue, in the order given. Raises `UserError` naming the file for anything that is no text."""
+    the catalogue, in the order given; of `DEFAULT` where none is.
+
+    Raises `UserError` naming the file for anything that is no text.
+    """
     documents: list[Document] = []
     sources: list[Source] = []
-    for text in texts:
-        for name, data in _raw(text):
+    for raw in [_raw(text) for text in texts] or [catalogue.read(DEFAULT)]:
+        for name, data in raw:
             documents.append(Document(name, _decode(name, data)))
             sources.append(Source(name, len(data), hashlib.sha256(data).hexdigest()))
     if not any(document.text for document in documents):
         what = f"{texts[0]} is empty" if len(texts) == 1 else f"all of {', '.join(texts)} is empty"
         raise UserError(f"{what}: 0 characters", "give a file with some text in it")
-    return Corpus(_run_name(texts[0]), [d for d in documents if d.text], sources)
+    return Corpus(_run_name(texts[0]) if texts else DEFAULT, [d for d in documents if d.text], sources)
 
 
 def _raw(text: str) -> Iterator[tuple[str, bytes]]:
@@ -78,12 +82,17 @@ def _raw(text: str) -> Iterator[tuple[str, bytes]]:
 
 def _files(folder: Path) -> list[Path]:
     files = []
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder, onerror=_cannot_list):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        files += [Path(parent, name) for name in sorted(names) if not name.startswith(".")]
+        paths = (Path(parent, name) for name in sorted(names) if not name.startswith("."))
+        files += [path for path in paths if path.is_file()]  # no pipes and devices
     if not files:
         raise UserError(f"the folder {folder} has no files in it (hidden ones are skipped)")
     return files
+
+
+def _cannot_list(error: OSError) -> None:
+    raise UserError(f"cannot read the folder {error.filename}: {error.strerror or error}") from None
 
 
 def _bytes(path: Path) -> bytes:
@@ -138,14 +147,18 @@ def split(documents: Sequence[Document], fraction: float, seed: int) -> tuple[li
     return train, held_out
 
 
-def _split_by_hash(documents: Iterable[Document], fraction: float, seed: int) -> tuple[list[Document], list[Document]]:
-    train: list[Document] = []
-    held_out: list[Document] = []
-    for document in documents:
-        digest = hashlib.sha256(f"{seed}\0{document.text}".encode()).digest()
-        share = int.from_bytes(digest[:8], "big") / 2**64
-        (held_out if share < fraction else train).append(document)
+def _split_by_hash(documents: Sequence[Document], fraction: float, seed: int) -> tuple[list[Document], list[Document]]:
+    shares = [_share(document, seed) for document in documents]
+    bound = max(fraction, min(shares) * 1.0000001)  # at least one is held out
+    train = [document for document, share in zip(documents, shares, strict=True) if share >= bound]
+    held_out = [document for document, share in zip(documents, shares, strict=True) if share < bound]
     return train, held_out
+
+
+def _share(document: Document, seed: int) -> float:
+    """Where a document lies between 0 and 1, by a hash of the seed and its text."""
+    digest = hashlib.sha256(f"{seed}\0{document.text}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def _split_at_end(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:

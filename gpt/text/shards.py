@@ -5,7 +5,6 @@ uint32; count of ids and count of documents as uint64; the ids; padding to 8 byt
 first id as uint64. A document is its end-of-text, which stands before it, and its ids.
 """
 
-import os
 import struct
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpt.errors import UserError
+from gpt.files import whole_file
 from gpt.text.tokenizer import Ids, Tokenizer
 
 MAGIC = b"GPTIDS\r\n"
@@ -57,19 +57,11 @@ def write(path: Path, shard: Shard, vocab_size: int) -> None:
     """All of ``shard`` at ``path``, or nothing: written beside it, synced, renamed."""
     _check_little_endian()
     header = HEADER.pack(MAGIC, VERSION, shard.ids.itemsize, vocab_size, 0, len(shard.ids), len(shard.offsets))
-    beside = path.parent / f".tmp-{path.name}"
-    try:
-        with beside.open("wb") as file:
-            file.write(header)
-            shard.ids.tofile(file)
-            file.write(bytes(-shard.ids.nbytes % 8))
-            shard.offsets.tofile(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as file:
+        file.write(header)
+        shard.ids.tofile(file)
+        file.write(bytes(-shard.ids.nbytes % 8))
+        shard.offsets.tofile(file)
 
 
 def read(path: Path) -> tuple[Shard, int]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,17 +28,25 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 GPT2_FINGERPRINT = "278c76e956a0d28755e8cb07656cc21c373520d95c7af18e9db55b9938d6c5fb"
 GPT2_VOCAB_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 
-# A run of white space longer than this overflows the regex engine's stack if a letter follows (tiktoken 0.14: at a
-# million). The pattern gives the last character of a run to what follows, so a cut before it changes no id.
+# A run of white space this long overflows the regex engine's stack if something follows it (tiktoken 0.14: at a
+# million). The pattern gives the run's last character to what follows, so a cut before it changes no id.
 LONG_SPACE = 10_000
-LONG_PIECE = 2**20  # a single piece longer than this is cut: merging takes more than linear time
+LONG_PIECE = 2**20  # characters; a single piece longer than this is cut: merging takes more than linear time
+LONGEST_LEARNT = 64  # characters of a token; longer ones would be rulers of dashes, and slow to take apart
+
 # What \s means to the regex engine: Unicode's White_Space (Python's own \s has four control characters more).
-_SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
-# Each looks at a run from its start alone, or a text of long runs would take quadratic time.
-_LONG_SPACE_RUN = re.compile(rf"(?<!{_SPACE}){_SPACE}{{{LONG_SPACE},}}(?={_SPACE})")
-_LONG_PIECE_RUNS = [
-    re.compile(rf"(?<!{kind}){kind}{{{LONG_PIECE},}}") for kind in (r"[^\W\d_]", r"\d", r"[^a-zA-Z0-9\s]")
-]
+_SPACES = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+_OTHERS = rf"[^a-zA-Z0-9{_SPACES}]"
+
+
+def _run(kind: str, least: int, then: str = "") -> re.Pattern[str]:
+    """A run of a kind of character. It is looked at from its start alone: a text of long runs takes linear time."""
+    return re.compile(rf"(?<!{kind}){kind}{{{least},}}{then}")
+
+
+_LONG_SPACE_RUN = _run(f"[{_SPACES}]", LONG_SPACE, rf"(?=[{_SPACES}][^{_SPACES}])")
+_LONG_PIECE_RUNS = [_run(kind, LONG_PIECE + 1) for kind in (r"[^\W\d_]", r"\d", _OTHERS)]
+_LEARNT_RUNS = [_run(kind, LONGEST_LEARNT + 1) for kind in (r"[^\W_]", _OTHERS, f"[{_SPACES}]")]
 
 Ids = npt.NDArray[np.uint32]
 
@@ -101,19 +110,28 @@ def _pieces(text: str) -> Iterator[str]:
 
     The cut inside a long run of white space changes no id; the one inside a piece of over 1 MiB does.
     """
-    if len(text) <= LONG_SPACE:
-        yield text
-        return
-    cuts = {match.end() for match in _LONG_SPACE_RUN.finditer(text)}
-    if len(text) >= LONG_PIECE:
-        for run in (match for kind in _LONG_PIECE_RUNS for match in kind.finditer(text)):
-            cuts |= set(range(run.start() + LONG_PIECE, run.end(), LONG_PIECE))
-    start = 0
-    for cut in sorted(cuts):
-        yield text[start:cut]
-        start = cut
-    if start < len(text):
-        yield text[start:]
+    spaces = (match.end() for match in _LONG_SPACE_RUN.finditer(text)) if len(text) > LONG_SPACE else ()
+    return _cut(text, {*spaces, *_long_piece_cuts(text)})
+
+
+def _long_piece_cuts(text: str) -> set[int]:
+    return _every(text, _LONG_PIECE_RUNS, LONG_PIECE) if len(text) > LONG_PIECE else set()
+
+
+def count_cut_pieces(text: str) -> int:
+    """How often a single piece of over 1 MiB is cut in ``text``, which changes its ids."""
+    return len(_long_piece_cuts(text))
+
+
+def _every(text: str, runs: Iterable[re.Pattern[str]], length: int) -> set[int]:
+    """Where runs are to be cut to be no longer than ``length``."""
+    found = (match for run in runs for match in run.finditer(text))
+    return {cut for match in found for cut in range(match.start() + length, match.end(), length)}
+
+
+def _cut(text: str, cuts: Iterable[int]) -> Iterator[str]:
+    for start, end in pairwise([0, *sorted(cuts), len(text)]):
+        yield text[start:end]
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -147,7 +165,7 @@ def _learn(texts: Iterable[str], size: int) -> dict[bytes, int]:
     import rustbpe  # here, since only learning needs it
 
     learner = rustbpe.Tokenizer()
-    pieces = (piece for text in texts for piece in _pieces(text))
+    pieces = (piece for text in texts for piece in _cut(text, _every(text, _LEARNT_RUNS, LONGEST_LEARNT)))
     learner.train_from_iterator(pieces, size, pattern=GPT2_PATTERN)
     return {bytes(token): rank for token, rank in learner.get_mergeable_ranks()}
 
@@ -193,15 +211,16 @@ def from_tiktoken(data: bytes, where: str) -> dict[bytes, int]:
 
 
 def auto_vocab_size(n_bytes: int) -> int:
-    """How many ids to learn from a text of ``n_bytes``: about a token for every 400 bytes, as a power of two."""
-    size = 512
-    while size < 16_384 and size * 600 < n_bytes:
-        size *= 2
-    return size
+    """How many ids to learn from ``n_bytes``: each must be seen often enough to be learnt (docs/defaults.md)."""
+    for size, below in ((512, 300_000), (1024, 2_000_000), (2048, 10_000_000), (4096, 50_000_000), (8192, 500_000_000)):
+        if n_bytes < below:
+            return size
+    return 16_384
 
 
-def make_tokenizer(kind: str, vocab_size: int | None, texts: Sequence[str]) -> Tokenizer:
-    """The tokenizer that ``--tokenizer`` and ``--vocab-size`` ask for. ``texts`` is what it may learn from."""
+def make_tokenizer(kind: str, vocab_size: int | None, texts: Sequence[str], most: int = 2**24) -> Tokenizer:
+    """The tokenizer that ``--tokenizer`` and ``--vocab-size`` ask for. ``texts`` is what it may learn from; ``most``
+    bounds the size where none was asked for."""
     if kind == "bytes":
         return bytes_tokenizer()
     if kind == "gpt2":
@@ -209,7 +228,7 @@ def make_tokenizer(kind: str, vocab_size: int | None, texts: Sequence[str]) -> T
     assert kind == "auto", kind  # TrainConfig knows no other
     if vocab_size is not None:
         return learn_tokenizer(texts, vocab_size)
-    return learn_tokenizer_up_to(texts, auto_vocab_size(sum(len(text.encode()) for text in texts)))
+    return learn_tokenizer_up_to(texts, min(most, auto_vocab_size(sum(len(text.encode()) for text in texts))))
 
 
 def describe(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,14 +1,16 @@
 """SIGINT and SIGTERM: the first asks for an orderly end, the second ends at once."""
 
-import os
 import signal
 import threading
 from types import FrameType
 from typing import Self
 
+from gpt.errors import Interrupted
+
 
 class StopSignal:
-    """While active, notes the first SIGINT or SIGTERM in ``signum`` instead of dying of it.
+    """While active, notes the first SIGINT or SIGTERM in ``signum`` instead of dying of it; the second raises
+    `Interrupted` wherever it strikes, which nothing on disk minds.
 
     Outside the main thread, where Python takes no signals, nothing is changed.
     """
@@ -29,5 +31,5 @@ class StopSignal:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is not None:
-            os._exit(128 + signum)  # nothing on disk is ever half-written, so there is nothing to tidy
+            raise Interrupted(signum, "interrupted twice: ended at once; checkpoints saved before are whole")
         self.signum = signum

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import platform
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,6 +21,7 @@ from gpt.config import SampleConfig, TrainConfig
 from gpt.decoding.generate import Context, generate
 from gpt.device import Compute
 from gpt.errors import Interrupted, WorkError
+from gpt.files import write_file
 from gpt.model.decoder import GPT
 from gpt.model.loss import bits_per_byte, cross_entropy
 from gpt.model.params import breakdown
@@ -33,7 +35,6 @@ from gpt.training.schedule import lr_at
 from gpt.training.state import TrainState
 
 Listener = Callable[[events.Event | events.Note | events.Plan], None]
-DEFAULT_TEXT = "pydocs"  # what there is to train on where no text is given
 EVAL_TOKENS = 32_768  # held-out tokens of a periodic evaluation; the one at the end takes all
 SAMPLE = SampleConfig(max_tokens=80)  # what is shown as the model learns
 
@@ -56,20 +57,25 @@ class Result:
     sample: str  # a few lines from the best checkpoint
 
 
-def train(texts: Sequence[str], config: TrainConfig, listen: Listener = lambda event: None) -> Result:
-    """Trains a decoder on ``texts`` (files, folders, ``-`` or corpora by name) and tells ``listen`` how it goes.
+def train(
+    texts: Sequence[str], config: TrainConfig, listen: Listener = lambda event: None, began: float | None = None
+) -> Result:
+    """Trains a decoder on ``texts`` (files, folders, ``-`` or corpora by name; none: ``pydocs``) and tells ``listen``
+    how it goes. ``began`` is when the command did, on the clock of `time.perf_counter`.
 
     Raises `UserError` for input that cannot be used, `WorkError` where the work fails, and `Interrupted` after
     SIGINT or SIGTERM, once the state is saved.
     """
-    began = time.perf_counter()
+    began = time.perf_counter() if began is None else began
     compute = device.pick(config.device, config.dtype, training=True)
 
     def note(text: str) -> None:
         listen(events.Note(text))
 
-    data = prepare(texts, config, note)
-    recipe = resolve(config, compute, data.corpus.bytes, len(data.train.ids), data.tokenizer.vocab_size, note)
+    data = prepare(texts, config, compute.device.type, note)
+    held_out = len(data.held_out.ids) > 0
+    n_tokens, vocab_size = len(data.train.ids), data.tokenizer.vocab_size
+    recipe = resolve(config, compute, data.corpus.bytes, n_tokens, vocab_size, held_out, note)
     trainer = Trainer(data, recipe, compute, listen, began)
     trainer.open_run(texts, config)
     try:
@@ -98,13 +104,17 @@ class Trainer:
         self.measured: tuple[int, float] | None = None  # the newest evaluation's step and loss
 
     def open_run(self, texts: Sequence[str], config: TrainConfig) -> None:
-        """Makes the run folder, with ``run.json`` before anything else."""
+        """Makes the run folder, with ``run.json`` before anything else; where that fails, none is left."""
         self.run = folder.create_run(config.out or os.path.join(folder.RUNS, self.data.corpus.name))
         record = run_record(texts, config, self.recipe, self.compute, self.data)
-        with folder.disk_errors(self.run):
-            folder.write_file(self.run / "run.json", folder.to_json(record))
-            write_tokens(self.run / "tokens", self.data)
-            self.metrics = (self.run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        try:
+            with folder.disk_errors(self.run):
+                write_file(self.run / "run.json", folder.to_json(record))
+                write_tokens(self.run / "tokens", self.data)
+                self.metrics = (self.run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        except BaseException:
+            shutil.rmtree(self.run, ignore_errors=True)
+            raise
         shape = self.recipe.model
         self.note(
             f"model {self.recipe.preset}: {breakdown(shape).trainable:,} parameters ({shape.n_layer} layers, "
@@ -120,16 +130,18 @@ class Trainer:
     def run_steps(self, stop: StopSignal) -> None:
         """Steps, evaluations, checkpoints and samples until the end, the end of patience, or a signal."""
         recipe, state = self.recipe, self.state
-        while state.step < recipe.steps and not self.out_of_patience():
+        last = False
+        while not last:
             self.step()
             last = state.step == recipe.steps
-            if stop.signum is None:
+            if last or stop.signum is None:
                 better = self.evaluate() if last or state.step % recipe.eval_every == 0 else False
+                last = last or self.out_of_patience()
                 if last or better or state.step % recipe.save_every == 0:
                     self.save()
                 if recipe.sample_every and state.step % recipe.sample_every == 0 and not last:
                     self.emit(events.SampleEvent, text=self.sample(self.model, self.compute))
-            if stop.signum is not None and not last:
+            if stop.signum is not None:
                 self.end_by_signal(stop.signum)
 
     def step(self) -> None:
@@ -149,24 +161,24 @@ class Trainer:
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip or math.inf)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip or math.inf))
+        value = float(total)
+        if not math.isfinite(value) or not (math.isfinite(norm) or self.scaler.is_enabled()):
+            self.end_diverged(f"the loss became {value} (gradient norm {norm})", state.step + 1, lr)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         state.step += 1
-        value = float(total)
         state.step_seconds += time.perf_counter() - started
-        self.emit(
-            events.StepEvent, loss=value, lr=lr, grad_norm=float(norm), tokens_per_second=self.tokens_per_second()
-        )
-        if not math.isfinite(value):
-            self.end_diverged(value, lr)
+        self.emit(events.StepEvent, loss=value, lr=lr, grad_norm=norm, tokens_per_second=self.tokens_per_second())
 
     def evaluate(self) -> bool:
         """The loss on held-out windows, the same ones each time; whether it is the lowest so far."""
         if not self.held_out:
             return False
         loss = evaluate.mean_loss(self.model, self.held_out, self.compute)
+        if not math.isfinite(loss):
+            self.end_diverged(f"the held-out loss became {loss}", self.state.step, self.recipe.lr)
         better = loss < self.state.best_loss
         self.state.evals_since_best = 0 if better else self.state.evals_since_best + 1
         self.state.best_loss = min(loss, self.state.best_loss)
@@ -182,7 +194,7 @@ class Trainer:
         meta = {
             "step": state.step,
             "tokens_seen": state.step * self.recipe.batch_tokens,
-            "val_loss": loss if loss is not None and math.isfinite(loss) else None,
+            "val_loss": loss,
         }
         checkpoint.save(target, self.model, self.tokenizer_files, meta)
         with folder.disk_errors(self.run):
@@ -203,7 +215,9 @@ class Trainer:
     def finish(self) -> Result:
         """Reads the best checkpoint back, measures it on the whole held-out text, and lets it speak."""
         best = folder.find_checkpoint(str(self.run))
-        compute = device.pick(str(self.compute.device), "auto")
+        compute = self.compute
+        if compute.dtype != torch.float32:  # `gpt eval` computes in its own default, so the two agree
+            compute = device.pick(str(compute.device), "auto")
         loaded = checkpoint.load(best, compute.device)
         loss = bits = None
         if self.held_out:
@@ -239,16 +253,13 @@ class Trainer:
             signum, f"interrupted at step {self.state.step:,} of {self.recipe.steps:,}; saved in {self.run}"
         )
 
-    def end_diverged(self, loss: float, lr: float) -> None:
-        """Stops a run whose loss is no number; what was saved before stays as it is."""
+    def end_diverged(self, what: str, step: int, lr: float) -> NoReturn:
+        """Stops a run that computes no numbers any more; what was saved before stays as it is."""
         self.end("diverged")
         saved = (
             f"the checkpoints in {self.run} are from before" if self.state.saved_step >= 0 else "nothing was saved yet"
         )
-        raise WorkError(
-            f"the loss became {loss} at step {self.state.step:,}, at a learning rate of {lr:.2g}",
-            f"train with a lower --lr; {saved}",
-        )
+        raise WorkError(f"{what} at step {step:,}, at a learning rate of {lr:.2g}", f"train with a lower --lr; {saved}")
 
     def end(self, reason: str) -> None:
         """The last line of the metrics of a run that was cut off."""

@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt.config import TrainConfig
+from gpt.config import TrainConfig, find_preset
+from gpt.errors import UserError
 from gpt.text import readers, shards
-from gpt.text.tokenizer import END_OF_TEXT, Tokenizer, make_tokenizer
+from gpt.text.tokenizer import END_OF_TEXT, Tokenizer, count_cut_pieces, make_tokenizer
+from gpt.training.recipe import preset_name
 
 
 @dataclass(frozen=True)
@@ -18,15 +20,19 @@ class Data:
     tokenizer: Tokenizer
     train: shards.Shard
     held_out: shards.Shard
-    train_bytes: int
     held_out_bytes: int
 
 
-def prepare(texts: Sequence[str], config: TrainConfig, note: Callable[[str], None]) -> Data:
-    """Reads, splits and tokenizes. The vocabulary is learnt from the training part alone."""
+def prepare(texts: Sequence[str], config: TrainConfig, device: str, note: Callable[[str], None]) -> Data:
+    """Reads, splits and tokenizes. The vocabulary is learnt from the training part alone.
+
+    Raises `UserError` where something was to be held out and no token of it could be predicted.
+    """
     corpus = readers.read(texts)
     sources = list(corpus.sources)
     if config.val_text is not None:
+        if config.val_fraction != TrainConfig().val_fraction:
+            note("--val-text is what is held out; --val-fraction is not used")
         other = readers.read([config.val_text])
         train, held_out = corpus.documents, other.documents
         sources += other.sources
@@ -34,22 +40,30 @@ def prepare(texts: Sequence[str], config: TrainConfig, note: Callable[[str], Non
         train, held_out = readers.split(corpus.documents, config.val_fraction, config.seed)
     train_bytes, held_out_bytes = _size(train), _size(held_out)
     note(
-        f"{', '.join(texts)}: {len(corpus.documents):,} document{'s' * (len(corpus.documents) != 1)}; "
+        f"{', '.join(texts) or corpus.name}: {len(corpus.documents):,} document{'s' * (len(corpus.documents) != 1)}; "
         f"{train_bytes:,} bytes to train on, {held_out_bytes:,} held out"
     )
     specials = sum(document.text.count(END_OF_TEXT) for document in train)
     if specials:
         note(f"the text contains {END_OF_TEXT} {specials:,} times: there it is ordinary text")
-    tokenizer = make_tokenizer(config.tokenizer, config.vocab_size, [document.text for document in train])
+    most = find_preset(preset_name(config, corpus.bytes, device)).model.vocab_size
+    tokenizer = make_tokenizer(config.tokenizer, config.vocab_size, [document.text for document in train], most)
     data = Data(
         corpus=corpus,
         sources=sources,
         tokenizer=tokenizer,
         train=shards.encode_documents(tokenizer, [document.text for document in train]),
         held_out=shards.encode_documents(tokenizer, [document.text for document in held_out]),
-        train_bytes=train_bytes,
         held_out_bytes=held_out_bytes,
     )
+    if held_out and not any(len(ids) > 1 for ids in data.held_out.documents()):
+        raise UserError(
+            f"the text is too short: {held_out_bytes:,} bytes held out are one token, and nothing can be predicted",
+            "give more text, a larger --val-fraction, or --val-fraction 0 to hold nothing out",
+        )
+    cuts = sum(count_cut_pieces(document.text) for document in train)
+    if cuts:
+        note(f"{cuts:,} pieces of over 1 MiB without a break are cut there, to be tokenized in linear time")
     note(
         f"tokenizer {tokenizer.name}: {tokenizer.vocab_size:,} ids, {len(data.train.ids):,} tokens to train on, "
         f"{train_bytes / max(1, len(data.train.ids)):.2f} bytes each"

@@ -1,5 +1,6 @@
 """From what a user asked to what is done: every ``None`` and ``auto`` decided, from the text's size and the device."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -47,18 +48,28 @@ def auto_preset(n_bytes: int, device: str) -> str:
     return "micro"
 
 
-def resolve(config: TrainConfig, compute: Compute, n_bytes: int, n_tokens: int, vocab_size: int, note: Notes) -> Recipe:
+def preset_name(config: TrainConfig, n_bytes: int, device: str) -> str:
+    """The preset that was asked for, or that the text's size and the device suggest."""
+    return auto_preset(n_bytes, device) if config.preset == "auto" else config.preset
+
+
+def resolve(
+    config: TrainConfig, compute: Compute, n_bytes: int, n_tokens: int, vocab_size: int, held_out: bool, note: Notes
+) -> Recipe:
     """The recipe for ``n_tokens`` of training text that came from ``n_bytes``.
 
     Tells ``note`` what it had to change. Raises `UserError` for settings that contradict each other or the text.
     """
-    name = auto_preset(n_bytes, compute.device.type) if config.preset == "auto" else config.preset
+    name = preset_name(config, n_bytes, compute.device.type)
     preset = find_preset(name)
     model = _model(config, preset, n_tokens, vocab_size, note)
-    rows, batch_tokens = _batch(config, preset, model.block_size)
+    rows = _rows(config, preset, model.block_size)
+    batch_tokens = rows * model.block_size
     steps = _steps(config, n_tokens, batch_tokens, model, compute.device.type)
     if config.dropout is None:
         model = replace(model, dropout=auto_dropout(steps * batch_tokens / n_tokens))
+    if config.patience and not held_out:
+        note("nothing is held out, so --patience has nothing to go by")
     eval_every = config.eval_every or max(1, round(steps / 20))
     return Recipe(
         preset=name,
@@ -98,17 +109,16 @@ def _model(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int, 
     )
 
 
-def _batch(config: TrainConfig, preset: Preset, block_size: int) -> tuple[int, int]:
-    """Sequences and tokens a step. A preset's batch is rounded to the context; one that was asked for must fit it."""
-    asked = config.batch_tokens
-    if asked is not None and asked % block_size:
-        below, above = asked // block_size * block_size, -(-asked // block_size) * block_size
+def _rows(config: TrainConfig, preset: Preset, block_size: int) -> int:
+    """Sequences a step. A batch that was asked for must fit the context that was; it is rounded to one that shrank."""
+    asked, context = config.batch_tokens, config.block_size or preset.model.block_size
+    if asked is not None and asked % context:
+        below, above = asked // context * context, -(-asked // context) * context
         raise UserError(
-            f"batch-tokens {asked:,} is not a multiple of the context, {block_size:,}",
+            f"batch-tokens {asked:,} is not a multiple of the context, {context:,}",
             f"take {above:,}" + (f" or {below:,}" if below else ""),
         )
-    rows = max(1, round((asked or preset.batch_tokens) / block_size))
-    return rows, rows * block_size
+    return max(1, round((asked or preset.batch_tokens) / block_size))
 
 
 def _steps(config: TrainConfig, n_tokens: int, batch_tokens: int, model: GPTConfig, device: str) -> int:
@@ -139,15 +149,18 @@ def _micro_batch(asked: str, rows: int, model: GPTConfig, compute: Compute) -> i
         if not asked.isascii() or not asked.isdigit() or int(asked) < 1:
             raise UserError(f'micro-batch is "{asked}"; it must be auto or a whole number from 1')
         if rows % int(asked):
-            divisors = [d for d in range(1, rows + 1) if rows % d == 0]
             raise UserError(
-                f"a micro-batch of {asked} does not divide the {rows} sequences of a step",
-                "take one of " + ", ".join(map(str, divisors)),
+                f"a micro-batch of {asked} does not divide the {rows:,} sequences of a step",
+                "take one of " + ", ".join(map(str, _divisors(rows))),
             )
         return int(asked)
     # About 20 activations of the width a block and 3 of the vocabulary are kept for the backward pass, in 4 bytes.
     a_sequence = 4 * model.block_size * (20 * model.n_layer * model.n_embd + 3 * model.vocab_size)
     weights = 16 * breakdown(model).trainable  # with gradients and AdamW's two moments
     room = (compute.memory() - weights) * (0.25 if compute.device.type == "cpu" else 0.6)
-    fitting = [d for d in range(1, rows + 1) if rows % d == 0 and d * a_sequence <= room]
-    return max(fitting, default=1)
+    return max((d for d in _divisors(rows) if d * a_sequence <= room), default=1)
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
