@@ -35,11 +35,10 @@ class Recorder(render.TrainDisplay):
 
 def main() -> None:
     """Trains and draws."""
-    texts = sys.argv[1:] or [loop.DEFAULT_TEXT]
     console = Console(record=True, force_terminal=True, width=118, file=io.StringIO(), highlight=False)
     console.print(Text("$ gpt train " + " ".join(sys.argv[1:])))
     display = Recorder(quiet=False, console=console)
-    result = loop.train(texts, TrainConfig(), display)
+    result = loop.train(sys.argv[1:], TrainConfig(), display)
     render.result(result, console)
     console.save_svg(str(Path(__file__).parent / "run.svg"), title="gpt train")
 

@@ -139,7 +139,7 @@ def test_schedule() -> None:
     assert max(rates) == rates[9] == 1.0
     assert rates[-1] == pytest.approx(0.1)
     assert rates[54] == pytest.approx(0.55)  # halfway down
-    assert all(a >= b for a, b in pairwise(rates[9:]))
+    assert all(a >= b for a, b in itertools.pairwise(rates[9:]))
     assert lr_at(50, peak=2.0, warmup=10, steps=100, schedule="constant") == 2.0
     assert lr_at(1, peak=2.0, warmup=0, steps=1, schedule="cosine") == pytest.approx(0.2)
 
@@ -368,7 +368,7 @@ def test_every_preset_resolves() -> None:
         ({"epochs": 0.0}, "epochs is 0;"),
         ({"preset": "gtp2"}, 'no preset "gtp2"'),
         ({"tokenizer": "byte"}, 'no tokenizer "byte"'),
-        ({"batch_tokens": 100}, "batch-tokens 100 is not a multiple of the context, 128"),
+        ({"batch_tokens": 100}, "batch-tokens 100 is not a multiple of the context, 64"),
         ({"micro_batch": "3"}, "a micro-batch of 3 does not divide"),
         ({"micro_batch": "x"}, 'micro-batch is "x"'),
         ({"n_embd": 33}, "n_embd 33 is not divisible by n_head 4"),

@@ -11,7 +11,7 @@ from gpt.errors import UserError
 from gpt.model.params import breakdown
 
 Notes = Callable[[str], None]
-CPU_FLOPS = 1.1e13  # of a run of default length on a CPU, as 6 a parameter and token
+CPU_FLOPS = 1e13  # of a run of default length on a CPU, as 6 a parameter and token
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def resolve(
         model = replace(model, dropout=auto_dropout(steps * batch_tokens / n_tokens))
     if config.patience and not held_out:
         note("nothing is held out, so --patience has nothing to go by")
-    eval_every = config.eval_every or max(1, round(steps / 20))
+    eval_every = config.eval_every or math.ceil(steps / 20)
     return Recipe(
         preset=name,
         model=model,
@@ -87,7 +87,7 @@ def resolve(
         patience=config.patience,
         save_every=config.save_every or eval_every,
         keep=config.keep,
-        sample_every=max(1, round(steps / 4)) if config.sample_every is None else config.sample_every,
+        sample_every=math.ceil(steps / 4) if config.sample_every is None else config.sample_every,
         seed=config.seed,
     )
 
