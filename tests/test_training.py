@@ -1,6 +1,7 @@
 """Training: it learns, it repeats, accumulation changes nothing, and it ends as it should."""
 
 import dataclasses
+import itertools
 import json
 import math
 import signal
