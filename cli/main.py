@@ -89,6 +89,9 @@ def _report(error: BaseException) -> int:
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         render.note("interrupted")
         return 130
+    if isinstance(error, ModuleNotFoundError):
+        render.error(f"the package {error.name} is not installed", f"pip install {error.name}, or gpt itself anew")
+        return 1
     if _is_out_of_memory(error):
         render.error("out of memory", "take a smaller --micro-batch, --preset or --block-size")
         return 1
