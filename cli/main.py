@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import sys
+from collections.abc import Callable
 
 import typer
 
@@ -24,10 +25,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"auto_envvar_prefix": "GPT", "help_option_names": ["-h", "--help"]},
 )
-app.command("train")(train.train)
-app.command("sample")(sample.sample)
-app.command("eval")(evaluate.evaluate)
-app.command("params")(params.params)
+COMMANDS: dict[str, Callable[..., object]] = {
+    "train": train.train,
+    "sample": sample.sample,
+    "eval": evaluate.evaluate,
+    "params": params.params,
+}
+for name, command in COMMANDS.items():
+    app.command(name, epilog=f"Each option has a twin in the environment: GPT_{name.upper()}_<OPTION>.")(command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -53,8 +53,9 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
         made = [_as_parameter(config_class, field) for field in dataclasses.fields(config_class)]
-        first = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-        parameters = [first, *own, *made]
+        context_parameter = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        # In this order they are listed: what it does first, how it is shown last.
+        parameters = [context_parameter, *made, *(p.replace(kind=p.KEYWORD_ONLY) for p in own)]
         with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_options.__annotations__ = {p.name: p.annotation for p in parameters}
         return with_options
