@@ -29,8 +29,8 @@ def evaluate(
     with render.starting(quiet):
         from gpt import api
         from gpt.text import readers
-    texts = [document.text for document in readers.read(text).documents]
     loaded = api.load(model, device=device, dtype=dtype)
+    texts = [document.text for document in readers.read(text).documents]
     with render.Bar("scored", "tokens", quiet) as bar:
         each = render.token_lines(loaded.tokenizer) if tokens else None
         result = loaded.evaluate(texts, stride, bar.watching(each))

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Callable
 
 import typer
@@ -70,19 +71,21 @@ def main(args: list[str]) -> int:
     try:
         status = app([arg for arg in args if arg != "--debug"], standalone_mode=False)
         sys.stdout.flush()
+        if status == 130:  # typer's way of passing on a Ctrl-C
+            render.note("interrupted")
         return int(status or 0)
     except BaseException as error:
         if _is_closed_pipe(error):
             return _pipe_closed()
         if debug and not isinstance(error, (Interrupted, KeyboardInterrupt)):
-            raise
-        return _report(error)
+            traceback.print_exception(error)
+        return _report(error, next((arg for arg in args if arg in COMMANDS), "COMMAND"))
 
 
-def _report(error: BaseException) -> int:
+def _report(error: BaseException, command: str) -> int:
     """Says what went wrong and returns the exit status for it."""
     if isinstance(error, UserError):
-        render.error(error.message, error.hint or "gpt COMMAND --help says what each setting takes")
+        render.error(error.message, error.hint or f"gpt {command} --help says what each setting takes")
         return error.exit_code
     if isinstance(error, typer.TyperException):  # the words themselves are wrong
         message, hint = render.usage_error(error)

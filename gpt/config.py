@@ -138,7 +138,9 @@ def _check_options(config: Any) -> None:
         if type(value) not in fits:
             raise UserError(f"{name} is {value!r}; it must be of the kind {wanted.__name__}")
         if low is not None and not low <= value <= each.metadata["high"]:
-            raise UserError(f"{name} is {value}; it must lie between {low:g} and {each.metadata['high']:,}")
+            high = each.metadata["high"]
+            bounds = f"lie between {low:g} and {high:,}" if high < 2**53 else f"be {low:g} or more, and finite"
+            raise UserError(f"{name} is {value}; it must {bounds}")
 
 
 def option(
@@ -193,7 +195,9 @@ class TrainConfig:
         None, "Ids of the learnt vocabulary, end-of-text included (with --tokenizer auto).",
         panel=_DATA, shown="by the text's size", low=257, high=2**24,
     )  # fmt: skip
-    val_fraction: float = option(0.1, "Share of the text held out: never trained on.", panel=_DATA, low=0)
+    val_fraction: float = option(
+        0.1, "Share held out, never trained on: the end; from 200 documents on, by hash.", panel=_DATA, low=0
+    )
     val_text: str | None = option(
         None, "A file to hold out instead; then all of TEXT is trained on.", panel=_DATA, shown="none"
     )

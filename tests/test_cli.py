@@ -196,7 +196,7 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["train", "book.txt", "--tokenizer", "gtp2"], 'there is no tokenizer "gtp2"'),
         (["train", "book.txt", "--vocab-size", "30000"], "supports a vocabulary of"),
         (["train", "book.txt", "--steps", "x"], "steps"),
-        (["train", "book.txt", "--steps", "-1"], "steps is -1; it must lie between 1 and"),
+        (["train", "book.txt", "--steps", "-1"], "steps is -1; it must be 1 or more"),
         (["train", "book.txt", "--lr", "nan"], "lr is nan"),
         (["train", "book.txt", "--stesp", "3"], "--stesp"),
         (["train", "book.txt", "--steps", "2", "--epochs", "2"], "--steps and --epochs both"),
@@ -362,6 +362,7 @@ def test_debug_shows_the_traceback(book: Path) -> None:
     _, err = process.communicate()
     assert "Traceback" in err
     assert "UserError" in err
+    assert process.returncode == 2
 
 
 def test_a_full_disk_is_status_1(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ def test_files_folders_stdin_in_order(tmp_path: Path) -> None:
     corpus = readers.read([str(tmp_path), str(tmp_path / "a.txt")])
     assert [document.text for document in corpus.documents] == ["first", "one", "two", "first"]
     assert corpus.bytes == 16
+    assert len(readers.read([str(tmp_path / "a.txt")] * 2).documents) == 1  # or held-out text could be trained on
     assert corpus.sources[0].sha256 == hashlib.sha256(b"first").hexdigest()
     assert corpus.name == tmp_path.name
 

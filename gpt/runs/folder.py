@@ -88,7 +88,7 @@ def disk_errors(path: Path) -> Iterator[None]:
             free = f"; {shutil.disk_usage(path if path.exists() else path.parent).free / 1e6:,.0f} MB are free there"
         raise WorkError(
             f"cannot write {path}: {error.strerror or error}{free}",
-            "make room, or give another place with --out; earlier checkpoints are whole",
+            "make room, or give another place with --out; checkpoints saved before, if any, are whole",
         ) from None
 
 

@@ -47,13 +47,13 @@ class Corpus:
 
 def read(texts: Sequence[str]) -> Corpus:
     """The documents of files, folders (recursive, sorted, hidden entries skipped), ``-`` (standard input) and names of
-    the catalogue, in the order given; of `DEFAULT` where none is.
+    the catalogue, each once, in the order given; of `DEFAULT` where none is.
 
     Raises `UserError` naming the file for anything that is no text.
     """
     documents: list[Document] = []
     sources: list[Source] = []
-    for raw in [_raw(text) for text in texts] or [catalogue.read(DEFAULT)]:
+    for raw in [_raw(text) for text in dict.fromkeys(texts)] or [catalogue.read(DEFAULT)]:
         for name, data in raw:
             documents.append(Document(name, _decode(name, data)))
             sources.append(Source(name, len(data), hashlib.sha256(data).hexdigest()))

@@ -250,7 +250,9 @@ class Trainer:
             self.save()
         self.end("signal")
         raise Interrupted(
-            signum, f"interrupted at step {self.state.step:,} of {self.recipe.steps:,}; saved in {self.run}"
+            signum,
+            f"interrupted at step {self.state.step:,} of {self.recipe.steps:,}; the model as it stands is "
+            f"{self.run / folder.step_name(self.state.step)}",
         )
 
     def end_diverged(self, what: str, step: int, lr: float) -> NoReturn:

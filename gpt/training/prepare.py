@@ -7,6 +7,7 @@ from pathlib import Path
 from gpt.config import TrainConfig, find_preset
 from gpt.errors import UserError
 from gpt.text import readers, shards
+from gpt.text.readers import HASHED_SPLIT_FROM
 from gpt.text.tokenizer import END_OF_TEXT, Tokenizer, count_cut_pieces, make_tokenizer
 from gpt.training.recipe import preset_name
 
@@ -39,9 +40,11 @@ def prepare(texts: Sequence[str], config: TrainConfig, device: str, note: Callab
     else:
         train, held_out = readers.split(corpus.documents, config.val_fraction, config.seed)
     train_bytes, held_out_bytes = _size(train), _size(held_out)
+    at_end = config.val_text is None and 1 < len(corpus.documents) < HASHED_SPLIT_FROM and len(held_out) > 0
     note(
         f"{', '.join(texts) or corpus.name}: {len(corpus.documents):,} document{'s' * (len(corpus.documents) != 1)}; "
         f"{train_bytes:,} bytes to train on, {held_out_bytes:,} held out"
+        + (f", from {held_out[0].name} on" if at_end else "")
     )
     specials = sum(document.text.count(END_OF_TEXT) for document in train)
     if specials:
