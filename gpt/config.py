@@ -89,10 +89,11 @@ GPT2_VOCAB = 50_257
 _XL = "Table 2.1 of the GPT-3 paper gives 24 heads of 128 in a width of 2,048; 16 heads give the paper's total"
 _13B = "Table 2.1 of the GPT-3 paper gives a width of 5,140 for 40 heads of 128; 5,120 gives the paper's total"
 
-# GPT-2: Radford et al. 2019, table 2. GPT-3: Brown et al. 2020, table 2.1 (shape, batch in tokens, learning rate).
+# GPT-2: Radford et al. 2019, table 2. GPT-3: Brown et al. 2020, table 2.1 (shape, batch in tokens, learning rate). The
+# paper of GPT-2 gives no batch and no rate for its sizes; they have those of the GPT-3 model nearest in size.
 PRESETS: dict[str, Preset] = {
     "nano": _preset(4, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
-    "micro": _preset(4, 4, 256, 128, 2048, 2048, 2e-3, "for a book, in an hour on a laptop"),
+    "micro": _preset(4, 4, 256, 128, 2048, 2048, 2e-3, "for a book, given more time on a laptop"),
     "mini": _preset(6, 6, 384, 256, 4096, 8192, 1e-3, "for tens of megabytes, or a small GPU"),
     "small": _preset(8, 8, 512, 512, 8192, 65_536, 1e-3, "for hundreds of megabytes, on a GPU"),
     "gpt2": _preset(12, 12, 768, 1024, GPT2_VOCAB, 524_288, 6e-4),
@@ -121,12 +122,8 @@ def _check_options(config: Any) -> None:
     """Raises `UserError` for a value that is not of its option's type, not finite, or below its least one."""
     hints = get_type_hints(type(config))
     for each in dataclasses.fields(config):
-        name, value, kind, low = (
-            each.name.replace("_", "-"),
-            getattr(config, each.name),
-            hints[each.name],
-            each.metadata["low"],
-        )
+        name, value, kind = each.name.replace("_", "-"), getattr(config, each.name), hints[each.name]
+        low, high = each.metadata["low"], each.metadata["high"]
         if value is None and type(None) in get_args(kind):
             continue
         if get_origin(kind) is Literal:
@@ -137,8 +134,7 @@ def _check_options(config: Any) -> None:
         fits = (int, float) if wanted is float else (wanted,)
         if type(value) not in fits:
             raise UserError(f"{name} is {value!r}; it must be of the kind {wanted.__name__}")
-        if low is not None and not low <= value <= each.metadata["high"]:
-            high = each.metadata["high"]
+        if low is not None and not low <= value <= high:
             bounds = f"lie between {low:g} and {high:,}" if high < 2**53 else f"be {low:g} or more, and finite"
             raise UserError(f"{name} is {value}; it must {bounds}")
 

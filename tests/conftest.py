@@ -1,4 +1,3 @@
-import contextlib
 import io
 import os
 import subprocess
@@ -112,10 +111,3 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="../shared is not in a user's checkout")
-
-
-@contextlib.contextmanager
-def gpt2_ranks(monkeypatch: pytest.MonkeyPatch):
-    """GPT-2's vocabulary from the shared folder."""
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_RANKS))
-    yield

@@ -23,12 +23,10 @@ _DTYPES = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model, its tokenizer, and what ``gpt.json`` says of it (nothing for a folder that transformers wrote)."""
+    """A model and its tokenizer."""
 
-    path: Path
     model: GPT
     tokenizer: Tokenizer
-    meta: Mapping[str, Any]
 
 
 class TokenizerFiles:
@@ -89,7 +87,7 @@ def load(path: Path, device: torch.device) -> Checkpoint:
     config = hf.load_config(path)
     tensors = _open_tensors(path, config)
     model = _build(config, tensors, device)
-    return Checkpoint(path, model, load_tokenizer(path, config, meta), meta)
+    return Checkpoint(model, load_tokenizer(path, config, meta))
 
 
 def load_tokenizer(path: Path, config: GPTConfig, meta: Mapping[str, Any]) -> Tokenizer:
@@ -202,5 +200,4 @@ def _build(config: GPTConfig, tensors: dict[str, Tensor], device: torch.device) 
         for name, tensor in tensors.items()
     }
     model.load_state_dict(state, assign=True)
-    model.requires_grad_(True)
     return model.to(device).eval()

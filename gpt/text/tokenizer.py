@@ -53,7 +53,7 @@ Ids = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A vocabulary and how text is cut before merging. Make one with `learn_tokenizer`, `bytes_tokenizer` or `gpt2`."""
+    """A vocabulary and how text is cut before merging: of `learn_tokenizer`, `bytes_tokenizer`, `gpt2_tokenizer`."""
 
     name: str
     pattern: str
@@ -146,28 +146,24 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """
     if vocab_size < 257:
         raise UserError(f"vocab-size is {vocab_size}; it must be at least 257: the 256 bytes and end-of-text")
-    ranks = _learn(texts, vocab_size - 1)
-    if len(ranks) < vocab_size - 1:
+    tokenizer = learn_tokenizer_up_to(texts, vocab_size)
+    if tokenizer.vocab_size < vocab_size:
         raise UserError(
-            f"the text supports a vocabulary of {len(ranks) + 1:,} ids at most, not {vocab_size:,}",
-            f"take --vocab-size {len(ranks) + 1} or less, or more text",
+            f"the text supports a vocabulary of {tokenizer.vocab_size:,} ids at most, not {vocab_size:,}",
+            f"take --vocab-size {tokenizer.vocab_size} or less, or more text",
         )
-    return Tokenizer("bpe", GPT2_PATTERN, ranks, len(ranks))
+    return tokenizer
 
 
 def learn_tokenizer_up_to(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """As `learn_tokenizer`, with fewer ids where the texts support no more."""
-    ranks = _learn(texts, vocab_size - 1)
-    return Tokenizer("bpe", GPT2_PATTERN, ranks, len(ranks))
-
-
-def _learn(texts: Iterable[str], size: int) -> dict[bytes, int]:
     import rustbpe  # here, since only learning needs it
 
     learner = rustbpe.Tokenizer()
     pieces = (piece for text in texts for piece in _cut(text, _every(text, _LEARNT_RUNS, LONGEST_LEARNT)))
-    learner.train_from_iterator(pieces, size, pattern=GPT2_PATTERN)
-    return {bytes(token): rank for token, rank in learner.get_mergeable_ranks()}
+    learner.train_from_iterator(pieces, vocab_size - 1, pattern=GPT2_PATTERN)
+    ranks = {bytes(token): rank for token, rank in learner.get_mergeable_ranks()}
+    return Tokenizer("bpe", GPT2_PATTERN, ranks, len(ranks))
 
 
 def gpt2_tokenizer() -> Tokenizer:
@@ -175,8 +171,8 @@ def gpt2_tokenizer() -> Tokenizer:
 
     ``TIKTOKEN_CACHE_DIR`` names another folder. Raises `WorkError` offline, saying which file goes where.
     """
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or str(cache_dir() / "tiktoken")
     before = os.environ.get("TIKTOKEN_CACHE_DIR")
+    folder = before or str(cache_dir() / "tiktoken")
     os.environ["TIKTOKEN_CACHE_DIR"] = folder  # tiktoken's own default is a folder that all users share
     try:
         encoding = tiktoken.get_encoding("r50k_base")
