@@ -5,6 +5,7 @@ makes its options from these dataclasses, ``--config`` and ``--print-config`` re
 here imports torch.
 """
 
+import codecs
 import dataclasses
 import json
 import tomllib
@@ -153,6 +154,36 @@ def option(
     and its bounds."""
     meta = {"help": help, "panel": panel, "flags": flags, "shown": shown, "low": low, "high": high}
     return field(default=default, metadata=meta)
+
+
+_READ = "How TEXT is read"
+
+
+@dataclass(frozen=True)
+class ReadConfig:
+    """How files become documents."""
+
+    field: str = option(
+        "text", "The column or key that holds the text in .jsonl, .csv, .tsv and .parquet.", panel=_READ
+    )
+    split_on: str | None = option(
+        None, "A line that separates the documents of a plain text; without it a file is one document.",
+        panel=_READ, shown="none",
+    )  # fmt: skip
+    encoding: str = option("utf-8", "Of plain text, JSON lines and CSV.", panel=_READ)
+    errors: Literal["strict", "replace"] = option(
+        "strict", "Bytes that are not of that encoding: strict stops, replace writes U+FFFD and counts.", panel=_READ
+    )
+    skip_bad: bool = option(
+        False, "Leave out files, lines and rows that cannot be read, and count them, instead of stopping.", panel=_READ
+    )
+
+    def __post_init__(self) -> None:
+        _check_options(self)
+        try:
+            codecs.lookup(self.encoding)
+        except LookupError:
+            raise UserError(f'there is no encoding "{self.encoding}"', "utf-8, latin-1, cp1252, utf-16 …") from None
 
 
 _RUN, _MODEL, _DATA, _LENGTH, _OPTIM, _LOG, _MACHINE = (

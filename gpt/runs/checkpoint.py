@@ -12,9 +12,10 @@ from torch import Tensor
 
 from gpt.config import GPT2_VOCAB, GPTConfig
 from gpt.errors import UserError
-from gpt.files import write_file
+from gpt.files import disk_errors, read_json, to_json, whole_folder, write_file
 from gpt.model.decoder import GPT
 from gpt.runs import folder, hf
+from gpt.text import tokenizer_json
 from gpt.text.tokenizer import Tokenizer, describe, from_tiktoken, gpt2_tokenizer, to_tiktoken
 
 FORMAT = 1
@@ -35,8 +36,8 @@ class TokenizerFiles:
     def __init__(self, tokenizer: Tokenizer, config: GPTConfig) -> None:
         self.tokenizer = tokenizer
         self.files = {
-            "tokenizer.json": folder.to_json(hf.to_tokenizer_json(tokenizer)),
-            "tokenizer_config.json": folder.to_json(hf.to_tokenizer_config(tokenizer, config.block_size)),
+            "tokenizer.json": to_json(tokenizer_json.to_tokenizer_json(tokenizer)),
+            "tokenizer_config.json": to_json(tokenizer_json.to_tokenizer_config(tokenizer, config.block_size)),
             "tokenizer.tiktoken": to_tiktoken(tokenizer.ranks),
         }
 
@@ -53,12 +54,12 @@ def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str,
     }
     files = {
         **tokenizer.files,
-        "config.json": folder.to_json(hf.to_hf_config(model.config, eot)),
-        "generation_config.json": folder.to_json({"bos_token_id": eot, "eos_token_id": eot}),
-        folder.META: folder.to_json(own),
+        "config.json": to_json(hf.to_hf_config(model.config, eot)),
+        "generation_config.json": to_json({"bos_token_id": eot, "eos_token_id": eot}),
+        folder.META: to_json(own),
         "model.safetensors": to_safetensors(_to_hf(model), metadata={"format": "pt"}),
     }
-    with folder.disk_errors(target), folder.whole_folder(target) as beside:
+    with disk_errors(target), whole_folder(target) as beside:
         for name, data in files.items():
             write_file(beside / name, data)
         folder.write_sums(beside)
@@ -81,7 +82,7 @@ def load(path: Path, device: torch.device) -> Checkpoint:
     ours = (path / folder.META).exists() or (path / folder.CHECKSUMS).exists()
     if ours:
         folder.check_sums(path)
-    meta = folder.read_json(path / folder.META) if ours else {}
+    meta = read_json(path / folder.META) if ours else {}
     if ours and meta.get("format") != FORMAT:
         raise UserError(f"{path} has format {meta.get('format')!r}; this program reads format {FORMAT}", "update gpt")
     config = hf.load_config(path)
@@ -96,10 +97,10 @@ def load_tokenizer(path: Path, config: GPTConfig, meta: Mapping[str, Any]) -> To
     if (path / "tokenizer.tiktoken").exists() and meta:
         tokenizer = _own_tokenizer(path, meta)
     elif (path / "tokenizer.json").exists():
-        tokenizer = hf.from_tokenizer_json(folder.read_json(path / "tokenizer.json"), str(path / "tokenizer.json"))
+        tokenizer = tokenizer_json.from_tokenizer_json(read_json(path / "tokenizer.json"), str(path / "tokenizer.json"))
     elif (path / "vocab.json").exists() and (path / "merges.txt").exists():
         text = (path / "merges.txt").read_text(encoding="utf-8", errors="replace")
-        tokenizer = hf.from_vocab_and_merges(folder.read_json(path / "vocab.json"), text, str(path / "vocab.json"))
+        tokenizer = tokenizer_json.from_vocab_and_merges(read_json(path / "vocab.json"), text, str(path / "vocab.json"))
     elif config.vocab_size == GPT2_VOCAB:
         tokenizer = gpt2_tokenizer()
     else:
@@ -136,7 +137,7 @@ def _weight_files(path: Path) -> list[Path]:
             hint = "it holds pickles, which are never opened: save it as safetensors first" if pickled else ""
             raise UserError(f"{path} has no model.safetensors", hint)
         return [path / "model.safetensors"]
-    parts = folder.read_json(index).get("weight_map")
+    parts = read_json(index).get("weight_map")
     if not isinstance(parts, dict) or not all(isinstance(n, str) and Path(n).name == n for n in parts.values()):
         raise UserError(f"{index} does not name files of its own folder")
     return [path / name for name in sorted(set(parts.values()))]

@@ -6,20 +6,18 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from gpt.errors import UserError, WorkError
-from gpt.files import sync_folder, write_file
+from gpt.errors import UserError
+from gpt.files import file_sum, read_json, to_json, write_file
 
 RUNS = "runs"
 CHECKSUMS = "checksums.json"
 META = "gpt.json"
 _STEP = re.compile(r"step-(\d{6,12})")
 _PART = re.compile(r"(.+):(best|latest|step-\d+)")
-JSON_LIMIT = 64 * 2**20  # bytes; no JSON file of a checkpoint is larger
 
 
 @dataclass(frozen=True)
@@ -55,63 +53,6 @@ def create_run(out: str) -> Path:
                 f"cannot make the run folder {path}: {error.strerror or error}", "give another place with --out"
             ) from None
     raise UserError(f"{out}, and 9,999 names after it, are taken", "give another place with --out")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; `UserError` where there is none, it is huge, or it is something else."""
-    try:
-        if path.stat().st_size > JSON_LIMIT:
-            raise UserError(f"{path} has {path.stat().st_size:,} bytes: far more than such a file needs")
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError):
-        raise UserError(f"{path} is damaged: it is not JSON") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is damaged: it holds no JSON object")
-    return value
-
-
-def to_json(values: Mapping[str, Any]) -> bytes:
-    """JSON for people and programs alike: indented, UTF-8, a newline at the end."""
-    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
-
-
-@contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turns what the system says of a write below ``path`` into a `WorkError`."""
-    try:
-        yield
-    except OSError as error:
-        free = ""
-        with contextlib.suppress(OSError):
-            free = f"; {shutil.disk_usage(path if path.exists() else path.parent).free / 1e6:,.0f} MB are free there"
-        raise WorkError(
-            f"cannot write {path}: {error.strerror or error}{free}",
-            "make room, or give another place with --out; checkpoints saved before, if any, are whole",
-        ) from None
-
-
-@contextlib.contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill that becomes ``target`` when all went well, and vanishes otherwise."""
-    beside = target.parent / f".tmp-{target.name}"
-    shutil.rmtree(beside, ignore_errors=True)  # a killed run's
-    beside.mkdir()
-    try:
-        yield beside
-        sync_folder(beside)
-        os.replace(beside, target)
-        sync_folder(target.parent)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
-
-
-def file_sum(path: Path) -> str:
-    """sha256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _own_sum(files: Mapping[str, str]) -> str:

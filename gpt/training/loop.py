@@ -21,7 +21,7 @@ from gpt.config import SampleConfig, TrainConfig
 from gpt.decoding.generate import Context, generate
 from gpt.device import Compute
 from gpt.errors import Interrupted, WorkError
-from gpt.files import write_file
+from gpt.files import disk_errors, to_json, write_file
 from gpt.model.decoder import GPT
 from gpt.model.loss import bits_per_byte, cross_entropy
 from gpt.model.params import breakdown
@@ -108,8 +108,8 @@ class Trainer:
         self.run = folder.create_run(config.out or os.path.join(folder.RUNS, self.data.corpus.name))
         record = run_record(texts, config, self.recipe, self.compute, self.data)
         try:
-            with folder.disk_errors(self.run):
-                write_file(self.run / "run.json", folder.to_json(record))
+            with disk_errors(self.run):
+                write_file(self.run / "run.json", to_json(record))
                 write_tokens(self.run / "tokens", self.data)
                 self.metrics = (self.run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         except BaseException:
@@ -197,7 +197,7 @@ class Trainer:
             "val_loss": loss,
         }
         checkpoint.save(target, self.model, self.tokenizer_files, meta)
-        with folder.disk_errors(self.run):
+        with disk_errors(self.run):
             folder.prune(self.run, self.recipe.keep)
             folder.write_index(self.run)
         state.saved_step = state.step
@@ -284,7 +284,7 @@ class Trainer:
             seconds=round(time.perf_counter() - self.began, 3),
             **values,
         )
-        with folder.disk_errors(self.run):
+        with disk_errors(self.run):
             self.metrics.write(events.to_json(event) + "\n")
         self.listen(event)
 
@@ -294,7 +294,7 @@ class Trainer:
 
     def close(self) -> None:
         """Closes the metrics."""
-        with folder.disk_errors(self.run):
+        with disk_errors(self.run):
             self.metrics.close()
 
 

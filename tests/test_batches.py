@@ -1,0 +1,48 @@
+"""Which tokens a step trains on."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt.text.batches import Batches, permute
+
+
+@given(n=st.integers(1, 300), key=st.integers(0, 2**63 - 1))
+def test_permutation_is_one(n: int, key: int) -> None:
+    assert sorted(permute(np.arange(n), n, key).tolist()) == list(range(n))
+
+
+def test_permutation_of_a_trillion() -> None:
+    some = np.arange(10**12, 10**12 + 1000)
+    images = permute(some, 10**13, 5)
+    assert len(set(images.tolist())) == 1000
+    assert 0 <= images.min() <= images.max() < 10**13
+
+
+@settings(deadline=None)
+@given(length=st.integers(8, 200), rows=st.integers(1, 9), seed=st.integers(0, 99))
+def test_an_epoch_sees_every_token_once(length: int, rows: int, seed: int) -> None:
+    ids = np.arange(length, dtype=np.uint16)
+    batches = Batches(ids, 8, rows, seed)
+    inputs: list[np.ndarray] = []
+    for step in range(-(-batches.windows // rows)):
+        x, y = batches.global_batch(step)
+        assert x.shape == y.shape == (rows, 8)
+        assert np.array_equal(y, (x + 1) % length)  # the stream is a ring
+        inputs += list(x)
+    seen = np.concatenate(inputs[: batches.windows])
+    assert len(set(seen.tolist())) == len(seen) == batches.windows * 8
+    assert length - len(seen) < 8
+
+
+def test_batches_are_a_function_of_seed_and_step() -> None:
+    ids = np.arange(10_000, dtype=np.uint16)
+    one, same, other = Batches(ids, 16, 4, 1), Batches(ids, 16, 4, 1), Batches(ids, 16, 4, 2)
+    for step in range(5):
+        one.global_batch(step)
+    assert np.array_equal(one.global_batch(1000)[0], same.global_batch(1000)[0])
+    assert not np.array_equal(one.global_batch(1000)[0], other.global_batch(1000)[0])
+    epoch = batches_per_epoch = one.windows // 4
+    first = {int(x) for step in range(batches_per_epoch) for x in one.global_batch(step)[0][:, 0]}
+    second = {int(x) for step in range(epoch, 2 * epoch) for x in one.global_batch(step)[0][:, 0]}
+    assert {x % 16 for x in first if x < 9000} != {x % 16 for x in second if x < 9000}  # the cuts shift
