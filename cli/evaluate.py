@@ -4,19 +4,26 @@ from typing import Annotated
 
 import typer
 
+from gpt.config import ReadConfig
+
 from . import render
-from .options import OUTPUT, Device, Dtype, Json, Quiet, option
+from .options import OUTPUT, Device, Dtype, Json, Quiet, one_of, option, takes
 from .sample import MODEL_HELP
 
 
+@takes(ReadConfig)
 def evaluate(
+    settings: ReadConfig,
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    text: Annotated[list[str], typer.Argument(help="Files, folders, - for stdin, or corpora by name.")],
+    text: Annotated[list[str], typer.Argument(help="As `gpt train` takes it; or a folder of tokens.")],
     stride: Annotated[
         int | None,
         option(help="Tokens from one window to the next; less than the context: overlap.",
                      show_default="the context"),
     ] = None,
+    split: Annotated[
+        str, one_of(("train", "val"), help="Of a folder of tokens: what was trained on, or what was held out.")
+    ] = "val",
     tokens: Annotated[
         bool, option("--tokens", help="Each token's log-probability instead, as JSONL.", rich_help_panel=OUTPUT)
     ] = False,
@@ -28,12 +35,10 @@ def evaluate(
     """Measure a model on TEXT: loss, perplexity, bits a byte, in fixed windows over the whole of it."""
     with render.starting(quiet):
         from gpt import api
-        from gpt.text import readers
     loaded = api.load(model, device=device, dtype=dtype)
-    texts = [document.text for document in readers.read(text).documents]
-    with render.Bar("scored", "tokens", quiet) as bar:
+    with render.TrainDisplay(quiet) as display, render.Bar("scored", "tokens", quiet) as bar:
         each = render.token_lines(loaded.tokenizer) if tokens else None
-        result = loaded.evaluate(texts, stride, bar.watching(each))
+        result = loaded.evaluate_files(text, settings, split, stride, display, bar.watching(each))
     if json:
         render.json_line(render.evaluation_json(result))
     elif not tokens:

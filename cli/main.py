@@ -12,7 +12,7 @@ import typer
 from gpt import __version__
 from gpt.errors import Interrupted, UserError
 
-from . import evaluate, params, render, sample, train
+from . import evaluate, params, render, sample, tokenize, train
 
 EPILOG = (
     "Every option has a twin in the environment, GPT_<COMMAND>_<OPTION>: GPT_TRAIN_STEPS=100 is --steps 100. "
@@ -30,6 +30,7 @@ COMMANDS: dict[str, Callable[..., object]] = {
     "train": train.train,
     "sample": sample.sample,
     "eval": evaluate.evaluate,
+    "tokenize": tokenize.tokenize,
     "params": params.params,
 }
 for name, command in COMMANDS.items():

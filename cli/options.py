@@ -52,7 +52,10 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
             return command(settings=from_dict(config_class, asked, command.__name__), **values)
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
-        made = [_as_parameter(config_class, field) for field in dataclasses.fields(config_class)]
+        in_order = sorted(
+            dataclasses.fields(config_class), key=lambda field: config.PANELS.index(field.metadata["panel"])
+        )
+        made = [_as_parameter(config_class, field) for field in in_order]
         context_parameter = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         # In this order they are listed: what it does first, how it is shown last.
         parameters = [context_parameter, *made, *(p.replace(kind=p.KEYWORD_ONLY) for p in own)]

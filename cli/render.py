@@ -145,25 +145,35 @@ class TrainDisplay:
         self.losses = Sparkline()
         self.last_line = time.monotonic()
         self.held_out = ""  # the newest evaluation
+        self.reading: Bar | None = None
         self.live: Any = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end_reading()
         if self.live is not None:
             self.live.stop()
 
-    def __call__(self, event: events.Event | events.Note | events.Plan) -> None:
+    def _end_reading(self) -> None:
+        if self.reading is not None:
+            self.reading.__exit__()
+            self.reading = None
+
+    def __call__(self, event: events.Event | events.Note | events.Plan | events.Progress) -> None:
         """Shows an event. What cannot be shown, on a terminal that has gone, is no reason to stop."""
         if not self.quiet:
             with contextlib.suppress(OSError):
                 self._show(event)
 
-    def _show(self, event: events.Event | events.Note | events.Plan) -> None:
+    def _show(self, event: events.Event | events.Note | events.Plan | events.Progress) -> None:
         match event:
             case events.Note(text):
+                self._end_reading()
                 self.console.print(Text(text, "dim"))
+            case events.Progress(done, total):
+                self._reading(done, total)
             case events.Plan():
                 self._begin(event)
             case events.StepEvent():
@@ -177,7 +187,13 @@ class TrainDisplay:
                 if self.live is not None:
                     self.live.stop()
 
+    def _reading(self, done: int, total: int) -> None:
+        if self.reading is None:
+            self.reading = Bar("tokenized", "bytes", self.quiet).__enter__()
+        self.reading.reach(done, total)
+
     def _begin(self, plan: events.Plan) -> None:
+        self._end_reading()
         self.plan = plan
         if self.console.is_terminal:
             from rich.live import Live
@@ -248,14 +264,18 @@ class Bar:
 
     def advance(self, count: int, total: int) -> None:
         """``count`` more are done, of ``total``."""
-        self.done += count
+        self.reach(self.done + count, total)
+
+    def reach(self, done: int, total: int) -> None:
+        """``done`` of ``total`` are done."""
+        self.done = done
         seconds = max(time.monotonic() - self.started, 1e-9)
         line = f"{self.verb} {self.done:,}/{total:,} {self.unit}  {self.done / seconds:,.0f} {self.unit}/s"
         if self.progress is not None:
             self.progress.update(self.task, completed=self.done, total=total, description=line)
         elif not self.quiet and time.monotonic() - self.last_line >= PLAIN_SECONDS:
             self.last_line = time.monotonic()
-            self.console.print(f"{line}  {format_seconds((total - self.done) * seconds / self.done)} left")
+            self.console.print(f"{line}  {format_seconds((total - self.done) * seconds / max(1, self.done))} left")
 
     def watching(self, each: Callable[[Any, Any], None] | None) -> "OnWindow":
         """What an evaluation calls for each window: ``each`` prints it, and the bar moves."""

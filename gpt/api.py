@@ -1,20 +1,28 @@
 """The library's front door: `load` a model, let it write and measure texts; `train` one."""
 
+import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gpt import device as devices
-from gpt.config import SampleConfig, TrainConfig, from_dict
+from gpt.config import ReadConfig, SampleConfig, TextConfig, TrainConfig, from_dict
 from gpt.decoding.generate import Context, Token, generate
 from gpt.decoding.stream import TextStream
 from gpt.device import Compute
-from gpt.evaluate import Evaluation, OnWindow, evaluate
+from gpt.errors import UserError, did_you_mean
+from gpt.evaluate import Encoded, Evaluation, OnWindow, evaluate
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, folder
+from gpt.text.corpus import open_corpus
+from gpt.text.tokenize import Listener, tokenize
 from gpt.text.tokenizer import Tokenizer
+from gpt.text.tokens import SIDES, TokenFolder
 from gpt.training import loop
+from gpt.training.prepare import tokenized
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,41 @@ class LanguageModel:
         self, texts: Sequence[str], stride: int | None = None, on_window: OnWindow | None = None
     ) -> Evaluation:
         """The loss over documents in every usual unit."""
-        return evaluate(self.model, self.tokenizer, texts, self.compute, stride, on_window)
+        documents = Encoded(self.tokenizer.encode(text).astype(np.int64) for text in texts)
+        return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window)
+
+    def evaluate_files(
+        self,
+        texts: Sequence[str],
+        config: ReadConfig | None = None,
+        side: str = "val",
+        stride: int | None = None,
+        listen: Listener = lambda event: None,
+        on_window: OnWindow | None = None,
+    ) -> Evaluation:
+        """As `evaluate`, over files, folders or corpora by name, of any size; or over one ``side`` of a token folder,
+        which must have been made with this model's tokenizer."""
+        path = tokenized(texts)
+        if path is not None:
+            folder = TokenFolder(path)
+            if folder.tokenizer.fingerprint != self.tokenizer.fingerprint:
+                raise UserError(
+                    f"{path} was made with another tokenizer ({folder.tokenizer.name}) than the model's",
+                    "tokenize the text with the model's own: gpt tokenize … --tokenizer MODEL",
+                )
+            if side not in SIDES:
+                raise UserError(f'there is no split "{side}"', did_you_mean(side, SIDES))
+            documents = folder.stream(side).documents
+            return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window)
+        reading = {f.name: getattr(config or ReadConfig(), f.name) for f in fields(ReadConfig)}
+        corpus = open_corpus(texts, TextConfig(**reading, val_fraction=0))
+        with tempfile.TemporaryDirectory(prefix="gpt-") as place:
+            folder = tokenize(corpus, self.tokenizer, Path(place) / "tokens", listen=listen)
+            stream = folder.stream("train")
+            try:
+                return evaluate(self.model, self.tokenizer, stream.documents, self.compute, stride, on_window)
+            finally:
+                stream.release()  # an open file could not be removed on Windows
 
 
 def load(path: str | Path | None = None, *, device: str = "auto", dtype: str = "auto") -> LanguageModel:

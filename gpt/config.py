@@ -18,7 +18,6 @@ from gpt.errors import UserError, did_you_mean
 
 Positions = Literal["learned", "sinusoidal"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
-TOKENIZERS = ("auto", "bytes", "gpt2")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 # Far above GPT-3's 12,288 × 96: a number from a file beyond these is damage or malice, not a model.
@@ -156,7 +155,11 @@ def option(
     return field(default=default, metadata=meta)
 
 
-_READ = "How TEXT is read"
+# The panels in which options are listed, in this order.
+_RUN, _MODEL, _DATA, _READ, _LENGTH, _OPTIM, _LOG, _MACHINE, _TEXT, _FILTER = PANELS = (
+    "Run", "Model", "Text and tokens", "How TEXT is read", "Length and batch", "Optimizer", "Along the way", "Machine",
+    "Text", "Choice of the next token",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -186,13 +189,80 @@ class ReadConfig:
             raise UserError(f'there is no encoding "{self.encoding}"', "utf-8, latin-1, cp1252, utf-16 …") from None
 
 
-_RUN, _MODEL, _DATA, _LENGTH, _OPTIM, _LOG, _MACHINE = (
-    "Run", "Model", "Text and tokens", "Length and batch", "Optimizer", "Along the way", "Machine",
-)  # fmt: skip
+@dataclass(frozen=True)
+class TextConfig(ReadConfig):
+    """How text becomes ids to train on and ids held out: what `gpt tokenize` and `gpt train` both ask."""
+
+    tokenizer: str = option(
+        "auto", "auto: a byte-level BPE learnt from the text; bytes: no merging; gpt2: the 50,257 tokens of GPT-2; "
+        "any encoding of tiktoken by name; or the path of a tokenizer, a token folder or a run.",
+        panel=_DATA,
+    )  # fmt: skip
+    vocab_size: int | None = option(
+        None, "Ids of the learnt vocabulary, end-of-text included (with --tokenizer auto).",
+        panel=_DATA, shown="by the text's size", low=257, high=2**24,
+    )  # fmt: skip
+    sample_bytes: int = option(
+        1_000_000_000, "The vocabulary is learnt from so much text, spread over the whole of it.",
+        panel=_DATA, low=1, high=2**31 - 1,
+    )  # fmt: skip
+    val_fraction: float = option(
+        0.1, "Share held out, never trained on: the end; from 200 documents on, by hash.", panel=_DATA, low=0
+    )
+    val_text: str | None = option(
+        None, "A text to hold out instead; then all of TEXT is trained on.", panel=_DATA, shown="none"
+    )
+    jobs: int | None = option(
+        None, "Processes that tokenize; the ids are the same for any number.",
+        panel=_MACHINE, shown="one a core", low=1, high=1024,
+    )  # fmt: skip
+    seed: int = option(
+        1337, "Same seed, same machine: the same split, and the same weights bit for bit on the CPU.", panel=_RUN, low=0
+    )
+
+    def __post_init__(self) -> None:
+        if self.val_text is not None:  # a path, from Python
+            object.__setattr__(self, "val_text", str(self.val_text))
+        super().__post_init__()
+        if self.val_fraction >= 1:
+            raise UserError(f"val-fraction is {self.val_fraction}; it must lie in [0, 1)")
+        if self.tokenizer != "auto" and self.vocab_size is not None:
+            raise UserError(f"--vocab-size goes with --tokenizer auto; {self.tokenizer} has a size of its own")
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TokenizeConfig(TextConfig):
+    """What a user may ask of ``gpt tokenize``."""
+
+    out: str | None = option(
+        None, "The folder to make; there must be none yet.", panel=_RUN, flags=("-o",), shown="none"
+    )
+    resume: bool = option(False, "Go on with a folder that was not finished.", panel=_RUN)
+    part: str | None = option(
+        None, "I/N: the I-th of N shares of the sources, to be joined by `gpt data merge`.", panel=_RUN, shown="all"
+    )
+
+    def __post_init__(self) -> None:
+        if self.out is not None:
+            object.__setattr__(self, "out", str(self.out))
+        super().__post_init__()
+        self.share  # noqa: B018
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which share of how many, counted from 1."""
+        if self.part is None:
+            return 1, 1
+        words = self.part.split("/")
+        if len(words) == 2 and all(word.isascii() and word.isdigit() for word in words):
+            i, n = map(int, words)
+            if 1 <= i <= n <= 100_000:
+                return i, n
+        raise UserError(f'part is "{self.part}"; it must be I/N, from 1/N to N/N', "the second of four: --part 2/4")
+
+
+@dataclass(frozen=True)
+class TrainConfig(TextConfig):
     """What a user may ask of a training run. ``None`` means: chosen from the text's size, the preset or the device."""
 
     EXCLUSIVE: ClassVar[tuple[tuple[str, str], ...]] = (("steps", "epochs"),)
@@ -213,20 +283,6 @@ class TrainConfig:
     block_size: int | None = option(None, "Context in tokens.", panel=_MODEL, shown="by preset", low=1)
     dropout: float | None = option(
         None, "Share of activations dropped in training.", panel=_MODEL, shown="by how often the text is read", low=0
-    )
-    tokenizer: str = option(
-        "auto", "auto: a byte-level BPE learnt from the text; bytes: no merging; gpt2: the 50,257 tokens of GPT-2.",
-        panel=_DATA,
-    )  # fmt: skip
-    vocab_size: int | None = option(
-        None, "Ids of the learnt vocabulary, end-of-text included (with --tokenizer auto).",
-        panel=_DATA, shown="by the text's size", low=257, high=2**24,
-    )  # fmt: skip
-    val_fraction: float = option(
-        0.1, "Share held out, never trained on: the end; from 200 documents on, by hash.", panel=_DATA, low=0
-    )
-    val_text: str | None = option(
-        None, "A file to hold out instead; then all of TEXT is trained on.", panel=_DATA, shown="none"
     )
     steps: int | None = option(None, "Optimizer steps.", panel=_LENGTH, shown="by the text's size", low=1)
     epochs: float | None = option(
@@ -266,25 +322,16 @@ class TrainConfig:
         "auto", "Of the matrix products; weights stay float32. auto: bfloat16 where the device is made for it.",
         panel=_MACHINE,
     )  # fmt: skip
-    seed: int = option(1337, "Same seed, same machine: the same weights, bit for bit on the CPU.", panel=_RUN, low=0)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "micro_batch", str(self.micro_batch))  # a number in TOML and from Python
-        for name in ("out", "val_text"):  # paths, from Python
-            value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else str(value))
-        _check_options(self)
+        if self.out is not None:  # a path, from Python
+            object.__setattr__(self, "out", str(self.out))
+        super().__post_init__()
         if self.preset != "auto":
             find_preset(self.preset)
-        if self.tokenizer not in TOKENIZERS:
-            raise UserError(f'there is no tokenizer "{self.tokenizer}"', did_you_mean(self.tokenizer, TOKENIZERS))
-        if self.vocab_size is not None and self.tokenizer != "auto":
-            raise UserError(f"--vocab-size goes with --tokenizer auto; {self.tokenizer} has a size of its own")
         if self.steps is not None and self.epochs is not None:
             raise UserError("--steps and --epochs both say how long to train", "give one of them")
-
-
-_TEXT, _FILTER = "Text", "Choice of the next token"
 
 
 @dataclass(frozen=True)

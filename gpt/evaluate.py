@@ -1,8 +1,10 @@
 """Loss over a whole text, in fixed windows and without randomness."""
 
+import codecs
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,7 @@ from gpt.text.tokenizer import Tokenizer
 Ids = npt.NDArray[np.int64]
 TOKENS_AT_ONCE = 8192  # positions in a batch of windows …
 LOGITS_AT_ONCE = 2**26  # … and at most so many logits
+TEXT_AT_ONCE = 2**20  # ids that are decoded at once
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,39 @@ def _exp(x: float) -> float:
     return math.exp(x) if x < 700 else math.inf
 
 
-def windows(documents: Iterable[Ids], block_size: int, stride: int | None = None) -> Iterator[Window]:
+class Document(Protocol):
+    """The ids of a document, of which slices are taken: an array, or a `gpt.text.stream.Document`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Ids:
+        """Some of the ids."""
+        ...
+
+
+class Documents(Protocol):
+    """Documents with their lengths at hand: a `gpt.text.stream.Documents`, or `Encoded`."""
+
+    @property
+    def lengths(self) -> Ids:
+        """How many ids each has."""
+        ...
+
+    def __iter__(self) -> Iterator[Document]: ...
+
+    def __getitem__(self, number: int, /) -> Document: ...
+
+
+class Encoded(list[Ids]):
+    """Documents that are in memory."""
+
+    @property
+    def lengths(self) -> Ids:
+        """How many ids each has."""
+        return np.array([len(ids) for ids in self], np.int64)
+
+
+def windows(documents: Iterable[Document], block_size: int, stride: int | None = None) -> Iterator[Window]:
     """Windows that begin every ``stride`` ids of each document (default: one after the other); every id but a
     document's first is counted exactly once."""
     stride = block_size if stride is None else stride
@@ -70,9 +105,23 @@ def windows(documents: Iterable[Ids], block_size: int, stride: int | None = None
         raise UserError(f"stride is {stride}; it must be from 1 to the context, {block_size}")
     for number, ids in enumerate(documents):
         for start in range(0, max(1, len(ids) - 1 - (block_size - stride)), stride):
-            x, y = ids[start : start + block_size], ids[start + 1 : start + 1 + block_size]
-            if len(y):
-                yield Window(number, start, x[: len(y)], y, block_size - stride if start else 0)
+            part = ids[start : start + block_size + 1]
+            if len(part) > 1:
+                yield Window(number, start, part[:-1], part[1:], block_size - stride if start else 0)
+
+
+def spread_windows(documents: Documents, block_size: int, wanted: int) -> list[Window]:
+    """At most ``wanted`` of the documents' windows, spread evenly over all of them."""
+    counts = -(-np.maximum(documents.lengths - 1, 0) // block_size)
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    some = []
+    for number in dict.fromkeys(i * total // wanted for i in range(wanted)) if total > wanted else range(total):
+        document = int(np.searchsorted(ends, number, "right"))
+        start = (number - int(ends[document] - counts[document])) * block_size
+        ids = documents[document][start : start + block_size + 1]
+        some.append(Window(document, start, ids[:-1], ids[1:], 0))
+    return some
 
 
 @torch.inference_mode()
@@ -132,17 +181,16 @@ OnWindow = Callable[[Window, npt.NDArray[np.float64], int], None]
 def evaluate(
     model: GPT,
     tokenizer: Tokenizer,
-    texts: Sequence[str],
+    documents: Documents,
     compute: Compute,
     stride: int | None = None,
     on_window: OnWindow | None = None,
 ) -> Evaluation:
-    """The loss over the texts, each a document by itself. ``on_window`` sees each window's losses as they come.
+    """The loss over the documents, each by itself. ``on_window`` sees each window's losses as they come.
 
     Raises `UserError` where no token can be predicted.
     """
-    documents = [tokenizer.encode(text).astype(np.int64) for text in texts]
-    count = sum(max(0, len(ids) - 1) for ids in documents)
+    count = int(np.maximum(documents.lengths - 1, 0).sum())
     if not count:
         raise UserError("the text has one token at most: nothing in it can be predicted", "give a longer text")
     total = 0.0
@@ -150,11 +198,26 @@ def evaluate(
         total += float(of_window.sum())
         if on_window is not None:
             on_window(window, of_window, count)
+    n_bytes, n_words = count_text(tokenizer, documents)
     return Evaluation(
         loss=total / count,
         tokens=count,
-        bytes=sum(len(text.encode()) for text in texts),
-        words=sum(len(text.split()) for text in texts),
+        bytes=n_bytes,
+        words=n_words,
         stride=stride or model.config.block_size,
         block_size=model.config.block_size,
     )
+
+
+def count_text(tokenizer: Tokenizer, documents: Iterable[Document]) -> tuple[int, int]:
+    """Bytes of the documents in UTF-8, and their words as white space cuts them; the ids are the text."""
+    n_bytes = n_words = 0
+    for ids in documents:
+        decoder, inside = codecs.getincrementaldecoder("utf-8")("replace"), False
+        for start in range(0, len(ids), TEXT_AT_ONCE):
+            data = tokenizer.decode_bytes(ids[start : start + TEXT_AT_ONCE].tolist())
+            n_bytes += len(data)
+            text = decoder.decode(data, final=start + TEXT_AT_ONCE >= len(ids))
+            n_words += len(text.split()) - (inside and bool(text) and not text[0].isspace())
+            inside = not text[-1].isspace() if text else inside
+    return n_bytes, n_words

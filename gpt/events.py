@@ -76,6 +76,14 @@ class Note:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How far reading and tokenizing are, in bytes as they are stored. Not written to the metrics."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """How long the run will be, sent once before the first step. Not written to the metrics."""
 

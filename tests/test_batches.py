@@ -7,6 +7,19 @@ from hypothesis import strategies as st
 from gpt.text.batches import Batches, permute
 
 
+class Ring:
+    """Numbers on a ring, in memory."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def take(self, start: int, length: int) -> np.ndarray:
+        return np.arange(start, start + length) % self.length
+
+
 @given(n=st.integers(1, 300), key=st.integers(0, 2**63 - 1))
 def test_permutation_is_one(n: int, key: int) -> None:
     assert sorted(permute(np.arange(n), n, key).tolist()) == list(range(n))
@@ -22,7 +35,7 @@ def test_permutation_of_a_trillion() -> None:
 @settings(deadline=None)
 @given(length=st.integers(8, 200), rows=st.integers(1, 9), seed=st.integers(0, 99))
 def test_an_epoch_sees_every_token_once(length: int, rows: int, seed: int) -> None:
-    ids = np.arange(length, dtype=np.uint16)
+    ids = Ring(length)
     batches = Batches(ids, 8, rows, seed)
     inputs: list[np.ndarray] = []
     for step in range(-(-batches.windows // rows)):
@@ -36,7 +49,7 @@ def test_an_epoch_sees_every_token_once(length: int, rows: int, seed: int) -> No
 
 
 def test_batches_are_a_function_of_seed_and_step() -> None:
-    ids = np.arange(10_000, dtype=np.uint16)
+    ids = Ring(10_000)
     one, same, other = Batches(ids, 16, 4, 1), Batches(ids, 16, 4, 1), Batches(ids, 16, 4, 2)
     for step in range(5):
         one.global_batch(step)
@@ -46,3 +59,20 @@ def test_batches_are_a_function_of_seed_and_step() -> None:
     first = {int(x) for step in range(batches_per_epoch) for x in one.global_batch(step)[0][:, 0]}
     second = {int(x) for step in range(epoch, 2 * epoch) for x in one.global_batch(step)[0][:, 0]}
     assert {x % 16 for x in first if x < 9000} != {x % 16 for x in second if x < 9000}  # the cuts shift
+
+
+@settings(deadline=None)
+@given(length=st.integers(16, 300), each=st.integers(1, 5), ranks=st.integers(1, 6), step=st.integers(0, 500))
+def test_ranks_are_disjoint_and_together_the_batch(length: int, each: int, ranks: int, step: int) -> None:
+    batches = Batches(Ring(length), 4, each * ranks, 3)
+    x, y = batches.global_batch(step)
+    parts = [batches.global_batch(step, rank, ranks) for rank in range(ranks)]
+    assert np.array_equal(np.concatenate([part[0] for part in parts]), x)
+    assert np.array_equal(np.concatenate([part[1] for part in parts]), y)
+
+
+def test_a_trillion_ids_cost_what_a_thousand_do() -> None:
+    batches = Batches(Ring(10**12), 1024, 64, 0)
+    x, _ = batches.global_batch(10**9)  # epochs later, at once
+    assert x.shape == (64, 1024)
+    assert len(set(x[:, 0].tolist())) == 64

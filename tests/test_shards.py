@@ -1,37 +1,42 @@
-"""Ids on disk."""
+"""Ids on disk, and many files of them as one stream."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_text
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gpt.errors import UserError
-from gpt.text import shards, tokenizer
+from gpt.text import shards, stream
+from gpt.text.shards import Shard
+from gpt.text.stream import Stream
 
 
-@pytest.fixture(scope="module")
-def learnt() -> tokenizer.Tokenizer:
-    return tokenizer.learn_tokenizer([make_text()], 400)
+def write(path: Path, ids: list[int], offsets: list[int], vocab_size: int = 400) -> str:
+    return shards.write(path, [np.array(ids[:2]), np.array(ids[2:])], np.array(offsets, np.uint64), vocab_size)
 
 
-def test_shards_read_back(tmp_path: Path, learnt: tokenizer.Tokenizer) -> None:
-    texts = ["one", "", "three 🐕"]
-    shard = shards.encode_documents(learnt, texts)
-    shards.write(tmp_path / "x.ids", shard, learnt.vocab_size)
-    again, vocab_size = shards.read(tmp_path / "x.ids")
-    assert vocab_size == 400
-    assert again.ids.dtype == np.uint16
-    assert [learnt.decode(ids.tolist()) for ids in again.documents()] == texts
-    assert again.ids[again.offsets.astype(int)].tolist() == [learnt.eot] * 3
+def test_shards_read_back(tmp_path: Path) -> None:
+    sum_ = write(tmp_path / "x.ids", [399, 5, 6, 399, 399, 7], [0, 3, 4])
+    shard = Shard(tmp_path / "x.ids")
+    assert (len(shard), shard.documents, shard.vocab_size, shard.continues) == (6, 3, 400, False)
+    assert shard.take(1, 99).tolist() == [5, 6, 399, 399, 7]
+    assert shard.take(0, 6).dtype == np.uint16
+    assert shard.offsets().tolist() == [0, 3, 4]
     assert [p.name for p in tmp_path.iterdir()] == ["x.ids"]
-    shards.write(tmp_path / "none.ids", shards.encode_documents(learnt, []), 400)
-    assert len(shards.read(tmp_path / "none.ids")[0].ids) == 0
+    shard.verify(sum_)
+    write(tmp_path / "y.ids", [70_000, 1], [1], 70_001)
+    assert Shard(tmp_path / "y.ids").take(0, 2).tolist() == [70_000, 1]
+    assert Shard(tmp_path / "y.ids").continues
+    write(tmp_path / "none.ids", [], [])
+    assert len(Shard(tmp_path / "none.ids")) == 0
+    assert (tmp_path / "x.ids").stat().st_size == 40 + 12 + 4 + 24
 
 
-def test_damaged_shards_are_refused(tmp_path: Path, learnt: tokenizer.Tokenizer) -> None:
+def test_damaged_shards_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.ids"
-    shards.write(path, shards.encode_documents(learnt, ["some text", "more"]), learnt.vocab_size)
+    sum_ = write(path, [399, 5, 6, 399, 399, 7], [0, 3, 4])
     good = path.read_bytes()
     for bad in (
         b"",
@@ -40,11 +45,60 @@ def test_damaged_shards_are_refused(tmp_path: Path, learnt: tokenizer.Tokenizer)
         good + b"x",
         b"X" + good[1:],
         good[:8] + b"\x09" + good[9:],
-        good[:32] + b"\xff" + good[33:],
+        good[:24] + b"\xff" + good[25:],
+        good[:31] + b"\xff" + good[32:],
     ):
         path.write_bytes(bad)
         with pytest.raises(UserError, match=r"x\.ids"):
-            shards.read(path)
-    shards.write(path, shards.encode_documents(learnt, ["some text"]), 300)  # a vocabulary smaller than its ids
-    with pytest.raises(UserError, match="outside its vocabulary of 300"):
-        shards.read(path)
+            Shard(path)
+    path.write_bytes(good[:46] + b"\xff\xff" + good[48:])
+    with pytest.raises(UserError, match="id 65535, outside its vocabulary of 400"):
+        Shard(path).take(0, 6)
+    path.write_bytes(good[:-1] + b"\xff")
+    with pytest.raises(UserError, match="offsets out of order"):
+        Shard(path).offsets()
+    with pytest.raises(UserError, match="its sha256 is not the one"):
+        Shard(path).verify(sum_)
+    with pytest.raises(UserError, match="an id outside the vocabulary of 7"):
+        write(tmp_path / "z.ids", [7], [0], 7)
+    with pytest.raises(UserError, match="cannot read"):
+        Shard(tmp_path / "missing.ids")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_stream_is_its_shards_one_after_the_other(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("stream")
+    documents = data.draw(st.lists(st.lists(st.integers(0, 398), max_size=6), min_size=1, max_size=8))
+    ids = [id for document in documents for id in [399, *document]]
+    starts = [at for at, id in enumerate(ids) if id == 399]
+    borders = sorted({0, len(ids), *data.draw(st.lists(st.integers(0, len(ids)), max_size=4))})
+    some = []
+    for a, b in zip(borders, borders[1:], strict=False):
+        write(folder / f"{a}.ids", ids[a:b], [start - a for start in starts if a <= start < b])
+        some.append(Shard(folder / f"{a}.ids"))
+    whole = Stream(some)
+    assert len(whole) == len(ids)
+    assert [document[:].tolist() for document in whole.documents] == documents
+    assert whole.documents.lengths.tolist() == [len(document) for document in documents]
+    start, length = data.draw(st.integers(0, len(ids) - 1)), data.draw(st.integers(1, 2 * len(ids)))
+    assert whole.take(start, length).tolist() == [ids[(start + i) % len(ids)] for i in range(length)]
+    a, b = sorted(data.draw(st.tuples(st.integers(0, 8), st.integers(0, 8))))
+    assert [document[a:b].tolist() for document in whole.documents] == [document[a:b] for document in documents]
+
+
+def test_what_was_read_leaves_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(20):
+        write(tmp_path / f"{number}.ids", [399, number] * 1000, list(range(0, 2000, 2)))
+    monkeypatch.setattr(stream, "RELEASE_MAPS", 4)
+    monkeypatch.setattr(stream, "RELEASE_EVERY", 2**20)
+    some = [Shard(tmp_path / f"{number}.ids") for number in range(20)]
+    whole = Stream(some)
+    for step in range(200):
+        assert whole.take(step * 211 % len(whole), 8).shape == (8,)
+        assert sum(shard._map is not None for shard in some) <= 5
+    for _ in range(20):
+        whole.take(0, 1)
+    assert whole._touched <= 2**20

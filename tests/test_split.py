@@ -1,49 +1,106 @@
 """What is trained on and what is held out."""
 
+import io
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpt.config import ReadConfig
 from gpt.errors import UserError
-from gpt.text import readers
+from gpt.text.readers import Reader
+from gpt.text.source import Piece, Source
+from gpt.text.split import Split, plan_split, spread, survey
+
+READING = ReadConfig()
 
 
-def documents(*texts: str) -> list[readers.Document]:
-    return [readers.Document(str(number), text) for number, text in enumerate(texts)]
+def sources(*texts: str) -> list[Source]:
+    def source(number: int, data: bytes) -> Source:
+        return Source(f"{number}.txt", len(data), 0, lambda: io.BytesIO(data))
+
+    return [source(number, text.encode()) for number, text in enumerate(texts)]
+
+
+def split_texts(texts: list[str], fraction: float, seed: int = 0) -> tuple[list[str], list[str]]:
+    """The texts of both sides, as documents."""
+    some = sources(*texts)
+    rule = plan_split(some, survey(some, READING), READING, fraction, seed)
+    sides: tuple[list[str], list[str]] = ([], [])
+    for number, source in enumerate(some):
+        for piece, held_out in rule.halve(Reader(READING).documents(source), number):
+            if piece.begins:
+                sides[held_out].append("")
+            sides[held_out][-1] += piece.text
+    return sides
 
 
 @given(st.lists(st.text(min_size=1, max_size=40), min_size=1, max_size=8), st.floats(0.01, 0.9))
-def test_split_at_the_end_loses_nothing(texts: list[str], fraction: float) -> None:
-    texts = [text.encode("utf-8", "replace").decode() for text in texts]
-    try:
-        train, held_out = readers.split(documents(*texts), fraction, 0)
-    except UserError:  # too short to have two sides
-        assert len("".join(texts)) < 2 / min(fraction, 1 - fraction) + 4
-        return
-    assert "".join(d.text for d in train) + "".join(d.text for d in held_out) == "".join(texts)
+def test_at_the_end_nothing_is_lost(texts: list[str], fraction: float) -> None:
+    texts = [text.replace("\0", "0") for text in texts]
     size = sum(len(text.encode()) for text in texts)
-    assert abs(sum(len(d.text.encode()) for d in held_out) - fraction * size) <= 4
+    try:
+        train, held_out = split_texts(texts, fraction)
+    except UserError:  # too short to have two sides
+        assert round(size * fraction) in (0, size)
+        return
+    assert "".join(train) + "".join(held_out) == "".join(texts)
+    assert abs(sum(len(text.encode()) for text in held_out) - fraction * size) <= 4
 
 
-def test_split_holds_out_the_end() -> None:
-    train, held_out = readers.split(documents("a" * 50, "b" * 50), 0.1, 0)
-    assert [d.text for d in train] == ["a" * 50, "b" * 40]
-    assert [d.text for d in held_out] == ["b" * 10]
-    assert readers.split(documents("abc"), 0, 0) == (documents("abc"), [])
-    for fraction in (-0.1, 1.0, 1.5):
-        with pytest.raises(UserError, match="val-fraction"):
-            readers.split(documents("abc"), fraction, 0)
-    with pytest.raises(UserError, match="too short to hold 0.1 of it out: 1 character"):
-        readers.split(documents("a"), 0.1, 0)
+def test_the_end_is_held_out() -> None:
+    assert split_texts(["a" * 50, "b" * 50], 0.1) == (["a" * 50, "b" * 40], ["b" * 10])
+    assert split_texts(["abc"], 0) == (["abc"], [])
+    with pytest.raises(UserError, match="too short to hold 0.1 of it out: 1 byte"):
+        split_texts(["a"], 0.1)
 
 
-def test_split_of_many_documents_is_by_hash() -> None:
-    some = documents(*(f"document {i}" for i in range(1000)))
-    train, held_out = readers.split(some, 0.1, 7)
+def test_many_documents_go_by_hash() -> None:
+    some = [f"document {i}" for i in range(1000)]
+    train, held_out = split_texts(some, 0.1, 7)
     assert len(train) + len(held_out) == 1000
     assert 60 < len(held_out) < 140
-    more_train, more_held_out = readers.split([*documents(*(f"new {i}" for i in range(500))), *some], 0.1, 7)
-    assert {d.text for d in held_out} <= {d.text for d in more_held_out}  # adding documents moves none
-    assert {d.text for d in train} <= {d.text for d in more_train}
-    assert len(readers.split(some, 1e-9, 7)[1]) == 1  # never nothing
-    assert {d.text for d in readers.split(some, 0.1, 8)[1]} != {d.text for d in held_out}
+    more_train, more_held_out = split_texts([*(f"new {i}" for i in range(500)), *some], 0.1, 7)
+    assert set(held_out) <= set(more_held_out)  # adding documents moves none
+    assert set(train) <= set(more_train)
+    assert len(split_texts(some, 1e-9, 7)[1]) == 1  # never nothing
+    assert set(split_texts(some, 0.1, 8)[1]) != set(held_out)
+
+
+def test_a_document_in_pieces_goes_one_way() -> None:
+    rule = Split("hash", 0.5, 0, bound=0.5)
+    pieces = [Piece(f"{number} begins", True) if part == 0 else Piece("and goes on", False)
+              for number in range(50) for part in range(3)]  # fmt: skip
+    sides = [held_out for _, held_out in rule.halve(pieces, 0)]
+    assert sides == [side for side in sides[::3] for _ in range(3)]
+    assert len(set(sides)) == 2
+
+
+def test_survey_counts_without_opening_plain_files() -> None:
+    def never() -> io.BytesIO:
+        raise AssertionError("opened")
+
+    plain = [Source(f"{n}.txt", 10, 0, never) for n in range(3)]
+    found = survey(plain, READING)
+    assert (found.documents, found.bytes, found.sizes) == (3, 30, [10, 10, 10])
+    lines = b"".join(b'{"text": "some text"}\n' for _ in range(50))
+    jsonl = Source("a.jsonl", len(lines), 0, lambda: io.BytesIO(lines))
+    found = survey([jsonl, *plain], READING)
+    assert (found.documents, found.sizes) == (53, [450, 10, 10, 10])
+    many = lines * 10
+    found = survey([Source("a.jsonl", len(many), 0, lambda: io.BytesIO(many)), *plain], READING)
+    assert (found.documents, found.sizes) == (200, None)
+    assert found.bytes > 1000
+
+
+@given(st.integers(1, 50), st.integers(1, 4000))
+def test_a_sample_is_spread_over_the_text(count: int, limit: int) -> None:
+    pieces = [Piece(chr(0x100 + number) * 50, True) for number in range(count)]
+    total = count * 100
+    taken = list(spread(pieces, total, limit))
+    size = sum(len(text.encode()) for text in taken)
+    assert size == total if limit >= total else limit <= size + 100 and size <= 2 * limit
+    if limit < total and len(taken) > 2:
+        places = [ord(text[0]) - 0x100 for text in taken]
+        gaps = [b - a for a, b in zip(places, places[1:], strict=False)]
+        assert max(gaps) - min(gaps) <= 1 + 200 * count // max(limit, 1) / 50

@@ -7,6 +7,7 @@ that borders fall elsewhere. What is left over, less than a window, differs from
 
 import hashlib
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +15,21 @@ import numpy.typing as npt
 Int64s = npt.NDArray[np.int64]
 
 
+class Ring(Protocol):
+    """Ids one after the other, the first after the last: a `gpt.text.stream.Stream`."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, start: int, length: int) -> Int64s:
+        """``length`` ids from ``start`` on."""
+        ...
+
+
 @dataclass(frozen=True)
 class Batches:
     """Batches of ``rows`` windows of ``block_size`` ids (T) from a stream of at least T ids."""
 
-    ids: npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+    ids: Ring
     block_size: int
     rows: int
     seed: int
@@ -31,18 +42,26 @@ class Batches:
         """Windows an epoch."""
         return len(self.ids) // self.block_size
 
-    def global_batch(self, step: int) -> tuple[Int64s, Int64s]:
-        """Inputs x and targets y of a step, each (rows, T): y is x one id later. Steps count from 0."""
-        positions = np.arange(step * self.rows, (step + 1) * self.rows, dtype=np.int64)
+    def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s]:
+        """Inputs x and targets y of a step, each (rows / ranks, T): y is x one id later. Steps count from 0.
+
+        Of many processes, each takes its rows: disjoint, and together the rows of one.
+        """
+        assert self.rows % ranks == 0, "rows are divided evenly before this"
+        first = step * self.rows + rank * (self.rows // ranks)
+        starts = self._starts(np.arange(first, first + self.rows // ranks, dtype=np.int64))
+        windows = np.stack([self.ids.take(start, self.block_size + 1) for start in starts.tolist()])
+        return windows[:, :-1], windows[:, 1:]
+
+    def _starts(self, positions: Int64s) -> Int64s:
+        """Where the windows at these positions, counted from the first step, begin in the ring."""
         epochs = positions // self.windows
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             key = _hash(self.seed, epoch)
             window = permute(positions[epochs == epoch] % self.windows, self.windows, key)
-            starts[epochs == epoch] = window * self.block_size + key % len(self.ids)
-        taken = (starts[:, None] + np.arange(self.block_size + 1)) % len(self.ids)
-        windows = self.ids[taken].astype(np.int64)
-        return windows[:, :-1], windows[:, 1:]
+            starts[epochs == epoch] = (window * self.block_size + key % len(self.ids)) % len(self.ids)
+        return starts
 
 
 def permute(x: Int64s, n: int, key: int) -> Int64s:

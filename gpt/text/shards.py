@@ -2,98 +2,150 @@
 
 Layout, little-endian: an 8-byte magic, then version, dtype code (2 or 4 bytes an id), vocabulary size and flags as
 uint32; count of ids and count of documents as uint64; the ids; padding to 8 bytes; the offset of each document's
-first id as uint64. A document is its end-of-text, which stands before it, and its ids.
+first id as uint64. A document is its end-of-text, which stands before it, and its ids. Flag 1: the file begins
+inside a document that the file before it began.
 """
 
+import contextlib
+import hashlib
+import mmap
 import struct
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gpt.errors import UserError
-from gpt.files import whole_file
-from gpt.text.tokenizer import Ids, Tokenizer
+from gpt.files import file_sum, whole_file
 
 MAGIC = b"GPTIDS\r\n"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<8sIIIIQQ")
+CONTINUES = 1  # the flag
+HINT = "make it again from the text"
+
+Ids = npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32
+Offsets = npt.NDArray[np.uint64]
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Ids and where documents start in them; ``ids[offsets[d]]`` is the end-of-text before document d."""
-
-    ids: npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
-    offsets: npt.NDArray[np.uint64]
-
-    def documents(self) -> Iterator[npt.NDArray[np.int64]]:
-        """Each document's ids, without end-of-text."""
-        for start, end in pairwise([*self.offsets.tolist(), len(self.ids)]):
-            yield self.ids[start + 1 : end].astype(np.int64)
+def id_type(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """uint16 where all ids fit, else uint32."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
-def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> Shard:
-    """The texts as ids, each after an end-of-text; uint16 where the vocabulary allows."""
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    eot = np.array([tokenizer.eot], np.uint32)
-    parts: list[Ids] = []
-    offsets: list[int] = []
-    position = 0
-    for text in texts:
-        ids = tokenizer.encode(text)
-        offsets.append(position)
-        parts += [eot, ids]
-        position += 1 + len(ids)
-    ids = np.concatenate(parts).astype(dtype) if parts else np.array([], dtype)
-    return Shard(ids, np.array(offsets, np.uint64))
+def write(path: Path, ids: Iterable[Ids], offsets: Offsets, vocab_size: int) -> str:
+    """The ids, part after part, and where documents begin in them: all of it at ``path`` or nothing; the file's sha256.
 
-
-def write(path: Path, shard: Shard, vocab_size: int) -> None:
-    """All of ``shard`` at ``path``, or nothing: written beside it, synced, renamed."""
-    _check_little_endian()
-    header = HEADER.pack(MAGIC, VERSION, shard.ids.itemsize, vocab_size, 0, len(shard.ids), len(shard.offsets))
-    with whole_file(path) as file:
-        file.write(header)
-        shard.ids.tofile(file)
-        file.write(bytes(-shard.ids.nbytes % 8))
-        shard.offsets.tofile(file)
-
-
-def read(path: Path) -> tuple[Shard, int]:
-    """The shard at ``path``, memory-mapped, and its vocabulary's size.
-
-    Raises `UserError` where the file is another kind, cut short, or holds ids outside its vocabulary.
+    Raises `UserError` for an id outside the vocabulary.
     """
     _check_little_endian()
-    hint = "make it again from the text"
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header = file.read(HEADER.size)
-    if len(header) < HEADER.size or header[:8] != MAGIC:
-        raise UserError(f"{path} is no token file of ours", hint)
-    _, version, itemsize, vocab_size, _, count, documents = HEADER.unpack(header)
-    if version != VERSION or itemsize not in (2, 4):
-        raise UserError(
-            f"{path} has version {version}, dtype code {itemsize}; this program reads version {VERSION}", hint
-        )
-    ids_end = HEADER.size + count * itemsize
-    offsets_start = ids_end + -(count * itemsize) % 8
-    if size != offsets_start + documents * 8:
-        raise UserError(f"{path} has {size:,} bytes; its header promises {offsets_start + documents * 8:,}", hint)
-    if not count:
-        return Shard(np.array([], np.uint16), np.array([], np.uint64)), vocab_size
-    ids = np.memmap(path, np.uint16 if itemsize == 2 else np.uint32, "r", HEADER.size, (count,))
-    offsets = np.fromfile(path, np.uint64, documents, offset=offsets_start)
-    if int(ids.max()) >= vocab_size:
-        raise UserError(f"{path} holds id {int(ids.max())}, outside its vocabulary of {vocab_size:,}", hint)
-    if documents and (offsets[0] != 0 or np.any(np.diff(offsets.astype(np.int64)) <= 0) or offsets[-1] >= count):
-        raise UserError(f"{path} has document offsets out of order", hint)
-    return Shard(ids, offsets), vocab_size
+    parts = [np.ascontiguousarray(part, id_type(vocab_size)) for part in ids]
+    count = sum(map(len, parts))
+    if max((int(part.max()) for part in parts if len(part)), default=0) >= vocab_size:
+        raise UserError(f"an id outside the vocabulary of {vocab_size:,} was to be written to {path}")
+    flags = CONTINUES if count and (not len(offsets) or offsets[0]) else 0
+    itemsize = id_type(vocab_size).itemsize
+    header = HEADER.pack(MAGIC, VERSION, itemsize, vocab_size, flags, count, len(offsets))
+    padding = bytes(-count * itemsize % 8)
+    blocks: list[Any] = [header, *parts, padding, np.ascontiguousarray(offsets, np.uint64)]
+    digest = hashlib.sha256()
+    with whole_file(path) as file:
+        for block in blocks:
+            file.write(block)
+            digest.update(block)
+    return digest.hexdigest()
+
+
+class Shard:
+    """A file of ids, mapped into memory. Raises `UserError` where it is another kind, or cut short.
+
+    Ids are compared with the vocabulary where they are taken, so that opening costs the same for any size.
+    """
+
+    def __init__(self, path: Path) -> None:
+        _check_little_endian()
+        self.path = path
+        self._map: mmap.mmap | None = None
+        with self._system_errors():
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                header = file.read(HEADER.size)
+        self._check_header(header, size)
+
+    @contextlib.contextmanager
+    def _system_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+            raise UserError(f"cannot read {self.path}: {getattr(error, 'strerror', None) or error}", HINT) from None
+
+    def _mapped(self) -> mmap.mmap:
+        """The file in memory, mapped when it is first asked for: a corpus may have more files than may be open."""
+        if self._map is None:
+            with self._system_errors(), self.path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if hasattr(self._map, "madvise"):
+                self._map.madvise(mmap.MADV_RANDOM)
+        return self._map
+
+    def _check_header(self, header: bytes, size: int) -> None:
+        if len(header) < HEADER.size or header[:8] != MAGIC:
+            raise UserError(f"{self.path} is no token file of ours", HINT)
+        _, version, self.itemsize, self.vocab_size, flags, self.count, self.documents = HEADER.unpack(header)
+        if version != VERSION or self.itemsize not in (2, 4):
+            raise UserError(
+                f"{self.path} has version {version}, dtype code {self.itemsize}; this program reads version {VERSION}",
+                HINT,
+            )
+        self.continues = bool(flags & CONTINUES)
+        self._dtype = np.dtype(np.uint16 if self.itemsize == 2 else np.uint32)
+        ids_end = HEADER.size + self.count * self.itemsize
+        self._offsets_start = ids_end + -(self.count * self.itemsize) % 8
+        promised = self._offsets_start + self.documents * 8
+        if size != promised:
+            raise UserError(f"{self.path} has {size:,} bytes; its header promises {promised:,}", HINT)
+
+    def __len__(self) -> int:
+        return int(self.count)
+
+    def take(self, start: int, stop: int) -> Ids:
+        """A copy of some ids. Raises `UserError` for one outside the vocabulary."""
+        stop = min(stop, self.count)
+        at = HEADER.size + start * self.itemsize
+        ids: Ids = np.frombuffer(self._mapped(), self._dtype, max(0, stop - start), at).copy()
+        if len(ids) and int(ids.max()) >= self.vocab_size:
+            raise UserError(
+                f"{self.path} holds id {int(ids.max())}, outside its vocabulary of {self.vocab_size:,}", HINT
+            )
+        return ids
+
+    def offsets(self) -> Offsets:
+        """Where documents begin: the places of their end-of-text. Raises `UserError` where they are out of order."""
+        offsets: Offsets = np.frombuffer(self._mapped(), np.uint64, self.documents, self._offsets_start).copy()
+        wrong_start = self.count > 0 and not self.continues and (not len(offsets) or offsets[0] != 0)
+        disorder = len(offsets) and (np.any(offsets[1:] <= offsets[:-1]) or offsets[-1] >= self.count)
+        if wrong_start or disorder:
+            raise UserError(f"{self.path} has document offsets out of order", HINT)
+        return offsets
+
+    def release(self) -> None:
+        """Lets go of what was read: it stays in the system's cache and leaves this process's memory."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+    def verify(self, sha256: str) -> None:
+        """Reads all of it. Raises `UserError` unless its sum is ``sha256``, its ids and its offsets are in bounds."""
+        with self._system_errors():
+            if file_sum(self.path) != sha256:
+                raise UserError(f"{self.path} is damaged: its sha256 is not the one it was made with", HINT)
+        for start in range(0, len(self), 2**22):
+            self.take(start, start + 2**22)
+            self.release()
+        self.offsets()
 
 
 def _check_little_endian() -> None:

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from gpt import device, evaluate, events
@@ -22,19 +23,20 @@ from gpt.decoding.generate import Context, generate
 from gpt.device import Compute
 from gpt.errors import Interrupted, WorkError
 from gpt.files import disk_errors, to_json, write_file
+from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
 from gpt.model.loss import bits_per_byte, cross_entropy
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
 from gpt.text.batches import Batches
-from gpt.training.interrupt import StopSignal
+from gpt.text.corpus import open_corpus
 from gpt.training.optim import make_optimizer, set_lr
-from gpt.training.prepare import Data, prepare, write_tokens
+from gpt.training.prepare import Data, make_data, open_data, tokenized
 from gpt.training.recipe import Recipe, resolve
 from gpt.training.schedule import lr_at
 from gpt.training.state import TrainState
 
-Listener = Callable[[events.Event | events.Note | events.Plan], None]
+Listener = Callable[[events.Event | events.Note | events.Plan | events.Progress], None]
 EVAL_TOKENS = 32_768  # held-out tokens of a periodic evaluation; the one at the end takes all
 SAMPLE = SampleConfig(max_tokens=80)  # what is shown as the model learns
 
@@ -72,12 +74,16 @@ def train(
     def note(text: str) -> None:
         listen(events.Note(text))
 
-    data = prepare(texts, config, compute.device.type, note)
-    held_out = len(data.held_out.ids) > 0
-    n_tokens, vocab_size = len(data.train.ids), data.tokenizer.vocab_size
-    recipe = resolve(config, compute, data.corpus.bytes, n_tokens, vocab_size, held_out, note)
-    trainer = Trainer(data, recipe, compute, listen, began)
-    trainer.open_run(texts, config)
+    run, data = _open_run(texts, config, compute, listen, note)
+    try:
+        held_out = len(data.held_out) > 0
+        n_tokens, vocab_size = len(data.train), data.tokenizer.vocab_size
+        recipe = resolve(config, compute, data.folder.bytes, n_tokens, vocab_size, held_out, note)
+        trainer = Trainer(run, data, recipe, compute, listen, began)
+        trainer.open(texts, config)
+    except BaseException:  # nothing was trained yet
+        shutil.rmtree(run, ignore_errors=True)
+        raise
     try:
         with StopSignal() as stop:
             trainer.run_steps(stop)
@@ -88,39 +94,57 @@ def train(
         trainer.close()
 
 
+def _open_run(
+    texts: Sequence[str], config: TrainConfig, compute: Compute, listen: Listener, note: Callable[[str], None]
+) -> tuple[Path, Data]:
+    """A new run folder and the data of the run, tokenized into it unless they come tokenized; where that fails, no
+    folder is left."""
+    path = tokenized(texts)
+    if path is not None:
+        data = open_data(path, config, note)
+        return folder.create_run(config.out or os.path.join(folder.RUNS, path.absolute().name)), data
+    corpus = open_corpus(texts, config)
+    run = folder.create_run(config.out or os.path.join(folder.RUNS, corpus.name))
+    try:
+        return run, make_data(corpus, config, run / "tokens", compute.device.type, listen, note)
+    except Interrupted as stopped:
+        shutil.rmtree(run, ignore_errors=True)
+        raise Interrupted(stopped.signum, "interrupted before the first step: nothing is left of the run") from None
+    except BaseException:
+        shutil.rmtree(run, ignore_errors=True)
+        raise
+
+
 class Trainer:
     """The parts of a run and what is done with them."""
 
-    def __init__(self, data: Data, recipe: Recipe, compute: Compute, listen: Listener, began: float) -> None:
-        self.data, self.recipe, self.compute, self.listen, self.began = data, recipe, compute, listen, began
+    def __init__(self, run: Path, data: Data, recipe: Recipe, compute: Compute, listen: Listener, began: float) -> None:
+        self.run, self.data, self.recipe, self.compute, self.listen, self.began = (
+            run, data, recipe, compute, listen, began,
+        )  # fmt: skip
         torch.manual_seed(recipe.seed)
         self.model = GPT(recipe.model).to(compute.device)
         self.optimizer = make_optimizer(self.model, recipe.weight_decay)
         self.scaler = torch.amp.GradScaler(compute.device.type, enabled=compute.dtype == torch.float16)
-        self.batches = Batches(data.train.ids, recipe.model.block_size, recipe.rows, recipe.seed)
-        self.held_out = _spread(list(evaluate.windows(data.held_out.documents(), recipe.model.block_size)), recipe)
+        self.batches = Batches(data.train, recipe.model.block_size, recipe.rows, recipe.seed)
+        wanted = max(1, EVAL_TOKENS // recipe.model.block_size)
+        self.held_out = evaluate.spread_windows(data.held_out.documents, recipe.model.block_size, wanted)
         self.tokenizer_files = checkpoint.TokenizerFiles(data.tokenizer, recipe.model)
         self.state = TrainState()
         self.measured: tuple[int, float] | None = None  # the newest evaluation's step and loss
 
-    def open_run(self, texts: Sequence[str], config: TrainConfig) -> None:
-        """Makes the run folder, with ``run.json`` before anything else; where that fails, none is left."""
-        self.run = folder.create_run(config.out or os.path.join(folder.RUNS, self.data.corpus.name))
+    def open(self, texts: Sequence[str], config: TrainConfig) -> None:
+        """Writes ``run.json``, with which the folder is a run."""
         record = run_record(texts, config, self.recipe, self.compute, self.data)
-        try:
-            with disk_errors(self.run):
-                write_file(self.run / "run.json", to_json(record))
-                write_tokens(self.run / "tokens", self.data)
-                self.metrics = (self.run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
-        except BaseException:
-            shutil.rmtree(self.run, ignore_errors=True)
-            raise
+        with disk_errors(self.run):
+            write_file(self.run / "run.json", to_json(record))
+            self.metrics = (self.run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         shape = self.recipe.model
         self.note(
             f"model {self.recipe.preset}: {breakdown(shape).trainable:,} parameters ({shape.n_layer} layers, "
             f"{shape.n_head} heads, {shape.n_embd} wide, context {shape.block_size}, dropout {shape.dropout:g})"
         )
-        epochs = self.recipe.steps * self.recipe.batch_tokens / len(self.data.train.ids)
+        epochs = self.recipe.steps * self.recipe.batch_tokens / len(self.data.train)
         self.note(
             f"{self.recipe.steps:,} steps of {self.recipe.batch_tokens:,} tokens, {epochs:.1f} times the text, "
             f"on {self.compute.describe()}; run {self.run}"
@@ -221,8 +245,9 @@ class Trainer:
         loaded = checkpoint.load(best, compute.device)
         loss = bits = None
         if self.held_out:
-            whole = evaluate.windows(self.data.held_out.documents(), self.recipe.model.block_size)
-            tokens = sum(max(0, len(ids) - 1) for ids in self.data.held_out.documents())
+            documents = self.data.held_out.documents
+            whole = evaluate.windows(documents, self.recipe.model.block_size)
+            tokens = int(np.maximum(documents.lengths - 1, 0).sum())
             loss = evaluate.mean_loss(loaded.model, whole, compute)
             bits = bits_per_byte(loss * tokens, self.data.held_out_bytes)
         text = self.sample(loaded.model, compute)
@@ -298,14 +323,6 @@ class Trainer:
             self.metrics.close()
 
 
-def _spread(windows: list[evaluate.Window], recipe: Recipe) -> list[evaluate.Window]:
-    """At most `EVAL_TOKENS` worth of windows, spread evenly over all."""
-    wanted = max(1, EVAL_TOKENS // recipe.model.block_size)
-    if len(windows) <= wanted:
-        return windows
-    return [windows[i * len(windows) // wanted] for i in range(wanted)]
-
-
 def run_record(
     texts: Sequence[str], config: TrainConfig, recipe: Recipe, compute: Compute, data: Data
 ) -> dict[str, Any]:
@@ -327,6 +344,6 @@ def run_record(
             "platform": platform.platform(),
         },
         "tokenizer": {"name": data.tokenizer.name, "fingerprint": data.tokenizer.fingerprint},
-        "tokens": {"train": len(data.train.ids), "held_out": len(data.held_out.ids)},
-        "sources": [dataclasses.asdict(source) for source in data.sources],
+        "tokens": {"train": len(data.train), "held_out": len(data.held_out)},
+        "sources": data.sources(),
     }

@@ -1,14 +1,18 @@
-"""Texts → documents → held-out split → tokenizer → ids."""
+"""Texts → a folder of tokens, made in the run or found where `gpt tokenize` made it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from gpt.config import TrainConfig, find_preset
+from gpt.config import TextConfig, TrainConfig, find_preset
 from gpt.errors import UserError
-from gpt.text import readers, shards
-from gpt.text.readers import HASHED_SPLIT_FROM
-from gpt.text.tokenizer import END_OF_TEXT, Tokenizer, count_cut_pieces, make_tokenizer
+from gpt.files import file_sum
+from gpt.text.corpus import Corpus, make_tokenizer
+from gpt.text.stream import Stream
+from gpt.text.tokenize import Listener, tokenize
+from gpt.text.tokenizer import END_OF_TEXT, Tokenizer
+from gpt.text.tokens import MANIFEST, TokenFolder, is_token_folder
 from gpt.training.recipe import preset_name
 
 
@@ -16,70 +20,99 @@ from gpt.training.recipe import preset_name
 class Data:
     """What a run trains on and is measured by."""
 
-    corpus: readers.Corpus
-    sources: list[readers.Source]  # of the held-out text too, where it is a file of its own
+    folder: TokenFolder
     tokenizer: Tokenizer
-    train: shards.Shard
-    held_out: shards.Shard
-    held_out_bytes: int
+    train: Stream
+    held_out: Stream
+    found: bool  # the folder was there before the run
+
+    @property
+    def held_out_bytes(self) -> int:
+        """The held-out text's size in UTF-8."""
+        return self.folder.bytes_of("val")
+
+    def sources(self) -> list[dict[str, Any]]:
+        """What was read, for the run's record: each source with its sum, or the folder of tokens with its."""
+        if self.found:
+            return [{"name": str(self.folder.path), "sha256": file_sum(self.folder.path / MANIFEST)}]
+        keys = ("name", "size", "documents", "bytes", "sha256")
+        return [{key: getattr(source, key) for key in keys} for source in self.folder.sources()]
 
 
-def prepare(texts: Sequence[str], config: TrainConfig, device: str, note: Callable[[str], None]) -> Data:
-    """Reads, splits and tokenizes. The vocabulary is learnt from the training part alone.
+def tokenized(texts: Sequence[str]) -> Path | None:
+    """The folder that `gpt tokenize` made, where that is what is to be trained on."""
+    folders = [text for text in texts if is_token_folder(text)]
+    if folders and len(texts) > 1:
+        raise UserError(f"{folders[0]} is tokenized: it can only be trained on alone", "tokenize all texts together")
+    return Path(folders[0]) if folders else None
 
-    Raises `UserError` where something was to be held out and no token of it could be predicted.
-    """
-    corpus = readers.read(texts)
-    sources = list(corpus.sources)
-    if config.val_text is not None:
-        if config.val_fraction != TrainConfig().val_fraction:
-            note("--val-text is what is held out; --val-fraction is not used")
-        other = readers.read([config.val_text])
-        train, held_out = corpus.documents, other.documents
-        sources += other.sources
-    else:
-        train, held_out = readers.split(corpus.documents, config.val_fraction, config.seed)
-    train_bytes, held_out_bytes = _size(train), _size(held_out)
-    at_end = config.val_text is None and 1 < len(corpus.documents) < HASHED_SPLIT_FROM and len(held_out) > 0
-    note(
-        f"{', '.join(texts) or corpus.name}: {len(corpus.documents):,} document{'s' * (len(corpus.documents) != 1)}; "
-        f"{train_bytes:,} bytes to train on, {held_out_bytes:,} held out"
-        + (f", from {held_out[0].name} on" if at_end else "")
-    )
-    specials = sum(document.text.count(END_OF_TEXT) for document in train)
-    if specials:
-        note(f"the text contains {END_OF_TEXT} {specials:,} times: there it is ordinary text")
-    most = find_preset(preset_name(config, corpus.bytes, device)).model.vocab_size
-    tokenizer = make_tokenizer(config.tokenizer, config.vocab_size, [document.text for document in train], most)
-    data = Data(
-        corpus=corpus,
-        sources=sources,
-        tokenizer=tokenizer,
-        train=shards.encode_documents(tokenizer, [document.text for document in train]),
-        held_out=shards.encode_documents(tokenizer, [document.text for document in held_out]),
-        held_out_bytes=held_out_bytes,
-    )
-    if held_out and not any(len(ids) > 1 for ids in data.held_out.documents()):
+
+def open_data(path: Path, config: TrainConfig, note: Callable[[str], None]) -> Data:
+    """A folder of tokens, as it is. Settings that are about making one are not used, which is said."""
+    usual = TextConfig()
+    unused = ("tokenizer", "vocab_size", "val_text", "val_fraction", "field", "split_on", "encoding")
+    for name in unused:
+        if getattr(config, name) != getattr(usual, name):
+            note(f"{path} is tokenized already: --{name.replace('_', '-')} is not used")
+    folder = TokenFolder(path)
+    if folder.manifest.get("part"):
+        raise UserError(f"{path} is a part of a corpus", "join the parts: gpt data merge PART... -o DIR")
+    return _open(folder, note)
+
+
+def make_data(
+    corpus: Corpus, config: TrainConfig, out: Path, device: str, listen: Listener, note: Callable[[str], None]
+) -> Data:
+    """Tokenizes a corpus into the folder ``out``. The vocabulary is learnt from the training part alone."""
+    if config.val_text is not None and config.val_fraction != TrainConfig().val_fraction:
+        note("--val-text is what is held out; --val-fraction is not used")
+    most = find_preset(preset_name(config, corpus.found.bytes, device)).model.vocab_size
+    tokenizer = make_tokenizer(corpus, config, note, most)
+    return _open(tokenize(corpus, tokenizer, out, config.jobs, listen=listen), note, corpus)
+
+
+def _open(folder: TokenFolder, note: Callable[[str], None], corpus: Corpus | None = None) -> Data:
+    """The two sides of a folder. Raises `UserError` where there is nothing to train on, or something was held out and
+    no token of it can be predicted."""
+    data = Data(folder, folder.tokenizer, folder.stream("train"), folder.stream("val"), corpus is None)
+    for line in describe(folder, corpus):
+        note(line)
+    if not len(data.train):
+        raise UserError(f"{folder.path} has nothing to train on: all of its text is held out")
+    if len(data.held_out) and not any(data.held_out.documents.lengths > 1):
         raise UserError(
-            f"the text is too short: {held_out_bytes:,} bytes held out are one token, and nothing can be predicted",
+            f"the text is too short: {data.held_out_bytes:,} bytes held out are one token: nothing can be predicted",
             "give more text, a larger --val-fraction, or --val-fraction 0 to hold nothing out",
         )
-    cuts = sum(count_cut_pieces(document.text) for document in train)
-    if cuts:
-        note(f"{cuts:,} pieces of over 1 MiB without a break are cut there, to be tokenized in linear time")
-    note(
-        f"tokenizer {tokenizer.name}: {tokenizer.vocab_size:,} ids, {len(data.train.ids):,} tokens to train on, "
-        f"{train_bytes / max(1, len(data.train.ids)):.2f} bytes each"
-    )
     return data
 
 
-def _size(documents: Sequence[readers.Document]) -> int:
-    return sum(len(document.text.encode()) for document in documents)
-
-
-def write_tokens(folder: Path, data: Data) -> None:
-    """The ids of both parts as checked files in ``folder``, which is made."""
-    folder.mkdir()
-    shards.write(folder / "train.ids", data.train, data.tokenizer.vocab_size)
-    shards.write(folder / "val.ids", data.held_out, data.tokenizer.vocab_size)
+def describe(folder: TokenFolder, corpus: Corpus | None = None) -> list[str]:
+    """Lines for whoever watches: what was read, what was done with it."""
+    manifest = folder.manifest
+    names = ", ".join(manifest.get("texts") or []) or (corpus.name if corpus else str(folder.path))
+    train, held_out = folder.bytes_of("train"), folder.bytes_of("val")
+    first = corpus.first_held_out if corpus else None
+    lines = [
+        f"{names}: {folder.documents:,} document{'s' * (folder.documents != 1)}; "
+        f"{train:,} bytes to train on, {held_out:,} held out" + (f", from {first} on" if first else "")
+    ]
+    if manifest.get("end_of_text_in_text"):
+        lines.append(
+            f"the text contains {END_OF_TEXT} {manifest['end_of_text_in_text']:,} times: there it is ordinary text"
+        )
+    if manifest.get("cut_pieces"):
+        lines.append(
+            f"{manifest['cut_pieces']:,} pieces of over 1 MiB without a break are cut there, "
+            "to be tokenized in linear time"
+        )
+    if manifest.get("replaced"):
+        lines.append(f"{manifest['replaced']:,} wrong bytes were replaced by U+FFFD")
+    if manifest.get("skipped"):
+        lines.append(f"{manifest['skipped']:,} files, lines or rows could not be read and were left out")
+    tokens = sum(shard.tokens for shard in folder.shards if shard.side == "train")
+    lines.append(
+        f"tokenizer {folder.tokenizer.name}: {folder.tokenizer.vocab_size:,} ids, {tokens:,} tokens to train on, "
+        f"{train / max(1, tokens):.2f} bytes each"
+    )
+    return lines

@@ -1,0 +1,33 @@
+"""``gpt tokenize``."""
+
+import time
+from typing import Annotated
+
+import typer
+
+from gpt.config import TokenizeConfig
+
+from . import render, render_tokens
+from .options import Json, Quiet, takes
+
+
+@takes(TokenizeConfig)
+def tokenize(
+    settings: TokenizeConfig,
+    text: Annotated[
+        list[str], typer.Argument(help="Files, folders, globs, addresses, - for stdin, or corpora by name.")
+    ],
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Turn TEXT into a folder of tokens that `gpt train` takes: checked, resumable, of any size."""
+    began = time.perf_counter()
+    from gpt.text.tokenize import tokenize_texts
+
+    with render.TrainDisplay(quiet) as display:
+        folder = tokenize_texts(text, settings, display)
+    seconds = time.perf_counter() - began
+    if json:
+        render.json_line(render_tokens.tokens_json(folder, seconds))
+    else:
+        render_tokens.tokens(folder, seconds)

@@ -1,0 +1,114 @@
+"""A corpus as it was asked for: its sources in groups, the split, and a tokenizer for it; none of its text is kept."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from gpt.config import ReadConfig, TextConfig
+from gpt.errors import UserError
+from gpt.text import sources as words
+from gpt.text.readers import Reader
+from gpt.text.source import Piece, Source
+from gpt.text.split import Halved, Split, Survey, plan_split, spread, survey
+from gpt.text.tokenizer import Tokenizer, auto_vocab_size, find_tokenizer, learn_tokenizer, learn_tokenizer_up_to
+
+GROUP_BYTES = 2**26  # of sources, as stored, that make a group; a larger source is one by itself
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Sources and the rule that says which of their text is held out. ``own_from``: where those of a text of its own,
+    which is held out whole, begin."""
+
+    name: str
+    texts: tuple[str, ...]
+    reading: ReadConfig
+    sources: list[Source]
+    own_from: int
+    split: Split
+    found: Survey
+
+    @property
+    def groups(self) -> list[range]:
+        """Sources that are read one after the other and whose ids share files. They depend on nothing else."""
+        groups: list[range] = []
+        size = 0
+        for number, source in enumerate(self.sources):
+            if not groups or number == self.own_from or size + source.size > GROUP_BYTES:
+                groups.append(range(number, number))
+                size = 0
+            size += source.size
+            groups[-1] = range(groups[-1].start, number + 1)
+        return groups
+
+    def halve(self, pieces: Iterable[Piece], number: int) -> Halved:
+        """The pieces of source ``number``, each with whether it is held out."""
+        if number >= self.own_from:
+            return ((piece, True) for piece in pieces)
+        return self.split.halve(pieces, number)
+
+    @property
+    def train_bytes(self) -> int:
+        """Text to train on; an estimate where not all was counted."""
+        if self.split.by == "end":
+            return self.split.kept
+        return round(self.found.bytes * (1 - self.split.fraction))
+
+    @property
+    def first_held_out(self) -> str | None:
+        """The source from which on, or inside which, text is held out, where that is the end of several."""
+        if self.split.by != "end" or len(self.sources) == 1:
+            return None
+        return next(
+            source.name
+            for source, start, size in zip(self.sources, self.split.starts, self.found.sizes or (), strict=True)
+            if start + size > self.split.kept
+        )
+
+    def training_text(self) -> Iterator[Piece]:
+        """All that is trained on."""
+        reader = Reader(self.reading)
+        for number, source in enumerate(self.sources[: self.own_from]):
+            halves = self.halve(reader.documents(source), number)
+            yield from (piece for piece, held_out in halves if not held_out)
+
+    def identity(self) -> str:
+        """A sum over what there is to read."""
+        digest = hashlib.sha256()
+        for source in self.sources:
+            digest.update((json.dumps([source.name, source.size]) + "\n").encode())
+        return digest.hexdigest()
+
+
+def open_corpus(texts: Sequence[str], config: TextConfig) -> Corpus:
+    """Finds the sources and decides the split. Raises `UserError` for anything that is no text, or too short."""
+    reading = ReadConfig(**{f.name: getattr(config, f.name) for f in fields(ReadConfig)})
+    found_sources = words.find(texts, reading.skip_bad)
+    own = words.find([config.val_text], reading.skip_bad) if config.val_text is not None else []
+    found = survey(found_sources, reading)
+    if not found.documents or not found.bytes:
+        what = f"{texts[0]} is empty" if len(texts) == 1 else f"all of {', '.join(texts)} is empty"
+        raise UserError(f"{what}: 0 characters", "give a file with some text in it")
+    split = plan_split(found_sources, found, reading, config.val_fraction, config.seed, bool(own))
+    return Corpus(
+        words.run_name(texts), tuple(texts), reading, [*found_sources, *own], len(found_sources), split, found
+    )
+
+
+def make_tokenizer(
+    corpus: Corpus, config: TextConfig, note: Callable[[str], None] = lambda text: None, most: int = 2**24
+) -> Tokenizer:
+    """The tokenizer that ``--tokenizer`` and ``--vocab-size`` ask for; ``auto`` learns it from a sample, spread over
+    what is trained on. ``most`` bounds the size where none was asked for."""
+    if config.tokenizer != "auto":
+        return find_tokenizer(config.tokenizer)
+    if corpus.train_bytes > config.sample_bytes:
+        note(
+            f"learning the vocabulary from {config.sample_bytes / 1e6:,.0f} of {corpus.train_bytes / 1e6:,.0f} MB, "
+            "spread over the text"
+        )
+    text = spread(corpus.training_text(), corpus.train_bytes, config.sample_bytes)
+    if config.vocab_size is not None:
+        return learn_tokenizer(text, config.vocab_size)
+    return learn_tokenizer_up_to(text, min(most, auto_vocab_size(corpus.train_bytes)))

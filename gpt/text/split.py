@@ -1,0 +1,165 @@
+"""What is trained on and what is held out, decided while documents stream by.
+
+Fewer than `HASHED_SPLIT_FROM` documents: the end of the bytes, in order, cutting a document where it must. From there
+on each document goes by a hash of the seed and its own beginning, so that adding documents moves none.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gpt.config import ReadConfig
+from gpt.errors import UserError
+from gpt.text.readers import HEAD, Reader, is_plain
+from gpt.text.source import Piece, Source
+
+HASHED_SPLIT_FROM = 200  # documents
+UNLIKELY = 1e-9  # the chance that so many documents leave nothing held out, below which nobody looks
+
+Halved = Iterator[tuple[Piece, bool]]  # pieces, and whether each is held out
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a first look at the sources tells."""
+
+    documents: int  # all of them, or `HASHED_SPLIT_FROM` where there are that many or more
+    bytes: int  # of text in UTF-8; an estimate where `sizes` is None
+    sizes: list[int] | None  # each source's, where all were counted
+
+
+def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
+    """Counts documents up to `HASHED_SPLIT_FROM`, and bytes. Plain files in UTF-8 are not opened for it."""
+    exact = config.split_on is None and config.errors == "strict" and not config.skip_bad
+    unopened = [exact and config.encoding.lower() in ("utf-8", "utf8") and is_plain(source) for source in sources]
+    documents, sizes = 0, []
+    stored = text = 1  # bytes of what was opened
+    reader = Reader(config)
+    for source, plain in zip(sources, unopened, strict=True):
+        if plain:
+            documents += source.size > 0
+            sizes.append(source.size)
+        else:
+            counted = _Count()
+            for piece in reader.documents(source, counted.stored):
+                documents += piece.begins
+                counted.text += len(piece.text.encode())
+                if documents >= HASHED_SPLIT_FROM:
+                    break
+            sizes.append(counted.text)
+            stored, text = stored + counted.position, text + counted.text
+        if documents >= HASHED_SPLIT_FROM:
+            packed = sum(s.size for s, plain in zip(sources, unopened, strict=True) if not plain)
+            return Survey(HASHED_SPLIT_FROM, sum(s.size for s in sources) - packed + packed * text // stored, None)
+    return Survey(documents, sum(sizes), sizes)
+
+
+class _Count:
+    """Bytes of a source: its text, and how far reading came in what is stored."""
+
+    def __init__(self) -> None:
+        self.text = self.position = 0
+
+    def stored(self, position: int) -> None:
+        self.position = position
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rule, with nothing left open: a pure function of a document and where it stands."""
+
+    by: Literal["hash", "end", "text", "nothing"]  # "text": a text of its own is held out
+    fraction: float
+    seed: int
+    bound: float = 0.0  # by hash: what lies below is held out
+    starts: tuple[int, ...] = ()  # at the end: the bytes of text before each source …
+    kept: int = 0  # … and how many are trained on
+
+    def describe(self) -> dict[str, Any]:
+        """For the manifest."""
+        values: dict[str, Any] = {"by": self.by, "fraction": self.fraction, "seed": self.seed}
+        if self.by == "end":
+            values["kept"] = self.kept
+        if self.by == "hash":
+            values["bound"] = self.bound
+        return values
+
+    def halve(self, pieces: Iterable[Piece], number: int) -> Halved:
+        """The pieces of source ``number``, each with whether it is held out."""
+        if self.by == "end":
+            return self._at_end(pieces, self.starts[number])
+        return self._by_hash(pieces) if self.by == "hash" else ((piece, False) for piece in pieces)
+
+    def _by_hash(self, pieces: Iterable[Piece]) -> Halved:
+        held_out = False
+        for piece in pieces:
+            if piece.begins:
+                held_out = share(piece.text, self.seed) < self.bound
+            yield piece, held_out
+
+    def _at_end(self, pieces: Iterable[Piece], position: int) -> Halved:
+        for piece in pieces:
+            data = piece.text.encode()
+            left = self.kept - position
+            position += len(data)
+            if left <= 0 or len(data) <= left:
+                yield piece, left <= 0
+                continue
+            head = data[:left].decode("utf-8", "ignore")  # never inside a character
+            if head:
+                yield Piece(head, piece.begins), False
+            yield Piece(piece.text[len(head) :], True), True
+
+
+def share(text: str, seed: int) -> float:
+    """Where a document lies between 0 and 1, by a hash of the seed and its first `HEAD` characters."""
+    digest = hashlib.sha256(f"{seed}\0{text[:HEAD]}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def plan_split(
+    sources: Sequence[Source], found: Survey, config: ReadConfig, fraction: float, seed: int, own_text: bool = False
+) -> Split:
+    """The split of a corpus. Never nothing is held out, unless ``fraction`` is 0 or a text of its own is.
+
+    Raises `UserError` where the text is too short to have two sides.
+    """
+    if own_text or fraction == 0:
+        return Split("text" if own_text else "nothing", 0.0 if own_text else fraction, seed)
+    if found.documents >= HASHED_SPLIT_FROM:
+        return Split("hash", fraction, seed, bound=max(fraction, _least_share(sources, config, fraction, seed)))
+    assert found.sizes is not None
+    starts = tuple(sum(found.sizes[:number]) for number in range(len(found.sizes)))
+    kept = found.bytes - round(found.bytes * fraction)
+    if kept < 1 or kept >= found.bytes:
+        raise UserError(
+            f"the text is too short to hold {fraction:g} of it out: {found.bytes:,} byte{'s' * (found.bytes != 1)}",
+            "give more text, or --val-fraction 0 to hold nothing out",
+        )
+    return Split("end", fraction, seed, starts=starts, kept=kept)
+
+
+def _least_share(sources: Sequence[Source], config: ReadConfig, fraction: float, seed: int) -> float:
+    """A bound above the least share of all documents; 0 where there are so many that some lie below ``fraction``."""
+    count, least = 0, 1.0
+    reader = Reader(config)
+    for source in sources:
+        for piece in reader.documents(source):
+            if piece.begins:
+                count += 1
+                least = min(least, share(piece.text, seed))
+                if least < fraction or (1 - fraction) ** count < UNLIKELY:
+                    return 0.0
+    return least * 1.0000001
+
+
+def spread(pieces: Iterable[Piece], total: int, limit: int) -> Iterator[str]:
+    """About ``limit`` bytes of a text of about ``total``: pieces evenly spread over it, or all where that is less."""
+    seen = taken = 0
+    for piece in pieces:
+        if taken * total <= limit * seen and taken < limit:
+            text = piece.text[: limit - taken]
+            taken += len(text.encode())
+            yield text
+        seen += len(piece.text.encode())

@@ -1,0 +1,221 @@
+"""Text → token shards: reading here, encoding in processes, writing here, all in the order of the text.
+
+What comes out depends on the text and the settings alone, not on how many processes work or on where the work was
+interrupted: sources form groups, a group's text forms items, and a slice (a shard a side) ends at an item. A finished
+slice is a line of ``progress.jsonl``; going on reads the unfinished group again and encodes what is missing.
+"""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt import events
+from gpt.config import TokenizeConfig
+from gpt.errors import Interrupted, UserError, WorkError
+from gpt.interrupt import StopSignal
+from gpt.text import shards, slices
+from gpt.text.corpus import Corpus, make_tokenizer, open_corpus
+from gpt.text.items import Item, Mark, read_items
+from gpt.text.slices import Done
+from gpt.text.tokenizer import END_OF_TEXT, Tokenizer
+from gpt.text.tokens import MANIFEST, SIDES, Side, TokenFolder
+
+INLINE_BYTES = 4_000_000  # below this, starting processes takes longer than the work
+
+Listener = Callable[[events.Note | events.Progress], None]
+
+
+@dataclass
+class Encoded:
+    """An item's ids by side, end-of-texts in their places, and where documents begin in them."""
+
+    ids: dict[Side, shards.Ids]
+    offsets: dict[Side, shards.Offsets]
+    cut_pieces: int
+    end_of_text_in_text: int
+
+
+def encode_item(tokenizer: Tokenizer, item: Item) -> Encoded:
+    """What the processes do."""
+    dtype = shards.id_type(tokenizer.vocab_size)
+    eot = np.array([tokenizer.eot], dtype)
+    parts: dict[Side, list[shards.Ids]] = {side: [] for side in SIDES}
+    offsets: dict[Side, list[int]] = {side: [] for side in SIDES}
+    lengths = dict.fromkeys(SIDES, 0)
+    cuts = 0
+    for text, begins, side in zip(item.texts, item.begins, item.sides, strict=True):
+        if begins:
+            offsets[side].append(lengths[side])
+            parts[side].append(eot)
+        ids, cut = tokenizer.encode_counted(text)
+        parts[side].append(ids.astype(dtype))
+        lengths[side] += len(ids) + begins
+        cuts += cut
+    return Encoded(
+        {side: np.concatenate(of_side) for side, of_side in parts.items() if of_side},
+        {side: np.array(of_side, np.uint64) for side, of_side in offsets.items()},
+        cuts,
+        sum(text.count(END_OF_TEXT) for text in item.texts),
+    )
+
+
+_tokenizer: Tokenizer  # a process's own
+
+
+def _start_process(tokenizer: Tokenizer) -> None:
+    """A process leaves Ctrl-C to its parent, and ends when that is gone."""
+    global _tokenizer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _tokenizer = tokenizer
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _encode_in_process(item: Item) -> Encoded:
+    return encode_item(_tokenizer, item)
+
+
+def encode(tokenizer: Tokenizer, items: Iterator[tuple[Item, Mark]], jobs: int) -> Iterator[tuple[Mark, Encoded]]:
+    """Every item encoded, in order, by ``jobs`` processes, or by this one if that is 1. Few are in memory at once."""
+    if jobs == 1:
+        yield from ((mark, encode_item(tokenizer, item)) for item, mark in items)
+        return
+    context = multiprocessing.get_context("spawn")
+    waiting: deque[tuple[Mark, Future[Encoded]]] = deque()
+    pool = ProcessPoolExecutor(jobs, context, _start_process, (replace(tokenizer),))
+    try:
+        for item, mark in items:
+            waiting.append((mark, pool.submit(_encode_in_process, item)))
+            if len(waiting) > 2 * jobs + 2:
+                mark, done = waiting.popleft()
+                yield mark, done.result()
+        while waiting:
+            mark, done = waiting.popleft()
+            yield mark, done.result()
+    except BrokenProcessPool:
+        raise WorkError(
+            "a process that tokenizes ended unexpectedly (out of memory, or killed)",
+            "take fewer --jobs; in a script of your own, call this below: if __name__ == '__main__':",
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listener = lambda event: None) -> TokenFolder:
+    """What ``gpt tokenize`` does: files, folders, addresses or corpora by name → the token folder ``config.out``.
+
+    Raises as `tokenize` does, and `UserError` where the folder is there already and is not to be resumed.
+    """
+    if config.out is None:
+        raise UserError("where should the tokens go?", "name a new folder: gpt tokenize TEXT -o DIR")
+    out = Path(config.out)
+    if out.exists() and not config.resume:
+        raise UserError(
+            f"{out} is there already", "give another --out; where it was not finished, --resume goes on with it"
+        )
+    corpus = open_corpus(texts, config)
+    asked = {"tokenizer": config.tokenizer, "vocab_size": config.vocab_size, "sample_bytes": config.sample_bytes}
+    tokenizer = slices.begun_tokenizer(out, asked) if out.exists() else None
+    if tokenizer is None:
+        tokenizer = make_tokenizer(corpus, config, lambda text: listen(events.Note(text)))
+    return tokenize(corpus, tokenizer, out, config.jobs, config.share, listen, asked)
+
+
+def tokenize(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    out: Path,
+    jobs: int | None = None,
+    share: tuple[int, int] = (1, 1),
+    listen: Listener = lambda event: None,
+    asked: Mapping[str, Any] | None = None,
+) -> TokenFolder:
+    """Makes the token folder ``out``, or goes on with it where it was begun with the same text and settings.
+
+    ``share``: the I-th of N parts of the sources; ``asked``: the words that ``tokenizer`` was made from, compared when
+    going on. Raises `UserError` for text that cannot be read, or where ``out`` was begun otherwise; `WorkError` where
+    the disk is full; `Interrupted` after SIGINT or SIGTERM. Finished slices stay valid whatever happens.
+    """
+    about = slices.describe(corpus, tokenizer, share)
+    if (out / MANIFEST).exists():
+        slices.check_finished(out, about)
+        return TokenFolder(out)
+    mine = range(share[0] - 1, len(corpus.groups), share[1])
+    if not out.exists():
+        _check_room(corpus, tokenizer, out, mine, listen)
+        slices.begin(out, about, corpus, tokenizer, asked or {})
+    done = slices.read_progress(out, about, corpus)
+    writer = slices.Writer(out, tokenizer.vocab_size, done)
+    items = _items(corpus, mine, done, tokenizer.pattern, listen)
+    with StopSignal() as stop:
+        for mark, encoded in encode(tokenizer, items, _jobs(jobs, corpus)):
+            writer.add(mark, encoded)
+            if stop.signum is not None:
+                finished = f"{len(done.lines):,} slice{'s are' if len(done.lines) != 1 else ' is'} finished in {out}"
+                raise Interrupted(stop.signum, f"interrupted; {finished}: go on with --resume")
+    slices.finish(out, about, done)
+    return TokenFolder(out)
+
+
+def _items(
+    corpus: Corpus, groups: Sequence[int], done: Done, pattern: str, listen: Listener
+) -> Iterator[tuple[Item, Mark]]:
+    """All that is still to be encoded."""
+    sizes = [source.size for source in corpus.sources]
+    total = sum(sizes[number] for group in groups for number in corpus.groups[group])
+    before = 0
+
+    def on_bytes(number: int, position: int) -> None:
+        listen(events.Progress(before + min(position, sizes[number]), total))
+
+    for group in groups:
+        numbers = corpus.groups[group]
+        if not done.whole(group):
+            yield from islice(read_items(corpus, group, pattern, on_bytes), done.items(group), None)
+        before += sum(sizes[number] for number in numbers)
+
+
+def _jobs(asked: int | None, corpus: Corpus) -> int:
+    """How many processes: as many as there are cores, and none but this one for a small text."""
+    if asked is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cores if corpus.found.bytes > INLINE_BYTES else 1
+    return asked
+
+
+def _check_room(corpus: Corpus, tokenizer: Tokenizer, out: Path, groups: Sequence[int], listen: Listener) -> None:
+    """Says what the tokens will need, by a first item; raises `WorkError` where the disk has less."""
+    if not groups:
+        return
+    item, _ = next(read_items(corpus, groups[0], tokenizer.pattern, lambda number, position: None))
+    size = sum(len(text.encode()) for text in item.texts)
+    encoded = encode_item(tokenizer, item)
+    share = len(groups) / len(corpus.groups)
+    needed = round(corpus.found.bytes * share * sum(ids.nbytes for ids in encoded.ids.values()) / max(1, size))
+    place = next(folder for folder in [out, *out.absolute().parents] if folder.exists())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise WorkError(
+            f"the tokens need about {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free at {place}",
+            "make room, or give another place with --out",
+        )
+    if needed > 100_000_000:
+        listen(events.Note(f"about {needed / 1e6:,.0f} MB of tokens; {free / 1e6:,.0f} MB are free at {place}"))
