@@ -42,13 +42,15 @@ def corpora(all_corpora: "Sequence[Corpus]", as_json: bool) -> None:
     from rich import box
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("Corpus", "What", "Size", "License", ""):
-        table.add_column(column, justify="right" if column == "Size" else "left", no_wrap=column == "Corpus")
-    for found in all_corpora:
-        about = "about " if found.python else ""
-        row = (found.name, found.title, about + size_in_words(found.size), found.license, status(found))
-        table.add_row(*map(Text, row))
     console = render.stdout()
+    table.add_column("Corpus", no_wrap=True)
+    table.add_column("What")
+    table.add_column("Size", justify="right", no_wrap=True)
+    table.add_column("License", max_width=13 if console.width < 120 else None)
+    table.add_column("", no_wrap=True)
+    for found in all_corpora:
+        row = (found.name, found.title, size_in_words(found.size), found.license, status(found))
+        table.add_row(*map(Text, row))
     console.print(table)
     console.print(Text("gpt data show NAME tells more; gpt train NAME fetches what is not here.", "dim"))
 

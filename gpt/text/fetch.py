@@ -53,9 +53,6 @@ def fetch(
             if not is_whole(url, target, sha256, size):
                 download.run(waits)
                 download.finish()
-            # Whoever waits for the lock, or makes it anew, now finds the target whole; Windows may refuse.
-            with contextlib.suppress(OSError):
-                download.lock.unlink(missing_ok=True)
     return target
 
 
@@ -332,11 +329,26 @@ def _disk_errors(target: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Holds the lock ``path``; while another process or thread has it, calls ``waiting`` again and again."""
-    with path.open("ab") as file:
-        while not _lock(file.fileno()):
-            waiting()
-            time.sleep(0.1)
-        yield
+    while True:
+        with path.open("ab") as file:
+            while not _lock(file.fileno()):
+                waiting()
+                time.sleep(0.1)
+            if not _is_at(file.fileno(), path):
+                continue  # whoever had it has removed it, and another one may stand there
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):  # Windows keeps what is open
+                    path.unlink()
+            return
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
 
 
 def _lock(descriptor: int) -> bool:
