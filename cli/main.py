@@ -12,7 +12,7 @@ import typer
 from gpt import __version__
 from gpt.errors import Interrupted, UserError
 
-from . import evaluate, params, render, sample, tokenize, train
+from . import data, evaluate, params, render, sample, tokenize, train
 
 EPILOG = (
     "Every option has a twin in the environment, GPT_<COMMAND>_<OPTION>: GPT_TRAIN_STEPS=100 is --steps 100. "
@@ -26,6 +26,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"auto_envvar_prefix": "GPT", "help_option_names": ["-h", "--help"]},
 )
+
+
+def _help(context: typer.Context) -> None:
+    """What a group does where no command of it is named."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+_TWINS = "Each option has a twin in the environment: GPT_{}_<OPTION>."
 COMMANDS: dict[str, Callable[..., object]] = {
     "train": train.train,
     "sample": sample.sample,
@@ -34,7 +43,16 @@ COMMANDS: dict[str, Callable[..., object]] = {
     "params": params.params,
 }
 for name, command in COMMANDS.items():
-    app.command(name, epilog=f"Each option has a twin in the environment: GPT_{name.upper()}_<OPTION>.")(command)
+    app.command(name, epilog=_TWINS.format(name.upper()))(command)
+GROUPS: dict[str, typer.Typer] = {
+    "data": data.app,
+}
+for name, group in GROUPS.items():
+    for info in group.registered_commands:
+        verb = info.name or getattr(info.callback, "__name__", "")
+        info.epilog = _TWINS.format(f"{name}_{verb}".upper())
+    group.callback(invoke_without_command=True)(_help)
+    app.add_typer(group, name=name)
 
 
 def _print_version(wanted: bool) -> None:
@@ -56,8 +74,7 @@ def _main(
         show_envvar=False,
     ),
 ) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+    _help(context)
 
 
 def run() -> None:
@@ -80,7 +97,7 @@ def main(args: list[str]) -> int:
             return _pipe_closed()
         if debug and not isinstance(error, (Interrupted, KeyboardInterrupt)):
             traceback.print_exception(error)
-        return _report(error, next((arg for arg in args if arg in COMMANDS), "COMMAND"))
+        return _report(error, next((arg for arg in args if arg in {**COMMANDS, **GROUPS}), "COMMAND"))
 
 
 def _report(error: BaseException, command: str) -> int:

@@ -242,7 +242,7 @@ class Bar:
     def __init__(self, verb: str, unit: str, quiet: bool) -> None:
         self.verb, self.unit, self.quiet = verb, unit, quiet
         self.console = stderr()
-        self.done = 0
+        self.done = self.skipped = 0
         self.started = self.last_line = time.monotonic()
         self.progress: Any = None
 
@@ -262,6 +262,11 @@ class Bar:
         if self.progress is not None:
             self.progress.stop()
 
+    def skip(self, count: int) -> None:
+        """``count`` were done before, and tell nothing of the rate."""
+        self.done += count
+        self.skipped += count
+
     def advance(self, count: int, total: int) -> None:
         """``count`` more are done, of ``total``."""
         self.reach(self.done + count, total)
@@ -269,13 +274,14 @@ class Bar:
     def reach(self, done: int, total: int) -> None:
         """``done`` of ``total`` are done."""
         self.done = done
-        seconds = max(time.monotonic() - self.started, 1e-9)
-        line = f"{self.verb} {self.done:,}/{total:,} {self.unit}  {self.done / seconds:,.0f} {self.unit}/s"
+        rate = max(self.done - self.skipped, 0) / max(time.monotonic() - self.started, 1e-9)
+        line = f"{self.verb} {self.done:,}/{total:,} {self.unit}  {rate:,.0f} {self.unit}/s"
         if self.progress is not None:
             self.progress.update(self.task, completed=self.done, total=total, description=line)
         elif not self.quiet and time.monotonic() - self.last_line >= PLAIN_SECONDS:
             self.last_line = time.monotonic()
-            self.console.print(f"{line}  {format_seconds((total - self.done) * seconds / max(1, self.done))} left")
+            left = f"  {format_seconds((total - self.done) / rate)} left" if rate else ""
+            self.console.print(line + left)
 
     def watching(self, each: Callable[[Any, Any], None] | None) -> "OnWindow":
         """What an evaluation calls for each window: ``each`` prints it, and the bar moves."""

@@ -1,17 +1,378 @@
-"""Named corpora, and fetching them."""
+"""Named corpora, and fetching them from a server of our own that misbehaves on demand."""
 
+import errno
 import hashlib
 import http.server
+import os
+import random
+import re
+import shutil
+import socket
+import stat
 import sys
+import sysconfig
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator
+from email.message import Message
+from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from conftest import SHARED, needs_shared
+from conftest import ROOT, SHARED, needs_shared
+from gpt_cli.render_data import size_in_words
 
 from gpt.errors import UserError, WorkError
 from gpt.text import catalogue, readers
+from gpt.text import fetch as fetching
+from gpt.text.fetch import Redirects, fetch, is_whole
+from gpt.text.source import Source
+
+DATA = random.Random(0).randbytes(1_000_000)
+SUM = hashlib.sha256(DATA).hexdigest()
+AT_ONCE = (0.0, 0.0)  # two further tries, without waiting
+
+
+class Site:
+    """Files behind a server, and its manners."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.files = {"/x": DATA}
+        self.cuts: list[int] = []  # after how many bytes the next answers end
+        self.statuses: list[int] = []  # what the next answers are instead of files
+        self.redirects: dict[str, str] = {}
+        self.ranges = self.tags = self.lengths = self.honest = True
+        self.pause = 0.0  # seconds between blocks
+        self.offset = 0  # how far beside the Range the answer begins
+        self.log: list[tuple[str | None, int, int]] = []  # Range, status, bytes sent
+
+    @property
+    def sent(self) -> int:
+        return sum(sent for _, _, sent in self.log)
+
+    def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
+        if request.path in self.redirects or request.path not in self.files or self.statuses:
+            status = self.statuses.pop(0) if self.statuses else 302 if request.path in self.redirects else 404
+            request.send_response(status)
+            request.send_header("Location", self.redirects.get(request.path, ""))
+            request.end_headers()
+            self.log.append((request.headers.get("Range"), status, 0))
+            return
+        data = self.files[request.path]
+        tag = f'"{hashlib.sha256(data).hexdigest()}"'
+        asked = request.headers.get("Range")
+        start, status = 0, 200
+        if asked and self.ranges and (request.headers["If-Range"] == tag or not self.honest):
+            start = int(asked.removeprefix("bytes=").removesuffix("-")) + self.offset
+            status = 206 if start < len(data) else 416
+        body = data[start:]
+        request.send_response(status)
+        if self.tags:
+            request.send_header("ETag", tag)
+        if status == 206:
+            request.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        if self.lengths:
+            request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        body = body[: self.cuts.pop(0)] if self.cuts else body
+        self.log.append((asked, status, len(body)))
+        for at in range(0, len(body), 100_000):
+            request.wfile.write(body[at : at + 100_000])
+            time.sleep(self.pause)
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    site = Site()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            site.answer(self)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    class Server(http.server.ThreadingHTTPServer):
+        def handle_error(self, *args: object) -> None:
+            pass  # clients of these tests go away in the middle
+
+    with Server(("127.0.0.1", 0), Handler) as httpd:
+        site.url = f"http://127.0.0.1:{httpd.server_address[1]}"
+        thread = threading.Thread(target=lambda: httpd.serve_forever(0.01), daemon=True)
+        thread.start()
+        yield site
+        httpd.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "x.bin"
+
+
+def beside(target: Path, ending: str) -> list[Path]:
+    return [path for path in target.parent.iterdir() if path.name.endswith(ending)]
+
+
+# One file
+
+
+def test_a_whole_file_once(site: Site, target: Path) -> None:
+    seen: list[tuple[int, int | None]] = []
+    umask = os.umask(0o027)
+    try:
+        assert fetch(site.url + "/x", target, SUM, len(DATA), lambda *pair: seen.append(pair)) == target
+    finally:
+        os.umask(umask)
+    assert target.read_bytes() == DATA
+    if sys.platform != "win32":
+        assert stat.S_IMODE(target.stat().st_mode) == 0o640
+    assert {path.name for path in target.parent.iterdir()} == {"x.bin", ".x.bin.ok"}
+    assert seen[0] == (0, len(DATA))
+    assert seen[-1] == (len(DATA), len(DATA))
+    assert all(a <= b for (a, _), (b, _) in pairwise(seen))
+    fetch(site.url + "/x", target, SUM, len(DATA))
+    assert len(site.log) == 1
+
+
+def test_what_the_server_refuses(site: Site, target: Path) -> None:
+    with pytest.raises(WorkError, match="cannot download .*/none: HTTP Error 404") as error:
+        fetch(site.url + "/none", target, SUM)
+    assert f"download {site.url}/none and put it at {target}" in error.value.hint
+    assert len(site.log) == 1  # another try would not help
+    site.statuses = [503, 429]
+    assert fetch(site.url + "/x", target, SUM, waits=AT_ONCE).read_bytes() == DATA
+
+
+def test_no_network_is_said_at_once(target: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/x"
+    with pytest.raises(WorkError, match=f"cannot download {url}: .*refused") as error:
+        fetch(url, target, waits=[3600.0])
+    assert str(target) in error.value.hint
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cut_connections_are_continued(site: Site, target: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    site.cuts = [rng.randrange(1, 150_000) for _ in range(5)]
+    ends = [sum(site.cuts[: n + 1]) for n in range(5)]
+    assert fetch(site.url + "/x", target, SUM, len(DATA), waits=AT_ONCE).read_bytes() == DATA
+    assert site.sent == len(DATA)  # nothing twice
+    assert [asked for asked, _, _ in site.log] == [None, *(f"bytes={end}-" for end in ends)]
+    assert {status for _, status, _ in site.log[1:]} == {206}
+
+
+def test_a_few_tries_without_progress_are_enough(site: Site, target: Path) -> None:
+    site.cuts = [1000, 0, 0]
+    with pytest.raises(WorkError, match="was cut after 1,000 of 1,000,000 bytes"):
+        fetch(site.url + "/x", target, SUM, waits=AT_ONCE)
+    assert len(site.log) == 3
+    assert not target.exists()
+    assert fetch(site.url + "/x", target, SUM).read_bytes() == DATA  # the next time
+    assert site.log[-1] == ("bytes=1000-", 206, len(DATA) - 1000)
+
+
+def test_waits_grow(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(fetching.time, "sleep", waited.append)
+    site.cuts = [0, 0, 10, 0, 0]
+    with pytest.raises(WorkError):
+        fetch(site.url + "/x", target, waits=(1, 2))
+    assert [seconds for seconds in waited if seconds] == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("lack", ["ranges", "tags"])
+def test_a_server_that_cannot_continue_begins_anew(site: Site, target: Path, lack: str) -> None:
+    setattr(site, lack, False)
+    site.cuts, site.honest = [300_000], lack == "ranges"
+    assert fetch(site.url + "/x", target, SUM, waits=AT_ONCE).read_bytes() == DATA
+    assert [sent for _, _, sent in site.log] == [300_000, len(DATA)]
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_a_file_that_changed_in_between(site: Site, target: Path, honest: bool) -> None:
+    site.cuts, site.honest = [300_000], honest
+    with pytest.raises(WorkError):
+        fetch(site.url + "/x", target, waits=())
+    site.files["/x"] = DATA[::-1]
+    assert fetch(site.url + "/x", target, waits=()).read_bytes() == DATA[::-1]
+
+
+def test_an_answer_from_another_place(site: Site, target: Path) -> None:
+    site.cuts, site.offset = [300_000], 5
+    with pytest.raises(WorkError):
+        fetch(site.url + "/x", target, waits=())
+    assert fetch(site.url + "/x", target, waits=()).read_bytes() == DATA
+    assert [status for _, status, _ in site.log] == [200, 206, 200]
+
+
+def test_what_names_a_version() -> None:
+    message = Message()
+    assert fetching._validator(message) == ""
+    message["Last-Modified"] = "Thu, 01 Jan 1970 00:00:00 GMT"
+    message["ETag"] = 'W/"1"'  # may stand for other bytes
+    assert fetching._validator(message) == "Thu, 01 Jan 1970 00:00:00 GMT"
+    message.replace_header("ETag", '"1"')
+    assert fetching._validator(message) == '"1"'
+
+
+def test_a_file_that_shrank_in_between(site: Site, target: Path) -> None:
+    site.cuts, site.honest = [300_000], False
+    with pytest.raises(WorkError):
+        fetch(site.url + "/x", target, waits=())
+    site.files["/x"] = DATA[:1000]
+    assert fetch(site.url + "/x", target, waits=()).read_bytes() == DATA[:1000]
+    assert [status for _, status, _ in site.log] == [200, 416, 200]
+
+
+def test_a_wrong_sum_leaves_nothing(site: Site, target: Path) -> None:
+    site.files["/x"] = b"x" + DATA[1:]
+    with pytest.raises(WorkError, match=r"1,000,000 bytes that are not what was published: their sha256 is \w{16}…"):
+        fetch(site.url + "/x", target, SUM, len(DATA))
+    assert not list(target.parent.iterdir())
+    site.files["/x"] = DATA
+    assert fetch(site.url + "/x", target, SUM, len(DATA)).read_bytes() == DATA
+
+
+def test_a_wrong_size_is_not_even_fetched(site: Site, target: Path) -> None:
+    with pytest.raises(WorkError, match="has 1,000,000 bytes, not the 999 that were published"):
+        fetch(site.url + "/x", target, None, 999)
+    assert not target.exists()
+    assert not beside(target, ".part")
+
+
+def test_a_server_that_does_not_say_how_long(site: Site, target: Path) -> None:
+    site.lengths = False
+    assert fetch(site.url + "/x", target).read_bytes() == DATA
+    target.unlink()
+    with pytest.raises(WorkError, match="gave more than the 999 bytes"):
+        fetch(site.url + "/x", target, None, 999)
+    with pytest.raises(WorkError, match="cut after 1,000,000 of 1,000,001 bytes"):
+        fetch(site.url + "/x", target, None, len(DATA) + 1, waits=())
+
+
+def test_redirects_never_leave_https(site: Site, target: Path) -> None:
+    handler, headers = Redirects(), Message()
+    request = urllib.request.Request("https://a.example/x")
+    for place in ("http://b.example/x", "ftp://b.example/x", "file:///etc/passwd"):
+        with pytest.raises(WorkError, match=f"redirects from https to {place.split(':')[0]}"):
+            handler.redirect_request(request, BytesIO(), 302, "Found", headers, place)
+    assert handler.redirect_request(request, BytesIO(), 302, "Found", headers, "https://b.example/x")
+    assert any(isinstance(each, Redirects) for each in urllib.request.build_opener(Redirects).handlers)
+    site.redirects["/away"] = "ftp://b.example/x"
+    with pytest.raises(WorkError, match="redirects from http to ftp"):
+        fetch(site.url + "/away", target)
+    site.redirects["/moved"] = site.url + "/x"
+    site.cuts = [400_000]
+    assert fetch(site.url + "/moved", target, SUM, waits=AT_ONCE).read_bytes() == DATA
+    assert site.log[-1] == ("bytes=400000-", 206, 600_000)  # what was asked for goes with the redirect
+
+
+def test_no_room_is_seen_before(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=999_999))
+    with pytest.raises(WorkError, match=r"no room for 1,000,000 bytes in .*cache: 999,999 are free"):
+        fetch(site.url + "/x", target)
+    assert not beside(target, ".part")
+
+
+def test_no_room_after_all(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(fetching.os, "fsync", full)
+    with pytest.raises(WorkError, match="cannot keep .*No space left on device; [0-9,]+ bytes are free there"):
+        fetch(site.url + "/x", target)
+
+
+def test_interrupted_and_continued(site: Site, target: Path) -> None:
+    def interrupt(done: int, total: int | None) -> None:
+        if done > 500_000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fetch(site.url + "/x", target, SUM, len(DATA), interrupt)
+    assert not target.exists()
+    (part,) = beside(target, ".part")
+    here = part.stat().st_size
+    assert here > 500_000
+    seen: list[int] = []
+    fetch(site.url + "/x", target, SUM, len(DATA), lambda done, total: seen.append(done))
+    assert target.read_bytes() == DATA
+    assert seen[0] == here
+    assert site.log[-1] == (f"bytes={here}-", 206, len(DATA) - here)
+
+
+def test_whole_but_not_yet_renamed(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(fetching._Download, "finish", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fetch(site.url + "/x", target, SUM)
+    assert fetch(site.url + "/x", target, SUM).read_bytes() == DATA
+    assert len(site.log) == 1
+
+
+def test_two_at_once_fetch_it_once(site: Site, target: Path) -> None:
+    site.pause = 0.03
+    results: list[bytes] = []
+    seen: list[set[int]] = [set() for _ in range(4)]
+
+    def run(own: set[int]) -> None:
+        path = fetch(site.url + "/x", target, SUM, len(DATA), lambda done, total: own.add(done))
+        results.append(path.read_bytes())
+
+    threads = [threading.Thread(target=run, args=[own]) for own in seen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [DATA] * 4
+    assert site.sent == len(DATA)
+    assert all(any(0 < done < len(DATA) for done in own) for own in seen)  # who waits sees how far it is
+    assert {path.name for path in target.parent.iterdir()} == {"x.bin", ".x.bin.ok"}
+
+
+def test_parts_of_other_files_are_left_alone(site: Site, target: Path) -> None:
+    site.files["/y"] = other = DATA[::-1]
+    site.cuts = [300_000, 200_000]
+    for sha256 in (None, SUM):
+        with pytest.raises(WorkError):
+            fetch(site.url + "/x", target, sha256, waits=())
+    assert fetch(site.url + "/y", target, waits=()).read_bytes() == other
+    assert [asked for asked, _, _ in site.log] == [None, None, None]
+
+
+def test_what_counts_as_whole(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = site.url + "/x"
+    target.parent.mkdir()
+    target.write_bytes(DATA)  # put there by hand
+    assert is_whole(url, target, None, None)
+    assert is_whole(url, target, SUM, len(DATA))
+    assert not is_whole(url, target, None, 5)
+    assert not is_whole(url, target, "0" * 64, None)
+    with monkeypatch.context() as patch:  # once summed, it is not read again while it stays as it is
+        patch.setattr(fetching, "file_sum", lambda path: 1 / 0)
+        assert is_whole(url, target, SUM, None)
+        assert not is_whole(site.url + "/y", target, None, None)  # it is known to be another file
+        os.utime(target, ns=(1, 1))
+        with pytest.raises(ZeroDivisionError):
+            is_whole(url, target, SUM, None)
+    target.write_bytes(DATA[::-1])
+    assert not is_whole(url, target, SUM, len(DATA))
+    assert fetch(url, target, SUM, len(DATA)).read_bytes() == DATA
+
+
+# The catalogue
+
+
+def content(source: Source) -> bytes:
+    with source.open() as stream:
+        return stream.read()
 
 
 def test_pydocs_and_stdlib() -> None:
@@ -24,57 +385,141 @@ def test_pydocs_and_stdlib() -> None:
     assert not any("/test/" in document.name or "site-packages" in document.name for document in stdlib.documents)
 
 
+@pytest.mark.parametrize("name", ["pydocs", "stdlib"])
+def test_sources_say_how_large_they_are(name: str) -> None:
+    sources = catalogue.sources(name)
+    for source in random.Random(0).sample(sources, 20):
+        for _ in range(2):  # each time from the first byte
+            assert len(content(source)) == source.size
+    assert all((source.time > 0) == (name == "stdlib") for source in sources)
+    assert catalogue.val_sources(name) == []
+    assert catalogue.fetch(name) == []
+
+
+def test_modules_in_another_encoding_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test").mkdir()
+    for name, data in {"a.py": b"ok", "b.py": b"caf\xe9", "c.py": b"\0", "d.txt": b"ok", "test/e.py": b"ok"}.items():
+        (tmp_path / name).write_bytes(data)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    assert [source.name for source in catalogue.sources("stdlib")] == ["stdlib/a.py"]
+    (tmp_path / "a.py").unlink()
+    with pytest.raises(UserError, match=r"no \.py files of its own"):
+        catalogue.sources("stdlib")
+
+
 def test_python_without_pydoc_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(UserError, match="comes without pydoc_data"):
-        list(catalogue.read("pydocs"))
+        catalogue.sources("pydocs")
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
-    files: dict[str, bytes] = {}
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            data = files.get(self.path)
-            self.send_response(200 if data is not None else 404)
-            self.end_headers()
-            self.wfile.write(data or b"")
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
-        thread = threading.Thread(target=httpd.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{httpd.server_address[1]}", files
-        httpd.shutdown()
-        thread.join()
+def toy(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A corpus of two files and a held-out one, in the place of wikitext-2."""
+    monkeypatch.setenv("GPT_CACHE_DIR", str(tmp_path / "corpora"))
+    site.files |= {"/a.txt": b"to be " * 1000, "/b.txt": b"or not ", "/v.txt": b"to be?"}
+    files = [{"url": "a.txt", "size": 6000, "sha256": hashlib.sha256(b"to be " * 1000).hexdigest()}, {"url": "b.txt"}]
+    values = dict.fromkeys(("title", "license", "language", "about", "homepage"), "…")
+    toy = {**values, "source": {"base": site.url + "/", "files": files, "val": [{"url": "v.txt", "size": 6}]}}
+    monkeypatch.setattr(catalogue, "describe", lambda name: {**toy, "source": dict(toy["source"])})
+    return toy
 
 
-def test_fetch_checks_and_caches(
-    server: tuple[str, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_fetched_corpora(site: Site, toy: dict[str, Any], tmp_path: Path) -> None:
+    corpus = catalogue.corpus("wikitext-2")
+    assert corpus.size is None  # one file's is not known
+    assert not any(corpus.is_here(file) for file in corpus.all_files)
+    sources = catalogue.sources("wikitext-2")
+    assert [(source.name, source.size) for source in sources] == [("wikitext-2/a.txt", 6000), ("wikitext-2/b.txt", 7)]
+    assert content(sources[1]) == b"or not "
+    assert (tmp_path / "corpora" / "wikitext-2" / "b.txt").stat().st_mtime_ns == sources[1].time
+    assert [corpus.is_here(file) for file in corpus.all_files] == [True, True, False]
+    (val,) = catalogue.val_sources("wikitext-2")
+    assert (val.name, content(val)) == ("wikitext-2/v.txt", b"to be?")
+    site.files.clear()
+    assert [path.name for path in catalogue.fetch("wikitext-2")] == ["a.txt", "b.txt", "v.txt"]
+    assert dict(catalogue.read("wikitext-2"))["wikitext-2/b.txt"] == b"or not "
+
+
+def test_progress_is_over_all_files(toy: dict[str, Any]) -> None:
+    toy["source"]["size"] = 6013
+    catalogue.val_sources("wikitext-2")
+    seen: list[tuple[int, int | None]] = []
+    catalogue.fetch("wikitext-2", lambda *pair: seen.append(pair))
+    assert seen[0] == (0, 6013)
+    assert seen[-1][0] == 6007  # the last file was here, so nothing was to be told
+    assert all(a <= b for (a, _), (b, _) in pairwise(seen))
+
+
+def test_room_for_all_is_seen_before_the_first(
+    site: Site, toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, files = server
-    monkeypatch.setenv("GPT_CACHE_DIR", str(tmp_path / "cache"))
-    sha256 = hashlib.sha256(b"to be").hexdigest()
-    with pytest.raises(WorkError, match="cannot download hamlet.*404"):
-        catalogue.fetch("hamlet", url + "/x", sha256)
-    files["/x"] = b"not to be"
-    with pytest.raises(WorkError, match="9 bytes that are not hamlet"):
-        catalogue.fetch("hamlet", url + "/x", sha256)
-    assert not list(tmp_path.rglob("hamlet*"))
-    files["/x"] = b"to be"
-    assert catalogue.fetch("hamlet", url + "/x", sha256).read_bytes() == b"to be"
-    del files["/x"]
-    cached = catalogue.fetch("hamlet", url + "/x", sha256)
-    cached.write_bytes(b"spoilt")
-    with pytest.raises(WorkError) as error:
-        catalogue.fetch("hamlet", url + "/x", sha256)
-    assert str(cached) in error.value.hint
+    toy["source"]["size"] = 6013
+    catalogue.val_sources("wikitext-2")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=6006))
+    with pytest.raises(WorkError, match="no room for 6,007 bytes"):
+        catalogue.fetch("wikitext-2")
+    assert len(site.log) == 1
+
+
+def test_unknown_names_are_not_files(tmp_path: Path) -> None:
+    for name, hint in {"wikitext2": 'did you mean "wikitext-2"?', "../pyproject": "known: "}.items():
+        with pytest.raises(UserError, match="there is no corpus") as error:
+            catalogue.corpus(name)
+        assert hint in error.value.hint
+
+
+def test_a_broken_entry_is_our_fault(toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    source = toy["source"]
+    for wrong in (
+        {"source": {**source, "python": "stdlib"}},
+        {"source": {}},
+        {"source": {**source, "files": [{"url": "a.txt", "sha256": "abc"}]}},
+        {"source": {**source, "files": [{"url": "a.parquet"}]}},
+        {"source": {**source, "files": [{"url": "a/a.txt"}, {"url": "b/a.txt"}]}},
+        {"rows": "paragraphs"},
+    ):
+        monkeypatch.setattr(catalogue, "describe", lambda name, wrong=wrong: toy | wrong)
+        with pytest.raises(AssertionError):
+            catalogue.corpus("wikitext-2")
+    for wrong in ({"licence": "MIT"}, {"source": {**source, "file": []}}):
+        monkeypatch.setattr(catalogue, "describe", lambda name, wrong=wrong: toy | wrong)
+        with pytest.raises(TypeError, match="unexpected keyword"):
+            catalogue.corpus("wikitext-2")
+
+
+ROW = re.compile(r"\| `(?P<name>[^`]+)` \| [^|]+ \| (?P<size>[^|]+) \| (?P<license>[^|]+) \| [^|]+ \|")
+
+
+def test_every_entry_is_whole_and_in_the_table() -> None:
+    text = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
+    rows = {row["name"]: (row["size"], row["license"]) for row in ROW.finditer(text)}
+    assert set(rows) == set(catalogue.names()) == {path.stem for path in (ROOT / "data").glob("*.toml")}
+    for name in catalogue.names():
+        corpus = catalogue.corpus(name)
+        about = "about " if corpus.python else ""
+        assert rows[name] == (about + size_in_words(corpus.size), corpus.license)
+        assert all(len(value) > 5 for value in (corpus.title, corpus.about, corpus.homepage, corpus.language))
+        for file in corpus.all_files:
+            assert re.fullmatch(r"https://[\w./-]+\.(txt|parquet)", file.url)
+        if any(file.name.endswith(".parquet") for file in corpus.all_files):
+            assert "extra parquet" in corpus.about
+        if not all(file.sha256 for file in corpus.all_files):
+            assert "sums" in corpus.about
+        else:
+            assert all(file.size for file in corpus.all_files)
+    revisions = [file.url for name in catalogue.names() for file in catalogue.corpus(name).all_files]
+    assert all(re.search(r"/resolve/[0-9a-f]{40}/", url) for url in revisions if "huggingface" in url)
+
+
+def test_sizes_in_words() -> None:
+    sizes = {7: "7 bytes", 460_000: "460 kB", 7_014_752: "7 MB", 1_115_394: "1.1 MB", 28_518_193_415: "28.5 GB"}
+    assert {size: size_in_words(size) for size in sizes} == sizes
+    assert [size_in_words(size) for size in (999_499, 999_501, None)] == ["999 kB", "1 MB", ""]
 
 
 @needs_shared
 def test_shakespeares_sum_is_the_usual_file() -> None:
     data = (SHARED / "data" / "tinyshakespeare.txt").read_bytes()
-    assert catalogue.describe("shakespeare")["source"]["sha256"] == hashlib.sha256(data).hexdigest()
+    (file,) = catalogue.corpus("shakespeare").files
+    assert (file.size, file.sha256) == (len(data), hashlib.sha256(data).hexdigest())

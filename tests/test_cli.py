@@ -1,6 +1,7 @@
 """The command line: what it prints, where, and with which status."""
 
 import dataclasses
+import http.server
 import io
 import json
 import os
@@ -8,7 +9,8 @@ import re
 import select
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,8 +44,12 @@ def one_line_of_what_and_what_next(done: Done, message: str, code: int = 2) -> N
 
 
 @pytest.mark.parametrize(
-    "args", [["--help"], ["train", "--help"], ["sample", "-h"], ["params", "gpt3-175b"], ["params", "--list"]]
-)
+    "args",
+    [
+        ["--help"], ["train", "--help"], ["sample", "-h"], ["params", "gpt3-175b"], ["params", "--list"],
+        ["data", "--help"], ["data", "list", "--help"], ["data", "list"], ["data", "show", "openwebtext"],
+    ],
+)  # fmt: skip
 def test_light_commands_import_nothing_heavy(args: list[str]) -> None:
     code = (
         "import sys\nfrom gpt_cli.main import main\nstatus = main(sys.argv[1:])\n"
@@ -77,13 +83,17 @@ OPTIONS = {
     "--ignore-eot --num -N --seed --no-echo --json --device --dtype",
     "eval": "--stride --tokens --json --quiet -q --device --dtype",
     "params": "--list --n-layer --n-head --n-embd --block-size --vocab-size --positions --json",
+    "data": "",
+    "data list": "--json",
+    "data show": "--json",
+    "data fetch": "--json --quiet -q",
 }
 
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_options_are_the_contracts(gpt: Gpt, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    text = gpt(command, "--help").out
+    text = gpt(*command.split(), "--help").out
     listed = {
         word
         for line in text.splitlines()
@@ -179,6 +189,8 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
     assert len(json.loads(gpt("sample", "--ignore-eot").out)["tokens"]) == 3
     monkeypatch.setenv("GPT_PARAMS_JSON", "1")
     assert json.loads(gpt("params", "gpt2").out)["trainable"] == 124_439_808
+    monkeypatch.setenv("GPT_DATA_SHOW_JSON", "1")
+    assert json.loads(gpt("data", "show", "pydocs").out)["name"] == "pydocs"
 
 
 @pytest.mark.parametrize(
@@ -224,6 +236,11 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["params", "gtp2"], 'no preset, run or checkpoint "gtp2"'),
         (["params", "--n-layer", "2"], "a shape by hand needs --n-head, --n-embd too"),
         (["params", "gpt2", "--n-head", "7"], "n_embd 768 is not divisible by n_head 7"),
+        (["data", "lsit"], "lsit"),
+        (["data", "show"], "name"),
+        (["data", "show", "wikitxt-2"], 'there is no corpus "wikitxt-2"'),
+        (["data", "fetch", "openwebtxt"], 'there is no corpus "openwebtxt"'),
+        (["data", "fetch", "pydocs", "--queit"], "--queit"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_one_clear_line(gpt: Gpt, book: Path, args: list[str], message: str) -> None:
@@ -241,11 +258,13 @@ def test_suggestions(gpt: Gpt, book: Path) -> None:
         ("train", "book.txt", "--preset", "gtp2"): 'did you mean "gpt2"?',
         ("train", "shakespear"): 'did you mean "shakespeare"?',
         ("train", "book.txt", "--tokenizer", "byte"): 'did you mean "bytes"?',
+        ("data", "show", "wikitext"): 'did you mean "wikitext-2"?',
         ("params", "gpt3-175"): 'did you mean "gpt3-175b"?',
     }.items():
         assert suggestion in gpt(*args).err
     for args, known in {
         ("trian",): "train",
+        ("data", "lsit"): "list",
         ("train", "--stesp", "3"): "--steps",
         ("train", "book.txt", "--device", "cdua"): 'did you mean "cuda"?',
         ("params", "gpt2", "--positions", "sinus"): 'did you mean "sinusoidal"?',
@@ -545,3 +564,95 @@ def test_params_list(gpt: Gpt) -> None:
     assert gpt("params").out == out
     names = [json.loads(line)["name"] for line in gpt("params", "--list", "--json").out.splitlines()]
     assert names == list(PRESETS)
+
+
+# gpt data
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file behind a server of our own, as the corpus shakespeare."""
+    from gpt.text import catalogue
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args, directory=str(tmp_path))  # type: ignore[arg-type]
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    path = tmp_path / "served.txt"
+    path.write_bytes(b"to be or not to be " * 1000)
+    monkeypatch.setenv("GPT_CACHE_DIR", str(tmp_path / "cache"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        file = {"url": f"http://127.0.0.1:{httpd.server_address[1]}/served.txt", "size": 19_000}
+        toml = catalogue.describe("shakespeare") | {"source": {"files": [file]}}
+        monkeypatch.setattr(catalogue, "describe", lambda name: dict(toml))
+        thread = threading.Thread(target=lambda: httpd.serve_forever(0.01), daemon=True)
+        thread.start()
+        yield path
+        httpd.shutdown()
+        thread.join()
+
+
+def test_data_list(gpt: Gpt) -> None:
+    out = gpt("data", "list").out
+    assert all(word in out for word in ("pydocs", "in Python", "wikitext-103", "315 MB", "CC-BY-SA-3.0", "28.5 GB"))
+    lines = [json.loads(line) for line in gpt("data", "list", "--json").out.splitlines()]
+    assert [line["name"] for line in lines] == sorted(line["name"] for line in lines)
+    assert {tuple(line) for line in lines} == {DATA_KEYS}
+    assert gpt("data").out == gpt("data", "--help").out
+
+
+DATA_KEYS = ("name", "title", "license", "language", "homepage", "field", "rows", "size", "status", "folder")
+
+
+def test_data_show(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPT_CACHE_DIR", str(tmp_path))
+    out = gpt("data", "show", "wikitext-2").out
+    for word in ("6,357,543", "e83889baabc497075506", "validation-00000", "val", "to fetch", str(tmp_path), "lines"):
+        assert word in out
+    assert "none published" in gpt("data", "show", "openwebtext").out
+    values = json.loads(gpt("data", "show", "wikitext-2", "--json").out)
+    assert tuple(values) == (*DATA_KEYS, "about", "files")
+    assert [(file["split"], file["here"]) for file in values["files"]] == [("train", False), ("val", False)]
+    assert list(values["files"][0]) == ["name", "split", "url", "size", "sha256", "path", "here"]
+
+
+def test_data_fetch(gpt: Gpt, served: Path) -> None:
+    folder = served.parent / "cache" / "shakespeare"
+    done = gpt("data", "fetch", "shakespeare")
+    assert done.code == 0, done.err
+    assert f"{folder}  (1 file, 19,000 bytes)" in done.out
+    assert "gpt train shakespeare" in done.out
+    assert json.loads(gpt("data", "show", "shakespeare", "--json").out)["status"] == "here"
+    values = json.loads(gpt("data", "fetch", "shakespeare", "--json", "--quiet").out)
+    assert list(values) == ["name", "folder", "files", "bytes", "seconds", "train"]
+    assert values["files"] == [str(folder / "served.txt")]
+
+
+def test_data_fetch_of_what_python_has(gpt: Gpt) -> None:
+    assert "nothing to fetch" in gpt("data", "fetch", "pydocs").out
+    assert json.loads(gpt("data", "fetch", "stdlib", "--json").out)["folder"] is None
+
+
+def test_data_fetch_of_what_is_gone(gpt: Gpt, served: Path) -> None:
+    served.unlink()
+    done = gpt("data", "fetch", "shakespeare")
+    one_line_of_what_and_what_next(done, "HTTP Error 404", code=1)
+    assert str(served.parent / "cache" / "shakespeare" / "served.txt") in done.err
+
+
+def test_the_bar_of_a_continued_fetch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpt_cli import render, render_data
+
+    monkeypatch.setattr(render, "PLAIN_SECONDS", 0)
+    with render_data.fetching(quiet=False) as on_bytes:
+        on_bytes(900, 1000)
+        on_bytes(950, 1000)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "fetched 900/1,000 bytes  0 bytes/s"  # they came another time
+    assert re.fullmatch(r"fetched 950/1,000 bytes  [\d,]+ bytes/s  0 s left", second)
+    with render_data.fetching(quiet=True) as on_bytes:
+        on_bytes(1, None)
+    assert capsys.readouterr().err == ""

@@ -1,51 +1,184 @@
 """Named corpora: a TOML file each in ``gpt_data``, read from what Python carries or fetched once and checked."""
 
-import hashlib
-import http.client
+import dataclasses
 import importlib
+import io
 import os
 import platform
+import re
 import sys
 import sysconfig
 import tomllib
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from importlib.resources import files
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import resources
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+from urllib.parse import urljoin, urlsplit
 
-from gpt.errors import UserError, WorkError
-from gpt.files import write_file
+from gpt.errors import UserError, did_you_mean
+from gpt.text import fetch as download
+from gpt.text.fetch import OnBytes, ignore
+from gpt.text.source import Source
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a corpus, and what is published of it."""
+
+    url: str
+    size: int | None = None  # bytes
+    sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        assert self.size is None or self.size > 0, self
+        assert self.sha256 is None or re.fullmatch("[0-9a-f]{64}", self.sha256), self
+
+    @property
+    def name(self) -> str:
+        """The last part of its address; the ending tells the format."""
+        return PurePosixPath(urlsplit(self.url).path).name
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """An entry of the catalogue. What is wrong with one is a fault of ours, so it is asserted."""
+
+    name: str
+    title: str
+    license: str
+    language: str
+    about: str
+    homepage: str
+    field: str | None = None  # the column of each row that is the text, in files that have columns
+    rows: str = "documents"  # what a row is: "documents", or "lines" of one text a file
+    python: str | None = None  # what of Python's own it is
+    files: tuple[File, ...] = ()
+    val: tuple[File, ...] = ()  # files published as the held-out text
+    size: int | None = None  # bytes to fetch; about, for what Python carries
+    recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings of a training that was measured
+
+    def __post_init__(self) -> None:
+        assert (self.python is None) != (not self.files), f"{self.name}: either python or files"
+        assert self.python in (None, "pydoc_data.topics", "stdlib"), self.name
+        assert self.rows in ("documents", "lines"), self.name
+        assert all(self.field for file in self.all_files if file.name.endswith(".parquet")), self.name
+        assert len({file.name for file in self.all_files}) == len(self.all_files), self.name
+
+    @property
+    def all_files(self) -> tuple[File, ...]:
+        """What there is to fetch."""
+        return self.files + self.val
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are kept."""
+        return cache_dir() / self.name
+
+    def is_here(self, file: File) -> bool:
+        """Whether ``file`` was fetched, as far as its size tells; its sum is checked when it is used."""
+        return download.seems_whole(self.folder / file.name, file.size)
 
 
 def names() -> list[str]:
     """The names of all corpora, sorted."""
     return sorted(
-        entry.name.removesuffix(".toml") for entry in files("gpt_data").iterdir() if entry.name.endswith(".toml")
+        entry.name.removesuffix(".toml")
+        for entry in resources.files("gpt_data").iterdir()
+        if entry.name.endswith(".toml")
     )
 
 
 def describe(name: str) -> dict[str, Any]:
     """The TOML file of a corpus: title, license, source, recipe."""
-    return tomllib.loads((files("gpt_data") / f"{name}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((resources.files("gpt_data") / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-def read(name: str) -> Iterator[tuple[str, bytes]]:
-    """Names and bytes of the documents of a corpus.
+def corpus(name: str) -> Corpus:
+    """The corpus called ``name``. Raises `UserError` where there is none."""
+    if name not in names():
+        raise UserError(f'there is no corpus "{name}"', did_you_mean(name, names()))
+    values = describe(name)
+    source = {"files": (), "val": (), "base": "", **values.pop("source")}
+    base = source.pop("base")
+    for key in ("files", "val"):
+        source[key] = tuple(File(**entry | {"url": urljoin(base, entry["url"])}) for entry in source[key])
+    return Corpus(name=name, **{"size": _total(source["files"] + source["val"]), **values, **source})
+
+
+def _total(wanted: Sequence[File]) -> int | None:
+    """Bytes of all of them; None where one is not known."""
+    sizes = [file.size for file in wanted if file.size is not None]
+    return sum(sizes) if sizes and len(sizes) == len(wanted) else None
+
+
+def sources(name: str, on_bytes: OnBytes = ignore) -> list[Source]:
+    """What the documents of a corpus are read from, fetched if need be.
 
     Raises `UserError` where this Python does not carry it, `WorkError` where it cannot be fetched.
     """
-    source = describe(name)["source"]
-    if source.get("python") == "pydoc_data.topics":
-        yield from _pydocs()
-    elif source.get("python") == "stdlib":
-        yield from _stdlib()
-    else:
-        yield name, fetch(name, source["url"], source["sha256"]).read_bytes()
+    found = corpus(name)
+    if found.python == "pydoc_data.topics":
+        return list(_pydocs())
+    if found.python == "stdlib":
+        return _stdlib()
+    return _fetched(found, found.files, on_bytes)
 
 
-def _pydocs() -> Iterator[tuple[str, bytes]]:
+def val_sources(name: str, on_bytes: OnBytes = ignore) -> list[Source]:
+    """What its publishers hold out, fetched if need be; none where they hold out nothing."""
+    found = corpus(name)
+    return _fetched(found, found.val, on_bytes)
+
+
+def fetch(name: str, on_bytes: OnBytes = ignore) -> list[Path]:
+    """All files of a corpus, held-out ones too, fetched if need be; none where Python carries it."""
+    found = corpus(name)
+    return _fetch(found, found.all_files, on_bytes)
+
+
+def read(name: str) -> Iterator[tuple[str, bytes]]:
+    """Names and bytes of what `sources` gives."""
+    for source in sources(name):
+        with source.open() as stream:
+            yield source.name, stream.read()
+
+
+def _fetched(found: Corpus, wanted: Sequence[File], on_bytes: OnBytes) -> list[Source]:
+    paths = _fetch(found, wanted, on_bytes)
+    return [_source(f"{found.name}/{path.name}", path) for path in paths]
+
+
+def _fetch(found: Corpus, wanted: Sequence[File], on_bytes: OnBytes) -> list[Path]:
+    """Fetches one after the other; ``on_bytes`` hears of the bytes of all of them."""
+    targets = [found.folder / file.name for file in wanted]
+    total = _total(wanted) or found.size
+    if total is not None:  # better now than after the first files
+        pairs = zip(wanted, targets, strict=True)
+        here = sum(download.bytes_here(file.url, target, file.sha256, file.size) for file, target in pairs)
+        download.check_space(found.folder, total - here)
+    done = 0
+    for file, target in zip(wanted, targets, strict=True):
+        download.fetch(file.url, target, file.sha256, file.size, _shifted(on_bytes, done, total))
+        done += target.stat().st_size
+    return targets
+
+
+def _shifted(on_bytes: OnBytes, before: int, total: int | None) -> OnBytes:
+    return lambda done, _: on_bytes(before + done, total)
+
+
+def _source(name: str, path: Path) -> Source:
+    stat = path.stat()
+    return Source(name, stat.st_size, stat.st_mtime_ns, partial(_open, path))
+
+
+def _open(path: Path) -> BinaryIO:
+    return path.open("rb")
+
+
+def _pydocs() -> Iterator[Source]:
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError:
@@ -54,27 +187,25 @@ def _pydocs() -> Iterator[tuple[str, bytes]]:
             "train on a text of your own: gpt train FILE (Debian packages it in libpython3-stdlib)",
         ) from None
     for topic, text in topics.items():
-        yield f"pydocs/{topic}", text.encode()
+        data = text.encode()
+        yield Source(f"pydocs/{topic}", len(data), 0, partial(io.BytesIO, data))
 
 
-def _stdlib() -> Iterator[tuple[str, bytes]]:
+def _stdlib() -> list[Source]:
     """The interpreter's own modules, without tests and without what was installed on top."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    found = False
+    found = []
     for parent, folders, entries in os.walk(root):
         folders[:] = sorted(set(folders) - skipped)
-        for entry in sorted(entries):
-            if not entry.endswith(".py"):
-                continue
-            data = Path(parent, entry).read_bytes()
-            if _is_utf8(data):  # a few modules declare another encoding
-                found = True
-                yield f"stdlib/{Path(parent, entry).relative_to(root).as_posix()}", data
+        for path in [Path(parent, entry) for entry in sorted(entries) if entry.endswith(".py")]:
+            if _is_utf8(path.read_bytes()):  # a few modules declare another encoding
+                found.append(_source(f"stdlib/{path.relative_to(root).as_posix()}", path))
     if not found:
         raise UserError(
             f"this Python has no .py files of its own in {root}", "train on a text of your own: gpt train FILE"
         )
+    return found
 
 
 def _is_utf8(data: bytes) -> bool:
@@ -94,35 +225,3 @@ def cache_dir() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "gpt"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt"
-
-
-def fetch(name: str, url: str, sha256: str) -> Path:
-    """The file behind ``url``, downloaded once into `cache_dir` and checked against its sum each time it is used."""
-    target = cache_dir() / f"{name}-{sha256[:16]}.txt"
-    if target.exists() and _sha256(target.read_bytes()) == sha256:
-        return target
-    hint = f"with a network elsewhere: download it and put it at {target}"
-    try:
-        with urllib.request.urlopen(url, timeout=60) as response:
-            data = response.read()
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise WorkError(f"cannot download {name} from {url}: {error}", hint) from None
-    except http.client.HTTPException as error:
-        raise WorkError(f"cannot download {name} from {url}: {error}", hint) from None
-    except OSError as error:  # URLError is one, around the reason
-        raise WorkError(f"cannot download {name} from {url}: {getattr(error, 'reason', error)}", hint) from None
-    if _sha256(data) != sha256:
-        raise WorkError(f"{url} gave {len(data):,} bytes that are not {name}: the sha256 differs", hint)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_file(target, data)
-    except OSError as error:
-        raise WorkError(
-            f"cannot write {target}: {error.strerror or error}", "set GPT_CACHE_DIR to a folder of yours"
-        ) from None
-    return target
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

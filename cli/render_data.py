@@ -1,0 +1,151 @@
+"""What ``gpt data`` prints."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from . import render
+
+if TYPE_CHECKING:
+    from gpt.text.catalogue import Corpus
+
+
+def size_in_words(size: int | None) -> str:
+    """``460 kB``, ``7 MB``, ``28.5 GB``: three digits at most."""
+    if size is None:
+        return ""
+    value, units = float(size), ["bytes", "kB", "MB", "GB"]
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:,.0f} {units[0]}" if value >= 99.95 else f"{value:.1f} {units[0]}".replace(".0 ", " ")
+
+
+def status(found: "Corpus") -> str:
+    """``in Python``, ``here``, ``3 of 14 files`` or ``to fetch``."""
+    if found.python:
+        return "in Python"
+    here = sum(found.is_here(file) for file in found.all_files)
+    if here in (0, len(found.all_files)):
+        return "here" if here else "to fetch"
+    return f"{here} of {len(found.all_files)} files"
+
+
+def corpora(all_corpora: "Sequence[Corpus]", as_json: bool) -> None:
+    """A line a corpus."""
+    if as_json:
+        for found in all_corpora:
+            render.json_line(_summary(found))
+        return
+    from rich import box
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    console = render.stdout()
+    table.add_column("Corpus", no_wrap=True)
+    table.add_column("What")
+    table.add_column("Size", justify="right", no_wrap=True)
+    table.add_column("License", max_width=13 if console.width < 120 else None)
+    table.add_column("", no_wrap=True)
+    for found in all_corpora:
+        row = (found.name, found.title, size_in_words(found.size), found.license, status(found))
+        table.add_row(*map(Text, row))
+    console.print(table)
+    console.print(Text("gpt data show NAME tells more; gpt train NAME fetches what is not here.", "dim"))
+
+
+def corpus(found: "Corpus", as_json: bool) -> None:
+    """Everything about one."""
+    if as_json:
+        render.json_line({**_summary(found), "about": found.about, "files": _files(found)})
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    rows = {
+        "what": found.title,
+        "about": found.about,
+        "license": found.license,
+        "language": found.language,
+        "homepage": found.homepage,
+        "size": ("about " if found.python else "") + size_in_words(found.size),
+        "text": f'the column "{found.field}"; its rows are {found.rows}' if found.field else "whole files",
+        "status": status(found),
+        "folder": "" if found.python else str(found.folder),
+    }
+    for key, value in rows.items():
+        if value:
+            table.add_row(Text(key, "bold"), Text(value))
+    console = render.stdout()
+    console.print(Text(found.name, "bold"))
+    console.print(table)
+    if found.all_files:
+        console.print(_files_table(found))
+
+
+def _files_table(found: "Corpus") -> Table:
+    from rich import box
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("File", "For", "Bytes", "sha256", ""):
+        table.add_column(column, justify="right" if column == "Bytes" else "left", overflow="fold")
+    for file in _files(found):
+        size = "" if file["size"] is None else f"{file['size']:,}"
+        here = "here" if file["here"] else "to fetch"
+        table.add_row(*map(Text, (file["name"], file["split"], size, file["sha256"] or "none published", here)))
+    return table
+
+
+def _summary(found: "Corpus") -> dict[str, Any]:
+    """The object of ``gpt data list --json``."""
+    keys = ("name", "title", "license", "language", "homepage", "field", "rows", "size")
+    return {key: getattr(found, key) for key in keys} | {
+        "status": status(found),
+        "folder": None if found.python else str(found.folder),
+    }
+
+
+def _files(found: "Corpus") -> list[dict[str, Any]]:
+    """The files of ``gpt data show --json``."""
+    return [
+        {
+            "name": file.name,
+            "split": "val" if file in found.val else "train",
+            "url": file.url,
+            "size": file.size,
+            "sha256": file.sha256,
+            "path": str(found.folder / file.name),
+            "here": found.is_here(file),
+        }
+        for file in found.all_files
+    ]
+
+
+@contextlib.contextmanager
+def fetching(quiet: bool) -> Iterator[Callable[[int, int | None], None]]:
+    """A bar, and what moves it: called with the bytes that are here and with how many there will be."""
+    with render.Bar("fetched", "bytes", quiet) as bar:
+        first = True
+
+        def on_bytes(done: int, total: int | None) -> None:
+            nonlocal first
+            if first:
+                bar.skip(done)  # fetched before
+                first = False
+            bar.advance(done - bar.done, total or done)
+
+        yield on_bytes
+
+
+def fetched(found: "Corpus", seconds: float, train: str, as_json: bool) -> None:
+    """The end of ``gpt data fetch``: where it lies, and what to do with it."""
+    files = [found.folder / file.name for file in found.all_files]
+    size = sum(path.stat().st_size for path in files)
+    folder = None if found.python else str(found.folder)
+    if as_json:
+        values = {"name": found.name, "folder": folder, "files": [str(path) for path in files], "bytes": size}
+        render.json_line({**values, "seconds": round(seconds, 2), "train": train})
+        return
+    where = f"{folder}  ({len(files):,} file{'s' * (len(files) > 1)}, {size:,} bytes)"
+    console = render.stdout()
+    console.print(Text.assemble(("here   ", "bold"), where if folder else "inside this Python: nothing to fetch"))
+    console.print(Text.assemble(("train  ", "bold"), train))
