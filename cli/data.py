@@ -6,8 +6,10 @@ from typing import Annotated
 
 import typer
 
-from . import render_data
-from .options import Json, Quiet
+from gpt.errors import UserError
+
+from . import progress, render, render_data, render_tokens
+from .options import Json, Quiet, option
 
 app = typer.Typer(help="The catalogue: texts to train on by name. See what there is, and fetch it.")
 
@@ -30,11 +32,25 @@ def list_corpora(json: Json = False) -> None:
 
 
 @app.command()
-def show(name: Name, json: Json = False) -> None:
-    """Show all about a corpus: its files, their sums, and where they lie or will."""
-    from gpt.text import catalogue
+def show(
+    name: Annotated[str, typer.Argument(help="A corpus of the list, or a folder of tokens.", autocompletion=_names)],
+    verify: Annotated[bool, option("--verify", help="Read a folder of tokens and compare every sum.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show all about a corpus: its files, their sums, where they lie or will; or about a folder of tokens."""
+    from gpt.text import catalogue, tokens
 
-    render_data.corpus(catalogue.corpus(name), json)
+    if not tokens.is_token_folder(name):
+        if verify:
+            raise UserError(f"{name} is no folder of tokens", "--verify compares the sums of what gpt tokenize made")
+        render_data.corpus(catalogue.corpus(name), json)
+        return
+    folder = tokens.TokenFolder(name)
+    if verify:
+        with progress.Bar("compared", "tokens", quiet) as bar:
+            folder.verify(bar.reach)
+    render_tokens.details(folder, verify, json)
 
 
 @app.command()
@@ -47,3 +63,23 @@ def fetch(name: Name, json: Json = False, quiet: Quiet = False) -> None:
     with render_data.fetching(quiet) as on_bytes:
         catalogue.fetch(name, on_bytes)
     render_data.fetched(found, time.monotonic() - started, f"gpt train {shlex.quote(name)}", json)
+
+
+@app.command()
+def merge(
+    part: Annotated[list[str], typer.Argument(help="The folders that gpt tokenize --part made, all of them.")],
+    out: Annotated[str | None, option("--out", "-o", help="The folder to make.", show_default="none")] = None,
+    json: Json = False,
+) -> None:
+    """Join token folders made in parts into the one that a single machine would have made."""
+    from gpt.text import tokens
+
+    if out is None:
+        raise UserError("where should the joined folder go?", "name a new folder: gpt data merge PART... -o DIR")
+    began = time.monotonic()
+    folder = tokens.merge(part, out)
+    seconds = time.monotonic() - began
+    if json:
+        render.json_line(render_tokens.tokens_json(folder, seconds))
+    else:
+        render_tokens.tokens(folder, seconds)

@@ -6,7 +6,7 @@ import typer
 
 from gpt.config import ReadConfig
 
-from . import render
+from . import progress, render
 from .options import OUTPUT, Device, Dtype, Json, Quiet, one_of, option, takes
 from .sample import MODEL_HELP
 
@@ -33,10 +33,10 @@ def evaluate(
     dtype: Dtype = "auto",
 ) -> None:  # fmt: skip
     """Measure a model on TEXT: loss, perplexity, bits a byte, in fixed windows over the whole of it."""
-    with render.starting(quiet):
+    with progress.starting(quiet):
         from gpt import api
     loaded = api.load(model, device=device, dtype=dtype)
-    with render.TrainDisplay(quiet) as display, render.Bar("scored", "tokens", quiet) as bar:
+    with progress.TrainDisplay(quiet) as display, progress.Bar("scored", "tokens", quiet) as bar:
         each = render.token_lines(loaded.tokenizer) if tokens else None
         result = loaded.evaluate_files(text, settings, split, stride, display, bar.watching(each))
     if json:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from . import render
+from . import progress, render
 
 if TYPE_CHECKING:
     from gpt.text.catalogue import Corpus
@@ -123,7 +123,7 @@ def _files(found: "Corpus") -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def fetching(quiet: bool) -> Iterator[Callable[[int, int | None], None]]:
     """A bar, and what moves it: called with the bytes that are here and with how many there will be."""
-    with render.Bar("fetched", "bytes", quiet) as bar:
+    with progress.Bar("fetched", "bytes", quiet) as bar:
         first = True
 
         def on_bytes(done: int, total: int | None) -> None:

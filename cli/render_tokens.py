@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
 from rich.text import Text
 
 from gpt.events import format_seconds
@@ -25,6 +26,35 @@ def tokens_json(folder: "TokenFolder", seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 2),
         "bytes_per_second": round(folder.bytes / max(seconds, 1e-9), 1),
     }
+
+
+def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
+    """All about a folder of tokens. With ``--json`` it is the manifest, and whether its sums were compared."""
+    if as_json:
+        render.json_line({"path": str(folder.path), **folder.manifest, "verified": verified})
+        return
+    tokens(folder)
+    manifest = folder.manifest
+    by = {
+        "end": "the end of the text is held out",
+        "hash": "documents are held out by a hash of seed and text",
+        "text": "a text of its own is held out",
+        "nothing": "nothing is held out",
+    }[manifest["split"]["by"]]
+    rows = {
+        "tokenizer": f"{folder.tokenizer.name}, {folder.tokenizer.vocab_size:,} ids",
+        "split": by,
+        "sources": f"{manifest['sources']['count']:,}",
+        "shards": f"{len(folder.shards):,}" + (", every sum is right" if verified else ""),
+        "replaced": f"{manifest['replaced']:,} wrong bytes" if manifest["replaced"] else "",
+        "left out": f"{manifest['skipped']:,} files, lines or rows" if manifest["skipped"] else "",
+        "part": "of a corpus: {} of {}".format(*manifest["part"]) if manifest["part"] else "",
+    }
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for key, value in rows.items():
+        if value:
+            table.add_row(Text(key, "bold"), Text(value))
+    render.stdout().print(table)
 
 
 def tokens(folder: "TokenFolder", seconds: float | None = None) -> None:

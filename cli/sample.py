@@ -9,7 +9,7 @@ import typer
 from gpt.config import SampleConfig
 from gpt.errors import UserError
 
-from . import render
+from . import progress, render
 from .options import OUTPUT, Device, Dtype, Json, option, takes
 
 MODEL_HELP = "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, or a GPT-2 folder of transformers."
@@ -41,7 +41,7 @@ def sample(
     text = _prompt(prompt, prompt_file)
     if num < 1:
         raise UserError(f"num is {num}; it must be 1 or more")
-    with render.starting(quiet=json):
+    with progress.starting(quiet=json):
         from gpt import api
     loaded = api.load(model, device=device, dtype=dtype)
     drawn = not (settings.greedy or settings.temperature == 0)

@@ -7,7 +7,7 @@ import typer
 
 from gpt.config import TokenizeConfig
 
-from . import render, render_tokens
+from . import progress, render, render_tokens
 from .options import Json, Quiet, takes
 
 
@@ -24,7 +24,7 @@ def tokenize(
     began = time.perf_counter()
     from gpt.text.tokenize import tokenize_texts
 
-    with render.TrainDisplay(quiet) as display:
+    with progress.TrainDisplay(quiet) as display:
         folder = tokenize_texts(text, settings, display)
     seconds = time.perf_counter() - began
     if json:

@@ -9,7 +9,7 @@ import typer
 
 from gpt.config import TrainConfig, to_toml
 
-from . import render
+from . import progress, render
 from .options import OUTPUT, Json, Quiet, config_file, option, takes
 
 
@@ -32,9 +32,9 @@ def train(
     if print_config:
         render.write(to_toml(asdict(settings)))
         return
-    with render.starting(quiet):
+    with progress.starting(quiet):
         from gpt.training import loop
-    with render.TrainDisplay(quiet) as display:
+    with progress.TrainDisplay(quiet) as display:
         result = loop.train(text or [], settings, display, began)
     if json:
         render.json_line(render.result_json(result))

@@ -7,7 +7,7 @@ import io
 import sys
 from pathlib import Path
 
-from gpt_cli import render
+from gpt_cli import progress, render
 from rich.console import Console
 from rich.text import Text
 
@@ -16,7 +16,7 @@ from gpt.config import TrainConfig
 from gpt.training import loop
 
 
-class Recorder(render.TrainDisplay):
+class Recorder(progress.TrainDisplay):
     """Shows a run on a console that remembers; the live line, which moves on a terminal, is drawn as it ended."""
 
     def __call__(self, event: events.Event | events.Note | events.Plan) -> None:

@@ -77,8 +77,9 @@ class Note:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far reading and tokenizing are, in bytes as they are stored. Not written to the metrics."""
+    """How far a long piece of work is, in bytes as they are stored. Not written to the metrics."""
 
+    what: str  # "fetched", "tokenized" …
     done: int
     total: int
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Done, make_text, spawn
-from gpt_cli.render import Sparkline, TrainDisplay
+from gpt_cli.progress import Sparkline, TrainDisplay
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -644,9 +644,9 @@ def test_data_fetch_of_what_is_gone(gpt: Gpt, served: Path) -> None:
 
 
 def test_the_bar_of_a_continued_fetch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpt_cli import render, render_data
+    from gpt_cli import progress, render_data
 
-    monkeypatch.setattr(render, "PLAIN_SECONDS", 0)
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0)
     with render_data.fetching(quiet=False) as on_bytes:
         on_bytes(900, 1000)
         on_bytes(950, 1000)

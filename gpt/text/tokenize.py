@@ -184,7 +184,7 @@ def _items(
     before = 0
 
     def on_bytes(number: int, position: int) -> None:
-        listen(events.Progress(before + min(position, sizes[number]), total))
+        listen(events.Progress("tokenized", before + min(position, sizes[number]), total))
 
     for group in groups:
         numbers = corpus.groups[group]
