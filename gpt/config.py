@@ -18,7 +18,6 @@ from gpt.errors import UserError, did_you_mean
 
 Positions = Literal["learned", "sinusoidal"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
-TOKENIZERS = ("auto", "bytes", "gpt2")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 # Far above GPT-3's 12,288 × 96: a number from a file beyond these is damage or malice, not a model.
@@ -215,9 +214,11 @@ class TrainConfig:
         None, "Share of activations dropped in training.", panel=_MODEL, shown="by how often the text is read", low=0
     )
     tokenizer: str = option(
-        "auto", "auto: a byte-level BPE learnt from the text; bytes: no merging; gpt2: the 50,257 tokens of GPT-2.",
+        "auto",
+        "auto: a byte-level BPE learnt from the text; bytes: no merging; gpt2: the 50,257 tokens of GPT-2; another of "
+        "tiktoken's, such as cl100k_base; or the path of a tokenizer, a run or a folder of transformers.",
         panel=_DATA,
-    )  # fmt: skip
+    )
     vocab_size: int | None = option(
         None, "Ids of the learnt vocabulary, end-of-text included (with --tokenizer auto).",
         panel=_DATA, shown="by the text's size", low=257, high=2**24,
@@ -276,8 +277,6 @@ class TrainConfig:
         _check_options(self)
         if self.preset != "auto":
             find_preset(self.preset)
-        if self.tokenizer not in TOKENIZERS:
-            raise UserError(f'there is no tokenizer "{self.tokenizer}"', did_you_mean(self.tokenizer, TOKENIZERS))
         if self.vocab_size is not None and self.tokenizer != "auto":
             raise UserError(f"--vocab-size goes with --tokenizer auto; {self.tokenizer} has a size of its own")
         if self.steps is not None and self.epochs is not None:

@@ -7,8 +7,10 @@ from pathlib import Path
 from gpt.config import TrainConfig, find_preset
 from gpt.errors import UserError
 from gpt.text import readers, shards
+from gpt.text.boundaries import cuts
 from gpt.text.readers import HASHED_SPLIT_FROM
-from gpt.text.tokenizer import END_OF_TEXT, Tokenizer, count_cut_pieces, make_tokenizer
+from gpt.text.tokenizer import END_OF_TEXT, Tokenizer
+from gpt.text.tokenizer_files import make_tokenizer
 from gpt.training.recipe import preset_name
 
 
@@ -64,9 +66,9 @@ def prepare(texts: Sequence[str], config: TrainConfig, device: str, note: Callab
             f"the text is too short: {held_out_bytes:,} bytes held out are one token, and nothing can be predicted",
             "give more text, a larger --val-fraction, or --val-fraction 0 to hold nothing out",
         )
-    cuts = sum(count_cut_pieces(document.text) for document in train)
-    if cuts:
-        note(f"{cuts:,} pieces of over 1 MiB without a break are cut there, to be tokenized in linear time")
+    cut = sum(cuts(document.text, tokenizer.pattern)[1] for document in train)
+    if cut:
+        note(f"{cut:,} pieces of over 1 MiB without a break are cut there, to be tokenized in linear time")
     note(
         f"tokenizer {tokenizer.name}: {tokenizer.vocab_size:,} ids, {len(data.train.ids):,} tokens to train on, "
         f"{train_bytes / max(1, len(data.train.ids)):.2f} bytes each"
