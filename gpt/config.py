@@ -195,7 +195,7 @@ class TextConfig(ReadConfig):
 
     tokenizer: str = option(
         "auto", "auto: a byte-level BPE learnt from the text; bytes: no merging; gpt2: the 50,257 tokens of GPT-2; "
-        "any encoding of tiktoken by name; or the path of a tokenizer, a token folder or a run.",
+        "another of tiktoken's, such as cl100k_base; or the path of a tokenizer, a run or a folder of transformers.",
         panel=_DATA,
     )  # fmt: skip
     vocab_size: int | None = option(

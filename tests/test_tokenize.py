@@ -24,7 +24,8 @@ from gpt.errors import Interrupted, UserError, WorkError
 from gpt.text import corpus, items, slices, tokenize, tokens
 from gpt.text.source import Piece
 from gpt.text.tokenize import tokenize_texts
-from gpt.text.tokenizer import bytes_tokenizer, find_tokenizer
+from gpt.text.tokenizer import bytes_tokenizer
+from gpt.text.tokenizer_files import find_tokenizer
 from gpt.text.tokens import TokenFolder
 
 SMALL = {
@@ -532,8 +533,8 @@ def test_the_vocabulary_is_learnt_from_a_sample(texts: Path, tmp_path: Path) -> 
     notes: list[str] = []
     config = TextConfig(vocab_size=300, sample_bytes=20_000)
     found = corpus.open_corpus([str(texts)], config)
-    small = corpus.make_tokenizer(found, config, notes.append)
-    assert small.fingerprint != corpus.make_tokenizer(found, TextConfig(vocab_size=300)).fingerprint
+    small = corpus.tokenizer_for(found, config, notes.append)
+    assert small.fingerprint != corpus.tokenizer_for(found, TextConfig(vocab_size=300)).fingerprint
     assert "spread over the text" in notes[0]
 
 

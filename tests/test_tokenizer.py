@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
 
 from gpt.errors import UserError, WorkError
-from gpt.text import tokenizer, tokenizer_json
+from gpt.text import boundaries, tokenizer, tokenizer_files, tokenizer_json
 
 HARD = [
     "", " ", "\n", "plain", "WE'LL SEE, I'm sure; THEY'VE", "1234567890123 12 3", "a\r\nb\r\n\r\n c", "tabs\t\tand  spaces   end ",
@@ -91,12 +91,12 @@ def test_learning_is_deterministic(learnt: tokenizer.Tokenizer) -> None:
 
 def test_vocabulary_larger_than_the_text_supports() -> None:
     with pytest.raises(UserError, match=r"supports a vocabulary of \d+ ids at most, not 5,000") as error:
-        tokenizer.make_tokenizer("auto", 5000, ["a tiny text"])
+        tokenizer_files.make_tokenizer("auto", 5000, ["a tiny text"])
     size = int(error.value.hint.split()[2])
-    assert tokenizer.make_tokenizer("auto", size, ["a tiny text"]).vocab_size == size
-    assert tokenizer.make_tokenizer("auto", None, ["a tiny text"]).vocab_size == size
+    assert tokenizer_files.make_tokenizer("auto", size, ["a tiny text"]).vocab_size == size
+    assert tokenizer_files.make_tokenizer("auto", None, ["a tiny text"]).vocab_size == size
     with pytest.raises(UserError, match="at least 257"):
-        tokenizer.make_tokenizer("auto", 256, ["a tiny text"])
+        tokenizer_files.make_tokenizer("auto", 256, ["a tiny text"])
 
 
 def test_ids_outside_the_vocabulary(learnt: tokenizer.Tokenizer) -> None:
@@ -145,12 +145,6 @@ def test_no_token_is_learnt_that_would_take_long_to_take_apart() -> None:
 
 
 def test_a_piece_over_the_limit_is_cut_and_counted(learnt: tokenizer.Tokenizer) -> None:
-    assert tokenizer.count_cut_pieces("a" * 2**20 + " " + "b" * 2**20) == 0
-    assert tokenizer.count_cut_pieces("a" * (2**21 + 1)) == 2
-    assert [len(piece) for piece in tokenizer._pieces("a" * (2**21 + 1))] == [2**20, 2**20, 1]
-
-
-@settings(max_examples=100)
-@given(text=st.text(max_size=40), cut=st.integers(2, 6))
-def test_pieces_are_the_whole_text(text: str, cut: int) -> None:
-    assert "".join(tokenizer._pieces(text * 2000)) == text * 2000
+    assert learnt.encode_counted("a" * 2**20 + " " + "b" * (2**20 - 1))[1] == 0
+    assert learnt.encode_counted("a" * (2**21 + 1))[1] == 2
+    assert boundaries.cuts("a" * (2**21 + 1), learnt.pattern) == ([2**20, 2**21], 2)

@@ -15,8 +15,8 @@ from gpt.errors import UserError
 from gpt.files import disk_errors, read_json, to_json, whole_folder, write_file
 from gpt.model.decoder import GPT
 from gpt.runs import folder, hf
-from gpt.text import tokenizer_json
-from gpt.text.tokenizer import Tokenizer, describe, from_tiktoken, gpt2_tokenizer, to_tiktoken
+from gpt.text.tokenizer import Tokenizer, describe, gpt2_tokenizer
+from gpt.text.tokenizer_files import RANKS, read_own, read_transformers, tokenizer_files
 
 FORMAT = 1
 _DTYPES = ("F32", "F16", "BF16")
@@ -35,11 +35,7 @@ class TokenizerFiles:
 
     def __init__(self, tokenizer: Tokenizer, config: GPTConfig) -> None:
         self.tokenizer = tokenizer
-        self.files = {
-            "tokenizer.json": to_json(tokenizer_json.to_tokenizer_json(tokenizer)),
-            "tokenizer_config.json": to_json(tokenizer_json.to_tokenizer_config(tokenizer, config.block_size)),
-            "tokenizer.tiktoken": to_tiktoken(tokenizer.ranks),
-        }
+        self.files = tokenizer_files(tokenizer, config.block_size)
 
 
 def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str, Any]) -> None:
@@ -94,37 +90,20 @@ def load(path: Path, device: torch.device) -> Checkpoint:
 def load_tokenizer(path: Path, config: GPTConfig, meta: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer beside the weights: ours, or a byte-level BPE of transformers'. A folder without one and with
     50,257 ids means GPT-2's. Raises `UserError` where its size is not the model's."""
-    if (path / "tokenizer.tiktoken").exists() and meta:
-        tokenizer = _own_tokenizer(path, meta)
-    elif (path / "tokenizer.json").exists():
-        tokenizer = tokenizer_json.from_tokenizer_json(read_json(path / "tokenizer.json"), str(path / "tokenizer.json"))
-    elif (path / "vocab.json").exists() and (path / "merges.txt").exists():
-        text = (path / "merges.txt").read_text(encoding="utf-8", errors="replace")
-        tokenizer = tokenizer_json.from_vocab_and_merges(read_json(path / "vocab.json"), text, str(path / "vocab.json"))
-    elif config.vocab_size == GPT2_VOCAB:
-        tokenizer = gpt2_tokenizer()
+    tokenizer: Tokenizer | None
+    if (path / RANKS).exists() and meta:
+        tokenizer = read_own(path, meta.get("tokenizer"), str(path / folder.META))
     else:
+        tokenizer = read_transformers(path)
+    if tokenizer is None and config.vocab_size == GPT2_VOCAB:
+        tokenizer = gpt2_tokenizer()
+    if tokenizer is None:
         raise UserError(
             f"{path} has no tokenizer, and its {config.vocab_size:,} ids are not GPT-2's {GPT2_VOCAB:,}",
             "put the model's tokenizer.json into that folder",
         )
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(f"{path}: the tokenizer has {tokenizer.vocab_size:,} ids and the model {config.vocab_size:,}")
-    return tokenizer
-
-
-def _own_tokenizer(path: Path, meta: Mapping[str, Any]) -> Tokenizer:
-    said = meta.get("tokenizer")
-    file = path / "tokenizer.tiktoken"
-    if not isinstance(said, dict):
-        raise UserError(f"{path / folder.META} does not describe its tokenizer")
-    ranks = from_tiktoken(file.read_bytes(), str(file))
-    try:
-        tokenizer = Tokenizer(said["name"], said["pattern"], ranks, said["eot"], said["eot_token"])
-    except (KeyError, TypeError):
-        raise UserError(f"{path / folder.META} does not describe its tokenizer") from None
-    if tokenizer.fingerprint != said.get("fingerprint"):
-        raise UserError(f"{file} is not the tokenizer that the model was trained with: the fingerprint differs")
     return tokenizer
 
 

@@ -11,7 +11,8 @@ from gpt.text import sources as words
 from gpt.text.readers import Reader
 from gpt.text.source import Piece, Source
 from gpt.text.split import Halved, Split, Survey, plan_split, spread, survey
-from gpt.text.tokenizer import Tokenizer, auto_vocab_size, find_tokenizer, learn_tokenizer, learn_tokenizer_up_to
+from gpt.text.tokenizer import Tokenizer
+from gpt.text.tokenizer_files import make_tokenizer
 
 GROUP_BYTES = 2**26  # of sources, as stored, that make a group; a larger source is one by itself
 
@@ -96,19 +97,13 @@ def open_corpus(texts: Sequence[str], config: TextConfig) -> Corpus:
     )
 
 
-def make_tokenizer(
+def tokenizer_for(
     corpus: Corpus, config: TextConfig, note: Callable[[str], None] = lambda text: None, most: int = 2**24
 ) -> Tokenizer:
     """The tokenizer that ``--tokenizer`` and ``--vocab-size`` ask for; ``auto`` learns it from a sample, spread over
     what is trained on. ``most`` bounds the size where none was asked for."""
-    if config.tokenizer != "auto":
-        return find_tokenizer(config.tokenizer)
-    if corpus.train_bytes > config.sample_bytes:
-        note(
-            f"learning the vocabulary from {config.sample_bytes / 1e6:,.0f} of {corpus.train_bytes / 1e6:,.0f} MB, "
-            "spread over the text"
-        )
-    text = spread(corpus.training_text(), corpus.train_bytes, config.sample_bytes)
-    if config.vocab_size is not None:
-        return learn_tokenizer(text, config.vocab_size)
-    return learn_tokenizer_up_to(text, min(most, auto_vocab_size(corpus.train_bytes)))
+    size, limit = corpus.train_bytes, config.sample_bytes
+    if config.tokenizer == "auto" and size > limit:
+        note(f"learning the vocabulary from {limit / 1e6:,.0f} of {size / 1e6:,.0f} MB, spread over the text")
+    sample = spread(corpus.training_text(), size, limit)
+    return make_tokenizer(config.tokenizer, config.vocab_size, sample, size, most)

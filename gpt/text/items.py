@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from gpt.text.boundaries import LONG_PIECE, last_boundary
+from gpt.text.boundaries import heads
 from gpt.text.corpus import Corpus
 from gpt.text.readers import Reader
 from gpt.text.source import Piece, Source
@@ -75,7 +75,7 @@ def cut_documents(halves: Iterator[tuple[Piece, bool]], pattern: str) -> Iterato
             buffer, begins, side = "", True, _side(held_out)
         buffer += piece.text
         taken = 0
-        for text, cut in _whole_pieces(buffer, pattern):
+        for text, cut in heads(buffer, pattern, PIECE):
             yield text, begins, side, cut
             taken, begins = taken + len(text), False
         buffer = buffer[taken:]
@@ -85,22 +85,6 @@ def cut_documents(halves: Iterator[tuple[Piece, bool]], pattern: str) -> Iterato
 
 def _side(held_out: bool) -> Side:
     return "val" if held_out else "train"
-
-
-def _whole_pieces(buffer: str, pattern: str) -> Iterator[tuple[str, bool]]:
-    """Texts from the beginning of ``buffer`` that end where a token's piece does, whatever follows; the rest waits.
-
-    Where a piece goes on for over `LONG_PIECE` it is cut there, so that memory stays bounded.
-    """
-    start, size = 0, PIECE
-    while len(buffer) - start >= size:
-        at = last_boundary(buffer[start : start + size], pattern)
-        if not at and size < 2 * LONG_PIECE:
-            size *= 2
-            continue
-        text = buffer[start : start + (at or LONG_PIECE)]
-        yield text, not at
-        start, size = start + len(text), PIECE
 
 
 class _Source:

@@ -18,7 +18,7 @@ from gpt.text.corpus import Corpus
 from gpt.text.items import Mark
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokenizer import describe as describe_tokenizer
-from gpt.text.tokenizer_files import read_own_tokenizer, tokenizer_files
+from gpt.text.tokenizer_files import read_own, tokenizer_files
 from gpt.text.tokens import (
     COUNTS,
     MANIFEST,
@@ -154,7 +154,7 @@ def begun_tokenizer(out: Path, asked: Mapping[str, Any]) -> Tokenizer | None:
     if begun["asked"] != asked:
         was = ", ".join(f"{key} {value}" for key, value in begun["asked"].items() if value != asked.get(key))
         raise UserError(f"{out} was begun with {was}", "give the same again, or another --out")
-    return read_own_tokenizer(out, begun["about"])
+    return read_own(out, begun["about"].get("tokenizer"), str(out / PROGRESS))
 
 
 def check_finished(out: Path, about: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from gpt.config import TokenizeConfig
 from gpt.errors import Interrupted, UserError, WorkError
 from gpt.interrupt import StopSignal
 from gpt.text import shards, slices
-from gpt.text.corpus import Corpus, make_tokenizer, open_corpus
+from gpt.text.corpus import Corpus, open_corpus, tokenizer_for
 from gpt.text.items import Item, Mark, read_items
 from gpt.text.slices import Done
 from gpt.text.tokenizer import END_OF_TEXT, Tokenizer
@@ -135,7 +135,7 @@ def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listene
     asked = {"tokenizer": config.tokenizer, "vocab_size": config.vocab_size, "sample_bytes": config.sample_bytes}
     tokenizer = slices.begun_tokenizer(out, asked) if out.exists() else None
     if tokenizer is None:
-        tokenizer = make_tokenizer(corpus, config, lambda text: listen(events.Note(text)))
+        tokenizer = tokenizer_for(corpus, config, lambda text: listen(events.Note(text)))
     return tokenize(corpus, tokenizer, out, config.jobs, config.share, listen, asked)
 
 

@@ -5,10 +5,11 @@
 
 import base64
 import hashlib
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -17,81 +18,114 @@ import numpy as np
 import numpy.typing as npt
 import tiktoken
 
+from gpt.config import LIMITS
 from gpt.errors import UserError, WorkError
+from gpt.text.boundaries import GPT2_PATTERN, SPACES, cuts
 from gpt.text.catalogue import cache_dir
 
 END_OF_TEXT = "<|endoftext|>"
-
-# GPT-2's pattern, in the spelling of tiktoken's r50k_base: possessive where that changes no match but keeps the
-# regex engine from backtracking.
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 GPT2_FINGERPRINT = "278c76e956a0d28755e8cb07656cc21c373520d95c7af18e9db55b9938d6c5fb"
-GPT2_VOCAB_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
-
-# A run of white space this long overflows the regex engine's stack if something follows it (tiktoken 0.14: at a
-# million). The pattern gives the run's last character to what follows, so a cut before it changes no id.
-LONG_SPACE = 10_000
-LONG_PIECE = 2**20  # characters; a single piece longer than this is cut: merging takes more than linear time
 LONGEST_LEARNT = 64  # characters of a token; longer ones would be rulers of dashes, and slow to take apart
 
-# What \s means to the regex engine: Unicode's White_Space (Python's own \s has four control characters more).
-_SPACES = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-_OTHERS = rf"[^a-zA-Z0-9{_SPACES}]"
+_OTHERS = rf"[^a-zA-Z0-9{SPACES}]"
 
 
-def _run(kind: str, least: int, then: str = "") -> re.Pattern[str]:
+def _run(kind: str, least: int) -> re.Pattern[str]:
     """A run of a kind of character. It is looked at from its start alone: a text of long runs takes linear time."""
-    return re.compile(rf"(?<!{kind}){kind}{{{least},}}{then}")
+    return re.compile(rf"(?<!{kind}){kind}{{{least},}}")
 
 
-_LONG_SPACE_RUN = _run(f"[{_SPACES}]", LONG_SPACE, rf"(?=[{_SPACES}][^{_SPACES}])")
-_LONG_PIECE_RUNS = [_run(kind, LONG_PIECE + 1) for kind in (r"[^\W\d_]", r"\d", _OTHERS)]
-_LEARNT_RUNS = [_run(kind, LONGEST_LEARNT + 1) for kind in (r"[^\W_]", _OTHERS, f"[{_SPACES}]")]
+_LEARNT_RUNS = [_run(kind, LONGEST_LEARNT + 1) for kind in (r"[^\W_]", _OTHERS, f"[{SPACES}]")]
 
 Ids = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A vocabulary and how text is cut before merging: of `learn_tokenizer`, `bytes_tokenizer`, `gpt2_tokenizer`."""
+    """A vocabulary and how text is cut before merging: learnt, plain bytes, by name, or from files."""
 
     name: str
     pattern: str
     ranks: dict[bytes, int]  # a token's bytes → its id, which is its rank in merging too
     eot: int  # the id of end-of-text
     eot_token: str = END_OF_TEXT
+    specials: Mapping[str, int] = field(default_factory=dict)  # further tokens that no text is merged to
 
     def __post_init__(self) -> None:
         missing = sum(bytes([byte]) not in self.ranks for byte in range(256))
         if missing:
             raise UserError(f"the tokenizer {self.name} has no token for {missing} of the 256 bytes")
-        ids = set(self.ranks.values()) | {self.eot}
-        if len(ids) != len(self.ranks) + 1 or min(ids) != 0 or max(ids) != len(self.ranks):
-            raise UserError(f"the ids of the tokenizer {self.name} are not 0 to {len(self.ranks):,}, each once")
+        if self.eot_token in self.specials or "" in self.all_specials:
+            raise UserError(f"the special tokens of the tokenizer {self.name} are not different words")
+        ids = [*self.ranks.values(), *self.all_specials.values()]
+        if not all(type(id) is int and 0 <= id < LIMITS["vocab_size"] for id in ids):
+            raise UserError(f"the ids of the tokenizer {self.name} are not numbers from 0 to {LIMITS['vocab_size']:,}")
+        if len(set(ids)) != len(ids):
+            raise UserError(f"the tokenizer {self.name} has {len(ids):,} tokens and {len(set(ids)):,} ids")
 
-    @property
+    @cached_property
+    def all_specials(self) -> dict[str, int]:
+        """End-of-text and the further special tokens."""
+        return {self.eot_token: self.eot, **self.specials}
+
+    @cached_property
     def vocab_size(self) -> int:
-        """How many ids there are, end-of-text included."""
-        return len(self.ranks) + 1
+        """The highest id and one: how many there are, special tokens included, where no id is left out."""
+        return 1 + max(*self.ranks.values(), *self.all_specials.values())
 
     @cached_property
     def _encoding(self) -> tiktoken.Encoding:
-        return tiktoken.Encoding(
-            self.name, pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens={self.eot_token: self.eot}
+        try:
+            return tiktoken.Encoding(
+                self.name, pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens=self.all_specials
+            )
+        except ValueError as error:
+            raise UserError(f"the pattern of the tokenizer {self.name} is not valid: {error}") from None
+
+    def encode(self, text: str, specials: bool = False) -> Ids:
+        """The ids of ``text``, dtype uint32. Special tokens in it are ordinary text, unless ``specials`` are wanted."""
+        if not specials:
+            return self.encode_counted(text)[0]
+        words = sorted(self.all_specials, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, words))})", text)
+        return np.concatenate(
+            [
+                np.array([self.all_specials[part]], np.uint32) if i % 2 else self.encode_counted(part)[0]
+                for i, part in enumerate(parts)
+            ]
         )
 
-    def encode(self, text: str) -> Ids:
-        """The ids of ``text``, dtype uint32. ``<|endoftext|>`` in it is ordinary text."""
-        pieces = [self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in _pieces(text)]
-        return np.concatenate(pieces) if len(pieces) != 1 else pieces[0]
+    def encode_counted(self, text: str) -> tuple[Ids, int]:
+        """The ids of ``text``, all of it ordinary, and how many pieces of it were so long that they had to be cut."""
+        places, cut = cuts(text, self.pattern)
+        ids = [self._encode(part) for part in _cut(text, places)]
+        return np.concatenate(ids) if len(ids) != 1 else ids[0], cut
+
+    def _encode(self, text: str) -> Ids:
+        try:
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except BaseException as error:  # pyo3's panics are no Exceptions
+            if type(error).__name__ != "PanicException" and "Regex error" not in str(error):
+                raise
+            raise UserError(
+                f"the pattern of the tokenizer {self.name} fails on a text of {len(text):,} characters: {error}",
+                "take another --tokenizer, or break up the long runs of one kind of character in the text",
+            ) from None
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """The bytes of ``ids``, exactly. Raises `UserError` for an id outside the vocabulary."""
+        """The bytes of ``ids``, exactly; none for an id that is left out of the vocabulary. Raises `UserError` for one
+        outside it."""
         try:
             return self._encoding.decode_bytes(ids)
-        except KeyError:
-            bad = next(i for i in ids if not 0 <= i < self.vocab_size)
-            raise UserError(f"id {bad} is outside the vocabulary of {self.vocab_size:,}") from None
+        except (KeyError, OverflowError):
+            bad = next((id for id in ids if not 0 <= id < self.vocab_size), None)
+            if bad is not None:
+                raise UserError(f"id {bad} is outside the vocabulary of {self.vocab_size:,}") from None
+            return self._encoding.decode_bytes([id for id in ids if id in self._known])
+
+    @cached_property
+    def _known(self) -> frozenset[int]:
+        return frozenset([*self.ranks.values(), *self.all_specials.values()])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
@@ -102,25 +136,9 @@ class Tokenizer:
         """sha256 over everything that decides which ids a text gets."""
         digest = hashlib.sha256(f"{self.pattern}\0{self.eot}\0{self.eot_token}\0".encode())
         digest.update(to_tiktoken(self.ranks))
+        if self.specials:
+            digest.update(json.dumps(sorted(self.specials.items())).encode())
         return digest.hexdigest()
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """``text`` in parts, together the whole, that the regex engine and the merging survive whatever they hold.
-
-    The cut inside a long run of white space changes no id; the one inside a piece of over 1 MiB does.
-    """
-    spaces = (match.end() for match in _LONG_SPACE_RUN.finditer(text)) if len(text) > LONG_SPACE else ()
-    return _cut(text, {*spaces, *_long_piece_cuts(text)})
-
-
-def _long_piece_cuts(text: str) -> set[int]:
-    return _every(text, _LONG_PIECE_RUNS, LONG_PIECE) if len(text) > LONG_PIECE else set()
-
-
-def count_cut_pieces(text: str) -> int:
-    """How often a single piece of over 1 MiB is cut in ``text``, which changes its ids."""
-    return len(_long_piece_cuts(text))
 
 
 def _every(text: str, runs: Iterable[re.Pattern[str]], length: int) -> set[int]:
@@ -139,14 +157,17 @@ def bytes_tokenizer() -> Tokenizer:
     return Tokenizer("bytes", GPT2_PATTERN, {bytes([byte]): byte for byte in range(256)}, 256)
 
 
-def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of ``vocab_size`` ids (end-of-text included) learnt from ``texts`` (Sennrich et al. 2016).
+def learn_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[str] = ()) -> Tokenizer:
+    """A byte-level BPE of ``vocab_size`` ids learnt from ``texts`` (Sennrich et al. 2016). The last ids are
+    end-of-text's and those of the further ``specials``, in order.
 
     Raises `UserError` where the texts have fewer pairs to merge than that takes.
     """
-    if vocab_size < 257:
-        raise UserError(f"vocab-size is {vocab_size}; it must be at least 257: the 256 bytes and end-of-text")
-    tokenizer = learn_tokenizer_up_to(texts, vocab_size)
+    least = 257 + len(specials)
+    if vocab_size < least:
+        also = f" and {len(specials)} more" if specials else ""
+        raise UserError(f"vocab-size is {vocab_size}; it must be at least {least}: the 256 bytes and end-of-text{also}")
+    tokenizer = learn_tokenizer_up_to(texts, vocab_size, specials)
     if tokenizer.vocab_size < vocab_size:
         raise UserError(
             f"the text supports a vocabulary of {tokenizer.vocab_size:,} ids at most, not {vocab_size:,}",
@@ -155,37 +176,77 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def learn_tokenizer_up_to(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def learn_tokenizer_up_to(texts: Iterable[str], vocab_size: int, specials: Sequence[str] = ()) -> Tokenizer:
     """As `learn_tokenizer`, with fewer ids where the texts support no more."""
     import rustbpe  # here, since only learning needs it
 
+    for special in specials:
+        if not special or list(specials).count(special) > 1 or special == END_OF_TEXT:
+            raise UserError(
+                f'the special token "{special}" is there already' if special else "a special token is empty"
+            )
     learner = rustbpe.Tokenizer()
     pieces = (piece for text in texts for piece in _cut(text, _every(text, _LEARNT_RUNS, LONGEST_LEARNT)))
-    learner.train_from_iterator(pieces, vocab_size - 1, pattern=GPT2_PATTERN)
+    learner.train_from_iterator(pieces, max(256, vocab_size - 1 - len(specials)), pattern=GPT2_PATTERN)
     ranks = {bytes(token): rank for token, rank in learner.get_mergeable_ranks()}
-    return Tokenizer("bpe", GPT2_PATTERN, ranks, len(ranks))
+    further = {special: id for id, special in enumerate(specials, len(ranks) + 1)}
+    return Tokenizer("bpe", GPT2_PATTERN, ranks, len(ranks), specials=further)
+
+
+ENCODINGS_URL = "https://openaipublic.blob.core.windows.net/encodings/"
+_FILES = {  # tiktoken's encodings that share the file of another
+    "gpt2": "r50k_base",
+    "p50k_edit": "p50k_base",
+    "o200k_harmony": "o200k_base",
+}
+
+
+def named_tokenizers() -> list[str]:
+    """The names that need no file of the user's: ``bytes``, ``gpt2`` and tiktoken's further encodings."""
+    return list(dict.fromkeys(["bytes", "gpt2", *tiktoken.list_encoding_names()]))
 
 
 def gpt2_tokenizer() -> Tokenizer:
-    """The 50,257 ids of GPT-2 and GPT-3: tiktoken's ``r50k_base``, fetched once into the user's cache.
+    """The 50,257 ids of GPT-2 and GPT-3: tiktoken's ``r50k_base``."""
+    return named_tokenizer("gpt2")
+
+
+def named_tokenizer(name: str) -> Tokenizer:
+    """One of `named_tokenizers`, fetched once into the user's cache where it has a file.
 
     ``TIKTOKEN_CACHE_DIR`` names another folder. Raises `WorkError` offline, saying which file goes where.
     """
+    if name == "bytes":
+        return bytes_tokenizer()
+    if name == "r50k_base":
+        name = "gpt2"
+    encoding = _fetched(name)
+    pattern = encoding._pat_str.replace(r"\p{N}{1,3}+|", r"\p{N}{1,3}|")  # Oniguruma reads {1,3}+ as ({1,3})+
+    specials: dict[str, int] = {}
+    for word, id in encoding._special_tokens.items():
+        if word != END_OF_TEXT and id not in specials.values():  # o200k_harmony has a second word for an id
+            specials[word] = id
+    return Tokenizer(name, pattern, dict(encoding._mergeable_ranks), encoding.eot_token, specials=specials)
+
+
+def _fetched(name: str) -> tiktoken.Encoding:
+    file = _FILES.get(name, name)
     before = os.environ.get("TIKTOKEN_CACHE_DIR")
     folder = before or str(cache_dir() / "tiktoken")
     os.environ["TIKTOKEN_CACHE_DIR"] = folder  # tiktoken's own default is a folder that all users share
     try:
-        encoding = tiktoken.get_encoding("r50k_base")
+        return tiktoken.get_encoding("r50k_base" if name == "gpt2" else name)
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; ValueError is a wrong hash
-        place = os.path.join(folder, hashlib.sha1(GPT2_VOCAB_URL.encode()).hexdigest())
+        url = f"{ENCODINGS_URL}{file}.tiktoken"
+        place = os.path.join(folder, hashlib.sha1(url.encode()).hexdigest())
+        what = "GPT-2's vocabulary" if name == "gpt2" else f"the vocabulary {name}"
         raise WorkError(
-            f"GPT-2's vocabulary is not on this machine and could not be fetched ({type(error).__name__})",
-            f"download {GPT2_VOCAB_URL} elsewhere and put it at {place}",
+            f"{what} is not on this machine and could not be fetched ({type(error).__name__})",
+            f"download {url} elsewhere and put it at {place}",
         ) from None
     finally:
         if before is None:
             del os.environ["TIKTOKEN_CACHE_DIR"]
-    return Tokenizer("gpt2", GPT2_PATTERN, dict(encoding._mergeable_ranks), encoding.eot_token)
 
 
 def to_tiktoken(ranks: dict[bytes, int]) -> bytes:
@@ -214,19 +275,6 @@ def auto_vocab_size(n_bytes: int) -> int:
     return 16_384
 
 
-def make_tokenizer(kind: str, vocab_size: int | None, texts: Sequence[str], most: int = 2**24) -> Tokenizer:
-    """The tokenizer that ``--tokenizer`` and ``--vocab-size`` ask for. ``texts`` is what it may learn from; ``most``
-    bounds the size where none was asked for."""
-    if kind == "bytes":
-        return bytes_tokenizer()
-    if kind == "gpt2":
-        return gpt2_tokenizer()
-    assert kind == "auto", kind  # TrainConfig knows no other
-    if vocab_size is not None:
-        return learn_tokenizer(texts, vocab_size)
-    return learn_tokenizer_up_to(texts, min(most, auto_vocab_size(sum(len(text.encode()) for text in texts))))
-
-
 def describe(tokenizer: Tokenizer) -> dict[str, Any]:
     """What a checkpoint records of a tokenizer beside its ranks."""
     return {
@@ -234,5 +282,6 @@ def describe(tokenizer: Tokenizer) -> dict[str, Any]:
         "pattern": tokenizer.pattern,
         "eot": tokenizer.eot,
         "eot_token": tokenizer.eot_token,
+        "specials": dict(tokenizer.specials),
         "fingerprint": tokenizer.fingerprint,
     }

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from gpt.errors import UserError
-from gpt.text.tokenizer import END_OF_TEXT, GPT2_FINGERPRINT, GPT2_PATTERN, Tokenizer
+from gpt.text.boundaries import GPT2_PATTERN
+from gpt.text.tokenizer import END_OF_TEXT, GPT2_FINGERPRINT, Tokenizer
 
 
 def byte_characters() -> dict[int, str]:
@@ -49,15 +50,19 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
             "type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False,
         }  # fmt: skip
         pre = {"type": "Sequence", "pretokenizers": [split, level | {"use_regex": False}]}
-    eot = {
-        "id": tokenizer.eot, "content": tokenizer.eot_token, "single_word": False,
-        "lstrip": False, "rstrip": False, "normalized": False, "special": True,
-    }  # fmt: skip
+    added = [
+        {
+            "id": id, "content": word, "single_word": False,
+            "lstrip": False, "rstrip": False, "normalized": False, "special": True,
+        }
+        for word, id in sorted(tokenizer.all_specials.items(), key=lambda item: item[1])
+    ]  # fmt: skip
+    pairs = merges(tokenizer.ranks)
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [eot],
+        "added_tokens": added,
         "normalizer": None,
         "pre_tokenizer": pre,
         "post_processor": level,
@@ -70,16 +75,18 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
             "end_of_word_suffix": "",
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {written(token): rank for token, rank in by_rank} | {tokenizer.eot_token: tokenizer.eot},
-            "merges": [f"{written(a)} {written(b)}" for a, b in merges(tokenizer.ranks)],
+            # As tiktoken does, where some token is reached by no merge: a whole piece that is a token is that token.
+            "ignore_merges": len(pairs) < sum(len(token) > 1 for token in tokenizer.ranks),
+            "vocab": {written(token): rank for token, rank in by_rank} | tokenizer.all_specials,
+            "merges": [f"{written(a)} {written(b)}" for a, b in pairs],
         },
     }
 
 
-def to_tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
-    """``tokenizer_config.json``. Only GPT-2's own pattern may say GPT2Tokenizer: transformers 5 would put that pattern
-    in the place of another."""
+def to_tokenizer_config(tokenizer: Tokenizer, block_size: int | None) -> dict[str, Any]:
+    """``tokenizer_config.json``; ``block_size`` is the longest context, where one is known.
+
+    Only GPT-2's own pattern may say GPT2Tokenizer: transformers 5 would put that pattern in the place of another."""
     gpt2 = tokenizer.pattern == GPT2_PATTERN
     return {
         "tokenizer_class": "GPT2Tokenizer" if gpt2 else "PreTrainedTokenizerFast",
@@ -88,7 +95,8 @@ def to_tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]
         "unk_token": tokenizer.eot_token,
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": block_size,
+        **({"extra_special_tokens": list(tokenizer.specials)} if tokenizer.specials else {}),
+        **({} if block_size is None else {"model_max_length": block_size}),
     }
 
 
@@ -103,7 +111,11 @@ def from_tokenizer_json(values: Mapping[str, Any], where: str) -> Tokenizer:
             raise UserError(f"{where}: only a byte-level BPE without normalizer can be run here")
         pairs = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
         added = {token["content"]: token["id"] for token in values.get("added_tokens") or []}
-        return _from_vocab(model["vocab"], pairs, added, _pattern(values.get("pre_tokenizer"), where), where)
+        plain = [token["content"] for token in values.get("added_tokens") or [] if not token.get("special")]
+        if plain:
+            raise UserError(f"{where}: its token {plain[0]!r} is found in ordinary text before merging")
+        pattern = _pattern(values.get("pre_tokenizer"), where)
+        return _from_vocab(model["vocab"], pairs, added, pattern, where, bool(model.get("ignore_merges")))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{where} is no tokenizer of the tokenizers library: {type(error).__name__} {error}") from None
 
@@ -133,31 +145,46 @@ def _from_vocab(
     added: Mapping[str, int],
     pattern: str,
     where: str,
+    whole: bool = False,
 ) -> Tokenizer:
+    """``whole``: a piece that is a token needs no merges to be it, as in tiktoken."""
     characters = byte_characters()
     bytes_of = {character: byte for byte, character in characters.items()}
-    special = {**{k: v for k, v in vocab.items() if k == END_OF_TEXT}, **added}
-    if len(special) != 1:
-        raise UserError(
-            f"{where} has {len(special)} special tokens; GPT-2's one, {END_OF_TEXT}, is what can be run here"
-        )
-    eot_token, eot = next(iter(special.items()))
+    specials = {**{k: v for k, v in vocab.items() if k == END_OF_TEXT}, **added}
+    eot_token = END_OF_TEXT if END_OF_TEXT in specials else next(iter(specials), "")
+    if eot_token != END_OF_TEXT and len(specials) != 1:
+        raise UserError(f"{where} has {len(specials)} special tokens, and none is {END_OF_TEXT}: which ends a text?")
     try:
-        ranks = {bytes(bytes_of[c] for c in token): rank for token, rank in vocab.items() if token != eot_token}
+        ranks = {bytes(bytes_of[c] for c in token): rank for token, rank in vocab.items() if token not in specials}
         in_order = [ranks[bytes(bytes_of[c] for c in "".join(pair))] for pair in pairs]
     except (KeyError, TypeError):
         raise UserError(f"{where}: its tokens are not written in GPT-2's byte characters") from None
-    if in_order != sorted(in_order) or not all(type(rank) is int for rank in ranks.values()):
+    if not all(type(rank) is int for rank in ranks.values()) or in_order != sorted(in_order):
         raise UserError(f"{where}: its merges are in another order than its ids; tiktoken cannot run such a vocabulary")
-    tokenizer = Tokenizer("bpe", pattern, ranks, eot, eot_token)
+    eot = specials.pop(eot_token)
+    tokenizer = Tokenizer("bpe", pattern, ranks, eot, eot_token, specials)
     if tokenizer.fingerprint == GPT2_FINGERPRINT:
         return replace(tokenizer, name="gpt2")
-    # tiktoken merges whatever pair makes a token, the tokenizers library the listed pairs alone.
+    _check_merges(ranks, pairs, where, whole)
+    _check_pattern(tokenizer, where)
+    return tokenizer
+
+
+def _check_merges(ranks: Mapping[bytes, int], pairs: list[tuple[str, ...]], where: str, whole: bool) -> None:
+    """tiktoken merges whatever pair makes a token and takes a piece that is a token whole, the tokenizers library
+    merges the listed pairs alone: raises `UserError` where that is not the same."""
+    characters = byte_characters()
     written = [
         ("".join(map(characters.__getitem__, a)), "".join(map(characters.__getitem__, b))) for a, b in merges(ranks)
     ]
-    if written != pairs:
+    if written != pairs or not (whole or len(pairs) == sum(len(token) > 1 for token in ranks)):
         raise UserError(
             f"{where}: its merges are not those that its tokens imply; tiktoken cannot run such a vocabulary"
         )
-    return tokenizer
+
+
+def _check_pattern(tokenizer: Tokenizer, where: str) -> None:
+    """Raises `UserError` for a pattern that passes over some character: tiktoken drops what is between its pieces."""
+    text = "Words, 12345 and it's!\r\n\n  \t_é日½ \u0301\u200d🐕 /\x00\x1c\u00a0"
+    if tokenizer.decode(tokenizer.encode(text).tolist()) != text:
+        raise UserError(f"{where}: its pattern {tokenizer.pattern[:80]!r} passes over parts of a text")

@@ -24,7 +24,7 @@ from gpt.files import file_sum, read_json, to_json, whole_file, whole_folder, wr
 from gpt.text.shards import Shard
 from gpt.text.stream import Stream
 from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokenizer_files import read_own_tokenizer
+from gpt.text.tokenizer_files import read_own
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -96,7 +96,7 @@ class TokenFolder:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of its ids, whose fingerprint is compared."""
-        return read_own_tokenizer(self.path, self.manifest)
+        return read_own(self.path, self.manifest.get("tokenizer"), str(self.path / MANIFEST))
 
     def stream(self, side: Side) -> Stream:
         """The ids of one side. Raises `UserError` where a shard is not what the manifest says."""

@@ -8,7 +8,7 @@ from typing import Any
 from gpt.config import TextConfig, TrainConfig, find_preset
 from gpt.errors import UserError
 from gpt.files import file_sum
-from gpt.text.corpus import Corpus, make_tokenizer
+from gpt.text.corpus import Corpus, tokenizer_for
 from gpt.text.stream import Stream
 from gpt.text.tokenize import Listener, tokenize
 from gpt.text.tokenizer import END_OF_TEXT, Tokenizer
@@ -67,7 +67,7 @@ def make_data(
     if config.val_text is not None and config.val_fraction != TrainConfig().val_fraction:
         note("--val-text is what is held out; --val-fraction is not used")
     most = find_preset(preset_name(config, corpus.found.bytes, device)).model.vocab_size
-    tokenizer = make_tokenizer(corpus, config, note, most)
+    tokenizer = tokenizer_for(corpus, config, note, most)
     return _open(tokenize(corpus, tokenizer, out, config.jobs, listen=listen), note, corpus)
 
 
