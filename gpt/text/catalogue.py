@@ -3,6 +3,7 @@
 import hashlib
 import http.client
 import importlib
+import io
 import os
 import platform
 import sys
@@ -11,12 +12,14 @@ import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from gpt.errors import UserError, WorkError
 from gpt.files import write_file
+from gpt.text.source import Source
 
 
 def names() -> list[str]:
@@ -43,6 +46,11 @@ def read(name: str) -> Iterator[tuple[str, bytes]]:
         yield from _stdlib()
     else:
         yield name, fetch(name, source["url"], source["sha256"]).read_bytes()
+
+
+def sources(name: str) -> list[Source]:
+    """The documents of a corpus as sources."""
+    return [Source(entry, len(data), 0, partial(io.BytesIO, data)) for entry, data in read(name)]
 
 
 def _pydocs() -> Iterator[tuple[str, bytes]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from gpt.config import TrainConfig, find_preset
 from gpt.errors import UserError
 from gpt.text import readers, shards
-from gpt.text.readers import HASHED_SPLIT_FROM
+from gpt.text.split import HASHED_SPLIT_FROM, Document, split
 from gpt.text.tokenizer import END_OF_TEXT, Tokenizer, count_cut_pieces, make_tokenizer
 from gpt.training.recipe import preset_name
 
@@ -17,7 +17,7 @@ class Data:
     """What a run trains on and is measured by."""
 
     corpus: readers.Corpus
-    sources: list[readers.Source]  # of the held-out text too, where it is a file of its own
+    sources: list[readers.Record]  # of the held-out text too, where it is a file of its own
     tokenizer: Tokenizer
     train: shards.Shard
     held_out: shards.Shard
@@ -38,7 +38,7 @@ def prepare(texts: Sequence[str], config: TrainConfig, device: str, note: Callab
         train, held_out = corpus.documents, other.documents
         sources += other.sources
     else:
-        train, held_out = readers.split(corpus.documents, config.val_fraction, config.seed)
+        train, held_out = split(corpus.documents, config.val_fraction, config.seed)
     train_bytes, held_out_bytes = _size(train), _size(held_out)
     at_end = config.val_text is None and 1 < len(corpus.documents) < HASHED_SPLIT_FROM and len(held_out) > 0
     note(
@@ -74,7 +74,7 @@ def prepare(texts: Sequence[str], config: TrainConfig, device: str, note: Callab
     return data
 
 
-def _size(documents: Sequence[readers.Document]) -> int:
+def _size(documents: Sequence[Document]) -> int:
     return sum(len(document.text.encode()) for document in documents)
 
 
