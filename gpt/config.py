@@ -249,10 +249,10 @@ class TokenizeConfig(TextConfig):
         self.share  # noqa: B018
 
     @property
-    def share(self) -> tuple[int, int]:
-        """Which share of how many, counted from 1."""
+    def share(self) -> tuple[int, int] | None:
+        """Which part of how many, counted from 1."""
         if self.part is None:
-            return 1, 1
+            return None
         words = self.part.split("/")
         if len(words) == 2 and all(word.isascii() and word.isdigit() for word in words):
             i, n = map(int, words)

@@ -339,9 +339,9 @@ def test_what_has_changed_is_noticed(texts: Path, tmp_path: Path) -> None:
 def test_bad_text_leaves_what_is_finished_and_can_be_let_through(texts: Path, tmp_path: Path) -> None:
     copy = tmp_path / "texts"
     shutil.copytree(texts, copy)
-    (copy / "b5.md").write_bytes(b"good\nbad \xff\n" + (copy / "b5.md").read_bytes())
+    (copy / "d.txt").write_bytes(b"good\nbad \xff\n" + make_text(3000).encode())
     out = tmp_path / "out"
-    with pytest.raises(UserError, match=r"b5\.md is not UTF-8: byte 0xff at offset 9, line 2"):
+    with pytest.raises(UserError, match=r"d\.txt is not UTF-8: byte 0xff at offset 9, line 2"):
         make(copy, out, tokenizer="bytes", vocab_size=None)
     assert _lines(out) > 3
     resumed = make(copy, out, resume=True, errors="replace", tokenizer="bytes", vocab_size=None)

@@ -2,14 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from gpt.config import ReadConfig, TextConfig
 from gpt.errors import UserError
 from gpt.text import sources as words
 from gpt.text.readers import Reader
-from gpt.text.source import Piece, Source
+from gpt.text.source import Piece, Skipped, Source
 from gpt.text.split import Halved, Split, Survey, plan_split, spread, survey
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokenizer_files import make_tokenizer
@@ -24,6 +25,7 @@ class Corpus:
 
     name: str
     texts: tuple[str, ...]
+    asked: Mapping[str, Any]  # the words that say which tokenizer
     reading: ReadConfig
     sources: list[Source]
     own_from: int
@@ -85,15 +87,17 @@ class Corpus:
 def open_corpus(texts: Sequence[str], config: TextConfig) -> Corpus:
     """Finds the sources and decides the split. Raises `UserError` for anything that is no text, or too short."""
     reading = ReadConfig(**{f.name: getattr(config, f.name) for f in fields(ReadConfig)})
-    found_sources = words.find(texts, reading.skip_bad)
-    own = words.find([config.val_text], reading.skip_bad) if config.val_text is not None else []
+    skipped = Skipped() if reading.skip_bad else None
+    found_sources = words.find(texts, skipped)
+    own = words.find([config.val_text], skipped) if config.val_text is not None else []
     found = survey(found_sources, reading)
     if not found.documents or not found.bytes:
         what = f"{texts[0]} is empty" if len(texts) == 1 else f"all of {', '.join(texts)} is empty"
         raise UserError(f"{what}: 0 characters", "give a file with some text in it")
+    asked = {key: getattr(config, key) for key in ("tokenizer", "vocab_size", "sample_bytes")}
     split = plan_split(found_sources, found, reading, config.val_fraction, config.seed, bool(own))
     return Corpus(
-        words.run_name(texts), tuple(texts), reading, [*found_sources, *own], len(found_sources), split, found
+        words.run_name(texts), tuple(texts), asked, reading, [*found_sources, *own], len(found_sources), split, found
     )
 
 

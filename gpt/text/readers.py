@@ -1,178 +1,183 @@
-"""Files, folders and standard input → documents, and the split into what is trained on and what is held out."""
+"""Sources → documents, whatever they are packed in, without ever holding a whole file.
 
-import hashlib
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+A file goes through its endings from the outermost on: ``.gz`` and ``.zst`` are unpacked, archives give their members,
+tables and JSON lines the values of a field; anything else is plain text.
+"""
 
-from gpt.errors import UserError, did_you_mean
-from gpt.text import catalogue
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
 
-DEFAULT = "pydocs"  # the corpus that is read where no text is given
-HASHED_SPLIT_FROM = 200  # documents; from here on a document's own hash decides where it goes
+from gpt.config import ReadConfig
+from gpt.errors import UserError, WorkError
+from gpt.text import archives, pieces, records
+from gpt.text.characters import Characters
+from gpt.text.source import Piece, Skipped, Source
+from gpt.text.streams import UNPACK, Blocks, File, OnBytes, Stream, StreamError, damaged, of_source, spooled
 
+DEPTH = 8  # wrappings that are unwrapped; an archive may hold itself
 
-@dataclass(frozen=True)
-class Document:
-    """A piece of text that stands by itself: a file, or an entry of a corpus; ``name`` says where it came from."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Source:
-    """One file, or catalogue entry, that was read, for the run's record."""
-
-    name: str
-    bytes: int
-    sha256: str
+Texts = Callable[[str, Stream, str, Characters, records.OnBad], Iterator[str]]
+RECORDS: dict[str, Texts] = {
+    ".jsonl": records.jsonl,
+    ".ndjson": records.jsonl,
+    ".csv": partial(records.table, delimiter=","),
+    ".tsv": partial(records.table, delimiter="\t"),
+}
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Documents and where they came from. ``name`` is what a run on them is called."""
+def _nobody(size: int) -> None:
+    """Listens to no progress."""
 
-    name: str
-    documents: list[Document]
-    sources: list[Source]
+
+class Reader:
+    """Reads documents as a `ReadConfig` says, and counts what was replaced and what was left out."""
+
+    def __init__(self, config: ReadConfig) -> None:
+        if config.split_on is not None and "\n" in config.split_on:
+            raise UserError("--split-on has a line break in it", "give one line, without its end")
+        self.config = config
+        self._characters = Characters(config.encoding, config.errors)
+        self._utf8 = Characters("utf-8", config.errors)  # for formats that leave no choice
+        self._skipped = Skipped()
 
     @property
-    def bytes(self) -> int:
-        """Length of the whole text in UTF-8."""
-        return sum(source.bytes for source in self.sources)
+    def replaced(self) -> int:
+        """How many times U+FFFD was written for bytes that are not of the encoding."""
+        return self._characters.replaced + self._utf8.replaced
 
+    @property
+    def skipped(self) -> int:
+        """How many files, members, lines and rows were left out."""
+        return self._skipped.count
 
-def read(texts: Sequence[str]) -> Corpus:
-    """The documents of files, folders (recursive, sorted, hidden entries skipped), ``-`` (standard input) and names of
-    the catalogue, each once, in the order given; of `DEFAULT` where none is.
+    @property
+    def skipped_examples(self) -> list[str]:
+        """Why, for the first few of them."""
+        return self._skipped.examples
 
-    Raises `UserError` naming the file for anything that is no text.
-    """
-    documents: list[Document] = []
-    sources: list[Source] = []
-    for raw in [_raw(text) for text in dict.fromkeys(texts)] or [catalogue.read(DEFAULT)]:
-        for name, data in raw:
-            documents.append(Document(name, _decode(name, data)))
-            sources.append(Source(name, len(data), hashlib.sha256(data).hexdigest()))
-    if not any(document.text for document in documents):
-        what = f"{texts[0]} is empty" if len(texts) == 1 else f"all of {', '.join(texts)} is empty"
-        raise UserError(f"{what}: 0 characters", "give a file with some text in it")
-    return Corpus(_run_name(texts[0]) if texts else DEFAULT, [d for d in documents if d.text], sources)
+    def documents(self, source: Source, on_bytes: OnBytes = _nobody) -> Iterator[Piece]:
+        """The documents of a source, none of them empty, in pieces.
 
+        The first piece of each holds all of it or at least `pieces.HEAD` characters. ``on_bytes`` hears how many of
+        the source's bytes were read so far. Raises `UserError` for what is damaged or no text, unless ``skip_bad``.
+        """
+        with self._skipping(source.name):
+            yield from self._read(File(source.name, _kind(source.name), partial(of_source, source, on_bytes)))
+        if source.size:
+            on_bytes(source.size)
 
-def _raw(text: str) -> Iterator[tuple[str, bytes]]:
-    """Names and bytes of everything that one TEXT means. What is on disk comes before the catalogue's names."""
-    path = Path(text)
-    if text == "-":
-        yield "stdin", sys.stdin.buffer.read()
-    elif path.is_dir():
-        yield from ((str(file), _bytes(file)) for file in _files(path))
-    elif path.exists():
-        yield text, _bytes(path)
-    elif text in catalogue.names():
-        yield from catalogue.read(text)
-    elif "/" in text or "\\" in text or "." in text:
-        raise UserError(f"there is no file {text}", "give a file, a folder, - for standard input, or a corpus by name")
-    else:
-        raise UserError(f'there is no file and no corpus called "{text}"', did_you_mean(text, catalogue.names()))
+    @contextlib.contextmanager
+    def _skipping(self, name: str) -> Iterator[None]:
+        """Counts what cannot be read below ``name``, under ``skip_bad``; what breaks off around it is raised."""
+        try:
+            yield
+        except UserError as error:
+            if isinstance(error, StreamError) and not error.name.startswith(name):
+                raise
+            self._on_bad(error)
 
+    def _on_bad(self, error: UserError) -> None:
+        if not self.config.skip_bad or isinstance(error, WorkError):
+            raise error
+        self._skipped.add(error)
 
-def _files(folder: Path) -> list[Path]:
-    files = []
-    for parent, folders, names in os.walk(folder, onerror=_cannot_list):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        paths = (Path(parent, name) for name in sorted(names) if not name.startswith("."))
-        files += [path for path in paths if path.is_file()]  # no pipes and devices
-    if not files:
-        raise UserError(f"the folder {folder} has no files in it (hidden ones are skipped)")
-    return files
-
-
-def _cannot_list(error: OSError) -> None:
-    raise UserError(f"cannot read the folder {error.filename}: {error.strerror or error}") from None
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-
-
-def _decode(name: str, data: bytes) -> str:
-    """UTF-8 to text, exactly; a `UserError` names offset and line of the first byte that is not."""
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise UserError(f"{name} is UTF-16, not UTF-8", f"convert it: iconv -f UTF-16 -t UTF-8 {name} > utf8.txt")
-    if b"\0" in data:
-        offset = data.index(b"\0")
-        raise UserError(f"{name} is no text: it has a zero byte at offset {offset:,}", "give plain UTF-8 text")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{name} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start:,}, line {line:,}",
-            f"if it is Latin-1, convert it: iconv -f LATIN1 -t UTF-8 {name} > utf8.txt",
-        ) from None
-
-
-def _run_name(text: str) -> str:
-    return "stdin" if text == "-" else Path(os.path.abspath(text)).stem or "text"
-
-
-def split(documents: Sequence[Document], fraction: float, seed: int) -> tuple[list[Document], list[Document]]:
-    """Training and held-out documents. Both keep their order; together they are the whole text.
-
-    Fewer than `HASHED_SPLIT_FROM` documents: the last ``fraction`` of the characters' bytes is held out, cutting a
-    document where it must. From there on each document goes by a hash of the seed and its own text, so that adding
-    documents moves none. Never an empty side, unless ``fraction`` is 0.
-    """
-    if not 0 <= fraction < 1:
-        raise UserError(f"val-fraction is {fraction}; it must lie in [0, 1)")
-    if fraction == 0:
-        return list(documents), []
-    if len(documents) >= HASHED_SPLIT_FROM:
-        train, held_out = _split_by_hash(documents, fraction, seed)
-    else:
-        train, held_out = _split_at_end(documents, fraction)
-    if not train or not held_out:
-        size = sum(len(document.text) for document in documents)
-        raise UserError(
-            f"the text is too short to hold {fraction:g} of it out: {size:,} character{'s' * (size != 1)}",
-            "give more text, or --val-fraction 0 to hold nothing out",
-        )
-    return train, held_out
-
-
-def _split_by_hash(documents: Sequence[Document], fraction: float, seed: int) -> tuple[list[Document], list[Document]]:
-    shares = [_share(document, seed) for document in documents]
-    bound = max(fraction, min(shares) * 1.0000001)  # at least one is held out
-    train = [document for document, share in zip(documents, shares, strict=True) if share >= bound]
-    held_out = [document for document, share in zip(documents, shares, strict=True) if share < bound]
-    return train, held_out
-
-
-def _share(document: Document, seed: int) -> float:
-    """Where a document lies between 0 and 1, by a hash of the seed and its text."""
-    digest = hashlib.sha256(f"{seed}\0{document.text}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
-
-
-def _split_at_end(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    left = round(sum(len(d.text.encode()) for d in documents) * fraction)  # bytes still to be held out
-    train = list(documents)
-    held_out: list[Document] = []
-    while left > 0 and train:
-        last = train.pop()
-        data = last.text.encode()
-        if len(data) <= left:
-            held_out.insert(0, last)
+    def _read(self, file: File) -> Iterator[Piece]:
+        if file.depth > DEPTH:
+            raise UserError(f"{file.name} is wrapped more than {DEPTH} times", "unpack it, and give the files")
+        ending = "." + file.kind.rpartition(".")[2]
+        if ending in UNPACK:
+            yield from self._read(file.unwrapped(ending, UNPACK[ending]))
+        elif ending == ".zip":
+            yield from self._members(archives.zip_members(file))
+        elif ending == ".tar":
+            yield from self._members(archives.tar_members(file))
+        elif ending in RECORDS:
+            yield from self._records(file, RECORDS[ending])
+        elif ending == ".parquet":
+            yield from self._parquet(file)
+        elif self.config.skip_bad:
+            yield from self._whole(file)
         else:
-            head = data[: len(data) - left].decode("utf-8", "ignore")  # never inside a character
-            train.append(Document(last.name, head))
-            held_out.insert(0, Document(last.name, last.text[len(head) :]))
-        left -= len(data)
-    return [d for d in train if d.text], held_out
+            yield from (piece for piece in self._plain(file) if piece is not None)
+
+    def _members(self, members: Iterator[File]) -> Iterator[Piece]:
+        with contextlib.closing(members):  # type: ignore[type-var]
+            for member in members:
+                with self._skipping(member.name):
+                    yield from self._read(member)
+
+    def _records(self, file: File, texts: Texts) -> Iterator[Piece]:
+        characters = self._characters
+        with contextlib.closing(file.open()) as stream:
+            if characters.wide:  # lines are found as bytes
+                blocks = (block.encode() for block in characters.blocks(file.name, stream))
+                stream, characters = Stream(Blocks(blocks), partial(damaged, file.name), close=(stream,)), self._utf8
+            for text in texts(file.name, stream, self.config.field, characters, self._on_bad):
+                yield from pieces.whole(text)
+
+    def _parquet(self, file: File) -> Iterator[Piece]:
+        with contextlib.ExitStack() as stack:
+            stream = stack.enter_context(contextlib.closing(file.open()))
+            if not stream.seekable():
+                stream.close()
+                stream = stack.enter_context(spooled(file)).open()
+            for text in records.parquet(file.name, stream, self.config.field, self._utf8, self._on_bad):
+                yield from pieces.whole(text)
+
+    def _plain(self, file: File) -> Iterator[Piece | None]:
+        """A plain text's documents; None after each that is whole."""
+        with contextlib.closing(file.open()) as stream:
+            blocks = self._characters.blocks(file.name, stream)
+            separator = self.config.split_on
+            yield from pieces.pieces(blocks if separator is None else pieces.split(blocks, separator))
+
+    def _whole(self, file: File) -> Iterator[Piece]:
+        """Those documents of a plain text that are whole: a file with a long one is read twice."""
+        with contextlib.ExitStack() as stack:
+            if not file.again:
+                file = stack.enter_context(spooled(file))
+            done, held = 0, None
+            replaced = self._characters.replaced
+            first = self._plain(file)
+            for piece in first:
+                if piece is not None and held is not None:
+                    break  # a long one
+                if piece is None and held is not None:
+                    yield held
+                    done += 1
+                held = piece
+            else:
+                return
+            whole, error = done, None
+            try:
+                whole += sum(piece is None for piece in first)
+            except UserError as bad:
+                error = bad
+            self._characters.replaced = replaced
+            yield from _between(self._plain(file), done, whole)
+            if error is not None:
+                raise error
+
+
+def _between(documents: Iterator[Piece | None], start: int, end: int) -> Iterator[Piece]:
+    """The pieces of documents ``start`` to ``end``, as slices count them."""
+    number = 0
+    for piece in documents:
+        if number == end:
+            return
+        if piece is None:
+            number += 1
+        elif number >= start:
+            yield piece
+
+
+def _kind(name: str) -> str:
+    kind = name.lower()
+    return kind.partition("?")[0].partition("#")[0] if "://" in kind else kind
+
+
+def is_plain(source: Source) -> bool:
+    """Whether a source is plain text as it is stored: one document, as long as the file, unless it is to be split."""
+    ending = "." + _kind(source.name).rpartition(".")[2]
+    return ending not in {*UNPACK, *RECORDS, ".zip", ".tar", ".parquet"}

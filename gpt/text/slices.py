@@ -118,19 +118,26 @@ class Writer:
         self.done.lines.append(line)
 
 
-def describe(corpus: Corpus, tokenizer: Tokenizer, share: tuple[int, int]) -> dict[str, Any]:
+def describe(corpus: Corpus, tokenizer: Tokenizer, share: tuple[int, int] | None) -> dict[str, Any]:
     """What decides the folder's bytes, for its manifest."""
     return {
-        "texts": list(corpus.texts),
+        **_describe_corpus(corpus, share),
         "tokenizer": describe_tokenizer(tokenizer),
-        "split": corpus.split.describe(),
-        "reading": asdict(corpus.reading),
-        "corpus": corpus.identity(),
-        "part": list(share) if share != (1, 1) else None,
     }
 
 
-def begin(out: Path, about: Mapping[str, Any], corpus: Corpus, tokenizer: Tokenizer, asked: Mapping[str, Any]) -> None:
+def _describe_corpus(corpus: Corpus, share: tuple[int, int] | None) -> dict[str, Any]:
+    return {
+        "texts": list(corpus.texts),
+        "asked": dict(corpus.asked),
+        "split": corpus.split.describe(),
+        "reading": asdict(corpus.reading),
+        "corpus": corpus.identity(),
+        "part": list(share) if share else None,
+    }
+
+
+def begin(out: Path, about: Mapping[str, Any], corpus: Corpus, tokenizer: Tokenizer) -> None:
     """Makes the folder, with the tokenizer and the first line of progress: what it is made from."""
     sources = [[source.name, source.size, source.time] for source in corpus.sources]
     with disk_errors(out):
@@ -138,38 +145,41 @@ def begin(out: Path, about: Mapping[str, Any], corpus: Corpus, tokenizer: Tokeni
         with whole_folder(out) as beside:
             for name, data in tokenizer_files(tokenizer).items():
                 write_file(beside / name, data)
-            write_file(
-                beside / PROGRESS, (json.dumps({"about": about, "asked": asked, "sources": sources}) + "\n").encode()
-            )
+            write_file(beside / PROGRESS, (json.dumps({"about": about, "sources": sources}) + "\n").encode())
 
 
-def begun_tokenizer(out: Path, asked: Mapping[str, Any]) -> Tokenizer | None:
-    """The tokenizer of a folder that was begun, so that it need not be learnt again; None where it is finished.
+def begun_tokenizer(out: Path, corpus: Corpus) -> Tokenizer:
+    """The tokenizer of a folder that was begun, so that it need not be learnt again.
 
-    Raises `UserError` where another one was asked for.
+    Raises `UserError` where another one is asked for now.
     """
-    if (out / MANIFEST).exists():
-        return None
-    begun = _first_line(out)
-    if begun["asked"] != asked:
-        was = ", ".join(f"{key} {value}" for key, value in begun["asked"].items() if value != asked.get(key))
-        raise UserError(f"{out} was begun with {was}", "give the same again, or another --out")
-    return read_own(out, begun["about"].get("tokenizer"), str(out / PROGRESS))
+    begun = _first_line(out)["about"]
+    _check_asked(out, begun, corpus)
+    return read_own(out, begun.get("tokenizer"), str(out / PROGRESS))
 
 
-def check_finished(out: Path, about: Mapping[str, Any]) -> None:
+def check_finished(out: Path, corpus: Corpus, share: tuple[int, int] | None) -> None:
     """Raises `UserError` where a finished folder was made from something else."""
-    manifest = read_json(out / MANIFEST)
-    for key in ("corpus", "tokenizer", "split", "part"):
-        if manifest.get(key) != about[key]:
+    manifest, now = read_json(out / MANIFEST), _describe_corpus(corpus, share)
+    _check_asked(out, manifest, corpus)
+    for key in ("corpus", "split", "part"):
+        if manifest.get(key) != now[key]:
             raise UserError(f"{out} is finished, and was made with another {key}", "give another place with --out")
+
+
+def _check_asked(out: Path, was: dict[str, Any], corpus: Corpus) -> None:
+    for key, value in corpus.asked.items():
+        if was["asked"].get(key) != value:
+            raise UserError(
+                f"{out} was begun with {key} {was['asked'].get(key)}, now {value}", "give the same, or another --out"
+            )
 
 
 def _first_line(out: Path) -> dict[str, Any]:
     try:
         with (out / PROGRESS).open("rb") as file:
             begun: dict[str, Any] = json.loads(file.readline())
-        if begun.keys() >= {"about", "asked", "sources"} and isinstance(begun["about"], dict):
+        if begun.keys() >= {"about", "sources"} and begun["about"].keys() >= {"asked", "reading"}:
             return begun
     except (OSError, ValueError, AttributeError):
         pass

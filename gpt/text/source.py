@@ -1,8 +1,12 @@
-"""What readers pass on: where text lies, and the pieces that a document comes in."""
+"""What readers pass on: where text lies, the pieces that a document comes in, and what was left out."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO
+
+from gpt.errors import UserError
+
+EXAMPLES = 5  # messages that are kept of all that was left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +25,17 @@ class Piece:
 
     text: str
     begins: bool
+
+
+@dataclass
+class Skipped:
+    """What ``--skip-bad`` left out: how much, and the first few reasons."""
+
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, error: UserError) -> None:
+        """Counts what could not be read, for the reason that ``error`` gives."""
+        self.count += 1
+        if len(self.examples) < EXAMPLES:
+            self.examples.append(error.message)

@@ -7,11 +7,13 @@ on each document goes by a hash of the seed and its own beginning, so that addin
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 from gpt.config import ReadConfig
 from gpt.errors import UserError
-from gpt.text.readers import HEAD, Reader, is_plain
+from gpt.text.pieces import HEAD
+from gpt.text.readers import Reader, is_plain
 from gpt.text.source import Piece, Source
 
 HASHED_SPLIT_FROM = 200  # documents
@@ -145,7 +147,8 @@ def _least_share(sources: Sequence[Source], config: ReadConfig, fraction: float,
     count, least = 0, 1.0
     reader = Reader(config)
     for source in sources:
-        for piece in reader.documents(source):
+        one = config.split_on is None and is_plain(source)
+        for piece in islice(reader.documents(source), 1 if one else None):
             if piece.begins:
                 count += 1
                 least = min(least, share(piece.text, seed))

@@ -11,13 +11,12 @@ import shutil
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -132,11 +131,14 @@ def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listene
             f"{out} is there already", "give another --out; where it was not finished, --resume goes on with it"
         )
     corpus = open_corpus(texts, config)
-    asked = {"tokenizer": config.tokenizer, "vocab_size": config.vocab_size, "sample_bytes": config.sample_bytes}
-    tokenizer = slices.begun_tokenizer(out, asked) if out.exists() else None
-    if tokenizer is None:
+    if (out / MANIFEST).exists():
+        slices.check_finished(out, corpus, config.share)
+        return TokenFolder(out)
+    if out.exists():
+        tokenizer = slices.begun_tokenizer(out, corpus)
+    else:
         tokenizer = tokenizer_for(corpus, config, lambda text: listen(events.Note(text)))
-    return tokenize(corpus, tokenizer, out, config.jobs, config.share, listen, asked)
+    return tokenize(corpus, tokenizer, out, config.jobs, config.share, listen)
 
 
 def tokenize(
@@ -144,24 +146,21 @@ def tokenize(
     tokenizer: Tokenizer,
     out: Path,
     jobs: int | None = None,
-    share: tuple[int, int] = (1, 1),
+    share: tuple[int, int] | None = None,
     listen: Listener = lambda event: None,
-    asked: Mapping[str, Any] | None = None,
 ) -> TokenFolder:
     """Makes the token folder ``out``, or goes on with it where it was begun with the same text and settings.
 
-    ``share``: the I-th of N parts of the sources; ``asked``: the words that ``tokenizer`` was made from, compared when
-    going on. Raises `UserError` for text that cannot be read, or where ``out`` was begun otherwise; `WorkError` where
-    the disk is full; `Interrupted` after SIGINT or SIGTERM. Finished slices stay valid whatever happens.
+    ``share``: the I-th of N parts of the sources. Raises `UserError` for text that cannot be read, or where ``out`` was
+    begun otherwise; `WorkError` where the disk is full; `Interrupted` after SIGINT or SIGTERM. Finished slices stay
+    valid whatever happens.
     """
     about = slices.describe(corpus, tokenizer, share)
-    if (out / MANIFEST).exists():
-        slices.check_finished(out, about)
-        return TokenFolder(out)
-    mine = range(share[0] - 1, len(corpus.groups), share[1])
+    i, n = share or (1, 1)
+    mine = range(i - 1, len(corpus.groups), n)
     if not out.exists():
         _check_room(corpus, tokenizer, out, mine, listen)
-        slices.begin(out, about, corpus, tokenizer, asked or {})
+        slices.begin(out, about, corpus, tokenizer)
     done = slices.read_progress(out, about, corpus)
     writer = slices.Writer(out, tokenizer.vocab_size, done)
     items = _items(corpus, mine, done, tokenizer.pattern, listen)
@@ -180,17 +179,16 @@ def _items(
 ) -> Iterator[tuple[Item, Mark]]:
     """All that is still to be encoded."""
     sizes = [source.size for source in corpus.sources]
-    total = sum(sizes[number] for group in groups for number in corpus.groups[group])
-    before = 0
+    mine = [number for group in groups for number in corpus.groups[group]]
+    *starts, total = accumulate((sizes[number] for number in mine), initial=0)
+    before = dict(zip(mine, starts, strict=True))  # bytes
 
     def on_bytes(number: int, position: int) -> None:
-        listen(events.Progress("tokenized", before + min(position, sizes[number]), total))
+        listen(events.Progress("tokenized", before[number] + min(position, sizes[number]), total))
 
     for group in groups:
-        numbers = corpus.groups[group]
         if not done.whole(group):
             yield from islice(read_items(corpus, group, pattern, on_bytes), done.items(group), None)
-        before += sum(sizes[number] for number in numbers)
 
 
 def _jobs(asked: int | None, corpus: Corpus) -> int:

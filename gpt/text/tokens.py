@@ -198,7 +198,7 @@ def merge(parts: Sequence[str | Path], out: str | Path) -> TokenFolder:
 
 
 def _about(folder: TokenFolder) -> dict[str, Any]:
-    keys = ("texts", "tokenizer", "split", "reading", "corpus", "part")
+    keys = ("texts", "asked", "split", "reading", "corpus", "part", "tokenizer")
     return {key: folder.manifest.get(key) for key in keys}
 
 
@@ -213,7 +213,7 @@ def _check_parts(folders: Sequence[TokenFolder]) -> None:
             )
         numbers.append(int(part[0]))
         about, expected = _about(folder), _about(first)
-        for key in ("tokenizer", "split", "reading", "corpus"):
+        for key in ("corpus", "split", "reading", "tokenizer"):
             if about[key] != expected[key] or part[1] != expected["part"][1]:
                 raise UserError(f"{folder.path} and {first.path} are not parts of one corpus: their {key} differs")
     count = int(_about(first)["part"][1])

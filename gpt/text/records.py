@@ -1,0 +1,214 @@
+"""Documents that are values of a field: JSON lines, CSV, Parquet."""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gpt.errors import UserError, WorkError
+from gpt.text.characters import Characters
+from gpt.text.streams import BUFFER, Stream, damaged, reason
+
+MAX_RECORD = 64 * 2**20  # bytes of a JSON line, characters of a field in CSV
+ROWS = 64  # of a Parquet file, at once
+_BOM = b"\xef\xbb\xbf"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+OnBad = Callable[[UserError], None]  # raises it, or counts what was left out
+
+
+def _lines(name: str, stream: Stream, on_bad: OnBad) -> Iterator[tuple[int, int, bytes]]:
+    """Number, offset and bytes of each line, its end included."""
+    buffered = io.BufferedReader(stream, BUFFER)
+    number, offset = 0, 0
+    while line := buffered.readline(MAX_RECORD + 1):
+        number += 1
+        if len(line) <= MAX_RECORD:
+            yield number, offset, line
+        else:
+            on_bad(_too_long(name, number))
+            while line and not line.endswith(b"\n"):
+                offset += len(line)
+                line = buffered.readline(MAX_RECORD)
+        offset += len(line)
+
+
+def _too_long(name: str, line: int) -> UserError:
+    return UserError(
+        f"{name}, line {line:,}: longer than {MAX_RECORD:,} bytes", "cut it into several, or --skip-bad leaves it out"
+    )
+
+
+def jsonl(name: str, stream: Stream, field: str, characters: Characters, on_bad: OnBad) -> Iterator[str]:
+    """The strings at the key ``field`` of the objects that the lines are."""
+    for number, offset, line in _lines(name, stream, on_bad):
+        if number == 1 and line.startswith(_BOM):
+            line, offset = line[len(_BOM) :], len(_BOM)
+        try:
+            try:
+                text = characters.decode(line)
+            except UnicodeDecodeError as error:
+                raise characters.error(name, error, offset + error.start, number) from None
+            if not text.isspace() and text:
+                value = _value(f"{name}, line {number:,}", text, field)
+                if b"\\" in line and not value.isascii():
+                    value = _without_surrogates(f"{name}, line {number:,}", value, characters)
+                yield value
+        except UserError as error:
+            on_bad(error)
+
+
+def _value(where: str, line: str, field: str) -> str:
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise UserError(f"{where}: JSON that is too deep", "--skip-bad leaves such lines out") from None
+    except ValueError as error:
+        raise UserError(
+            f"{where}: not JSON: {reason(error)}", "one object a line; --skip-bad leaves others out"
+        ) from None
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: not a JSON object", "one object a line; --skip-bad leaves others out")
+    if field not in record:
+        raise missing(where, field, record, "keys")
+    value = record[field]
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise UserError(f'{where}: "{field}" is not a string', "--field names the key that holds the text")
+    return value
+
+
+def _without_surrogates(where: str, value: str, characters: Characters) -> str:
+    r"""A half of a surrogate pair, as ``"\ud800"`` gives, is no character, and cannot be written as UTF-8."""
+    if not _SURROGATE.search(value):
+        return value
+    if characters.errors == "strict":
+        raise UserError(f"{where}: half a surrogate pair is no character", "--errors replace, or --skip-bad")
+    value, count = _SURROGATE.subn("\ufffd", value)
+    characters.replaced += count
+    return value
+
+
+def missing(where: str, field: str, known: Any, what: str) -> UserError:
+    """There is no such field; these there are."""
+    some = list(known)
+    names = ", ".join(map(str, some[:20])) + (", …" if len(some) > 20 else "") or "none"
+    return UserError(f'{where}: no "{field}" in it', f"--field names it; the {what} are: {names}")
+
+
+def table(
+    name: str, stream: Stream, delimiter: str, field: str, characters: Characters, on_bad: OnBad
+) -> Iterator[str]:
+    """The values of a column of CSV, whose first row names the columns."""
+    # Bytes that are not of the encoding are carried through the parser, and matter in the field that is wanted alone.
+    lines = (
+        (line.removeprefix(_BOM) if number == 1 else line).decode(characters.encoding, "surrogateescape")
+        for number, _, line in _lines(name, stream, on_bad)
+    )
+    rows = _rows(name, csv.reader(lines, delimiter=delimiter), on_bad)
+    _, header = next(rows, (1, None))
+    if header is None:
+        return
+    if field not in header:
+        raise missing(name, field, header, "columns")
+    column = header.index(field)
+    for line, row in rows:
+        try:
+            if len(row) <= column:
+                raise UserError(
+                    f'{name}, line {line:,}: {len(row)} fields, and "{field}" is number {column + 1}',
+                    "mend the row, or --skip-bad leaves it out",
+                )
+            yield _cell(f"{name}, line {line:,}", row[column], characters)
+        except UserError as error:
+            on_bad(error)
+
+
+def _rows(name: str, reader: Any, on_bad: OnBad) -> Iterator[tuple[int, list[str]]]:
+    """The rows that are not empty, each with the number of its first line."""
+    while True:
+        line = reader.line_num + 1
+        try:
+            row = _next_row(name, reader)
+        except UserError as error:
+            on_bad(error)
+            continue
+        if row is None:
+            return
+        if row:
+            yield line, row
+
+
+def _next_row(name: str, reader: Any) -> list[str] | None:
+    limit = csv.field_size_limit(MAX_RECORD)  # of the whole process: put back after each row
+    try:
+        row: list[str] | None = next(reader, None)
+        return row
+    except csv.Error as error:
+        if "limit" in str(error):
+            raise _too_long(name, reader.line_num) from None
+        raise UserError(f"{name}, line {reader.line_num:,}: {error}", "mend it, or --skip-bad leaves it out") from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _cell(where: str, value: str, characters: Characters) -> str:
+    if "\0" in value:
+        raise UserError(f"{where}: a zero byte is no text", "--skip-bad leaves such rows out")
+    if value.isascii() or not _SURROGATE.search(value):
+        return value
+    try:
+        return characters.decode(value.encode(characters.encoding, "surrogateescape"))
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise UserError(f"{where}: not {characters.shown}: byte 0x{byte:02x}", characters.hint) from None
+
+
+def parquet(name: str, stream: Stream, field: str, characters: Characters, on_bad: OnBad) -> Iterator[str]:
+    """The values of a column of strings. Raises `WorkError` without pyarrow."""
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet as pq
+    except ImportError:
+        raise WorkError(f"{name} needs the package pyarrow", "pip install 'gpt[parquet]'") from None
+    row = 0
+    try:
+        with pq.ParquetFile(stream, read_dictionary=[field]) as opened:
+            schema = opened.schema_arrow
+            if field not in schema.names:
+                raise missing(name, field, schema.names, "columns")
+            _check_strings(name, field, schema.field(field).type)
+            for batch in opened.iter_batches(ROWS, columns=[field], use_threads=False):
+                column = batch.column(batch.schema.get_field_index(field))
+                if isinstance(column, pa.DictionaryArray):
+                    column = column.dictionary_decode()
+                for data in column.cast(pa.large_binary()).to_pylist():
+                    row += 1
+                    yield from _utf8(f"{name}, row {row:,}", data or b"", characters, on_bad)
+    except UserError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise damaged(name, error) from None
+
+
+def _check_strings(name: str, field: str, kind: Any) -> None:
+    import pyarrow as pa
+
+    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    strings = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+    if not any(is_it(plain) for is_it in strings):
+        raise UserError(f'{name}: "{field}" holds {kind}, not strings', "--field names the column that holds the text")
+
+
+def _utf8(where: str, data: bytes, characters: Characters, on_bad: OnBad) -> Iterator[str]:
+    try:
+        if len(data) > MAX_RECORD:
+            raise UserError(f"{where}: longer than {MAX_RECORD:,} bytes", "cut it into several, or --skip-bad")
+        yield characters.decode(data)
+    except UnicodeDecodeError as error:
+        on_bad(UserError(f"{where}: not UTF-8: byte 0x{data[error.start]:02x}", "--errors replace, or --skip-bad"))
+    except UserError as error:
+        on_bad(error)

@@ -1,0 +1,182 @@
+"""What a user writes → where text lies: files, folders, patterns, standard input, addresses, corpora by name."""
+
+import glob
+import io
+import os
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+from urllib.parse import urlsplit
+
+from gpt.errors import UserError, did_you_mean
+from gpt.text import catalogue, remote
+from gpt.text.source import Skipped, Source
+from gpt.text.streams import Stream, reason, spool
+
+DEFAULT = "pydocs"  # the corpus that is read where no text is given
+
+
+def find(texts: Sequence[str], skipped: Skipped | None = None) -> list[Source]:
+    """The sources that ``texts`` mean, each text once, in the order given; those of `DEFAULT` where there are none.
+
+    A text is ``-`` (standard input), a file, a folder (recursive, sorted, hidden entries skipped), an address, a
+    pattern, or a name of the catalogue; what is on disk comes first. Raises `UserError` where it is none of these, and
+    for a file that cannot be looked at, which ``skipped`` counts instead where it is given.
+    """
+    return [source for text in dict.fromkeys(texts or [DEFAULT]) for source in _of(text, skipped)]
+
+
+def _of(text: str, skipped: Skipped | None) -> list[Source]:
+    if text == "-":
+        return [_standard_input()]
+    status = _status(text)
+    if status is not None:
+        return _folder(text, skipped) if stat.S_ISDIR(status.st_mode) else _files([text], skipped)
+    if "://" in text:
+        return remote.find(text)
+    if glob.has_magic(text):
+        return _pattern(text, skipped)
+    if text in catalogue.names():
+        return catalogue.sources(text)
+    if "/" in text or "\\" in text or "." in text:
+        raise UserError(f"there is no file {text}", "give a file, a folder, - for standard input, or a corpus by name")
+    raise UserError(f'there is no file and no corpus called "{text}"', did_you_mean(text, catalogue.names()))
+
+
+def _status(text: str) -> os.stat_result | None:
+    """What there is on disk by that name."""
+    try:
+        return Path(text).stat()
+    except PermissionError as error:
+        raise _unreadable(text, error) from None
+    except (OSError, ValueError):
+        return None
+
+
+def _unreadable(name: str, error: OSError) -> UserError:
+    return UserError(f"cannot read {name}: {reason(error)}", "look at its permissions, or leave it out: --skip-bad")
+
+
+def _folder(folder: str, skipped: Skipped | None) -> list[Source]:
+    found = _files(_below(folder), skipped)
+    if not found:
+        raise UserError(f"the folder {folder} has no files in it (hidden ones are skipped)")
+    return found
+
+
+def _below(folder: str) -> Iterator[str]:
+    """The regular files of a folder, sorted within each; no hidden ones, pipes and devices."""
+    for parent, folders, names in os.walk(folder, onerror=_cannot_list):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        paths = (Path(parent, name) for name in sorted(names) if not name.startswith("."))
+        yield from (str(path) for path in paths if path.is_file())
+
+
+def _cannot_list(error: OSError) -> None:
+    raise UserError(f"cannot read the folder {error.filename}: {reason(error)}") from None
+
+
+def _pattern(pattern: str, skipped: Skipped | None) -> list[Source]:
+    """What a pattern matches, sorted: files, and what lies in folders."""
+    paths: set[str] = set()
+    for match in glob.iglob(pattern, recursive=True):
+        if Path(match).is_dir():
+            paths.update(_below(match))
+        elif Path(match).is_file():
+            paths.add(match)
+    if not paths:
+        raise UserError(
+            f"no file matches {pattern}", "** goes into folders: 'texts/**/*.txt'; hidden files are skipped"
+        )
+    return _files(sorted(paths), skipped)
+
+
+def _files(paths: Iterator[str] | Sequence[str], skipped: Skipped | None) -> list[Source]:
+    found = []
+    for path in paths:
+        try:
+            found.append(_file(path))
+        except UserError as error:
+            if skipped is None:
+                raise
+            skipped.add(error)
+    return found
+
+
+def _file(path: str) -> Source:
+    try:
+        status = Path(path).stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe, as in <(command), which can be read once
+            return _spooled(path, open(path, "rb"))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return Source(path, status.st_size, status.st_mtime_ns, partial(open, path, "rb"))  # type: ignore[arg-type]
+
+
+def _standard_input() -> Source:
+    if sys.stdin is None:
+        raise UserError("there is no standard input to read", "give a file")
+    return _spooled("stdin", sys.stdin.buffer)
+
+
+def _spooled(name: str, stream: BinaryIO) -> Source:
+    """A stream that can be read once, on the disk from now on, where it can be read again and again."""
+    copy = spool(Stream(stream, lambda error: UserError(f"cannot read {name}: {reason(error)}")), in_memory=0)
+    size = os.fstat(copy.fileno()).st_size
+    return Source(name, size, 0, lambda: cast(BinaryIO, io.BufferedReader(_View(copy))))
+
+
+def _at(file: BinaryIO, place: int, size: int) -> bytes:
+    if sys.platform != "win32":
+        return os.pread(file.fileno(), size, place)  # leaves the place that all processes share alone
+    file.seek(place)
+    return file.read(size)
+
+
+class _View(io.RawIOBase):
+    """A file from its first byte on, with a place of its own in it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file  # its last view's end is its own
+        self.place = 0
+
+    def readinto(self, buffer: Any, /) -> int:
+        data = _at(self.file, self.place, len(buffer))
+        buffer[: len(data)] = data
+        self.place += len(data)
+        return len(data)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.place
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        start = (0, self.place, os.fstat(self.file.fileno()).st_size)[whence]
+        self.place = max(0, start + offset)
+        return self.place
+
+
+def run_name(texts: Sequence[str]) -> str:
+    """What a run on ``texts`` is called: after the first of them, without the endings that tell its format."""
+    text = texts[0] if texts else DEFAULT
+    if text == "-":
+        return "stdin"
+    if "://" in text and _status(text) is None:
+        parts = urlsplit(text)
+        text = parts.path.rstrip("/") or parts.netloc
+    elif glob.has_magic(text) and _status(text) is None:
+        text = os.path.abspath(text)
+    path = Path(os.path.abspath(text))
+    while glob.has_magic(path.name):  # a pattern is called after the folder that it looks into
+        path = path.parent
+    if path.suffix.lower() in (".gz", ".zst"):
+        path = path.with_suffix("")
+    return path.stem or "text"
