@@ -129,22 +129,19 @@ def _spooled(name: str, stream: BinaryIO) -> Source:
     return Source(name, size, 0, lambda: cast(BinaryIO, io.BufferedReader(_View(copy))))
 
 
-def _at(file: BinaryIO, place: int, size: int) -> bytes:
-    if sys.platform != "win32":
-        return os.pread(file.fileno(), size, place)  # leaves the place that all processes share alone
-    file.seek(place)
-    return file.read(size)
-
-
 class _View(io.RawIOBase):
     """A file from its first byte on, with a place of its own in it."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.file = file  # its last view's end is its own
+        self.file = file
         self.place = 0
 
     def readinto(self, buffer: Any, /) -> int:
-        data = _at(self.file, self.place, len(buffer))
+        if sys.platform == "win32":
+            self.file.seek(self.place)
+            data = self.file.read(len(buffer))
+        else:
+            data = os.pread(self.file.fileno(), len(buffer), self.place)  # a forked process shares the file's own place
         buffer[: len(data)] = data
         self.place += len(data)
         return len(data)
