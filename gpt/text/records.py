@@ -208,16 +208,11 @@ def _check_column(name: str, field: str, schema: Any) -> None:
 
 
 def _utf8(name: str, row: int, data: bytes, characters: Characters, on_bad: OnBad) -> str:
+    where = f"{name}, row {row:,}"
     try:
         if len(data) <= MAX_RECORD:
             return characters.decode(data)
-        on_bad(
-            UserError(f"{name}, row {row:,}: longer than {MAX_RECORD:,} bytes", "cut it into several, or --skip-bad")
-        )
+        on_bad(UserError(f"{where}: longer than {MAX_RECORD:,} bytes", "cut it into several, or --skip-bad"))
     except UnicodeDecodeError as error:
-        on_bad(
-            UserError(
-                f"{name}, row {row:,}: not UTF-8: byte 0x{data[error.start]:02x}", "--errors replace, or --skip-bad"
-            )
-        )
+        on_bad(UserError(f"{where}: not UTF-8: byte 0x{data[error.start]:02x}", "--errors replace, or --skip-bad"))
     return ""
