@@ -1,60 +1,400 @@
-"""From words to documents."""
+"""From sources to documents: every format, every wrapping, every way to be bad."""
 
-import hashlib
+import csv
+import gzip
+import io
+import json
+import sys
+import tarfile
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from gpt.errors import UserError
-from gpt.text import readers
+from gpt.config import ReadConfig
+from gpt.errors import UserError, WorkError
+from gpt.text import characters, pieces, records
+from gpt.text.readers import Reader
+from gpt.text.source import Source
 
 HARD = [
     "", " ", "\n", "plain", "WE'LL SEE, I'm sure; THEY'VE", "1234567890123 12 3", "a\r\nb\r\n\r\n c", "tabs\t\tand  spaces   end ",
     "Zürich naïve 日本語 🐕‍🦺 עברית", "<|endoftext|>", "x <|endoftext|> y", " " * 300 + "z", "\n" * 50 + "a", "\u00a0\u2003\u3000b",
-    "\x00\x01\x1c\x1f", "½ ² ٣ Ⅷ", "e\u0301\u0301", "\ufffd", "_under_score__", "''''s 'S 's",
+    "\x01\x1c\x1f\x85", "½ ² ٣ Ⅷ", "e\u0301\u0301", "\ufffd", "_under_score__", "''''s 'S 's", '"quoted", "twice""', "\ufeff",
 ]  # fmt: skip
+DOCUMENTS = [text + "\n" for text in HARD if text] + ["long é\n" * 30_000]
 
 
-def test_files_folders_stdin_in_order(tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    for name, text in {"b/2.txt": "two", "b/1.txt": "one", ".hidden": "no", "a.txt": "first", "b/.git": "no"}.items():
-        (tmp_path / name).write_text(text)
-    corpus = readers.read([str(tmp_path), str(tmp_path / "a.txt")])
-    assert [document.text for document in corpus.documents] == ["first", "one", "two", "first"]
-    assert corpus.bytes == 16
-    assert len(readers.read([str(tmp_path / "a.txt")] * 2).documents) == 1  # or held-out text could be trained on
-    assert corpus.sources[0].sha256 == hashlib.sha256(b"first").hexdigest()
-    assert corpus.name == tmp_path.name
+def source(name: str, data: bytes) -> Source:
+    return Source(name, len(data), 0, partial(io.BytesIO, data))
+
+
+def documents(reader: Reader, source: Source, on_bytes: Callable[[int], None] = lambda n: None) -> Iterator[str]:
+    """Whole documents; what a piece must be is checked on the way."""
+    held: list[str] = []
+    for piece in reader.documents(source, on_bytes):
+        assert piece.text
+        if piece.begins and held:
+            yield "".join(held)
+            held = []
+        assert piece.begins or held
+        assert not held[1:] or len(held[0]) >= pieces.HEAD
+        held.append(piece.text)
+    if held:
+        yield "".join(held)
+
+
+def read(name: str, data: bytes, **config: Any) -> list[str]:
+    return list(documents(Reader(ReadConfig(**config)), source(name, data)))
+
+
+def zipped(*members: tuple[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", method) as archive:
+        for name, data in members:
+            archive.writestr(zipfile.ZipInfo(name), data, method)
+    return out.getvalue()
+
+
+def tarred(*members: tuple[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        folder = tarfile.TarInfo("folder")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+def zstd(data: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor().compress(data)
+
+
+def jsonl(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"n": n, "text": text}) + "\r\n\n"[n % 2 :] for n, text in enumerate(texts)).encode()
+
+
+def table(texts: list[str], delimiter: str) -> bytes:
+    out = io.StringIO(newline="")
+    csv.writer(out, delimiter=delimiter).writerows([["n", "text"], *enumerate(texts)])
+    return b"\xef\xbb\xbf" + out.getvalue().encode()
+
+
+def parquet(texts: list[str | None], kind: str = "string") -> bytes:
+    import pyarrow as pa
+    from pyarrow import parquet as pq
+
+    kinds = {"string_view": pa.string_view(), "dictionary": pa.dictionary(pa.int32(), pa.string())}
+    made = pa.array(texts, kinds.get(kind) or getattr(pa, kind)())
+    out = io.BytesIO()
+    pq.write_table(pa.table({"n": list(range(len(texts))), "text": made}), out)
+    return out.getvalue()
+
+
+FORMATS: dict[str, Callable[[list[str]], bytes]] = {
+    "x.txt": lambda texts: "---\r\n".join(texts).encode(),
+    "x.jsonl": jsonl,
+    "X.NDJSON": jsonl,
+    "x.csv": partial(table, delimiter=","),
+    "x.tsv": partial(table, delimiter="\t"),
+    "x.parquet": parquet,
+    "x.zip": lambda texts: zipped(*((f"{n:03}.txt", text.encode()) for n, text in enumerate(texts))),
+    "x.tar": lambda texts: tarred(*((f"./{n:03}", text.encode()) for n, text in enumerate(texts))),
+    "nested.zip": lambda texts: zipped(("a/b.jsonl.gz", gzip.compress(jsonl(texts[:9]))), ("c.parquet", parquet(texts[9:]))),
+    "nested.tar": lambda texts: tarred(("a.zip", zipped(("b.csv", table(texts[:9], ",")))), ("c.tgz", gzip.compress(tarred(*((f"{n}", t.encode()) for n, t in enumerate(texts[9:])))))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+@pytest.mark.parametrize(("ending", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zstd)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_in_every_wrapping(name: str, ending: str, pack: Callable[[bytes], bytes], skip_bad: bool) -> None:
+    data = pack(FORMATS[name](DOCUMENTS))
+    if name == "x.txt" and ending:
+        data += pack(b"---\nanother member, or frame")
+    reader, seen = Reader(ReadConfig(split_on="---", skip_bad=skip_bad)), [0]
+    found = list(documents(reader, source(name + ending, data), seen.append))
+    assert found == DOCUMENTS + ["another member, or frame"] * (len(found) > len(DOCUMENTS))
+    assert len(found) == len(DOCUMENTS) + (name == "x.txt" and ending != "")
+    assert seen[-1] == len(data) and max(seen) == len(data)
+    assert (reader.skipped, reader.replaced) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_kinds_of_strings_in_parquet(kind: str) -> None:
+    assert read("x.parquet", parquet(["one", None, "", "zwölf"] * 50, kind)) == ["one", "zwölf"] * 50
+    assert read("x.parquet", parquet([None, None], "null")) == []
+
+
+def test_fields() -> None:
+    assert read("x.jsonl", b'\xef\xbb\xbf{"a.b": "one", "a": {"b": 2}}\n\n  \n{"a.b": ""}\n{"a.b": null}', field="a.b") == ["one"]
+    assert read("x.csv", b'n,"a.b"\n\n1,"x ""y""\r\nz"\n2,\n3,t', field="a.b") == ['x "y"\r\nz', "t"]
+    for encoding in ("utf-16", "utf-32", "utf-16-le", "latin-1"):
+        assert read("x.jsonl", '{"text": "Zürich\\n"}\n{"text": "ä"}'.encode(encoding), encoding=encoding) == ["Zürich\n", "ä"]
+        assert read("x.csv", "text\nZürich\n".encode(encoding), encoding=encoding) == ["Zürich"]
+
+
+@pytest.mark.parametrize("name", ["x", "x.jsonl", "x.csv", "x.zip", "x.tar", "x.txt.gz", "x.parquet"])
+def test_nothing_in_it_is_no_document(name: str) -> None:
+    empty = {"x.zip": zipped(), "x.tar": tarred(), "x.txt.gz": gzip.compress(b""), "x.parquet": parquet([])}
+    assert read(name, empty.get(name, b"")) == []
+    if name == "x.csv":
+        assert read(name, b"text\n") == []
+
+
+@given(st.binary(max_size=40).filter(lambda data: b"\0" not in data and data[:2] not in (b"\xff\xfe", b"\xfe\xff")), st.integers(1, 8))
+@settings(max_examples=300)
+def test_decoding_is_exact_whatever_the_blocks(data: bytes, block: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(characters, "BLOCK", block)
+        reader = Reader(ReadConfig(errors="replace"))
+        assert "".join(documents(reader, source("x", data))) == data.decode(errors="replace")
+        assert reader.replaced == data.decode(errors="replace").count("\ufffd") - data.count(b"\xef\xbf\xbd")
+        try:
+            expected = data.decode()
+        except UnicodeDecodeError as error:
+            line = data[: error.start].count(b"\n") + 1
+            with pytest.raises(UserError, match=f"is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}, line {line}$"):
+                read("x", data)
+        else:
+            assert (reader.replaced, "".join(read("x", data))) == (0, expected)
+
+
+@given(st.text(st.sampled_from("aé日\n🐕"), max_size=30), st.binary(max_size=3), st.integers(1, 5),
+       st.sampled_from(["utf-8-sig", "utf-16", "utf-16-be", "utf-32-le", "latin-1", "cp1252", "ascii", "shift_jis", "gb18030", "euc_jp"]))  # fmt: skip
+@settings(max_examples=300)
+def test_other_encodings_are_decoded_as_python_does(text: str, tail: bytes, block: int, encoding: str) -> None:
+    data = text.encode(encoding, "replace").replace(b"?", b"\n") + tail
+    if "\0" in data.decode(encoding, "replace"):
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(characters, "BLOCK", block)
+        assert "".join(read("x", data, encoding=encoding, errors="replace")) == data.decode(encoding, "replace")
+        try:
+            expected = data.decode(encoding)
+        except UnicodeDecodeError as error:
+            start = error.start + 3 * (encoding == "utf-8-sig")  # it counts from behind the mark
+            line = data[:start].decode(encoding).count("\n") + 1
+            with pytest.raises(UserError, match=f"is not {encoding}: byte 0x{data[start]:02x} at offset {start}, line {line}$"):
+                read("x", data, encoding=encoding)
+        else:
+            assert "".join(read("x", data, encoding=encoding)) == expected
+
+
+LINES = st.lists(st.sampled_from(["", "-", "--", "---", "---\r", " ---", "----", "\r", "x", "---\rx", "é" * 9]), max_size=12)
+
+
+@given(LINES, st.sampled_from(["---", "", "-", "x"]), st.integers(1, 7), st.sampled_from([1, 10, 1000]), st.booleans())
+@settings(max_examples=500)
+def test_split_on_is_a_split_of_the_lines(lines: list[str], separator: str, block: int, head: int, skip_bad: bool) -> None:
+    text = "\n".join(lines)
+    expected, document = [], ""
+    for line in [part + "\n" for part in lines[:-1]] + lines[-1:]:
+        if line and line.removesuffix("\n").removesuffix("\r") == separator.removesuffix("\r"):
+            expected.append(document)
+            document = ""
+        else:
+            document += line
+    expected.append(document)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(characters, "BLOCK", block)
+        patch.setattr(pieces, "HEAD", head)
+        patch.setattr(pieces, "LENGTH", 2 * head)
+        assert read("x", text.encode(), split_on=separator, skip_bad=skip_bad) == [d for d in expected if d]
+
+
+BAD: dict[str, tuple[str, bytes, str]] = {
+    "latin-1": ("x.txt", b"caf\xe9 au lait", "x.txt is not UTF-8: byte 0xe9 at offset 3, line 1"),
+    "third line": ("x.txt", b"one\ntwo\nthr\xff", "x.txt is not UTF-8: byte 0xff at offset 11, line 3"),
+    "cut in a character": ("x.txt", "né".encode()[:-1], "x.txt is not UTF-8: byte 0xc3 at offset 1, line 1"),
+    "a later block": ("x.txt", b"12345678\n" * 300_000 + b"\xff", r"at offset 2,700,000, line 300,001"),
+    "binary": ("x.txt", b"PK\x03\x04\xff\x00", "x.txt is no text: it has a zero byte at offset 5"),
+    "utf-16": ("x.txt", "hi".encode("utf-16"), "x.txt is UTF-16, not UTF-8"),
+    "in gzip": ("x.gz", gzip.compress(b"\xff"), "x.gz is not UTF-8"),
+    "no gzip": ("x.gz", b"hello", "x.gz is damaged: Not a gzipped file"),
+    "gzip cut": ("x.gz", gzip.compress(b"hello")[:-9], "x.gz is damaged: .*ended before"),
+    "gzip changed": ("x.gz", gzip.compress(b"hello")[:-8] + b"12345678", "x.gz is damaged: CRC check failed"),
+    "gzip data": ("x.gz", gzip.compress(b"")[:10] + b"\xff" * 9, "x.gz is damaged: Error -3"),
+    "no zstd": ("x.zst", b"hello", "x.zst is damaged: "),
+    "zstd cut": ("x.zst", zstd(b"hello" * 100)[:-3], "x.zst is damaged: it ends in the middle of a frame"),
+    "no json": ("x.jsonl", b'{"text": "a"}\nhello', "x.jsonl, line 2: not JSON: Expecting value"),
+    "no object": ("x.jsonl", b"[1]\n", "x.jsonl, line 1: not a JSON object"),
+    "no field": ("x.jsonl", b'{"body": 1, "id": 2}\n', 'x.jsonl, line 1: no "text" in it; its keys: body, id'),
+    "no string": ("x.jsonl", b'{"text": 5}\n', 'x.jsonl, line 1: "text" is not a string'),
+    "too deep": ("x.jsonl", b"[" * 200_000, "x.jsonl, line 1: JSON that is too deep"),
+    "long number": ("x.jsonl", b"1" * 5000, "x.jsonl, line 1: not JSON: Exceeds the limit"),
+    "surrogate": ("x.jsonl", b'{"text": "\\ud800"}', "x.jsonl, line 1: half a surrogate pair"),
+    "json latin-1": ("x.jsonl", b'{"text": ""}\n{"text": "\xe9"}', "x.jsonl is not UTF-8: byte 0xe9 at offset 23, line 2"),
+    "no column": ("x.csv", b"a,b\n1,2\n", 'x.csv, line 1: no "text" in it; its columns: a, b'),
+    "short row": ("x.csv", b'n,text\n1,"\n"\n2\n', 'x.csv, line 4: 1 fields, and "text" is number 2'),
+    "csv latin-1": ("x.csv", b"n,text\n\xe9,a\n1,\xe9\n", "x.csv, line 3: not UTF-8: byte 0xe9"),
+    "csv zero": ("x.csv", b"text\n\0\n", "x.csv, line 2: a zero byte"),
+    "csv mac": ("x.csv", b"text\ra\rb", "x.csv, line 1: new-line character"),
+    "no parquet": ("x.parquet", b"hello", "x.parquet is damaged: "),
+    "parquet cut": ("x.parquet", parquet(["a"])[:-1], "x.parquet is damaged: "),
+    "no parquet column": ("x.parquet.gz", gzip.compress(parquet(["a"]).replace(b"text", b"body")), 'x.parquet.gz: no "text" in it; its columns: n, body'),
+    "parquet numbers": ("x.parquet", parquet([1], "int64"), 'x.parquet: "text" holds int64, not strings'),
+    "no zip": ("x.zip", b"hello", "x.zip is damaged: File is not a zip file"),
+    "zip cut": ("x.zip", zipped(("a", b"hello"))[:-1], "x.zip is damaged: "),
+    "zip member changed": ("x.zip", zipped(("a", b"hello"), method=0).replace(b"hello", b"HELLO"), "x.zip/a is damaged: Bad CRC-32"),
+    "zip method": ("x.zip", zipped(("a", b"hello"), method=zipfile.ZIP_BZIP2), "x.zip/a is packed by method 12"),
+    "zip encrypted": ("x.zip", zipped(("a", b"hello")).replace(b"PK\1\2\x14\x03\x14\0\0", b"PK\1\2\x14\x03\x14\0\1"), "x.zip/a is encrypted"),
+    "zip member": ("x.zip", zipped(("a.txt", b"\xff")), "x.zip/a.txt is not UTF-8: byte 0xff"),
+    "zip up": ("x.zip", zipped(("../a.txt", b"a")), "x.zip is refused: its member ../a.txt leads out of it"),
+    "zip absolute": ("x.zip", zipped(("/a\nb", b"a")), r"x.zip is refused: its member /a\?b leads out of it"),
+    "tar drive": ("x.tar", tarred(("C:\\a", b"a")), r"x.tar is refused: its member C:\\a leads out of it"),
+    "no tar": ("x.tar", b"hello", "x.tar is damaged: "),
+    "tar header": ("x.tar", tarred(("a", b"a"), ("b", b"b")).replace(b"b\0\0", b"B\0\0"), "x.tar is damaged: bad checksum"),
+    "tar cut": ("x.tar", tarred(("a", b"a" * 9999))[:4096], "x.tar is damaged: unexpected end of data"),
+    "tgz cut": ("x.tgz", gzip.compress(tarred(("a", b"a")))[:-4], "x.tgz is damaged: "),
+    "tar long name": ("x.tar", tarred(("a" * 2_000_000, b"a")), "x.tar is damaged: a header of "),
+    "wrapped": ("x" + ".gz" * 9, b"", "wrapped more than 8 times"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_bad_says_so_in_a_line_and_can_be_skipped(case: str) -> None:
+    name, data, message = BAD[case]
+    with pytest.raises(UserError, match=message) as error:
+        read(name, data)
+    assert "\n" not in error.value.message
+    assert error.value.hint
+    assert type(error.value) is not WorkError
+    reader = Reader(ReadConfig(skip_bad=True))
+    list(documents(reader, source(name, data)))
+    assert reader.skipped == 1
+    assert reader.skipped_examples == [error.value.message]
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("name", "data", "expected", "skipped"),
     [
-        (b"", "is empty: 0 characters"),
-        (b"caf\xe9 au lait", "is not UTF-8: byte 0xe9 at offset 3, line 1"),
-        (b"one\ntwo\nthr\xff", "is not UTF-8: byte 0xff at offset 11, line 3"),
-        (b"PK\x03\x04\x00\x00", "is no text: it has a zero byte at offset 4"),
-        ("hi".encode("utf-16"), "is UTF-16, not UTF-8"),
+        ("x.txt", b"one\n---\ntwo\n---\nthr\xffee\n---\nfour", ["one\n", "two\n"], 1),
+        ("x.txt", b"one\n---\n" + b"two\n" * 2**20 + b"---\nthr\xff", ["one\n", "two\n" * 2**20], 1),
+        ("x.txt", b"one\n---\n" + b"two\n" * 2**20 + b"\xff", ["one\n"], 1),
+        ("x.jsonl", b'{"text": "a"}\n5\n{"text": "\xff"}\n{"text": "b"}', ["a", "b"], 2),
+        ("x.csv", b"n,text\n1,a\n2\n3,\xff\n4,b", ["a", "b"], 2),
+        ("x.zip", zipped(("a", b"a"), ("b", b"\xff"), ("../c", b"c"), (".d", b"\xff"), ("__MACOSX/e", b"\xff"), ("f", b"f")), ["a", "f"], 2),
+        ("x.zip", zipped(("a", b"a" * 2**18), ("b", b"a" * 2**18 + b"\xff"), ("c", b"c")), ["a" * 2**18, "c"], 1),
+        ("x.tar", tarred(("a", b"a" * 2**18), ("b", b"a" * 2**18 + b"\xff"), ("c", b"c")), ["a" * 2**18, "c"], 1),
+        ("x.tar", tarred(("a", b"a"), ("b", b"b" * 9999))[:4096], ["a"], 1),
+        ("x.tgz", gzip.compress(tarred(("a", b"a"), ("b", b"b")))[:-4], ["a", "b"], 1),
+        ("x.jsonl.gz", gzip.compress(jsonl(["one"] * 50_000))[:-8], ["one"] * 50_000, 1),
+        ("x.txt.zst", zstd(b"one\n---\ntwo") + zstd(b"\n---\nthree")[:-1], ["one\n", "two\n"], 1),
     ],
-)
-def test_what_is_no_text(tmp_path: Path, data: bytes, message: str) -> None:
-    path = tmp_path / "file.txt"
-    path.write_bytes(data)
-    with pytest.raises(UserError, match=message):
-        readers.read([str(path)])
+)  # fmt: skip
+def test_what_was_whole_before_stays(name: str, data: bytes, expected: list[str], skipped: int) -> None:
+    reader = Reader(ReadConfig(skip_bad=True, split_on="---"))
+    assert list(documents(reader, source(name, data))) == expected
+    assert reader.skipped == skipped
 
 
-def test_missing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"there is no file nowhere\.txt"):
-        readers.read(["nowhere.txt"])
-    with pytest.raises(UserError, match='no corpus called "pydoc"') as error:
-        readers.read(["pydoc"])
-    assert "pydocs" in error.value.hint
-    with pytest.raises(UserError, match="has no files"):
-        readers.read([str(tmp_path)])
+def test_surrogates_and_damage_are_replaced_and_counted() -> None:
+    reader = Reader(ReadConfig(errors="replace"))
+    data = b'{"text": "\\ud800 \\ud83d\\udc15 \xff \\udc00"}\n'
+    assert list(documents(reader, source("x.jsonl", data))) == ["\ufffd 🐕 \ufffd \ufffd"]
+    assert list(documents(reader, source("x.csv", b"text\nZ\xffrich\n"))) == ["Z\ufffdrich"]
+    assert reader.replaced == 4
+    with pytest.raises(UserError, match="zero byte"):  # that is no question of encoding
+        read("x", b"a\xff\0", errors="replace")
 
 
-def test_text_is_read_exactly(tmp_path: Path) -> None:
-    text = "".join(HARD).replace("\x00", "") + "\r\n\ufeff"
-    (tmp_path / "t").write_bytes(text.encode())
-    assert readers.read([str(tmp_path / "t")]).documents[0].text == text
+def test_long_records_end_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MAX_RECORD", 1000)
+    limit = csv.field_size_limit()
+    long = jsonl(["a", "b" * 3000, "c"])
+    with pytest.raises(UserError, match="x.jsonl, line 3: longer than 1,000 bytes"):
+        read("x.jsonl", long)
+    assert read("x.jsonl", long, skip_bad=True) == ["a", "c"]
+    with pytest.raises(UserError, match="x.csv, line [0-9]+: longer than 1,000 bytes"):
+        read("x.csv", table(["a", "b\n" * 3000, "c"], ","))
+    assert csv.field_size_limit() == limit
+
+
+def bomb(byte: bytes, mebibytes: int) -> bytes:
+    import zlib
+
+    packer = zlib.compressobj(1, wbits=31)
+    return b"".join(packer.compress(byte * 2**20) for _ in range(mebibytes)) + packer.flush()
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.parametrize("wrap", ["x.txt", "x.zip"])
+def test_bombs_are_streamed(ending: str, wrap: str) -> None:
+    size = 200
+    packed = bomb(b"a", size) if ending == ".gz" else zstd(b"a" * 2**20) * size
+    data = packed if wrap == "x.txt" else zipped(("bomb" + ending, packed))
+    reader, length = Reader(ReadConfig()), 0
+    tracemalloc.start()
+    try:
+        for piece in reader.documents(source("x.txt" + ending if wrap == "x.txt" else wrap, data)):
+            length += len(piece.text)
+            assert len(piece.text) < 8 * 2**20
+        assert tracemalloc.get_traced_memory()[1] < 40 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert length == size * 2**20
+
+
+def test_bombs_of_zeros_and_of_one_line() -> None:
+    with pytest.raises(UserError, match="no text: it has a zero byte at offset 0"):
+        read("x.gz", bomb(b"\0", 100))
+    with pytest.raises(UserError, match="line 1: longer than 67,108,864 bytes"):
+        read("x.jsonl.gz", bomb(b" ", 100))
+
+
+def test_archives_that_hold_themselves_end() -> None:
+    data = zipped(("a.txt", b"a"))
+    for _ in range(12):
+        data = zipped(("x.zip", data))
+    with pytest.raises(UserError, match="wrapped more than 8 times"):
+        read("x.zip", data)
+
+
+def test_settings_that_cannot_be() -> None:
+    for config in ({"split_on": "a\nb"}, {"encoding": "hex"}):
+        with pytest.raises(UserError):
+            Reader(ReadConfig(**config))
+    with pytest.raises(UserError, match="is not utf-16: UTF-16 stream does not start with BOM"):
+        read("x", "hi".encode("utf-16-le"), encoding="utf-16")
+    with pytest.raises(UserError, match="zero character in line 2"):
+        read("x", "a\nb\0".encode("utf-16"), encoding="utf-16")
+
+
+@pytest.mark.parametrize(("name", "module"), [("x.zst", "zstandard"), ("x.parquet", "pyarrow")])
+def test_packages_that_are_missing_are_named(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(WorkError, match=module) as error:
+        read(name, b"", skip_bad=True)  # it is not the file that is bad
+    assert error.value.hint.startswith("pip install 'gpt[")
+
+
+def test_what_the_system_says(tmp_path: Path) -> None:
+    def refuse() -> io.BytesIO:
+        raise PermissionError(13, "Permission denied")
+
+    class Torn(io.BytesIO):
+        def read1(self, size: int | None = -1) -> bytes:
+            raise OSError(5, "Input/output error")
+
+    for opens, message in ((refuse, "cannot read x.txt: Permission denied"), (Torn, "cannot read x.txt: Input/output error")):
+        with pytest.raises(UserError, match=message):
+            list(Reader(ReadConfig()).documents(Source("x.txt", 1, 0, opens)))
+        reader = Reader(ReadConfig(skip_bad=True))
+        assert list(reader.documents(Source("x.txt", 1, 0, opens))) == []
+        assert reader.skipped_examples == [message]
+
+
+def test_the_ending_of_an_address_is_before_its_query() -> None:
+    assert read("https://host/x.jsonl?download=true", b'{"text": "a"}') == ["a"]

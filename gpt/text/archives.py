@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from gpt.errors import UserError
-from gpt.text.streams import BUFFER, DAMAGE, File, Stream, damaged, spooled
+from gpt.text.streams import BUFFER, File, Stream, any_order, damaged
 
 HEADER_LIMIT = 2**20  # bytes of a long name or a table of attributes in a .tar; more would only fill memory
 _METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # the others cannot be unpacked in bounded memory
@@ -18,10 +18,14 @@ _EXTENDED = {tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE
 
 def zip_members(archive: File) -> Iterator[File]:
     """The regular, visible files of a ``.zip``."""
-    with _seekable(archive) as stream, _told(archive.name), zipfile.ZipFile(stream) as opened:
+    with any_order(archive) as stream, _told(archive.name), _zip(stream) as opened:
         for info in opened.infolist():
             if not info.is_dir() and not _hidden(info.filename):
                 yield _member(archive, info.filename, partial(_open_zipped, archive.name, opened, info), again=True)
+
+
+def _zip(stream: Stream) -> zipfile.ZipFile:
+    return zipfile.ZipFile(io.BufferedReader(stream, BUFFER))
 
 
 def _open_zipped(archive: str, opened: zipfile.ZipFile, info: zipfile.ZipInfo) -> Stream:
@@ -29,34 +33,32 @@ def _open_zipped(archive: str, opened: zipfile.ZipFile, info: zipfile.ZipInfo) -
     if info.flag_bits & 1:
         raise UserError(f"{name} is encrypted", "unpack the archive yourself, and give the files")
     if info.compress_type not in _METHODS:
-        method = zipfile.compressor_names.get(info.compress_type, str(info.compress_type))
-        raise UserError(f"{name} is packed by {method}; only deflate is read", "unpack the archive, and give the files")
+        method = f"method {info.compress_type}; only deflate (8) is read"
+        raise UserError(f"{name} is packed by {method}", "unpack the archive yourself, and give the files")
     try:
         return Stream(opened.open(info), lambda error: damaged(name, error))
     except UserError:
         raise
-    except DAMAGE as error:
+    except Exception as error:
         raise damaged(name, error) from None
 
 
 def tar_members(archive: File) -> Iterator[File]:
     """The regular, visible files of a ``.tar``, read as a stream: each must be read before the next."""
-    with contextlib.closing(archive.open()) as stream:
-        buffered = io.BufferedReader(stream, BUFFER)
-        with _told(archive.name):
-            opened = tarfile.open(fileobj=buffered, mode="r|", bufsize=BUFFER, tarinfo=_Header)  # noqa: SIM115
-            while (info := opened.next()) is not None:
-                opened.members.clear()  # type: ignore[attr-defined]  # it would remember them all
-                if info.isreg() and not _hidden(info.name):
-                    yield _member(archive, info.name, partial(_open_tarred, archive.name, opened, info), again=False)
-            while stream.read(BUFFER):  # what packs the archive is checked by its very end
-                pass
+    with contextlib.closing(archive.open()) as stream, _told(archive.name):
+        opened = tarfile.open(fileobj=stream, mode="r|", bufsize=BUFFER, tarinfo=_Header)  # noqa: SIM115
+        while (info := opened.next()) is not None:
+            opened.members.clear()  # type: ignore[attr-defined]  # it would remember them all
+            if info.isreg() and not _hidden(info.name):
+                yield _member(archive, info.name, partial(_open_tarred, archive.name, opened, info), again=False)
+        while stream.read(BUFFER):  # what packs the archive is checked by its very end
+            pass
 
 
 def _open_tarred(archive: str, opened: tarfile.TarFile, info: tarfile.TarInfo) -> Stream:
     inner = opened.extractfile(info)
     assert inner is not None, "a regular file has contents"
-    return Stream(inner, lambda error: damaged(archive, error))  # type: ignore[arg-type]
+    return Stream(inner, lambda error: damaged(archive, error))
 
 
 class _Header(tarfile.TarInfo):
@@ -67,23 +69,13 @@ class _Header(tarfile.TarInfo):
         """The header in 512 bytes."""
         try:
             info = super().frombuf(buf, encoding, errors)
-        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:  # type: ignore[attr-defined]
+        except tarfile.HeaderError as error:
+            if not buf.strip(b"\0"):  # the end
+                raise
             raise tarfile.ReadError(str(error)) from None
         if info.type in _EXTENDED and info.size > HEADER_LIMIT:
             raise tarfile.ReadError(f"a header of {info.size:,} bytes")
         return info
-
-
-@contextlib.contextmanager
-def _seekable(archive: File) -> Iterator[io.BufferedReader]:
-    """The archive's bytes in any order: as they lie there, or spooled where they come as a stream."""
-    stream = archive.open()
-    with contextlib.ExitStack() as stack:
-        stack.callback(stream.close)
-        if not stream.seekable():
-            stream.close()
-            stream = stack.enter_context(spooled(archive)).open()
-        yield stack.enter_context(io.BufferedReader(stream, BUFFER))
 
 
 @contextlib.contextmanager
@@ -92,7 +84,7 @@ def _told(name: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (zipfile.BadZipFile, tarfile.TarError, *DAMAGE) as error:
+    except Exception as error:
         raise damaged(name, error) from None
 
 

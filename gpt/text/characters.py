@@ -44,6 +44,11 @@ class Characters:
 
     def decode(self, data: bytes) -> str:
         """All of ``data``. Raises UnicodeDecodeError under "strict"."""
+        try:
+            return data.decode(self.encoding)
+        except UnicodeDecodeError:
+            if self.errors == "strict":
+                raise
         before = _count.replaced
         text = data.decode(self.encoding, self.errors)
         self.replaced += _count.replaced - before

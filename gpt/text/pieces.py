@@ -58,7 +58,10 @@ def pieces(parts: Iterable[str | None]) -> Iterator[Piece | None]:
         yield None
 
 
-def whole(text: str) -> Iterator[Piece]:
-    """The pieces of a document that is there already."""
-    for start in range(0, len(text), LENGTH):
-        yield Piece(text[start : start + LENGTH], start == 0)
+def whole(texts: Iterable[str]) -> Iterator[Piece]:
+    """The pieces of documents that are there as a whole; empty ones are none."""
+    for text in texts:
+        if 0 < len(text) <= LENGTH:
+            yield Piece(text, True)
+        else:
+            yield from (Piece(text[at : at + LENGTH], at == 0) for at in range(0, len(text), LENGTH))

@@ -13,7 +13,7 @@ from gpt.errors import UserError, WorkError
 from gpt.text import archives, pieces, records
 from gpt.text.characters import Characters
 from gpt.text.source import Piece, Skipped, Source
-from gpt.text.streams import UNPACK, Blocks, File, OnBytes, Stream, StreamError, damaged, of_source, spooled
+from gpt.text.streams import UNPACK, Blocks, File, OnBytes, Stream, StreamError, any_order, damaged, of_source, spooled
 
 DEPTH = 8  # wrappings that are unwrapped; an archive may hold itself
 
@@ -23,6 +23,7 @@ RECORDS: dict[str, Texts] = {
     ".ndjson": records.jsonl,
     ".csv": partial(records.table, delimiter=","),
     ".tsv": partial(records.table, delimiter="\t"),
+    ".parquet": records.parquet,
 }
 
 
@@ -87,15 +88,13 @@ class Reader:
             raise UserError(f"{file.name} is wrapped more than {DEPTH} times", "unpack it, and give the files")
         ending = "." + file.kind.rpartition(".")[2]
         if ending in UNPACK:
-            yield from self._read(file.unwrapped(ending, UNPACK[ending]))
+            yield from self._read(file.unpacked(ending))
         elif ending == ".zip":
             yield from self._members(archives.zip_members(file))
         elif ending == ".tar":
             yield from self._members(archives.tar_members(file))
         elif ending in RECORDS:
-            yield from self._records(file, RECORDS[ending])
-        elif ending == ".parquet":
-            yield from self._parquet(file)
+            yield from self._records(file, ending)
         elif self.config.skip_bad:
             yield from self._whole(file)
         else:
@@ -107,23 +106,14 @@ class Reader:
                 with self._skipping(member.name):
                     yield from self._read(member)
 
-    def _records(self, file: File, texts: Texts) -> Iterator[Piece]:
-        characters = self._characters
-        with contextlib.closing(file.open()) as stream:
+    def _records(self, file: File, ending: str) -> Iterator[Piece]:
+        characters = self._utf8 if ending == ".parquet" else self._characters
+        with any_order(file) if ending == ".parquet" else contextlib.closing(file.open()) as stream:
             if characters.wide:  # lines are found as bytes
                 blocks = (block.encode() for block in characters.blocks(file.name, stream))
-                stream, characters = Stream(Blocks(blocks), partial(damaged, file.name), close=(stream,)), self._utf8
-            for text in texts(file.name, stream, self.config.field, characters, self._on_bad):
-                yield from pieces.whole(text)
-
-    def _parquet(self, file: File) -> Iterator[Piece]:
-        with contextlib.ExitStack() as stack:
-            stream = stack.enter_context(contextlib.closing(file.open()))
-            if not stream.seekable():
-                stream.close()
-                stream = stack.enter_context(spooled(file)).open()
-            for text in records.parquet(file.name, stream, self.config.field, self._utf8, self._on_bad):
-                yield from pieces.whole(text)
+                stream, characters = Stream(Blocks(blocks), partial(damaged, file.name)), self._utf8
+            texts = RECORDS[ending](file.name, stream, self.config.field, characters, self._on_bad)
+            yield from pieces.whole(texts)
 
     def _plain(self, file: File) -> Iterator[Piece | None]:
         """A plain text's documents; None after each that is whole."""
@@ -151,7 +141,8 @@ class Reader:
                 return
             whole, error = done, None
             try:
-                whole += sum(piece is None for piece in first)
+                for piece in first:
+                    whole += piece is None
             except UserError as bad:
                 error = bad
             self._characters.replaced = replaced

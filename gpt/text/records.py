@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from gpt.errors import UserError, WorkError
@@ -41,66 +41,72 @@ def _too_long(name: str, line: int) -> UserError:
     )
 
 
+class _Bad(Exception):
+    """What is wrong with a line, and what to do; its number is added where it is known."""
+
+
 def jsonl(name: str, stream: Stream, field: str, characters: Characters, on_bad: OnBad) -> Iterator[str]:
     """The strings at the key ``field`` of the objects that the lines are."""
     for number, offset, line in _lines(name, stream, on_bad):
         if number == 1 and line.startswith(_BOM):
             line, offset = line[len(_BOM) :], len(_BOM)
         try:
-            try:
-                text = characters.decode(line)
-            except UnicodeDecodeError as error:
-                raise characters.error(name, error, offset + error.start, number) from None
+            text = characters.decode(line)
             if not text.isspace() and text:
-                value = _value(f"{name}, line {number:,}", text, field)
-                if b"\\" in line and not value.isascii():
-                    value = _without_surrogates(f"{name}, line {number:,}", value, characters)
+                value = _value(text, field)
+                if "\\" in text and not value.isascii():
+                    value = _without_surrogates(value, characters)
                 yield value
-        except UserError as error:
-            on_bad(error)
+        except UnicodeDecodeError as error:
+            on_bad(characters.error(name, error, offset + error.start, number))
+        except _Bad as bad:
+            on_bad(_at_line(name, number, bad))
 
 
-def _value(where: str, line: str, field: str) -> str:
+def _at_line(name: str, line: int, bad: _Bad) -> UserError:
+    message, hint = bad.args
+    return UserError(f"{name}, line {line:,}: {message}", hint)
+
+
+def _value(line: str, field: str) -> str:
     try:
         record = json.loads(line)
     except RecursionError:
-        raise UserError(f"{where}: JSON that is too deep", "--skip-bad leaves such lines out") from None
+        raise _Bad("JSON that is too deep", "--skip-bad leaves such lines out") from None
     except ValueError as error:
-        raise UserError(
-            f"{where}: not JSON: {reason(error)}", "one object a line; --skip-bad leaves others out"
-        ) from None
+        raise _Bad(f"not JSON: {reason(error)}", "one object a line; --skip-bad leaves others out") from None
     if not isinstance(record, dict):
-        raise UserError(f"{where}: not a JSON object", "one object a line; --skip-bad leaves others out")
-    if field not in record:
-        raise missing(where, field, record, "keys")
-    value = record[field]
+        raise _Bad("not a JSON object", "one object a line; --skip-bad leaves others out")
+    value = record.get(field, record)
+    if value is record:
+        raise _Bad(*_missing(field, record, "keys"))
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise UserError(f'{where}: "{field}" is not a string', "--field names the key that holds the text")
+        raise _Bad(f'"{field}" is not a string', "--field names the key that holds the text")
     return value
 
 
-def _without_surrogates(where: str, value: str, characters: Characters) -> str:
+def _without_surrogates(value: str, characters: Characters) -> str:
     r"""A half of a surrogate pair, as ``"\ud800"`` gives, is no character, and cannot be written as UTF-8."""
     if not _SURROGATE.search(value):
         return value
     if characters.errors == "strict":
-        raise UserError(f"{where}: half a surrogate pair is no character", "--errors replace, or --skip-bad")
+        raise _Bad("half a surrogate pair is no character", "--errors replace, or --skip-bad")
     value, count = _SURROGATE.subn("\ufffd", value)
     characters.replaced += count
     return value
 
 
-def missing(where: str, field: str, known: Any, what: str) -> UserError:
+def _missing(field: str, known: Iterable[Any], what: str) -> tuple[str, str]:
     """There is no such field; these there are."""
     some = list(known)
     names = ", ".join(map(str, some[:20])) + (", …" if len(some) > 20 else "") or "none"
-    return UserError(f'{where}: no "{field}" in it', f"--field names it; the {what} are: {names}")
+    return f'no "{field}" in it; its {what}: {names}', "--field names the one that holds the text"
 
 
 def table(
-    name: str, stream: Stream, delimiter: str, field: str, characters: Characters, on_bad: OnBad
+    name: str, stream: Stream, field: str, characters: Characters, on_bad: OnBad, delimiter: str
 ) -> Iterator[str]:
     """The values of a column of CSV, whose first row names the columns."""
     # Bytes that are not of the encoding are carried through the parser, and matter in the field that is wanted alone.
@@ -109,22 +115,18 @@ def table(
         for number, _, line in _lines(name, stream, on_bad)
     )
     rows = _rows(name, csv.reader(lines, delimiter=delimiter), on_bad)
-    _, header = next(rows, (1, None))
-    if header is None:
-        return
+    line, header = next(rows, (0, [field]))
     if field not in header:
-        raise missing(name, field, header, "columns")
+        raise _at_line(name, line, _Bad(*_missing(field, header, "columns")))
     column = header.index(field)
     for line, row in rows:
         try:
             if len(row) <= column:
-                raise UserError(
-                    f'{name}, line {line:,}: {len(row)} fields, and "{field}" is number {column + 1}',
-                    "mend the row, or --skip-bad leaves it out",
-                )
-            yield _cell(f"{name}, line {line:,}", row[column], characters)
-        except UserError as error:
-            on_bad(error)
+                message = f'{len(row)} fields, and "{field}" is number {column + 1}'
+                raise _Bad(message, "mend the row, or --skip-bad leaves it out")
+            yield _cell(row[column], characters)
+        except _Bad as bad:
+            on_bad(_at_line(name, line, bad))
 
 
 def _rows(name: str, reader: Any, on_bad: OnBad) -> Iterator[tuple[int, list[str]]]:
@@ -155,16 +157,16 @@ def _next_row(name: str, reader: Any) -> list[str] | None:
         csv.field_size_limit(limit)
 
 
-def _cell(where: str, value: str, characters: Characters) -> str:
+def _cell(value: str, characters: Characters) -> str:
     if "\0" in value:
-        raise UserError(f"{where}: a zero byte is no text", "--skip-bad leaves such rows out")
+        raise _Bad("a zero byte is no text", "--skip-bad leaves such rows out")
     if value.isascii() or not _SURROGATE.search(value):
         return value
     try:
         return characters.decode(value.encode(characters.encoding, "surrogateescape"))
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
-        raise UserError(f"{where}: not {characters.shown}: byte 0x{byte:02x}", characters.hint) from None
+        raise _Bad(f"not {characters.shown}: byte 0x{byte:02x}", characters.hint) from None
 
 
 def parquet(name: str, stream: Stream, field: str, characters: Characters, on_bad: OnBad) -> Iterator[str]:
@@ -176,39 +178,41 @@ def parquet(name: str, stream: Stream, field: str, characters: Characters, on_ba
         raise WorkError(f"{name} needs the package pyarrow", "pip install 'gpt[parquet]'") from None
     row = 0
     try:
-        with pq.ParquetFile(stream, read_dictionary=[field]) as opened:
-            schema = opened.schema_arrow
-            if field not in schema.names:
-                raise missing(name, field, schema.names, "columns")
-            _check_strings(name, field, schema.field(field).type)
+        about = pq.read_metadata(stream)
+        _check_column(name, field, about.schema.to_arrow_schema())
+        with pq.ParquetFile(stream, metadata=about, read_dictionary=[field]) as opened:
             for batch in opened.iter_batches(ROWS, columns=[field], use_threads=False):
                 column = batch.column(batch.schema.get_field_index(field))
                 if isinstance(column, pa.DictionaryArray):
                     column = column.dictionary_decode()
                 for data in column.cast(pa.large_binary()).to_pylist():
                     row += 1
-                    yield from _utf8(f"{name}, row {row:,}", data or b"", characters, on_bad)
+                    yield _utf8(name, row, data or b"", characters, on_bad)
     except UserError:
         raise
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except Exception as error:  # pyarrow has many
         raise damaged(name, error) from None
 
 
-def _check_strings(name: str, field: str, kind: Any) -> None:
+def _check_column(name: str, field: str, schema: Any) -> None:
     import pyarrow as pa
 
+    if field not in schema.names:
+        message, hint = _missing(field, schema.names, "columns")
+        raise UserError(f"{name}: {message}", hint)
+    kind = schema.field(field).type
     plain = kind.value_type if pa.types.is_dictionary(kind) else kind
     strings = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
     if not any(is_it(plain) for is_it in strings):
         raise UserError(f'{name}: "{field}" holds {kind}, not strings', "--field names the column that holds the text")
 
 
-def _utf8(where: str, data: bytes, characters: Characters, on_bad: OnBad) -> Iterator[str]:
+def _utf8(name: str, row: int, data: bytes, characters: Characters, on_bad: OnBad) -> str:
+    where = f"{name}, row {row:,}"
     try:
-        if len(data) > MAX_RECORD:
-            raise UserError(f"{where}: longer than {MAX_RECORD:,} bytes", "cut it into several, or --skip-bad")
-        yield characters.decode(data)
+        if len(data) <= MAX_RECORD:
+            return characters.decode(data)
+        on_bad(UserError(f"{where}: longer than {MAX_RECORD:,} bytes", "cut it into several, or --skip-bad"))
     except UnicodeDecodeError as error:
         on_bad(UserError(f"{where}: not UTF-8: byte 0x{data[error.start]:02x}", "--errors replace, or --skip-bad"))
-    except UserError as error:
-        on_bad(error)
+    return ""

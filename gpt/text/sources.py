@@ -5,6 +5,7 @@ import io
 import os
 import stat
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,7 @@ def _of(text: str, skipped: Skipped | None) -> list[Source]:
 def _status(text: str) -> os.stat_result | None:
     """What there is on disk by that name."""
     try:
-        return Path(text).stat()
+        return Path(text).stat() if text else None
     except PermissionError as error:
         raise _unreadable(text, error) from None
     except (OSError, ValueError):
@@ -124,27 +125,37 @@ def _standard_input() -> Source:
 
 def _spooled(name: str, stream: BinaryIO) -> Source:
     """A stream that can be read once, on the disk from now on, where it can be read again and again."""
-    copy = spool(Stream(stream, lambda error: UserError(f"cannot read {name}: {reason(error)}")), in_memory=0)
-    size = os.fstat(copy.fileno()).st_size
-    return Source(name, size, 0, lambda: cast(BinaryIO, io.BufferedReader(_View(copy))))
+    copy = _Copy(spool(Stream(stream, lambda error: UserError(f"cannot read {name}: {reason(error)}")), in_memory=0))
+    return Source(name, copy.size, 0, copy.open)
 
 
-def _at(file: BinaryIO, place: int, size: int) -> bytes:
-    if sys.platform != "win32":
-        return os.pread(file.fileno(), size, place)  # leaves the place that all processes share alone
-    file.seek(place)
-    return file.read(size)
+class _Copy:
+    """A file without a name that lives as long as somebody may open it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.size = os.fstat(file.fileno()).st_size
+        weakref.finalize(self, file.close)
+
+    def open(self) -> BinaryIO:
+        return cast(BinaryIO, io.BufferedReader(_View(self)))
+
+    def read(self, place: int, size: int) -> bytes:
+        if sys.platform != "win32":
+            return os.pread(self.file.fileno(), size, place)  # a forked process shares the file's own place
+        self.file.seek(place)
+        return self.file.read(size)
 
 
 class _View(io.RawIOBase):
     """A file from its first byte on, with a place of its own in it."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file  # its last view's end is its own
+    def __init__(self, copy: _Copy) -> None:
+        self.copy = copy
         self.place = 0
 
     def readinto(self, buffer: Any, /) -> int:
-        data = _at(self.file, self.place, len(buffer))
+        data = self.copy.read(self.place, len(buffer))
         buffer[: len(data)] = data
         self.place += len(data)
         return len(data)
@@ -159,7 +170,7 @@ class _View(io.RawIOBase):
         return self.place
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        start = (0, self.place, os.fstat(self.file.fileno()).st_size)[whence]
+        start = (0, self.place, self.copy.size)[whence]
         self.place = max(0, start + offset)
         return self.place
 
@@ -169,13 +180,12 @@ def run_name(texts: Sequence[str]) -> str:
     text = texts[0] if texts else DEFAULT
     if text == "-":
         return "stdin"
-    if "://" in text and _status(text) is None:
+    there = _status(text) is not None
+    if "://" in text and not there:
         parts = urlsplit(text)
-        text = parts.path.rstrip("/") or parts.netloc
-    elif glob.has_magic(text) and _status(text) is None:
-        text = os.path.abspath(text)
+        text = parts.netloc + parts.path
     path = Path(os.path.abspath(text))
-    while glob.has_magic(path.name):  # a pattern is called after the folder that it looks into
+    while glob.has_magic(path.name) and not there:  # a pattern is called after the folder that it looks into
         path = path.parent
     if path.suffix.lower() in (".gz", ".zst"):
         path = path.with_suffix("")

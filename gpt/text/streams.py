@@ -5,7 +5,6 @@ import gzip
 import io
 import shutil
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol, cast
@@ -112,9 +111,10 @@ class File:
     again: bool = True  # whether it can be opened more than once
     depth: int = 0  # wrappings around it
 
-    def unwrapped(self, ending: str, unpack: Callable[[str, Stream], Stream]) -> "File":
-        """What ``unpack`` makes of it, under the ending below."""
-        kind = self.kind.removesuffix(ending)
+    def unpacked(self, ending: str) -> "File":
+        """What its ending, one of `UNPACK`, was put around."""
+        unpack, inner = UNPACK[ending]
+        kind = self.kind.removesuffix(ending) + inner
         return File(self.name, kind, lambda: unpack(self.name, self.open()), self.again, self.depth + 1)
 
 
@@ -214,6 +214,17 @@ def spooled(file: File) -> Iterator[File]:
         yield File(file.name, file.kind, again, True, file.depth)
 
 
+@contextlib.contextmanager
+def any_order(file: File) -> Iterator[Stream]:
+    """Its bytes, to be read in any order: as they lie there, or spooled where they come one after the other."""
+    with contextlib.closing(file.open()) as stream:
+        if stream.seekable():
+            yield stream
+        else:
+            with spool(stream) as copy:
+                yield Stream(copy, lambda error: damaged(file.name, error), seekable=True)
+
+
 def spool(stream: Stream, in_memory: int = IN_MEMORY) -> BinaryIO:
     """All of a stream in a temporary file without a name. Raises `WorkError` where there is no room for it."""
     made = tempfile.SpooledTemporaryFile(in_memory) if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
@@ -241,5 +252,10 @@ class _Kept:
         """Does nothing."""
 
 
-UNPACK: dict[str, Callable[[str, Stream], Stream]] = {".gz": gunzip, ".zst": unzstd}
-DAMAGE = (OSError, EOFError, ValueError, RuntimeError, LookupError, ArithmeticError, zlib.error)  # what libraries raise
+# What unpacks an ending, and the ending that is left.
+UNPACK: dict[str, tuple[Callable[[str, Stream], Stream], str]] = {
+    ".gz": (gunzip, ""),
+    ".zst": (unzstd, ""),
+    ".tgz": (gunzip, ".tar"),
+    ".tzst": (unzstd, ".tar"),
+}

@@ -1,0 +1,219 @@
+"""From words to where text lies: disk, standard input, addresses, corpora by name."""
+
+import functools
+import gzip
+import http.server
+import io
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpt.config import ReadConfig
+from gpt.errors import UserError, WorkError
+from gpt.text import readers, sources
+from gpt.text.source import Skipped, Source
+
+
+def texts(found: list[Source]) -> list[str]:
+    reader = readers.Reader(ReadConfig())
+    return [piece.text for source in found for piece in reader.documents(source)]
+
+
+def tree(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"text of {Path(name).name}")
+
+
+def test_files_and_folders_in_order(workdir: Path) -> None:
+    tree(workdir, "b/2.txt", "b/1.txt", "b/.git/x", ".hidden", "a.txt", "b/c/3")
+    os.mkfifo("b/pipe")
+    Path("b/broken").symlink_to("nowhere")
+    found = sources.find(["b", "a.txt", "b"])
+    assert [source.name for source in found] == ["b/1.txt", "b/2.txt", "b/c/3", "a.txt"]
+    assert found[-1].size == len("text of a.txt")
+    assert found[-1].time == (workdir / "a.txt").stat().st_mtime_ns
+    assert texts(found) == ["text of 1.txt", "text of 2.txt", "text of 3", "text of a.txt"]
+    assert texts(pickle.loads(pickle.dumps(found))) == texts(found)  # processes may share the work
+
+
+def test_patterns(workdir: Path) -> None:
+    tree(workdir, "t/b.txt", "t/a.txt", "t/c.md", "t/.d.txt", "t/sub/e.txt", "t/sub/.f/g.txt", "odd[1].txt", "pydocs")
+
+    def names(pattern: str) -> list[str]:
+        return [source.name for source in sources.find([pattern])]
+
+    assert names("t/*.txt") == ["t/a.txt", "t/b.txt"]
+    assert names("t/?.[a-m]*") == ["t/c.md"]
+    assert names("t/**/*.txt") == ["t/a.txt", "t/b.txt", "t/sub/e.txt"]
+    assert names("t/*") == names("t/**") == ["t/a.txt", "t/b.txt", "t/c.md", "t/sub/e.txt"]
+    assert names("odd[1].txt") == ["odd[1].txt"]  # what is there is meant
+    assert names("pydocs") == ["pydocs"]  # before the corpus
+    with pytest.raises(UserError, match=r"no file matches t/\*.csv"):
+        sources.find(["t/*.csv"])
+
+
+def test_standard_input_is_read_once_and_opened_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a line\n" * 100_000)))
+    (source,) = sources.find(["-", "-"])
+    assert (source.name, source.size, source.time) == ("stdin", 700_000, 0)
+    first, second = source.open(), source.open()
+    assert first.read(10) == b"a line\na l"
+    assert second.read() == b"a line\n" * 100_000
+    assert first.read() == (b"a line\n" * 100_000)[10:]
+    first.seek(-3, io.SEEK_END)
+    assert first.read() == b"ne\n"
+    assert "".join(texts([source])) == "a line\n" * 100_000
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(UserError, match="no standard input"):
+        sources.find(["-"])
+
+
+def test_a_pipe_is_read_once(workdir: Path) -> None:
+    os.mkfifo("pipe")
+    writer = threading.Thread(target=lambda: Path("pipe").write_text("through a pipe"))
+    writer.start()
+    (source,) = sources.find(["pipe"])
+    writer.join()
+    assert texts([source]) == texts([source]) == ["through a pipe"]
+
+
+def test_what_is_not_there(workdir: Path) -> None:
+    (workdir / "empty").mkdir()
+    for text, message in {
+        "nowhere.txt": r"there is no file nowhere\.txt",
+        "a\0b.txt": "there is no file",
+        "pydoc": 'there is no file and no corpus called "pydoc"',
+        "empty": "the folder empty has no files in it",
+        "": 'called ""',
+        "what://ever": "what://ever: Protocol not known: what",
+        "memory://nothing": "there is no memory://nothing",
+        "file:///nothing/*": r"there is no file at file:///nothing/\*",
+    }.items():
+        with pytest.raises(UserError, match=message) as error:
+            sources.find([text], Skipped())
+        assert type(error.value) is UserError
+    assert "pydocs" in sources.find([])[0].name
+
+
+def test_files_that_cannot_be_looked_at_are_counted(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree(workdir, "t/a", "t/b")
+    stat = Path.stat
+
+    def refuse(path: Path, **kwargs: bool) -> os.stat_result:
+        if path.name == "a" and sys._getframe(1).f_code.co_name == "_file":
+            raise PermissionError(13, "Permission denied")
+        return stat(path, **kwargs)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(UserError, match="cannot read t/a: Permission denied"):
+        sources.find(["t"])
+    skipped = Skipped()
+    assert [source.name for source in sources.find(["t"], skipped)] == ["t/b"]
+    assert (skipped.count, skipped.examples) == (1, ["cannot read t/a: Permission denied"])
+
+
+def test_names_of_runs(workdir: Path) -> None:
+    tree(workdir, "x[1].txt")
+    for text, name in {
+        "-": "stdin", "a/b.txt": "b", "b.jsonl.gz": "b", "b.tar.zst": "b", "x[1].txt": "x[1]", "data/*.txt": "data",
+        "a/**/*.txt": "a", "*": workdir.name, "s3://bucket/path/c.jsonl.gz": "c", "https://h/d.txt?x=/y.z": "d",
+        "s3://bucket": "bucket", "/": "text", ".": workdir.name, "memory://t/*.txt": "t",
+    }.items():  # fmt: skip
+        assert sources.run_name([text, "more"]) == name, text
+    assert sources.run_name([]) == "pydocs"
+
+
+def test_addresses_in_memory() -> None:
+    import fsspec
+
+    files = fsspec.filesystem("memory")
+    for name in ("/t/b.txt", "/t/a.txt", "/t/.h", "/t/s/c.txt.gz"):
+        files.pipe(name, gzip.compress(name.encode()) if name.endswith(".gz") else name.encode())
+    try:
+        found = sources.find(["memory://t"])
+        assert [source.name for source in found] == ["memory:///t/a.txt", "memory:///t/b.txt", "memory:///t/s/c.txt.gz"]
+        assert texts(found) == ["/t/a.txt", "/t/b.txt", "/t/s/c.txt.gz"]
+        assert found[0].size == 8
+        assert found[0].time > 1_600_000_000 * 10**9
+        assert texts(sources.find(["memory://t/*.txt"])) == ["/t/a.txt", "/t/b.txt"]
+        assert texts(sources.find(["memory://t/b.txt"]) * 2) == ["/t/b.txt"] * 2
+        files.rm("/t/a.txt")
+        with pytest.raises(UserError, match="there is no memory://"):
+            texts(found)
+    finally:
+        files.rm("/t", recursive=True)
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Serves files; /broken ends before its time."""
+
+    def do_GET(self) -> None:
+        if self.path in ("/broken", "/secret"):
+            self.send_response(200 if self.path == "/broken" else 403)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"only so much")
+        else:
+            super().do_GET()
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    handler = functools.partial(Quiet, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_addresses_on_the_web(tmp_path: Path, web: str) -> None:
+    import zipfile
+
+    tree(tmp_path, "t/a.txt", "t/b.txt", "t/s/c.txt")
+    (tmp_path / "d.jsonl").write_text('{"text": "one"}\n' * 500_000)
+    with zipfile.ZipFile(tmp_path / "e.zip", "w") as archive:
+        archive.writestr("in.txt", "zipped")
+    (one,) = sources.find([f"{web}/t/a.txt"])
+    assert (one.name, one.size) == (f"{web}/t/a.txt", 13)
+    assert one.time // 10**9 == int((tmp_path / "t/a.txt").stat().st_mtime)
+    assert texts([one, one]) == ["text of a.txt"] * 2
+    assert texts(sources.find([f"{web}/t/"])) == ["text of a.txt", "text of b.txt", "text of c.txt"]
+    assert texts(sources.find([f"{web}/t/*.txt"])) == ["text of a.txt", "text of b.txt"]
+    assert len(texts(sources.find([f"{web}/d.jsonl?x=y"]))) == 500_000
+    assert texts(sources.find([f"{web}/e.zip"])) == ["zipped"]
+
+
+def test_what_goes_wrong_on_the_web(web: str) -> None:
+    with pytest.raises(UserError, match=f"there is no {web}/nothing"):
+        sources.find([f"{web}/nothing"])
+    with pytest.raises(WorkError, match="cannot read .*/secret: 403 Forbidden"):
+        sources.find([f"{web}/secret"])
+    with pytest.raises(WorkError, match=r"cannot read http://127.0.0.1:9/x: .*Connect"):
+        sources.find(["http://127.0.0.1:9/x"])
+    with pytest.raises(WorkError, match="cannot read .*/broken: ") as error:
+        texts(sources.find([f"{web}/broken"]))
+    assert "\n" not in error.value.message
+
+
+def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WorkError) as error:
+        sources.find(["s3://bucket/x"])
+    assert error.value.hint == "pip install s3fs"
+    for package, address in (("aiohttp", "https://host/x"), ("fsspec", "memory://x")):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(WorkError) as error:
+            sources.find([address])
+        assert error.value.hint == "pip install 'gpt[remote]'"
