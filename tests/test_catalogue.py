@@ -27,7 +27,7 @@ from conftest import ROOT, SHARED, needs_shared
 from gpt_cli.render_data import size_in_words
 
 from gpt.errors import UserError, WorkError
-from gpt.text import catalogue, readers
+from gpt.text import catalogue
 from gpt.text import fetch as fetching
 from gpt.text.fetch import Redirects, fetch, is_whole
 from gpt.text.source import Source
@@ -376,13 +376,13 @@ def content(source: Source) -> bytes:
 
 
 def test_pydocs_and_stdlib() -> None:
-    pydocs = readers.read(["pydocs"])
-    assert len(pydocs.documents) > 70
-    assert 400_000 < pydocs.bytes < 700_000
-    stdlib = readers.read(["stdlib"])
-    assert stdlib.bytes > 5_000_000
-    assert "stdlib/json/decoder.py" in {document.name for document in stdlib.documents}
-    assert not any("/test/" in document.name or "site-packages" in document.name for document in stdlib.documents)
+    pydocs = catalogue.sources("pydocs")
+    assert len(pydocs) > 70
+    assert 400_000 < sum(source.size for source in pydocs) < 700_000
+    stdlib = catalogue.sources("stdlib")
+    assert sum(source.size for source in stdlib) > 5_000_000
+    assert "stdlib/json/decoder.py" in {source.name for source in stdlib}
+    assert not any("/test/" in source.name or "site-packages" in source.name for source in stdlib)
 
 
 @pytest.mark.parametrize("name", ["pydocs", "stdlib"])
@@ -438,7 +438,9 @@ def test_fetched_corpora(site: Site, toy: dict[str, Any], tmp_path: Path) -> Non
     assert (val.name, content(val)) == ("wikitext-2/v.txt", b"to be?")
     site.files.clear()
     assert [path.name for path in catalogue.fetch("wikitext-2")] == ["a.txt", "b.txt", "v.txt"]
-    assert dict(catalogue.read("wikitext-2"))["wikitext-2/b.txt"] == b"or not "
+    assert {source.name: content(source) for source in catalogue.sources("wikitext-2")}[
+        "wikitext-2/b.txt"
+    ] == b"or not "
 
 
 def test_progress_is_over_all_files(toy: dict[str, Any]) -> None:

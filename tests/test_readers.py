@@ -138,10 +138,15 @@ def test_kinds_of_strings_in_parquet(kind: str) -> None:
 
 
 def test_fields() -> None:
-    assert read("x.jsonl", b'\xef\xbb\xbf{"a.b": "one", "a": {"b": 2}}\n\n  \n{"a.b": ""}\n{"a.b": null}', field="a.b") == ["one"]
+    assert read(
+        "x.jsonl", b'\xef\xbb\xbf{"a.b": "one", "a": {"b": 2}}\n\n  \n{"a.b": ""}\n{"a.b": null}', field="a.b"
+    ) == ["one"]
     assert read("x.csv", b'n,"a.b"\n\n1,"x ""y""\r\nz"\n2,\n3,t', field="a.b") == ['x "y"\r\nz', "t"]
     for encoding in ("utf-16", "utf-32", "utf-16-le", "latin-1"):
-        assert read("x.jsonl", '{"text": "Zürich\\n"}\n{"text": "ä"}'.encode(encoding), encoding=encoding) == ["Zürich\n", "ä"]
+        assert read("x.jsonl", '{"text": "Zürich\\n"}\n{"text": "ä"}'.encode(encoding), encoding=encoding) == [
+            "Zürich\n",
+            "ä",
+        ]
         assert read("x.csv", "text\nZürich\n".encode(encoding), encoding=encoding) == ["Zürich"]
 
 
@@ -153,7 +158,10 @@ def test_nothing_in_it_is_no_document(name: str) -> None:
         assert read(name, b"text\n") == []
 
 
-@given(st.binary(max_size=40).filter(lambda data: b"\0" not in data and data[:2] not in (b"\xff\xfe", b"\xfe\xff")), st.integers(1, 8))
+@given(
+    st.binary(max_size=40).filter(lambda data: b"\0" not in data and data[:2] not in (b"\xff\xfe", b"\xfe\xff")),
+    st.integers(1, 8),
+)
 @settings(max_examples=300)
 def test_decoding_is_exact_whatever_the_blocks(data: bytes, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -165,7 +173,9 @@ def test_decoding_is_exact_whatever_the_blocks(data: bytes, block: int) -> None:
             expected = data.decode()
         except UnicodeDecodeError as error:
             line = data[: error.start].count(b"\n") + 1
-            with pytest.raises(UserError, match=f"is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}, line {line}$"):
+            with pytest.raises(
+                UserError, match=f"is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}, line {line}$"
+            ):
                 read("x", data)
         else:
             assert (reader.replaced, "".join(read("x", data))) == (0, expected)
@@ -186,18 +196,24 @@ def test_other_encodings_are_decoded_as_python_does(text: str, tail: bytes, bloc
         except UnicodeDecodeError as error:
             start = error.start + 3 * (encoding == "utf-8-sig")  # it counts from behind the mark
             line = data[:start].decode(encoding).count("\n") + 1
-            with pytest.raises(UserError, match=f"is not {encoding}: byte 0x{data[start]:02x} at offset {start}, line {line}$"):
+            with pytest.raises(
+                UserError, match=f"is not {encoding}: byte 0x{data[start]:02x} at offset {start}, line {line}$"
+            ):
                 read("x", data, encoding=encoding)
         else:
             assert "".join(read("x", data, encoding=encoding)) == expected
 
 
-LINES = st.lists(st.sampled_from(["", "-", "--", "---", "---\r", " ---", "----", "\r", "x", "---\rx", "é" * 9]), max_size=12)
+LINES = st.lists(
+    st.sampled_from(["", "-", "--", "---", "---\r", " ---", "----", "\r", "x", "---\rx", "é" * 9]), max_size=12
+)
 
 
 @given(LINES, st.sampled_from(["---", "", "-", "x"]), st.integers(1, 7), st.sampled_from([1, 10, 1000]), st.booleans())
 @settings(max_examples=500)
-def test_split_on_is_a_split_of_the_lines(lines: list[str], separator: str, block: int, head: int, skip_bad: bool) -> None:
+def test_split_on_is_a_split_of_the_lines(
+    lines: list[str], separator: str, block: int, head: int, skip_bad: bool
+) -> None:
     text = "\n".join(lines)
     expected, document = [], ""
     for line in [part + "\n" for part in lines[:-1]] + lines[-1:]:
@@ -388,7 +404,10 @@ def test_what_the_system_says(tmp_path: Path) -> None:
         def read1(self, size: int | None = -1) -> bytes:
             raise OSError(5, "Input/output error")
 
-    for opens, message in ((refuse, "cannot read x.txt: Permission denied"), (Torn, "cannot read x.txt: Input/output error")):
+    for opens, message in (
+        (refuse, "cannot read x.txt: Permission denied"),
+        (Torn, "cannot read x.txt: Input/output error"),
+    ):
         with pytest.raises(UserError, match=message):
             list(Reader(ReadConfig()).documents(Source("x.txt", 1, 0, opens)))
         reader = Reader(ReadConfig(skip_bad=True))

@@ -1,5 +1,6 @@
 """Ids on disk, and many files of them as one stream."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,7 @@ def test_a_stream_is_its_shards_one_after_the_other(
     starts = [at for at, id in enumerate(ids) if id == 399]
     borders = sorted({0, len(ids), *data.draw(st.lists(st.integers(0, len(ids)), max_size=4))})
     some = []
-    for a, b in zip(borders, borders[1:], strict=False):
+    for a, b in pairwise(borders):
         write(folder / f"{a}.ids", ids[a:b], [start - a for start in starts if a <= start < b])
         some.append(Shard(folder / f"{a}.ids"))
     whole = Stream(some)

@@ -1,6 +1,7 @@
 """What is trained on and what is held out."""
 
 import io
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -102,5 +103,5 @@ def test_a_sample_is_spread_over_the_text(count: int, limit: int) -> None:
     assert size == total if limit >= total else limit <= size + 100 and size <= 2 * limit
     if limit < total and len(taken) > 2:
         places = [ord(text[0]) - 0x100 for text in taken]
-        gaps = [b - a for a, b in zip(places, places[1:], strict=False)]
+        gaps = [b - a for a, b in pairwise(places)]
         assert max(gaps) - min(gaps) <= 1 + 200 * count // max(limit, 1) / 50

@@ -91,12 +91,12 @@ def test_learning_is_deterministic(learnt: tokenizer.Tokenizer) -> None:
 
 def test_vocabulary_larger_than_the_text_supports() -> None:
     with pytest.raises(UserError, match=r"supports a vocabulary of \d+ ids at most, not 5,000") as error:
-        tokenizer_files.make_tokenizer("auto", 5000, ["a tiny text"])
+        tokenizer_files.make_tokenizer("auto", 5000, ["a tiny text"], 11)
     size = int(error.value.hint.split()[2])
-    assert tokenizer_files.make_tokenizer("auto", size, ["a tiny text"]).vocab_size == size
-    assert tokenizer_files.make_tokenizer("auto", None, ["a tiny text"]).vocab_size == size
+    assert tokenizer_files.make_tokenizer("auto", size, ["a tiny text"], 11).vocab_size == size
+    assert tokenizer_files.make_tokenizer("auto", None, ["a tiny text"], 11).vocab_size == size
     with pytest.raises(UserError, match="at least 257"):
-        tokenizer_files.make_tokenizer("auto", 256, ["a tiny text"])
+        tokenizer_files.make_tokenizer("auto", 256, ["a tiny text"], 11)
 
 
 def test_ids_outside_the_vocabulary(learnt: tokenizer.Tokenizer) -> None:

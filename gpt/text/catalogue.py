@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path, PurePosixPath
@@ -138,16 +138,10 @@ def fetch(name: str, on_bytes: OnBytes = ignore) -> list[Path]:
     return _fetch(found, found.all_files, on_bytes)
 
 
-def read(name: str) -> Iterator[tuple[str, bytes]]:
-    """Names and bytes of what `sources` gives."""
-    for source in sources(name):
-        with source.open() as stream:
-            yield source.name, stream.read()
-
-
 def _fetched(found: Corpus, wanted: Sequence[File], on_bytes: OnBytes) -> list[Source]:
     paths = _fetch(found, wanted, on_bytes)
-    return [_source(f"{found.name}/{path.name}", path) for path in paths]
+    lines = found.rows == "lines"
+    return [replace(_source(f"{found.name}/{path.name}", path), lines=lines) for path in paths]
 
 
 def _fetch(found: Corpus, wanted: Sequence[File], on_bytes: OnBytes) -> list[Path]:

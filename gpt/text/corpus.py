@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from gpt import events
 from gpt.config import ReadConfig, TextConfig
 from gpt.errors import UserError
 from gpt.text import sources as words
@@ -84,12 +85,25 @@ class Corpus:
         return digest.hexdigest()
 
 
-def open_corpus(texts: Sequence[str], config: TextConfig) -> Corpus:
-    """Finds the sources and decides the split. Raises `UserError` for anything that is no text, or too short."""
+def open_corpus(
+    texts: Sequence[str], config: TextConfig, listen: Callable[[events.Progress], None] = lambda event: None
+) -> Corpus:
+    """Finds the sources and decides the split. ``listen`` hears how far a corpus is fetched.
+
+    Raises `UserError` for anything that is no text, or too short.
+    """
+
+    def on_bytes(done: int, total: int | None) -> None:
+        listen(events.Progress("fetched", done, total or done))
+
     reading = ReadConfig(**{f.name: getattr(config, f.name) for f in fields(ReadConfig)})
     skipped = Skipped() if reading.skip_bad else None
-    found_sources = words.find(texts, skipped)
-    own = words.find([config.val_text], skipped) if config.val_text is not None else []
+    found_sources = words.find(texts, skipped, on_bytes)
+    own: list[Source] = []
+    if config.val_text is not None:
+        own = words.find([config.val_text], skipped, on_bytes)
+    elif config.val_fraction == TextConfig.val_fraction:
+        own = words.published(texts, on_bytes)
     found = survey(found_sources, reading)
     if not found.documents or not found.bytes:
         what = f"{texts[0]} is empty" if len(texts) == 1 else f"all of {', '.join(texts)} is empty"

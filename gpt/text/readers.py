@@ -41,6 +41,7 @@ class Reader:
         self._characters = Characters(config.encoding, config.errors)
         self._utf8 = Characters("utf-8", config.errors)  # for formats that leave no choice
         self._skipped = Skipped()
+        self._lines = False  # of the source that is read
 
     @property
     def replaced(self) -> int:
@@ -63,6 +64,7 @@ class Reader:
         The first piece of each holds all of it or at least `pieces.HEAD` characters. ``on_bytes`` hears how many of
         the source's bytes were read so far. Raises `UserError` for what is damaged or no text, unless ``skip_bad``.
         """
+        self._lines = source.lines
         with self._skipping(source.name):
             yield from self._read(File(source.name, _kind(source.name), partial(of_source, source, on_bytes)))
         if source.size:
@@ -113,7 +115,10 @@ class Reader:
                 blocks = (block.encode() for block in characters.blocks(file.name, stream))
                 stream, characters = Stream(Blocks(blocks), partial(damaged, file.name)), self._utf8
             texts = RECORDS[ending](file.name, stream, self.config.field, characters, self._on_bad)
-            yield from pieces.whole(texts)
+            if self._lines:
+                yield from filter(None, pieces.pieces(text or " \n" for text in texts))  # WikiText's blank lines
+            else:
+                yield from pieces.whole(texts)
 
     def _plain(self, file: File) -> Iterator[Piece | None]:
         """A plain text's documents; None after each that is whole."""
@@ -171,4 +176,4 @@ def _kind(name: str) -> str:
 def is_plain(source: Source) -> bool:
     """Whether a source is plain text as it is stored: one document, as long as the file, unless it is to be split."""
     ending = "." + _kind(source.name).rpartition(".")[2]
-    return ending not in {*UNPACK, *RECORDS, ".zip", ".tar", ".parquet"}
+    return ending not in {*UNPACK, *RECORDS, ".zip", ".tar"}

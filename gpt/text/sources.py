@@ -14,23 +14,32 @@ from urllib.parse import urlsplit
 
 from gpt.errors import UserError, did_you_mean
 from gpt.text import catalogue, remote
+from gpt.text.fetch import OnBytes, ignore
 from gpt.text.source import Skipped, Source
 from gpt.text.streams import Stream, reason, spool
 
 DEFAULT = "pydocs"  # the corpus that is read where no text is given
 
 
-def find(texts: Sequence[str], skipped: Skipped | None = None) -> list[Source]:
+def find(texts: Sequence[str], skipped: Skipped | None = None, on_bytes: OnBytes = ignore) -> list[Source]:
     """The sources that ``texts`` mean, each text once, in the order given; those of `DEFAULT` where there are none.
 
     A text is ``-`` (standard input), a file, a folder (recursive, sorted, hidden entries skipped), an address, a
     pattern, or a name of the catalogue; what is on disk comes first. Raises `UserError` where it is none of these, and
-    for a file that cannot be looked at, which ``skipped`` counts instead where it is given.
+    for a file that cannot be looked at, which ``skipped`` counts instead where it is given. ``on_bytes`` hears how far
+    a corpus is fetched.
     """
-    return [source for text in dict.fromkeys(texts or [DEFAULT]) for source in _of(text, skipped)]
+    return [source for text in dict.fromkeys(texts or [DEFAULT]) for source in _of(text, skipped, on_bytes)]
 
 
-def _of(text: str, skipped: Skipped | None) -> list[Source]:
+def published(texts: Sequence[str], on_bytes: OnBytes = ignore) -> list[Source]:
+    """The text that those who published a corpus hold out themselves, where ``texts`` is that corpus alone."""
+    if len(texts) == 1 and _status(texts[0]) is None and texts[0] in catalogue.names():
+        return catalogue.val_sources(texts[0], on_bytes)
+    return []
+
+
+def _of(text: str, skipped: Skipped | None, on_bytes: OnBytes) -> list[Source]:
     if text == "-":
         return [_standard_input()]
     status = _status(text)
@@ -41,7 +50,7 @@ def _of(text: str, skipped: Skipped | None) -> list[Source]:
     if glob.has_magic(text):
         return _pattern(text, skipped)
     if text in catalogue.names():
-        return catalogue.sources(text)
+        return catalogue.sources(text, on_bytes)
     if "/" in text or "\\" in text or "." in text:
         raise UserError(f"there is no file {text}", "give a file, a folder, - for standard input, or a corpus by name")
     raise UserError(f'there is no file and no corpus called "{text}"', did_you_mean(text, catalogue.names()))
@@ -141,7 +150,7 @@ class _Copy:
         return cast(BinaryIO, io.BufferedReader(_View(self)))
 
     def read(self, place: int, size: int) -> bytes:
-        if sys.platform != "win32":
+        if hasattr(os, "pread"):
             return os.pread(self.file.fileno(), size, place)  # a forked process shares the file's own place
         self.file.seek(place)
         return self.file.read(size)

@@ -130,7 +130,7 @@ def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listene
         raise UserError(
             f"{out} is there already", "give another --out; where it was not finished, --resume goes on with it"
         )
-    corpus = open_corpus(texts, config)
+    corpus = open_corpus(texts, config, listen)
     if (out / MANIFEST).exists():
         slices.check_finished(out, corpus, config.share)
         return TokenFolder(out)

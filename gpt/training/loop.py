@@ -103,7 +103,7 @@ def _open_run(
     if path is not None:
         data = open_data(path, config, note)
         return folder.create_run(config.out or os.path.join(folder.RUNS, path.absolute().name)), data
-    corpus = open_corpus(texts, config)
+    corpus = open_corpus(texts, config, listen)
     run = folder.create_run(config.out or os.path.join(folder.RUNS, corpus.name))
     try:
         return run, make_data(corpus, config, run / "tokens", compute.device.type, listen, note)
