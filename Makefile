@@ -29,7 +29,8 @@ fix: $(VENV)/.made-dev
 
 # Measures this machine, ours and the peers, and writes benchmarks/RESULTS.md.
 bench: $(VENV)/.made-dev
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.tokenize
 
 $(VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"gpt needs Python 3.11 or newer; {sys.executable} is {v[0]}.{v[1]}. Name another: make PYTHON=python3.12 ...")'

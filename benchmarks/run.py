@@ -1,70 +1,35 @@
 """What `make bench` runs: this machine's floors, then ours and the peers in one go. Writes benchmarks/RESULTS.md.
 
-    python benchmarks/run.py [TEXT]
+    python -m benchmarks.run [TEXT]
 
 TEXT is tinyshakespeare, as a file; without it the catalogue's is fetched.
 """
 
 import json
 import math
-import os
-import platform
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt.text import catalogue, readers
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "RESULTS.md"
-SCRIPTS = Path(sys.executable).parent
+from benchmarks.results import SCRIPTS, command, machine, median_seconds, write_section
+from gpt.text import catalogue
 
 
-def median_seconds(work: Callable[[], object], runs: int = 5) -> float:
-    """The median time of ``work``, once it is warm."""
-    work()
-    times = []
-    for _ in range(runs):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
-
-
-def command(*args: str, cwd: Path | None = None) -> str:
-    """What a command prints."""
-    return subprocess.run(args, cwd=cwd, check=True, capture_output=True, text=True, encoding="utf-8").stdout
-
-
-def machine() -> list[str]:
-    """Processor, versions, commit, and the floors: matrix product and memory."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].split(": ")[1] if names else cpu
+def floors() -> list[str]:
+    """What this machine can do at most: matrix products and memory."""
     capabilities = torch.cpu.get_capabilities()
     has = ", ".join(name for name in ("avx512_f", "avx512_bf16", "amx_bf16") if capabilities.get(name)) or "neither"
-    dirty = "-dirty" if command("git", "status", "--porcelain", "--untracked-files=no", cwd=ROOT) else ""
-    commit = command("git", "rev-parse", "--short", "HEAD", cwd=ROOT).strip() + dirty
-    lines = [
-        f"- {cpu}, {os.cpu_count()} cores ({has}); {platform.platform()}",
-        f"- Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads",
-        f"- commit {commit}, {datetime.now(UTC):%Y-%m-%d}, command `make bench`",
-    ]
+    lines = [f"- torch {torch.__version__}, {torch.get_num_threads()} threads; {has}"]
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.randn(2048, 2048).to(dtype)
         rate = 2 * 2048**3 / median_seconds(lambda a=a: a @ a) / 1e9
-        lines.append(f"- floor: matrix product 2048³ in {str(dtype)[6:]}, {rate:,.0f} GFLOP/s")
+        lines.append(f"- matrix product 2048³ in {str(dtype)[6:]}: {rate:,.0f} GFLOP/s")
     big = torch.ones(2**27)
-    lines.append(f"- floor: reading memory, {big.nbytes / median_seconds(big.sum) / 1e9:.1f} GB/s")
+    lines.append(f"- reading memory: {big.nbytes / median_seconds(big.sum) / 1e9:.1f} GB/s")
     return lines
 
 
@@ -135,7 +100,7 @@ def training(shakespeare: Path) -> list[str]:
             )
     for name, text in (
         ("tinyshakespeare", shakespeare.read_text(encoding="utf-8")),
-        ("pydocs", "".join(document.text for document in readers.read(["pydocs"]).documents)),
+        ("pydocs", "".join(source.open().read().decode() for source in catalogue.sources("pydocs"))),
     ):
         loss, seconds = nanogpt_recipe(text)
         # Characters are bytes in the one text; in the other all but a few are.
@@ -152,20 +117,11 @@ def main() -> None:
     if len(sys.argv) > 1:
         shakespeare = Path(sys.argv[1]).resolve()
     else:
-        source = catalogue.describe("shakespeare")["source"]
-        shakespeare = catalogue.fetch("shakespeare", source["url"], source["sha256"])
-    parts = [
-        ("Machine", machine()),
-        ("Start-up", start_up()),
-        ("Training: held-out loss with default settings, whole command", training(shakespeare)),
-    ]
-    page = (
-        "# Results\n\nWritten by `benchmarks/run.py`. Absolute figures are this machine's; compare within the page.\n"
-    )
-    for title, lines in parts:
-        page += f"\n## {title}\n\n" + "\n".join(lines) + "\n"
-    RESULTS.write_text(page, encoding="utf-8")
-    print(page)
+        (shakespeare,) = catalogue.fetch("shakespeare")
+    how = machine("python -m benchmarks.run")
+    write_section("Floors", [*how, *floors()])
+    write_section("Start-up", [*how, "", *start_up()])
+    write_section("Training: held-out loss with default settings, whole command", [*how, "", *training(shakespeare)])
 
 
 if __name__ == "__main__":

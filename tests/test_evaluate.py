@@ -40,7 +40,7 @@ def test_loss_equals_a_naive_loop(stride: int | None) -> None:
     model = GPT(GPTConfig(257, 8, 1, 2, 16, dropout=0.5))
     model.train()  # evaluation turns dropout off, and back on
     texts = ["the first document, a longer one", "two", "x", "Zürich"]
-    result = evaluate.evaluate(model, TOKENIZER, texts, CPU, stride)
+    result = evaluate.evaluate(model, TOKENIZER, encoded(*texts), CPU, stride)
     assert model.training
     model.eval()
     total, count = 0.0, 0
@@ -64,10 +64,14 @@ def test_loss_equals_a_naive_loop(stride: int | None) -> None:
     assert (result.words, result.bytes, result.stride) == (9, sum(len(t.encode()) for t in texts), stride or 8)
 
 
+def encoded(*texts: str) -> evaluate.Encoded:
+    return evaluate.Encoded(TOKENIZER.encode(text).astype(np.int64) for text in texts)
+
+
 def test_nothing_to_predict_and_wrong_strides() -> None:
     model = GPT(GPTConfig(257, 8, 1, 2, 16))
     with pytest.raises(UserError, match="one token at most"):
-        evaluate.evaluate(model, TOKENIZER, ["x", "y"], CPU)
+        evaluate.evaluate(model, TOKENIZER, encoded("x", "y"), CPU)
     for stride in (0, 9):
         with pytest.raises(UserError, match=f"stride is {stride}"):
-            evaluate.evaluate(model, TOKENIZER, ["some text"], CPU, stride)
+            evaluate.evaluate(model, TOKENIZER, encoded("some text"), CPU, stride)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from gpt.text.boundaries import heads
 from gpt.text.corpus import Corpus
 from gpt.text.readers import Reader
-from gpt.text.source import Piece, Source
+from gpt.text.source import Piece, Source, utf8_size
 from gpt.text.tokens import Side, SourceRecord
 
 PIECE = 2**18  # characters of a long document that are encoded at once
@@ -52,7 +52,7 @@ def read_items(corpus: Corpus, group: int, pattern: str, on_bytes: OnBytes) -> I
             item.texts.append(text)
             item.begins.append(begins)
             item.sides.append(side)
-            mark.bytes[side] += len(text.encode())
+            mark.bytes[side] += utf8_size(text)
             size += len(text)
             cuts += cut
             if size >= ITEM or len(item.texts) >= ITEM_DOCUMENTS:

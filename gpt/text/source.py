@@ -20,6 +20,11 @@ class Source:
     lines: bool = False  # its rows are the lines of one text, not documents
 
 
+def utf8_size(text: str) -> int:
+    """Bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A part of a document. Documents come one after the other; each begins with a piece that ``begins`` it."""

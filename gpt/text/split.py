@@ -14,7 +14,7 @@ from gpt.config import ReadConfig
 from gpt.errors import UserError
 from gpt.text.pieces import HEAD
 from gpt.text.readers import Reader, is_plain
-from gpt.text.source import Piece, Source
+from gpt.text.source import Piece, Source, utf8_size
 
 HASHED_SPLIT_FROM = 200  # documents
 UNLIKELY = 1e-9  # the chance that so many documents leave nothing held out, below which nobody looks
@@ -46,7 +46,7 @@ def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
             counted = _Count()
             for piece in reader.documents(source, counted.stored):
                 documents += piece.begins
-                counted.text += len(piece.text.encode())
+                counted.text += utf8_size(piece.text)
                 if documents >= HASHED_SPLIT_FROM:
                     break
             sizes.append(counted.text)
@@ -102,13 +102,13 @@ class Split:
 
     def _at_end(self, pieces: Iterable[Piece], position: int) -> Halved:
         for piece in pieces:
-            data = piece.text.encode()
             left = self.kept - position
-            position += len(data)
-            if left <= 0 or len(data) <= left:
+            size = utf8_size(piece.text)
+            position += size
+            if left <= 0 or size <= left:
                 yield piece, left <= 0
                 continue
-            head = data[:left].decode("utf-8", "ignore")  # never inside a character
+            head = piece.text.encode()[:left].decode("utf-8", "ignore")  # never inside a character
             if head:
                 yield Piece(head, piece.begins), False
             yield Piece(piece.text[len(head) :], True), True
@@ -163,6 +163,6 @@ def spread(pieces: Iterable[Piece], total: int, limit: int) -> Iterator[str]:
     for piece in pieces:
         if taken * total <= limit * seen and taken < limit:
             text = piece.text[: limit - taken]
-            taken += len(text.encode())
+            taken += utf8_size(text)
             yield text
-        seen += len(piece.text.encode())
+        seen += utf8_size(piece.text)

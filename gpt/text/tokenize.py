@@ -28,6 +28,7 @@ from gpt.text import shards, slices
 from gpt.text.corpus import Corpus, open_corpus, tokenizer_for
 from gpt.text.items import Item, Mark, read_items
 from gpt.text.slices import Done
+from gpt.text.source import utf8_size
 from gpt.text.tokenizer import END_OF_TEXT, Tokenizer
 from gpt.text.tokens import MANIFEST, SIDES, Side, TokenFolder
 
@@ -204,7 +205,7 @@ def _check_room(corpus: Corpus, tokenizer: Tokenizer, out: Path, groups: Sequenc
     if not groups:
         return
     item, _ = next(read_items(corpus, groups[0], tokenizer.pattern, lambda number, position: None))
-    size = sum(len(text.encode()) for text in item.texts)
+    size = sum(map(utf8_size, item.texts))
     encoded = encode_item(tokenizer, item)
     share = len(groups) / len(corpus.groups)
     needed = round(corpus.found.bytes * share * sum(ids.nbytes for ids in encoded.ids.values()) / max(1, size))

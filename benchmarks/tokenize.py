@@ -1,0 +1,236 @@
+"""Tokenizing: from files to checked shards, beside bare tiktoken and transformers' tokenizers on the same text.
+
+    python -m benchmarks.tokenize [FOLDER OF TEXTS]
+
+Without a folder the text is what every machine with this project has: the .py, .md, .rst and .txt files of Python and
+of the installed packages. GPT-2's vocabulary must be in the cache. POSIX only (it kills, and reads peak memory).
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from benchmarks.results import SCRIPTS, machine, write_section
+
+LEAST = 64_000_000  # bytes of text
+LARGE = 1_000_000_000
+PEER = 10_000_000  # transformers' tokenizers are measured on so much
+ROUNDS = 3  # each system in turn, so often; medians are shown
+KILLS = 10
+CHUNK = 2**20
+
+
+def texts(folder: Path | None) -> Iterator[bytes]:
+    """UTF-8 texts of a folder, or of Python and its packages."""
+    roots = [folder] if folder else [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
+    for root in roots:
+        for path in sorted(root.rglob("*")):
+            if path.suffix in (".py", ".md", ".rst", ".txt") and path.is_file():
+                data = path.read_bytes()
+                try:
+                    data.decode()
+                except UnicodeDecodeError:
+                    continue
+                if data and b"\0" not in data:
+                    yield data
+
+
+def make_corpora(place: Path, folder: Path | None) -> tuple[list[bytes], dict[str, Path]]:
+    """The texts, and as one file, as a folder of files, as JSON lines, and repeated to a gigabyte."""
+    some: list[bytes] = []
+    size = 0
+    for data in texts(folder):
+        some.append(data)
+        size += len(data)
+        if size >= LEAST:
+            break
+    if size < LEAST:
+        sys.exit(f"{size:,} bytes of text were found; {LEAST:,} are needed")
+    paths = {name: place / name for name in ("one.txt", "files", "lines.jsonl", "large.txt")}
+    paths["one.txt"].write_bytes(b"".join(some))
+    paths["files"].mkdir()
+    for number, data in enumerate(some):
+        (paths["files"] / f"{number:06d}.txt").write_bytes(data)
+    with paths["lines.jsonl"].open("w", encoding="utf-8") as lines:
+        for data in some:
+            lines.write(json.dumps({"text": data.decode()}, ensure_ascii=False) + "\n")
+    written = 0
+    with paths["large.txt"].open("wb") as large:
+        while written < LARGE:
+            random.Random(written).shuffle(some)
+            for data in some:
+                written += large.write(data)
+    return some, paths
+
+
+def measured(args: list[str]) -> tuple[float, float]:
+    """Seconds that a process takes, and the peak memory in MB of the largest of it and its children."""
+    started = time.perf_counter()
+    process = subprocess.Popen(args, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        sys.exit(f"{' '.join(args)} failed")
+    process.returncode = 0
+    return time.perf_counter() - started, usage.ru_maxrss / (1e3 if sys.platform == "linux" else 1e6)
+
+
+def ours(text: Path, out: Path, *options: str) -> tuple[float, float]:
+    """``gpt tokenize``, the whole command, to synced shards."""
+    shutil.rmtree(out, ignore_errors=True)
+    command = [str(SCRIPTS / "gpt"), "tokenize", str(text), "-o", str(out), "--tokenizer", "gpt2", "-q", *options]
+    return measured(command)
+
+
+def _start() -> None:
+    global _encoding
+    import tiktoken
+
+    _encoding = tiktoken.get_encoding("r50k_base")
+
+
+def _encode(text: str) -> int:
+    return len(_encoding.encode_to_numpy(text, disallowed_special=()))
+
+
+def chunks(text: Path) -> Iterator[str]:
+    """A text in parts of `CHUNK` characters, cut anywhere: the ids at the cuts are wrong, which costs nothing."""
+    with text.open(encoding="utf-8", newline="") as file:
+        while part := file.read(CHUNK):
+            yield part
+
+
+def bare(text: Path, processes: int = 2) -> tuple[float, float]:
+    """tiktoken in processes, ids dropped: seconds from start to end, and seconds of the encoding alone."""
+    started = time.perf_counter()
+    with multiprocessing.get_context("spawn").Pool(processes, _start) as pool:
+        pool.map(_encode, ["warm"] * processes * 4, chunksize=1)
+        parts = list(chunks(text))
+        warm = time.perf_counter()
+        sum(pool.imap(_encode, parts))
+        done = time.perf_counter()
+    return done - started, done - warm
+
+
+def transformers_tokenizers(some: Iterable[bytes]) -> float:
+    """MB/s of the tokenizers library, all cores, on whole files at once."""
+    from tokenizers import Tokenizer
+
+    from gpt.text.tokenizer import gpt2_tokenizer
+    from gpt.text.tokenizer_json import to_tokenizer_json
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    theirs = Tokenizer.from_str(json.dumps(to_tokenizer_json(gpt2_tokenizer())))
+    batch, size = [], 0
+    for data in some:
+        batch.append(data.decode())
+        size += len(data)
+        if size > PEER:
+            break
+    started = time.perf_counter()
+    theirs.encode_batch(batch, add_special_tokens=False)
+    return size / (time.perf_counter() - started) / 1e6
+
+
+def throughput(some: list[bytes], paths: dict[str, Path], out: Path) -> list[str]:
+    """Rates, in turn."""
+    size = paths["one.txt"].stat().st_size / 1e6
+    cores = os.cpu_count() or 1
+    rates: dict[str, list[float]] = {}
+
+    def add(name: str, seconds: float) -> None:
+        rates.setdefault(name, []).append(size / seconds)
+
+    for _ in range(ROUNDS):
+        whole, alone = bare(paths["one.txt"])
+        add("bare tiktoken, two processes, encoding alone: text in memory, processes warm, ids dropped", alone)
+        add("bare tiktoken, two processes, from start to end, ids dropped", whole)
+        add("`gpt tokenize` one file, `--jobs 2`, whole command", ours(paths["one.txt"], out, "--jobs", "2")[0])
+        add("`gpt tokenize` a folder of files, `--jobs 2`", ours(paths["files"], out, "--jobs", "2")[0])
+        add("`gpt tokenize` JSON lines, `--jobs 2`", ours(paths["lines.jsonl"], out, "--jobs", "2")[0])
+        for jobs in sorted({1, 4, cores} - {2}):
+            add(f"`gpt tokenize` one file, `--jobs {jobs}`", ours(paths["one.txt"], out, "--jobs", str(jobs))[0])
+        rates.setdefault("transformers' tokenizers, batch, all cores", []).append(transformers_tokenizers(some))
+    floor = statistics.median(next(iter(rates.values())))
+    rows = [f"{size:,.0f} MB in {len(some):,} texts, GPT-2's vocabulary; medians of {ROUNDS} rounds in turn.", ""]
+    rows += ["| system | MB/s | of bare tiktoken's encoding alone |", "|---|---:|---:|"]
+    for name, values in rates.items():
+        rate = statistics.median(values)
+        rows.append(f"| {name} | {rate:.1f} | {rate / floor:.2f} |")
+    return rows
+
+
+def memory(paths: dict[str, Path], out: Path) -> list[str]:
+    """Peak memory of the largest process, for texts of different size."""
+    rows = ["", "| text | size | peak memory of the largest process | MB/s |", "|---|---:|---:|---:|"]
+    for name in ("one.txt", "files", "lines.jsonl", "large.txt"):
+        path = paths[name]
+        files = list(path.iterdir()) if path.is_dir() else [path]
+        size = sum(file.stat().st_size for file in files) / 1e6
+        seconds, peak = ours(path, out, "--jobs", "2")
+        rows.append(f"| {name} | {size:,.0f} MB | {peak:,.0f} MB | {size / seconds:.1f} |")
+    return rows
+
+
+def contents(folder: Path) -> str:
+    """A sum over all files of a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def kills(text: Path, out: Path) -> list[str]:
+    """Killed at random moments and resumed, each time compared with an uninterrupted run, byte for byte."""
+    seconds, _ = ours(text, out, "--jobs", "2")
+    expected = contents(out)
+    equal = finished = 0
+    rng = random.Random(0)
+    for _ in range(KILLS):
+        shutil.rmtree(out)
+        command = [str(SCRIPTS / "gpt"), "tokenize", str(text), "-o", str(out), "--tokenizer", "gpt2", "-q", "--resume"]
+        process = subprocess.Popen([*command, "--jobs", "2"])
+        time.sleep(rng.uniform(0.1, 0.95) * seconds)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        finished += len({path.name.split("-", 1)[1] for path in out.glob("*.ids")}) if out.exists() else 0
+        subprocess.run([*command, "--jobs", "2"], check=True)
+        equal += contents(out) == expected
+    return [
+        "",
+        f"Killed (SIGKILL) at {KILLS} random moments and resumed: equal to the byte {equal} of {KILLS} times; "
+        f"{finished / KILLS:.1f} slices were finished at the kill, on average, and not made again.",
+    ]
+
+
+def main() -> None:
+    """Measures, and writes the section."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    with tempfile.TemporaryDirectory() as place:
+        some, paths = make_corpora(Path(place), folder)
+        out = Path(place) / "out"
+        steps: list[Callable[[], list[str]]] = [
+            lambda: throughput(some, paths, out),
+            lambda: memory(paths, out),
+            lambda: kills(paths["one.txt"], out),
+        ]
+        lines = [*machine("python -m benchmarks.tokenize"), ""]
+        for step in steps:
+            lines += step()
+            print("\n".join(lines[-8:]), flush=True)
+    write_section("Tokenizing", lines)
+
+
+if __name__ == "__main__":
+    main()
