@@ -141,7 +141,7 @@ class _Copy:
         return cast(BinaryIO, io.BufferedReader(_View(self)))
 
     def read(self, place: int, size: int) -> bytes:
-        if sys.platform != "win32":
+        if hasattr(os, "pread"):
             return os.pread(self.file.fileno(), size, place)  # a forked process shares the file's own place
         self.file.seek(place)
         return self.file.read(size)
