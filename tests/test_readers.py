@@ -229,6 +229,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "no zstd": ("x.zst", b"hello", "x.zst is damaged: "),
     "zstd cut": ("x.zst", zstd(b"hello" * 100)[:-3], "x.zst is damaged: it ends in the middle of a frame"),
     "no json": ("x.jsonl", b'{"text": "a"}\nhello', "x.jsonl, line 2: not JSON: Expecting value"),
+    "two objects": ("x.jsonl", b' {"text": "a"} {"text": "b"}\n', "x.jsonl, line 1: not JSON: there is more behind the object"),
     "no object": ("x.jsonl", b"[1]\n", "x.jsonl, line 1: not a JSON object"),
     "no field": ("x.jsonl", b'{"body": 1, "id": 2}\n', 'x.jsonl, line 1: no "text" in it; its keys: body, id'),
     "no string": ("x.jsonl", b'{"text": 5}\n', 'x.jsonl, line 1: "text" is not a string'),

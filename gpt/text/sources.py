@@ -27,7 +27,9 @@ def find(texts: Sequence[str], skipped: Skipped | None = None) -> list[Source]:
     pattern, or a name of the catalogue; what is on disk comes first. Raises `UserError` where it is none of these, and
     for a file that cannot be looked at, which ``skipped`` counts instead where it is given.
     """
-    return [source for text in dict.fromkeys(texts or [DEFAULT]) for source in _of(text, skipped)]
+    if not texts:
+        return catalogue.sources(DEFAULT)  # whatever is called so on disk
+    return [source for text in dict.fromkeys(texts) for source in _of(text, skipped)]
 
 
 def _of(text: str, skipped: Skipped | None) -> list[Source]:
