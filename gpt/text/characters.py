@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from gpt.errors import UserError
 from gpt.text.streams import Stream, reason
 
-BLOCK = 2**20  # bytes decoded at once
+BLOCK = 2**18  # bytes decoded at once; more is slower, since memory for it is fetched from the system each time
 
 
 class _Count(threading.local):

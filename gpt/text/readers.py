@@ -65,8 +65,15 @@ class Reader:
         the source's bytes were read so far. Raises `UserError` for what is damaged or no text, unless ``skip_bad``.
         """
         self._lines = source.lines
+        furthest = 0
+
+        def tell(size: int) -> None:  # what is read a second time is no news
+            nonlocal furthest
+            furthest = max(furthest, size)
+            on_bytes(furthest)
+
         with self._skipping(source.name):
-            yield from self._read(File(source.name, _kind(source.name), partial(of_source, source, on_bytes)))
+            yield from self._read(File(source.name, _kind(source.name), partial(of_source, source, tell)))
         if source.size:
             on_bytes(source.size)
 

@@ -29,7 +29,9 @@ def find(texts: Sequence[str], skipped: Skipped | None = None, on_bytes: OnBytes
     for a file that cannot be looked at, which ``skipped`` counts instead where it is given. ``on_bytes`` hears how far
     a corpus is fetched.
     """
-    return [source for text in dict.fromkeys(texts or [DEFAULT]) for source in _of(text, skipped, on_bytes)]
+    if not texts:
+        return catalogue.sources(DEFAULT)  # whatever is called so on disk
+    return [source for text in dict.fromkeys(texts) for source in _of(text, skipped, on_bytes)]
 
 
 def published(texts: Sequence[str], on_bytes: OnBytes = ignore) -> list[Source]:

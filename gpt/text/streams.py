@@ -139,7 +139,8 @@ def of_source(source: Source, on_bytes: OnBytes) -> Stream:
         on_bytes(min(done, source.size) if source.size else done)
 
     def told(error: Exception) -> UserError:
-        return StreamError(source.name, f"cannot read {source.name}: {reason(error)}")
+        hint = "look at the file and its disk, or leave it out with --skip-bad"
+        return StreamError(source.name, f"cannot read {source.name}: {reason(error)}", hint)
 
     try:
         inner = source.open()
