@@ -2,6 +2,7 @@
 
 import shlex
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -39,13 +40,15 @@ def show(
     quiet: Quiet = False,
 ) -> None:
     """Show all about a corpus: its files, their sums, where they lie or will; or about a folder of tokens."""
-    from gpt.text import catalogue, tokens
+    from gpt.text import catalogue
 
-    if not tokens.is_token_folder(name):
+    if not Path(name).is_dir():
         if verify:
             raise UserError(f"{name} is no folder of tokens", "--verify compares the sums of what gpt tokenize made")
         render_data.corpus(catalogue.corpus(name), json)
         return
+    from gpt.text import tokens
+
     folder = tokens.TokenFolder(name)
     if verify:
         with progress.Bar("compared", "tokens", quiet) as bar:

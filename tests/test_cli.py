@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import gpt as library
 from gpt import events
-from gpt.config import PRESETS, SampleConfig, TrainConfig
+from gpt.config import PRESETS, SampleConfig, TokenizeConfig, TrainConfig
 
 Gpt = Callable[..., Done]
 QUICK = [
@@ -76,16 +76,19 @@ def test_version(gpt: Gpt) -> None:
 
 OPTIONS = {
     "train": "--out -o --preset --positions --n-layer --n-head --n-embd --block-size --dropout --tokenizer --vocab-size "
-    "--val-fraction --val-text --steps --epochs --batch-tokens --micro-batch --lr --warmup --schedule --weight-decay "
+    "--sample-bytes --val-fraction --val-text --field --split-on --encoding --errors --skip-bad --jobs --steps --epochs --batch-tokens --micro-batch --lr --warmup --schedule --weight-decay "
     "--clip --eval-every --patience --save-every --keep --sample-every --device --dtype --seed --config --print-config "
     "--json --quiet -q",
     "sample": "--model -m --prompt-file --temperature -t --top-k --top-p --greedy --max-tokens -n --min-tokens "
     "--ignore-eot --num -N --seed --no-echo --json --device --dtype",
-    "eval": "--stride --tokens --json --quiet -q --device --dtype",
+    "eval": "--field --split-on --encoding --errors --skip-bad --stride --split --tokens --json --quiet -q --device --dtype",
+    "tokenize": "--out -o --resume --part --tokenizer --vocab-size --sample-bytes --val-fraction --val-text --field "
+    "--split-on --encoding --errors --skip-bad --jobs --seed --json --quiet -q",
     "params": "--list --n-layer --n-head --n-embd --block-size --vocab-size --positions --json",
     "data": "",
     "data list": "--json",
-    "data show": "--json",
+    "data show": "--verify --json --quiet -q",
+    "data merge": "--out -o --json",
     "data fetch": "--json --quiet -q",
 }
 
@@ -104,7 +107,7 @@ def test_options_are_the_contracts(gpt: Gpt, command: str, monkeypatch: pytest.M
 
 
 def test_every_field_of_a_config_is_an_option() -> None:
-    for config, command in ((TrainConfig, "train"), (SampleConfig, "sample")):
+    for config, command in ((TrainConfig, "train"), (TokenizeConfig, "tokenize"), (SampleConfig, "sample")):
         for name in [field.name for field in dataclasses.fields(config)]:
             assert f"--{name.replace('_', '-')}" in OPTIONS[command].split()
 
@@ -199,7 +202,7 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["train", "none.txt"], "there is no file none.txt"),
         (["train", "shakespear"], 'no corpus called "shakespear"'),
         (["train", "empty.txt"], "empty.txt is empty: 0 characters"),
-        (["train", "byte.txt"], "too short to hold 0.1 of it out: 1 character"),
+        (["train", "byte.txt"], "too short to hold 0.1 of it out: 1 byte"),
         (["train", "binary.bin"], "is no text: it has a zero byte at offset 3"),
         (["train", "latin.txt"], "is not UTF-8: byte 0xe9 at offset 9, line 2"),
         (["train", "book.txt", "--n-embd", "33"], "n_embd 33 is not divisible by n_head 4"),

@@ -22,7 +22,7 @@ from gpt.device import Compute, pick
 from gpt.errors import UserError, WorkError
 from gpt.model.decoder import GPT
 from gpt.runs import folder, hf
-from gpt.text import shards
+from gpt.text.tokens import TokenFolder
 from gpt.training import loop, recipe
 from gpt.training.optim import make_optimizer
 from gpt.training.schedule import lr_at
@@ -101,8 +101,7 @@ def test_a_step_is_adamw_on_the_clipped_gradient(text: Path) -> None:
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0}], lr=1e-2, betas=(0.9, 0.95)
     )
-    ids = shards.read(result.run / "tokens" / "train.ids")[0].ids
-    batches = loop.Batches(ids, shape.block_size, 8, 1337)
+    batches = loop.Batches(TokenFolder(result.run / "tokens").stream("train"), shape.block_size, 8, 1337)
     for step in range(3):
         x, y = (torch.from_numpy(a) for a in batches.global_batch(step))
         loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
@@ -250,8 +249,8 @@ def test_a_held_out_text_of_its_own(text: Path) -> None:
     other.write_text(make_text(300, seed=9), encoding="utf-8")
     result, _ = train(text, steps=4, val_text=str(other))
     assert gpt.load(result.run).loss(other.read_bytes().decode()) == pytest.approx(result.val_loss, rel=1e-5)
-    ids = shards.read(result.run / "tokens" / "train.ids")[0]
-    decoded = gpt.load(result.run).tokenizer.decode(next(ids.documents()).tolist())
+    document = TokenFolder(result.run / "tokens").stream("train").documents[0]
+    decoded = gpt.load(result.run).tokenizer.decode(document[:].tolist())
     assert decoded == text.read_bytes().decode()
 
 
@@ -368,7 +367,6 @@ def test_every_preset_resolves() -> None:
         ({"steps": 5, "epochs": 2.0}, "--steps and --epochs both"),
         ({"epochs": 0.0}, "epochs is 0;"),
         ({"preset": "gtp2"}, 'no preset "gtp2"'),
-        ({"tokenizer": "byte"}, 'no tokenizer "byte"'),
         ({"batch_tokens": 100}, "batch-tokens 100 is not a multiple of the context, 64"),
         ({"micro_batch": "3"}, "a micro-batch of 3 does not divide"),
         ({"micro_batch": "x"}, 'micro-batch is "x"'),

@@ -1,5 +1,6 @@
 """A training run, from texts to a saved checkpoint."""
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -82,7 +83,7 @@ def train(
         trainer = Trainer(run, data, recipe, compute, listen, began)
         trainer.open(texts, config)
     except BaseException:  # nothing was trained yet
-        shutil.rmtree(run, ignore_errors=True)
+        _discard(run)
         raise
     try:
         with StopSignal() as stop:
@@ -108,11 +109,19 @@ def _open_run(
     try:
         return run, make_data(corpus, config, run / "tokens", compute.device.type, listen, note)
     except Interrupted as stopped:
-        shutil.rmtree(run, ignore_errors=True)
+        _discard(run)
         raise Interrupted(stopped.signum, "interrupted before the first step: nothing is left of the run") from None
     except BaseException:
-        shutil.rmtree(run, ignore_errors=True)
+        _discard(run)
         raise
+
+
+def _discard(run: Path) -> None:
+    """Takes back a run folder, and ``runs/`` where nothing else is in it."""
+    shutil.rmtree(run, ignore_errors=True)
+    if run.parent == Path(folder.RUNS):
+        with contextlib.suppress(OSError):
+            run.parent.rmdir()
 
 
 class Trainer:
