@@ -75,15 +75,18 @@ def make_corpora(place: Path, folder: Path | None) -> tuple[list[bytes], dict[st
     return some, paths
 
 
+# A small process between: a child's peak counts what its parent held when it was started.
+_WATCH = (
+    "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
+    "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+)
+
+
 def measured(args: list[str]) -> tuple[float, float]:
-    """Seconds that a process takes, and the peak memory in MB of the largest of it and its children."""
+    """Seconds that a command takes, and the peak memory in MB of the largest of it and its children."""
     started = time.perf_counter()
-    process = subprocess.Popen(args, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        sys.exit(f"{' '.join(args)} failed")
-    process.returncode = 0
-    return time.perf_counter() - started, usage.ru_maxrss / (1e3 if sys.platform == "linux" else 1e6)
+    peak = subprocess.run([sys.executable, "-c", _WATCH, *args], check=True, capture_output=True, text=True).stdout
+    return time.perf_counter() - started, int(peak) / (1e3 if sys.platform == "linux" else 1e6)
 
 
 def ours(text: Path, out: Path, *options: str) -> tuple[float, float]:
