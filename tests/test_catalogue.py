@@ -58,10 +58,10 @@ class Site:
     def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
         if request.path in self.redirects or request.path not in self.files or self.statuses:
             status = self.statuses.pop(0) if self.statuses else 302 if request.path in self.redirects else 404
+            self.log.append((request.headers.get("Range"), status, 0))
             request.send_response(status)
             request.send_header("Location", self.redirects.get(request.path, ""))
             request.end_headers()
-            self.log.append((request.headers.get("Range"), status, 0))
             return
         data = self.files[request.path]
         tag = f'"{hashlib.sha256(data).hexdigest()}"'
@@ -78,9 +78,9 @@ class Site:
             request.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
         if self.lengths:
             request.send_header("Content-Length", str(len(body)))
-        request.end_headers()
         body = body[: self.cuts.pop(0)] if self.cuts else body
         self.log.append((asked, status, len(body)))
+        request.end_headers()
         for at in range(0, len(body), 100_000):
             request.wfile.write(body[at : at + 100_000])
             time.sleep(self.pause)
