@@ -37,20 +37,17 @@ _LETTERS = (
 )
 _OTHERS = r"!-&(-/:-@\[-`{-~\u2010-\u2027\u3001-\u3003\u3008-\u3011\uff01-\uff0f\uff1a-\uff20"
 
-_EVERYWHERE = [
-    f"(?<=[{_LETTERS}0-9])(?=[{_OTHERS}])",
-    f"(?<=[{_LETTERS}])(?=[0-9])",
-    f"(?<=[0-9])(?=[{_LETTERS}])",
+# Where two characters alone make a boundary: (the one before it, the one after it).
+_WORD_ENDS = [
+    (f"[{_LETTERS}]", f"[0-9{_OTHERS}{SPACES}]"),
+    ("[0-9]", f"[{_LETTERS}{_OTHERS}{SPACES}]"),
 ]
-_GPT2_RULES = [f"(?<=[^{SPACES}])(?=[{SPACES}])", *_EVERYWHERE]
+_GPT2_RULES = [*_WORD_ENDS, (f"[^{_LETTERS}0-9{SPACES}]", f"[{SPACES}]")]
 # Here punctuation takes the line ends after it (o200k: slashes too), and white space ends with its last line end.
 _CL100K_RULES = [
-    f"(?<=[^{SPACES}])(?=[{_INLINE_SPACES}])",
-    f"(?<=[{_LETTERS}0-9])(?=[\r\n])",
-    f"(?<=[\r\n])(?=[^{SPACES}])",
-    *_EVERYWHERE,
-]
-_O200K_RULES = [rule.replace(f"(?=[^{SPACES}])", f"(?=[^{SPACES}/])") for rule in _CL100K_RULES]
+    *_WORD_ENDS, (f"[^{_LETTERS}0-9{SPACES}]", f"[{_INLINE_SPACES}]"), (r"[\r\n]", f"[^{SPACES}]"),
+]  # fmt: skip
+_O200K_RULES = [*_CL100K_RULES[:-1], (r"[\r\n]", f"[^{SPACES}/]")]
 
 _CONTRACTION, _CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\p{Lm}\p{Lo}\p{M}"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -82,9 +79,9 @@ def last_boundary(text: str, pattern: str) -> int:
 
 @lru_cache
 def _sure(pattern: str) -> re.Pattern[str] | None:
-    """Finds the last boundary that two characters alone make sure: ``.+`` takes all, and gives back what it must."""
+    """Finds the last boundary that two characters alone make sure: ``.*`` takes all, and gives back what it must."""
     rules = _FAMILIES.get(re.sub(r"(?<=[+*?])\+|(?<=\d})\+", "", pattern))
-    return re.compile(rf"(?s:.+)(?:{'|'.join(rules)})") if rules else None
+    return re.compile("(?s:.*)(?:" + "|".join(f"{a}(?={b})" for a, b in rules) + ")") if rules else None
 
 
 def _last_sure(text: str, pattern: str, start: int, end: int) -> int:
@@ -134,8 +131,8 @@ def cuts(text: str, pattern: str) -> tuple[list[int], int]:
     order, and how many of these cuts are inside a piece, for its length: these alone change ids."""
     if len(text) <= LONG_SPACE:
         return [], 0
-    inside = _piece_cuts(text, pattern) if len(text) > LONG_SPACE_PIECE else []
-    return sorted({*inside, *_space_cuts(text, pattern)}), len(inside)
+    inside, before = _piece_cuts(text, pattern)
+    return sorted({*inside, *before, *_space_cuts(text, pattern)}), len(inside)
 
 
 def _space_cuts(text: str, pattern: str) -> Iterator[int]:
@@ -174,33 +171,45 @@ def _stand_alone(text: str, pattern: str, parts: list[int], ends: list[int]) -> 
     return alone == ends
 
 
-def _piece_cuts(text: str, pattern: str) -> list[int]:
-    """Cuts inside pieces that are too long, from left to right: each leaves a text that begins anew."""
-    found: list[int] = []
+def _piece_cuts(text: str, pattern: str) -> tuple[list[int], list[int]]:
+    """Cuts inside pieces that are too long, from left to right: each leaves a text that begins anew. And cuts before
+    such pieces of white space, which would be one with the line ends before them if a text ended in them."""
+    inside: list[int] = []
+    before: list[int] = []
     at = 0
     while len(text) - at > LONG_SPACE_PIECE:
         sure = _last_sure(text, pattern, at, at + LONG_SPACE_PIECE + 1)
         if sure:
             at = sure
             continue
-        at, is_cut = _next_far(text, pattern, at)
-        if is_cut:
-            found.append(at)
-    return found
+        start, at = _next_far(text, pattern, at)
+        if start is not None:
+            inside.append(at)
+            if text[start].isspace() and text[start - 1 : start] in ("\r", "\n"):
+                before.append(start)
+    return inside, before
 
 
-def _next_far(text: str, pattern: str, at: int) -> tuple[int, bool]:
-    """The end of the last piece that begins near ``at``, or the cut inside the first one that is too long."""
+def _next_far(text: str, pattern: str, at: int) -> tuple[int | None, int]:
+    """Of the pieces that begin near ``at``: the start of the first one that is too long and the cut inside it; else
+    None and the end of the last one."""
     far = at + LONG_SPACE_PIECE
     for piece in _compiled(pattern).finditer(text, at, far + 2 * LONG_PIECE):
         start, end = piece.span()
-        blank = text[start : start + 1].isspace() and text[end - 1 : end].isspace()
-        limit = LONG_SPACE_PIECE if blank else LONG_PIECE
-        if end - start > limit:
-            return start + limit, True
+        if end - start > _limit(text, start, end):
+            # What decides this is as much text as `parts` is sure to have, so that both decide it alike.
+            seen = _compiled(pattern).match(text, start, start + 2 * LONG_PIECE)
+            end = seen.end() if seen else start
+            limit = _limit(text, start, end)
+            return (start, start + limit) if end - start > limit else (None, max(end, at + 1))
         if end >= far:
-            return end, False
-    return max(far, at + 1), False  # the pattern passes over what is left
+            return None, end
+    return None, max(far, at + 1)  # the pattern passes over what is left
+
+
+def _limit(text: str, start: int, end: int) -> int:
+    blank = text[start : start + 1].isspace() and text[end - 1 : end].isspace()
+    return LONG_SPACE_PIECE if blank else LONG_PIECE
 
 
 def parts(chunks: Iterable[str], pattern: str, size: int = PART) -> Iterator[str]:
@@ -217,7 +226,7 @@ def parts(chunks: Iterable[str], pattern: str, size: int = PART) -> Iterator[str
             if cut:
                 yield text[:cut]
             held, length = [text[cut:]], length - cut
-            wanted = max(size, 0 if cut else 2 * length)
+            wanted = max(size, 2 * length)
     if length:
         yield "".join(held)
 
@@ -225,4 +234,4 @@ def parts(chunks: Iterable[str], pattern: str, size: int = PART) -> Iterator[str
 def _last_forced(text: str, pattern: str) -> int:
     """The last cut inside a piece that is too long, whatever follows; 0 where there is none."""
     settled = len(text) - 2 * LONG_PIECE
-    return max((cut for cut in _piece_cuts(text, pattern) if cut < settled), default=0) if settled > 0 else 0
+    return max((cut for cut in _piece_cuts(text, pattern)[0] if cut < settled), default=0) if settled > 0 else 0
