@@ -12,7 +12,7 @@ import typer
 from gpt import __version__
 from gpt.errors import Interrupted, UserError
 
-from . import evaluate, params, render, sample, train
+from . import evaluate, params, render, sample, tokenizer, train
 
 EPILOG = (
     "Every option has a twin in the environment, GPT_<COMMAND>_<OPTION>: GPT_TRAIN_STEPS=100 is --steps 100. "
@@ -32,8 +32,27 @@ COMMANDS: dict[str, Callable[..., object]] = {
     "eval": evaluate.evaluate,
     "params": params.params,
 }
-for name, command in COMMANDS.items():
-    app.command(name, epilog=f"Each option has a twin in the environment: GPT_{name.upper()}_<OPTION>.")(command)
+GROUPS: dict[str, tuple[str, dict[str, Callable[..., object]]]] = {
+    "tokenizer": (tokenizer.HELP, tokenizer.COMMANDS),
+}
+
+
+def _help_if_bare(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def _register(parent: typer.Typer, commands: dict[str, Callable[..., object]], prefix: str) -> None:
+    for name, command in commands.items():
+        epilog = f"Each option has a twin in the environment: {prefix}_{name.upper()}_<OPTION>."
+        parent.command(name, epilog=epilog)(command)
+
+
+_register(app, COMMANDS, "GPT")
+for group, (about, commands) in GROUPS.items():
+    below = typer.Typer(callback=_help_if_bare, invoke_without_command=True, help=about)
+    _register(below, commands, f"GPT_{group.upper()}")
+    app.add_typer(below, name=group)
 
 
 def _print_version(wanted: bool) -> None:
@@ -55,8 +74,7 @@ def _main(
         show_envvar=False,
     ),
 ) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+    _help_if_bare(context)
 
 
 def run() -> None:
@@ -79,7 +97,16 @@ def main(args: list[str]) -> int:
             return _pipe_closed()
         if debug and not isinstance(error, (Interrupted, KeyboardInterrupt)):
             traceback.print_exception(error)
-        return _report(error, next((arg for arg in args if arg in COMMANDS), "COMMAND"))
+        return _report(error, _command(args))
+
+
+def _command(args: list[str]) -> str:
+    """The words that name the command in ``args``."""
+    at = next((i for i, arg in enumerate(args) if arg in COMMANDS or arg in GROUPS), None)
+    if at is None:
+        return "COMMAND"
+    within = GROUPS[args[at]][1] if args[at] in GROUPS else {}
+    return " ".join([args[at], *[arg for arg in args[at + 1 :] if arg in within][:1]])
 
 
 def _report(error: BaseException, command: str) -> int:

@@ -42,8 +42,12 @@ def one_line_of_what_and_what_next(done: Done, message: str, code: int = 2) -> N
 
 
 @pytest.mark.parametrize(
-    "args", [["--help"], ["train", "--help"], ["sample", "-h"], ["params", "gpt3-175b"], ["params", "--list"]]
-)
+    "args",
+    [
+        ["--help"], ["train", "--help"], ["sample", "-h"], ["params", "gpt3-175b"], ["params", "--list"], ["tokenizer"],
+        ["tokenizer", "--help"], *(["tokenizer", name, "--help"] for name in ("train", "show", "encode", "decode")),
+    ],
+)  # fmt: skip
 def test_light_commands_import_nothing_heavy(args: list[str]) -> None:
     code = (
         "import sys\nfrom gpt_cli.main import main\nstatus = main(sys.argv[1:])\n"
@@ -77,13 +81,18 @@ OPTIONS = {
     "--ignore-eot --num -N --seed --no-echo --json --device --dtype",
     "eval": "--stride --tokens --json --quiet -q --device --dtype",
     "params": "--list --n-layer --n-head --n-embd --block-size --vocab-size --positions --json",
+    "tokenizer": "",
+    "tokenizer train": "--out -o --vocab-size --sample-bytes --special --json --quiet -q",
+    "tokenizer show": "--longest --json",
+    "tokenizer encode": "--tokenizer --file --special --json",
+    "tokenizer decode": "--tokenizer",
 }
 
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_options_are_the_contracts(gpt: Gpt, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    text = gpt(command, "--help").out
+    text = gpt(*command.split(), "--help").out
     listed = {
         word
         for line in text.splitlines()
@@ -224,6 +233,26 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["params", "gtp2"], 'no preset, run or checkpoint "gtp2"'),
         (["params", "--n-layer", "2"], "a shape by hand needs --n-head, --n-embd too"),
         (["params", "gpt2", "--n-head", "7"], "n_embd 768 is not divisible by n_head 7"),
+        (["train", "book.txt", "--tokenizer", "no/where"], "there is no tokenizer at no/where"),
+        (["train", "book.txt", "--tokenizer", "book.txt"], "book.txt is no tokenizer"),
+        (["tokenizer", "trian"], "trian"),
+        (["tokenizer", "train", "book.txt"], "--out"),
+        (["tokenizer", "train", "none.txt", "-o", "new"], "there is no file none.txt"),
+        (["tokenizer", "train", "book.txt", "-o", "book.txt"], "book.txt is there already; nothing is overwritten"),
+        (["tokenizer", "train", "book.txt", "-o", "new", "--vocab-size", "9"], "vocab-size is 9; it must be at least 257"),
+        (["tokenizer", "train", "book.txt", "-o", "new", "--vocab-size", "9999"], "supports a vocabulary of"),
+        (["tokenizer", "train", "book.txt", "-o", "new", "--sample-bytes", "2147483648"], "sample-bytes is 2147483648"),
+        (["tokenizer", "train", "book.txt", "-o", "new", "--special", "<|endoftext|>"], "is there already"),
+        (["tokenizer", "show", "bites"], 'there is no tokenizer "bites"'),
+        (["tokenizer", "show", "."], "holds no tokenizer"),
+        (["tokenizer", "show", "bytes", "--longest", "-1"], "longest is -1"),
+        (["tokenizer", "encode", "x"], "--tokenizer is missing"),
+        (["tokenizer", "encode", "--tokenizer", "bytes"], "nothing to encode"),
+        (["tokenizer", "encode", "x", "--file", "book.txt", "--tokenizer", "bytes"], "a text and --file were given"),
+        (["tokenizer", "encode", "--file", "latin.txt", "--tokenizer", "bytes"], "is not UTF-8"),
+        (["tokenizer", "decode", "1", "x", "--tokenizer", "bytes"], '"x" is no id'),
+        (["tokenizer", "decode", "257", "--tokenizer", "bytes"], "id 257 is outside the vocabulary of 257"),
+        (["tokenizer", "decode", "99999999999999999999", "--tokenizer", "bytes"], "is no id"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_one_clear_line(gpt: Gpt, book: Path, args: list[str], message: str) -> None:

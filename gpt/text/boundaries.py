@@ -27,6 +27,7 @@ PART = 2**18  # characters of a document to tokenize at a time
 
 # What \s means to the regex engine: Unicode's White_Space (Python's own \s has four control characters more).
 SPACES = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+_BLANK = re.compile(f"[{SPACES}]")
 _INLINE_SPACES = SPACES.replace(r"\t-\r", r"\t\x0b\x0c")
 
 # Characters that are letters, and ones that are neither letter, number, mark, space nor apostrophe, in every version of
@@ -185,7 +186,7 @@ def _piece_cuts(text: str, pattern: str) -> tuple[list[int], list[int]]:
         start, at = _next_far(text, pattern, at)
         if start is not None:
             inside.append(at)
-            if text[start].isspace() and text[start - 1 : start] in ("\r", "\n"):
+            if _BLANK.match(text, start) and text[start - 1 : start] in ("\r", "\n"):
                 before.append(start)
     return inside, before
 
@@ -208,13 +209,15 @@ def _next_far(text: str, pattern: str, at: int) -> tuple[int | None, int]:
 
 
 def _limit(text: str, start: int, end: int) -> int:
-    blank = text[start : start + 1].isspace() and text[end - 1 : end].isspace()
-    return LONG_SPACE_PIECE if blank else LONG_PIECE
+    return LONG_SPACE_PIECE if _BLANK.match(text, start) and _BLANK.match(text, max(start, end - 1)) else LONG_PIECE
 
 
-def parts(chunks: Iterable[str], pattern: str, size: int = PART) -> Iterator[str]:
+def parts(chunks: Iterable[str], pattern: str, size: int = PART) -> Iterator[tuple[str, bool]]:
     """The chunks of one document, cut anew: parts of about ``size`` characters, or of as many as it takes, whose ids
-    one after the other are the whole document's. No part is empty."""
+    one after the other are the whole document's. With each, whether it ends inside a piece, which was too long.
+
+    No part is empty.
+    """
     held: list[str] = []
     length, wanted = 0, size
     for chunk in chunks:
@@ -222,16 +225,21 @@ def parts(chunks: Iterable[str], pattern: str, size: int = PART) -> Iterator[str
         length += len(chunk)
         if length >= wanted:
             text = "".join(held)
-            cut = last_boundary(text, pattern) or _last_forced(text, pattern)
-            if cut:
-                yield text[:cut]
-            held, length = [text[cut:]], length - cut
+            boundary = last_boundary(text, pattern)
+            places = [(boundary, False)] if boundary else _forced(text, pattern)
+            for (start, _), (end, inside) in pairwise([(0, False), *places]):
+                yield text[start:end], inside
+            held = [text[places[-1][0] :] if places else text]
+            length = len(held[0])
             wanted = max(size, 2 * length)
     if length:
-        yield "".join(held)
+        yield "".join(held), False
 
 
-def _last_forced(text: str, pattern: str) -> int:
-    """The last cut inside a piece that is too long, whatever follows; 0 where there is none."""
+def _forced(text: str, pattern: str) -> list[tuple[int, bool]]:
+    """Cuts on account of pieces that are too long, whatever follows, and whether they are inside these."""
     settled = len(text) - 2 * LONG_PIECE
-    return max((cut for cut in _piece_cuts(text, pattern)[0] if cut < settled), default=0) if settled > 0 else 0
+    if settled <= 0:
+        return []
+    inside, before = _piece_cuts(text, pattern)
+    return sorted((cut, cut in inside) for cut in {*inside, *before} if cut < settled)
