@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -41,7 +42,11 @@ KNOWN = ["gpt2", "cl100k", "o200k", "llama3"]
 @pytest.fixture(scope="module")
 def ranks() -> dict[bytes, int]:
     """Tokens across everything that a wrong cut would part: spaces, line ends, punctuation, digits, marks."""
-    runs = "".join(f"{space * length}x" for space in (" ", "\n", "\t ", " \n", "./", "!\n", "12", "か。") for length in range(1, 20))
+    runs = "".join(
+        f"{space * length}x"
+        for space in (" ", "\n", "\t ", " \n", "./", "!\n", "12", "か。")
+        for length in range(1, 20)
+    )
     return learn_tokenizer([make_text(), (runs + "e\u0301\u0301 it's WE'LL 'll o'\n/\n") * 3], 700).ranks
 
 
@@ -55,8 +60,12 @@ def tokenizers(ranks: dict[bytes, int], pattern: str) -> Iterator[Tokenizer]:
         yield Tokenizer("test", pattern, each, len(each))
 
 
-HARD = st.text(st.sampled_from(" \n\r\t'/slLtdrevEm19.!-_aBx中か。\u0301é\u00a0\u3000\u2028½\x1cЖ’\u200b\u0130ſ"), max_size=40)
-TEXTS = st.one_of(HARD, st.text(max_size=30), st.lists(st.sampled_from([" ", "\n", "a", "!", "1", "'s", "\r\n", "/"])).map("".join))
+HARD = st.text(
+    st.sampled_from(" \n\r\t'/slLtdrevEm19.!-_aBx中か。\u0301é\u00a0\u3000\u2028½\x1cЖ’\u200b\u0130ſ"), max_size=40
+)
+TEXTS = st.one_of(
+    HARD, st.text(max_size=30), st.lists(st.sampled_from([" ", "\n", "a", "!", "1", "'s", "\r\n", "/"])).map("".join)
+)
 
 
 @settings(max_examples=250, deadline=None)
@@ -152,7 +161,7 @@ def test_cuts_change_no_id_but_inside_long_pieces(
     bounds = [0, *places, len(text)]
     assert bounds == sorted(set(bounds)) or not text
     for each in tokenizers(ranks, PATTERNS[name]):
-        parts = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        parts = [text[a:b] for a, b in pairwise(bounds)]
         ids = [id for part in parts for id in each._encoding.encode_ordinary(part)]
         assert ids == each._encoding.encode_ordinary(text)
 

@@ -157,7 +157,20 @@ def test_no_command_imports_torch(gpt: Gpt, book: Path) -> None:
 
 def test_train_takes_a_tokenizer_by_its_folder(gpt: Gpt, book: Path) -> None:
     learn(gpt, book)
-    args = ["--steps", "1", "--n-layer", "1", "--n-head", "1", "--n-embd", "8", "--block-size", "8", "--batch-tokens", "8"]
+    args = [
+        "--steps",
+        "1",
+        "--n-layer",
+        "1",
+        "--n-head",
+        "1",
+        "--n-embd",
+        "8",
+        "--block-size",
+        "8",
+        "--batch-tokens",
+        "8",
+    ]
     done = gpt("train", book, "--tokenizer", "vocab", *args, "-o", "run", "--sample-every", "0")
     assert done.code == 0, done.err
     assert find_tokenizer("run").fingerprint == find_tokenizer("vocab").fingerprint != bytes_tokenizer().fingerprint
