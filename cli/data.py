@@ -32,7 +32,7 @@ def list_corpora(json: Json = False) -> None:
     render_data.corpora([catalogue.corpus(name) for name in catalogue.names()], json)
 
 
-@app.command()
+@app.command("show")
 def show(
     name: Annotated[str, typer.Argument(help="A corpus of the list, or a folder of tokens.", autocompletion=_names)],
     verify: Annotated[bool, option("--verify", help="Read a folder of tokens and compare every sum.")] = False,
@@ -56,7 +56,7 @@ def show(
     render_tokens.details(folder, verify, json)
 
 
-@app.command()
+@app.command("fetch")
 def fetch(name: Name, json: Json = False, quiet: Quiet = False) -> None:
     """Fetch a corpus into the cache. What was cut or interrupted goes on where it ended."""
     from gpt.text import catalogue
@@ -68,7 +68,7 @@ def fetch(name: Name, json: Json = False, quiet: Quiet = False) -> None:
     render_data.fetched(found, time.monotonic() - started, f"gpt train {shlex.quote(name)}", json)
 
 
-@app.command()
+@app.command("merge")
 def merge(
     part: Annotated[list[str], typer.Argument(help="The folders that gpt tokenize --part made, all of them.")],
     out: Annotated[str | None, option("--out", "-o", help="The folder to make.", show_default="none")] = None,

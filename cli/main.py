@@ -12,7 +12,7 @@ import typer
 from gpt import __version__
 from gpt.errors import Interrupted, UserError
 
-from . import data, evaluate, params, render, sample, tokenize, train
+from . import data, evaluate, params, render, sample, tokenize, tokenizer, train
 
 EPILOG = (
     "Every option has a twin in the environment, GPT_<COMMAND>_<OPTION>: GPT_TRAIN_STEPS=100 is --steps 100. "
@@ -45,12 +45,12 @@ COMMANDS: dict[str, Callable[..., object]] = {
 for name, command in COMMANDS.items():
     app.command(name, epilog=_TWINS.format(name.upper()))(command)
 GROUPS: dict[str, typer.Typer] = {
+    "tokenizer": tokenizer.app,
     "data": data.app,
 }
 for name, group in GROUPS.items():
     for info in group.registered_commands:
-        verb = info.name or getattr(info.callback, "__name__", "")
-        info.epilog = _TWINS.format(f"{name}_{verb}".upper())
+        info.epilog = _TWINS.format(f"{name}_{info.name}".upper())
     group.callback(invoke_without_command=True)(_help)
     app.add_typer(group, name=name)
 
@@ -97,7 +97,16 @@ def main(args: list[str]) -> int:
             return _pipe_closed()
         if debug and not isinstance(error, (Interrupted, KeyboardInterrupt)):
             traceback.print_exception(error)
-        return _report(error, next((arg for arg in args if arg in {**COMMANDS, **GROUPS}), "COMMAND"))
+        return _report(error, _command(args))
+
+
+def _command(args: list[str]) -> str:
+    """The words that name the command in ``args``."""
+    at = next((i for i, arg in enumerate(args) if arg in COMMANDS or arg in GROUPS), None)
+    if at is None:
+        return "COMMAND"
+    within = [info.name for info in GROUPS[args[at]].registered_commands] if args[at] in GROUPS else []
+    return " ".join([args[at], *[arg for arg in args[at + 1 :] if arg in within][:1]])
 
 
 def _report(error: BaseException, command: str) -> int:

@@ -1,6 +1,5 @@
 """``gpt sample``."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ from gpt.config import SampleConfig
 from gpt.errors import UserError
 
 from . import progress, render
-from .options import OUTPUT, Device, Dtype, Json, option, takes
+from .options import OUTPUT, Device, Dtype, Json, given_text, option, takes
 
 MODEL_HELP = "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, or a GPT-2 folder of transformers."
 
@@ -38,7 +37,7 @@ def sample(
     dtype: Dtype = "auto",
 ) -> None:
     """Let a model write on after PROMPT."""
-    text = _prompt(prompt, prompt_file)
+    text = given_text(prompt, prompt_file, "prompt", "--prompt-file")
     if num < 1:
         raise UserError(f"num is {num}; it must be 1 or more")
     with progress.starting(quiet=json):
@@ -61,24 +60,3 @@ def sample(
     if slid:
         size = loaded.model.config.block_size
         render.note(f"the text outgrew the context of {size:,} tokens: what stood further back was forgotten")
-
-
-def _prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from the one place that was named."""
-    if prompt is not None and file is not None:
-        raise UserError("a prompt and --prompt-file were given", "give one of them")
-    if file is None:
-        text = prompt or ""
-    else:
-        try:
-            data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
-            text = data.decode("utf-8")
-        except OSError as error:
-            raise UserError(f"cannot read {file}: {error.strerror or error}") from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"{file} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start:,}") from None
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UserError("the prompt is not UTF-8", "put it into a file and give --prompt-file") from None
-    return text

@@ -190,21 +190,27 @@ class ReadConfig:
 
 
 @dataclass(frozen=True)
-class TextConfig(ReadConfig):
+class LearnConfig(ReadConfig):
+    """How a vocabulary is learnt from text."""
+
+    vocab_size: int | None = option(
+        None, "Ids of the learnt vocabulary, special tokens included.",
+        panel=_DATA, shown="by the text's size", low=257, high=2**24,
+    )  # fmt: skip
+    sample_bytes: int = option(
+        1_000_000_000, "The vocabulary is learnt from so much text at most, spread over the whole of it.",
+        panel=_DATA, low=1, high=2**31 - 1,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TextConfig(LearnConfig):
     """How text becomes ids to train on and ids held out: what `gpt tokenize` and `gpt train` both ask."""
 
     tokenizer: str = option(
         "auto", "auto: a byte-level BPE learnt from the text; bytes: no merging; gpt2: the 50,257 tokens of GPT-2; "
         "another of tiktoken's, such as cl100k_base; or the path of a tokenizer, a run or a folder of transformers.",
         panel=_DATA,
-    )  # fmt: skip
-    vocab_size: int | None = option(
-        None, "Ids of the learnt vocabulary, end-of-text included (with --tokenizer auto).",
-        panel=_DATA, shown="by the text's size", low=257, high=2**24,
-    )  # fmt: skip
-    sample_bytes: int = option(
-        1_000_000_000, "The vocabulary is learnt from so much text, spread over the whole of it.",
-        panel=_DATA, low=1, high=2**31 - 1,
     )  # fmt: skip
     val_fraction: float = option(
         0.1, "Share held out, never trained on: the end; from 200 documents on, by hash.", panel=_DATA, low=0

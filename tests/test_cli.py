@@ -48,6 +48,7 @@ def one_line_of_what_and_what_next(done: Done, message: str, code: int = 2) -> N
     [
         ["--help"], ["train", "--help"], ["sample", "-h"], ["params", "gpt3-175b"], ["params", "--list"],
         ["data", "--help"], ["data", "list", "--help"], ["data", "list"], ["data", "show", "openwebtext"],
+        ["tokenizer"], ["tokenizer", "--help"], *(["tokenizer", name, "--help"] for name in ("train", "show", "encode", "decode")),
     ],
 )  # fmt: skip
 def test_light_commands_import_nothing_heavy(args: list[str]) -> None:
@@ -90,6 +91,12 @@ OPTIONS = {
     "data show": "--verify --json --quiet -q",
     "data merge": "--out -o --json",
     "data fetch": "--json --quiet -q",
+    "tokenizer": "",
+    "tokenizer train": "--vocab-size --sample-bytes --field --split-on --encoding --errors --skip-bad --out -o --special --json "
+    "--quiet -q",
+    "tokenizer show": "--field --split-on --encoding --errors --skip-bad --longest --json --quiet -q",
+    "tokenizer encode": "--tokenizer --file --special --json",
+    "tokenizer decode": "--tokenizer",
 }
 
 
@@ -244,6 +251,26 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["data", "show", "wikitxt-2"], 'there is no corpus "wikitxt-2"'),
         (["data", "fetch", "openwebtxt"], 'there is no corpus "openwebtxt"'),
         (["data", "fetch", "pydocs", "--queit"], "--queit"),
+        (["train", "book.txt", "--tokenizer", "no/where"], "there is no tokenizer at no/where"),
+        (["train", "book.txt", "--tokenizer", "book.txt"], "book.txt is no tokenizer"),
+        (["tokenizer", "trian"], "trian"),
+        (["tokenizer", "train", "book.txt"], "where should the tokenizer go?"),
+        (["tokenizer", "train", "none.txt", "-o", "new"], "there is no file none.txt"),
+        (["tokenizer", "train", "book.txt", "-o", "book.txt"], "book.txt is there already; nothing is overwritten"),
+        (["tokenizer", "train", "book.txt", "-o", "new", "--vocab-size", "9"], "vocab-size is 9; it must lie between 257"),
+        (["tokenizer", "train", "book.txt", "-o", "new", "--vocab-size", "9999"], "supports a vocabulary of"),
+        (["tokenizer", "train", "book.txt", "-o", "new", "--sample-bytes", "2147483648"], "sample-bytes is 2147483648"),
+        (["tokenizer", "train", "book.txt", "-o", "new", "--special", "<|endoftext|>"], "is there already"),
+        (["tokenizer", "show", "bites"], 'there is no tokenizer "bites"'),
+        (["tokenizer", "show", "."], "holds no tokenizer"),
+        (["tokenizer", "show", "bytes", "--longest", "-1"], "longest is -1"),
+        (["tokenizer", "encode", "x"], "--tokenizer is missing"),
+        (["tokenizer", "encode", "--tokenizer", "bytes"], "nothing to encode"),
+        (["tokenizer", "encode", "x", "--file", "book.txt", "--tokenizer", "bytes"], "a text and --file were given"),
+        (["tokenizer", "encode", "--file", "latin.txt", "--tokenizer", "bytes"], "is not UTF-8"),
+        (["tokenizer", "decode", "1", "x", "--tokenizer", "bytes"], '"x" is no id'),
+        (["tokenizer", "decode", "257", "--tokenizer", "bytes"], "id 257 is outside the vocabulary of 257"),
+        (["tokenizer", "decode", "99999999999999999999", "--tokenizer", "bytes"], "is no id"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_one_clear_line(gpt: Gpt, book: Path, args: list[str], message: str) -> None:

@@ -11,7 +11,7 @@ from gpt.config import ReadConfig
 from gpt.errors import UserError
 from gpt.text.readers import Reader
 from gpt.text.source import Piece, Source
-from gpt.text.split import Split, plan_split, spread, survey
+from gpt.text.split import Split, Spread, plan_split, survey
 
 READING = ReadConfig()
 
@@ -98,10 +98,23 @@ def test_survey_counts_without_opening_plain_files() -> None:
 def test_a_sample_is_spread_over_the_text(count: int, limit: int) -> None:
     pieces = [Piece(chr(0x100 + number) * 50, True) for number in range(count)]
     total = count * 100
-    taken = list(spread(pieces, total, limit))
+    taken = list(Spread(pieces, total, limit))
     size = sum(len(text.encode()) for text in taken)
     assert size == total if limit >= total else limit <= size + 100 and size <= 2 * limit
     if limit < total and len(taken) > 2:
         places = [ord(text[0]) - 0x100 for text in taken]
         gaps = [b - a for a, b in pairwise(places)]
         assert max(gaps) - min(gaps) <= 1 + 200 * count // max(limit, 1) / 50
+
+
+def test_a_sample_is_spread_and_bounded() -> None:
+    text = "".join(f"{number:08d}" for number in range(2**17))  # 16 pieces of 64 Ki characters
+    pieces = [Piece(text[at : at + 65536], at == 0) for at in range(0, len(text), 65536)]
+    sample = Spread(iter(pieces), len(text), 8192)
+    parts = list(sample)
+    assert (sample.seen, sample.taken, sum(map(len, parts))) == (len(text), 8192, 8192)
+    places = [text.index(part) / len(text) for part in parts]
+    assert all(abs(place - k / len(parts)) < 0.01 for k, place in enumerate(places))
+    assert len(parts) == 8
+    assert "".join(Spread(iter(pieces), len(text), 2**31)) == text
+    assert "".join(Spread(iter([Piece("é" * 1000, True)]), 2000, 101)) == "é" * 50  # never inside a character

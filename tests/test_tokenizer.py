@@ -1,11 +1,16 @@
 """Text to ids and back."""
 
+import hashlib
 import json
+import shutil
 import time
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiktoken
+import tiktoken_ext.openai_public as openai
 from conftest import GPT2_RANKS, SHARED, make_text, needs_shared
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,7 +51,7 @@ def test_round_trip_and_parity_on_hard_texts(text: str, learnt: tokenizer.Tokeni
 def test_round_trip_and_parity_on_any_text(text: str, learnt: tokenizer.Tokenizer, hf_learnt: HFTokenizer) -> None:
     ids = learnt.encode(text).tolist()
     assert learnt.decode(ids) == text
-    assert hf_learnt.encode(text).ids == ids
+    assert hf_learnt.encode(text).ids == learnt.encode(text, specials=True).tolist()
 
 
 @needs_shared
@@ -148,3 +153,260 @@ def test_a_piece_over_the_limit_is_cut_and_counted(learnt: tokenizer.Tokenizer) 
     assert learnt.encode_counted("a" * 2**20 + " " + "b" * (2**20 - 1))[1] == 0
     assert learnt.encode_counted("a" * (2**21 + 1))[1] == 2
     assert boundaries.cuts("a" * (2**21 + 1), learnt.pattern) == ([2**20, 2**21], 2)
+
+
+# Tiktoken's encodings, with ranks of our own in the place of those that would be fetched
+
+
+@pytest.fixture
+def offline_encodings(learnt: tokenizer.Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every encoding of tiktoken over the ranks learnt here; the list fills with what would have been fetched."""
+    fetched: list[str] = []
+
+    def load(url: str, expected_hash: str) -> dict[bytes, int]:
+        fetched.append(url)
+        return dict(learnt.ranks)
+
+    def data_gym(*args: str, **urls: str) -> dict[bytes, int]:
+        raise AssertionError("our gpt2 is r50k_base")
+
+    monkeypatch.setattr(openai, "load_tiktoken_bpe", load)
+    monkeypatch.setattr(openai, "data_gym_to_mergeable_bpe_ranks", data_gym)
+    monkeypatch.setattr(tiktoken.Encoding, "__init__", _without_counting(tiktoken.Encoding.__init__))
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    return fetched
+
+
+def _without_counting(init: Any) -> Any:
+    def made(self: object, name: str, *, explicit_n_vocab: object = None, **kwargs: object) -> None:
+        init(self, name, **kwargs)
+
+    return made
+
+
+def test_every_name_of_tiktokens(offline_encodings: list[str]) -> None:
+    names = tokenizer.named_tokenizers()
+    assert {"bytes", "gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base"} <= set(names)
+    for name in names:
+        offline_encodings.clear()
+        tiktoken.registry.ENCODINGS.clear()
+        found = tokenizer_files.find_tokenizer(name)
+        assert found.name == ("gpt2" if name == "r50k_base" else name)
+        assert found.decode(found.encode(HARD[4]).tolist()) == HARD[4]
+        file = tokenizer._FILES.get(name, name)  # what an error tells a user to download
+        assert offline_encodings == ([] if name == "bytes" else [f"{tokenizer.ENCODINGS_URL}{file}.tiktoken"])
+
+
+def test_holes_in_ids_and_special_tokens(offline_encodings: list[str]) -> None:
+    cl100k = tokenizer_files.find_tokenizer("cl100k_base")
+    assert (cl100k.vocab_size, cl100k.eot) == (100_277, 100_257)
+    assert cl100k.specials["<|endofprompt|>"] == 100_276
+    ids = cl100k.encode("a<|fim_prefix|>b<|endoftext|>", specials=True).tolist()
+    assert ids == [97, 100_258, 98, 100_257]
+    assert 100_258 not in cl100k.encode("a<|fim_prefix|>b")
+    assert cl100k.decode([97, 100_256, 50_000, 100_258, 98]) == "a<|fim_prefix|>b"  # two of them without a token
+    for bad in (100_277, -1, 2**40):
+        with pytest.raises(UserError, match=f"id {bad} is outside the vocabulary of 100,277"):
+            cl100k.decode([97, bad])
+    assert len(set(tokenizer_files.find_tokenizer("o200k_harmony").all_specials.values())) == 1090
+
+
+@pytest.mark.parametrize("name", ["cl100k_base", "o200k_base"])
+def test_offline_says_what_goes_where(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import requests
+
+    def no_network(*args: object, **kwargs: object) -> None:
+        raise requests.ConnectionError("no network")
+
+    monkeypatch.setattr(requests, "get", no_network)
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    with pytest.raises(WorkError, match=f"the vocabulary {name} is not on this machine") as error:
+        tokenizer_files.find_tokenizer(name)
+    url = f"https://openaipublic.blob.core.windows.net/encodings/{name}.tiktoken"
+    assert url in error.value.hint
+    assert str(tmp_path / hashlib.sha1(url.encode()).hexdigest()) in error.value.hint
+
+
+@lru_cache
+def foreign(name: str) -> tuple[tokenizer.Tokenizer, HFTokenizer]:
+    """Learnt ranks under the pattern of cl100k, o200k or another, here and in the tokenizers library."""
+    learnt = tokenizer.learn_tokenizer([make_text()], 400)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(openai, "load_tiktoken_bpe", lambda *_, **__: dict(learnt.ranks))
+        patch.setattr(tiktoken.registry, "ENCODINGS", {})
+        made = {name: tokenizer.named_tokenizer(name) for name in ("cl100k_base", "o200k_base")}
+    odd = tokenizer.Tokenizer("odd", r"\S+\s*|\s+", learnt.ranks, 400, "<|end|>", {"<|user|>": 999})
+    ours = odd if name == "odd" else made[name]
+    return ours, HFTokenizer.from_str(json.dumps(tokenizer_json.to_tokenizer_json(ours)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.one_of(
+        st.text(max_size=50), st.text(st.sampled_from(" \n\r\t'/sSlLtdm19.!-aBか。\u0301é\u00a0"), max_size=40)
+    )
+)
+@pytest.mark.parametrize("name", ["cl100k_base", "o200k_base", "odd"])
+def test_parity_under_other_patterns(name: str, text: str) -> None:
+    ours, theirs = foreign(name)
+    ids = ours.encode(text).tolist()
+    assert ours.decode(ids) == text
+    assert theirs.encode(text).ids == ours.encode(text, specials=True).tolist()
+
+
+@pytest.mark.parametrize("name", ["cl100k_base", "o200k_base", "odd"])
+def test_tokenizer_json_there_and_back(name: str, tmp_path: Path) -> None:
+    ours, theirs = foreign(name)
+    if name == "odd":
+        with pytest.raises(UserError, match="has 2 special tokens, and none is"):
+            tokenizer_json.from_tokenizer_json(tokenizer_json.to_tokenizer_json(ours), "x")
+        return
+    (tmp_path / "tokenizer.json").write_text(theirs.to_str(), encoding="utf-8")
+    for word in (tmp_path, tmp_path / "tokenizer.json"):
+        assert tokenizer_files.find_tokenizer(str(word)).fingerprint == ours.fingerprint
+    for word, id in ours.all_specials.items():
+        assert theirs.token_to_id(word) == id
+
+
+def test_a_token_that_no_merge_reaches(learnt: tokenizer.Tokenizer) -> None:
+    ranks = {**learnt.ranks, b"zqxj": len(learnt.ranks)}
+    ours = tokenizer.Tokenizer("test", r"\w+|\W", ranks, len(ranks))
+    values = tokenizer_json.to_tokenizer_json(ours)
+    assert HFTokenizer.from_str(json.dumps(values)).encode("zqxj").ids == ours.encode("zqxj").tolist()
+    assert tokenizer_json.from_tokenizer_json(values, "x").fingerprint == ours.fingerprint
+    values["model"]["ignore_merges"] = False
+    with pytest.raises(UserError, match="are not those that its tokens imply"):
+        tokenizer_json.from_tokenizer_json(values, "x")
+
+
+def test_foreign_files_that_cannot_be_run() -> None:
+    values = tokenizer_json.to_tokenizer_json(foreign("cl100k_base")[0])
+    values["added_tokens"][1]["special"] = False
+    with pytest.raises(UserError, match="is found in ordinary text before merging"):
+        tokenizer_json.from_tokenizer_json(values, "x")
+    values = tokenizer_json.to_tokenizer_json(foreign("cl100k_base")[0])
+    values["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\w+"
+    with pytest.raises(UserError, match="passes over parts of a text"):
+        tokenizer_json.from_tokenizer_json(values, "x")
+
+
+# Special tokens, and a folder of one's own
+
+
+def test_learnt_special_tokens_come_last_and_count(learnt: tokenizer.Tokenizer) -> None:
+    made = tokenizer.learn_tokenizer([make_text()], 400, ["<|user|>", "<|bot|>"])
+    assert (made.vocab_size, made.eot, dict(made.specials)) == (400, 397, {"<|user|>": 398, "<|bot|>": 399})
+    assert made.ranks == {token: rank for token, rank in learnt.ranks.items() if rank < 397}
+    with pytest.raises(UserError, match="at least 258"):
+        tokenizer.learn_tokenizer([make_text()], 257, ["<|user|>"])
+    for bad in (["a", "a"], ["<|endoftext|>"], [""]):
+        with pytest.raises(UserError, match="special token"):
+            tokenizer.learn_tokenizer([make_text()], 400, bad)
+
+
+@pytest.mark.parametrize(
+    ("specials", "message"),
+    [
+        ({"<|user|>": 5}, "has 258 tokens and 257 ids"),
+        ({"<|user|>": 256}, "has 258 tokens and 257 ids"),
+        ({"<|user|>": -1}, "are not numbers from 0"),
+        ({"<|user|>": 2**40}, "are not numbers from 0"),
+        ({"<|endoftext|>": 257}, "are not different words"),
+    ],
+)
+def test_ids_that_cannot_be(specials: dict[str, int], message: str) -> None:
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    with pytest.raises(UserError, match=message):
+        tokenizer.Tokenizer("test", tokenizer.GPT2_PATTERN, ranks, 256, specials=specials)
+
+
+def test_fingerprints_take_special_tokens_in_and_stay_as_they_were(learnt: tokenizer.Tokenizer) -> None:
+    plain = tokenizer.bytes_tokenizer()
+    assert plain.fingerprint == "49d8b8f9301fe869454211d3a0086614920cd5fcab2f8e47e0be0ad54d280fdd"
+    prints = {
+        tokenizer.Tokenizer("test", plain.pattern, plain.ranks, 256, specials=specials).fingerprint
+        for specials in ({}, {"a": 257}, {"a": 258}, {"b": 257})
+    }
+    assert len(prints) == 4
+    assert plain.fingerprint in prints
+
+
+def test_a_special_token_inside_another_is_not_found_there() -> None:
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    made = tokenizer.Tokenizer("test", tokenizer.GPT2_PATTERN, ranks, 256, specials={"<a>": 257, "<a><b>": 258})
+    assert made.encode("<a><b><a>x", specials=True).tolist() == [258, 257, ord("x")]
+
+
+def test_a_saved_folder_is_read_here_and_by_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    made = tokenizer.learn_tokenizer([make_text()], 400, ["<|user|>", "<|bot|>"])
+    tokenizer_files.save_tokenizer(made, tmp_path / "a" / "own")
+    found = tokenizer_files.find_tokenizer(str(tmp_path / "a" / "own"))
+    assert (found.fingerprint, found.specials) == (made.fingerprint, made.specials)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "a" / "own")
+    assert len(theirs) == 400
+    for word, id in made.all_specials.items():
+        assert theirs.convert_tokens_to_ids(word) == id
+    text = "<|user|> the cat's mat <|bot|>WE'LL SEE<|endoftext|>"
+    assert theirs(text)["input_ids"] == made.encode(text, specials=True).tolist()
+    with pytest.raises(UserError, match="is there already"):
+        tokenizer_files.save_tokenizer(made, tmp_path / "a" / "own")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["own"]
+
+
+def test_a_saved_foreign_pattern_is_read_by_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ours, _ = foreign("cl100k_base")
+    tokenizer_files.save_tokenizer(ours, tmp_path / "own")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "own")
+    for text in HARD:
+        if "<|endoftext|>" not in text:
+            assert theirs(text)["input_ids"] == ours.encode(text).tolist()
+    assert theirs.convert_tokens_to_ids("<|endofprompt|>") == 100_276
+
+
+def test_paths_that_hold_a_tokenizer(tmp_path: Path, learnt: tokenizer.Tokenizer) -> None:
+    tokenizer_files.save_tokenizer(learnt, tmp_path / "own")
+    for name in ("manifest", "run/tokens", "other/step-000002", "vocab"):
+        shutil.copytree(tmp_path / "own", tmp_path / name)
+    for name in ("manifest", "run/tokens"):
+        (tmp_path / name / "gpt.json").rename(tmp_path / name / "manifest.json")
+        (tmp_path / name / "tokenizer.json").unlink()
+    tokenizer_files.save_tokenizer(tokenizer.bytes_tokenizer(), tmp_path / "other" / "step-000001")
+    model = json.loads((tmp_path / "vocab" / "tokenizer.json").read_text())["model"]
+    for name in ("tokenizer.json", "tokenizer.tiktoken", "gpt.json"):
+        (tmp_path / "vocab" / name).unlink()
+    (tmp_path / "vocab" / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "vocab" / "merges.txt").write_text("#version: 0.2\n" + "\n".join(model["merges"]))
+    for name in (
+        "own",
+        "manifest",
+        "run",
+        "run/tokens",
+        "other",
+        "vocab",
+        "own/tokenizer.tiktoken",
+        "own/tokenizer.json",
+    ):
+        assert tokenizer_files.find_tokenizer(str(tmp_path / name)).fingerprint == learnt.fingerprint, name
+
+
+def test_paths_that_hold_none(tmp_path: Path, learnt: tokenizer.Tokenizer) -> None:
+    with pytest.raises(UserError, match="holds no tokenizer"):
+        tokenizer_files.find_tokenizer(str(tmp_path))
+    with pytest.raises(UserError, match="there is no tokenizer at"):
+        tokenizer_files.find_tokenizer(str(tmp_path / "none"))
+    with pytest.raises(UserError, match='there is no tokenizer "gtp2"') as error:
+        tokenizer_files.find_tokenizer("gtp2")
+    assert error.value.hint == 'did you mean "gpt2"?'
+    tokenizer_files.save_tokenizer(learnt, tmp_path / "own")
+    file = tmp_path / "own" / "tokenizer.tiktoken"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: whole.rindex(b"\n", 0, -1) + 1])
+    with pytest.raises(UserError, match="the fingerprint differs"):
+        tokenizer_files.find_tokenizer(str(tmp_path / "own"))
+    file.write_bytes(whole)
+    (tmp_path / "own" / "gpt.json").write_text('{"tokenizer": {"name": "x", "specials": [1]}}')
+    with pytest.raises(UserError, match="does not describe its tokenizer"):
+        tokenizer_files.find_tokenizer(str(tmp_path / "own"))

@@ -7,7 +7,7 @@ neither side looks across it: as ``\\s+(?!\\S)``, say, looks past the white spac
 import re
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -23,9 +23,11 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 LONG_SPACE = 10_000
 LONG_PIECE = 2**20  # characters; a single piece longer than this is cut: merging takes more than linear time
 LONG_SPACE_PIECE = 2**19  # as much for white space, which o200k's pattern puts on that stack even at a text's end
+PART = 2**18  # characters of a document to tokenize at a time
 
 # What \s means to the regex engine: Unicode's White_Space (Python's own \s has four control characters more).
 SPACES = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+_BLANK = re.compile(f"[{SPACES}]")
 _INLINE_SPACES = SPACES.replace(r"\t-\r", r"\t\x0b\x0c")
 
 # Characters that are letters, and ones that are neither letter, number, mark, space nor apostrophe, in every version of
@@ -36,20 +38,17 @@ _LETTERS = (
 )
 _OTHERS = r"!-&(-/:-@\[-`{-~\u2010-\u2027\u3001-\u3003\u3008-\u3011\uff01-\uff0f\uff1a-\uff20"
 
-_EVERYWHERE = [
-    f"(?<=[{_LETTERS}0-9])(?=[{_OTHERS}])",
-    f"(?<=[{_LETTERS}])(?=[0-9])",
-    f"(?<=[0-9])(?=[{_LETTERS}])",
+# Where two characters alone make a boundary: (the one before it, the one after it).
+_WORD_ENDS = [
+    (f"[{_LETTERS}]", f"[0-9{_OTHERS}{SPACES}]"),
+    ("[0-9]", f"[{_LETTERS}{_OTHERS}{SPACES}]"),
 ]
-_GPT2_RULES = [f"(?<=[^{SPACES}])(?=[{SPACES}])", *_EVERYWHERE]
+_GPT2_RULES = [*_WORD_ENDS, (f"[^{_LETTERS}0-9{SPACES}]", f"[{SPACES}]")]
 # Here punctuation takes the line ends after it (o200k: slashes too), and white space ends with its last line end.
 _CL100K_RULES = [
-    f"(?<=[^{SPACES}])(?=[{_INLINE_SPACES}])",
-    f"(?<=[{_LETTERS}0-9])(?=[\r\n])",
-    f"(?<=[\r\n])(?=[^{SPACES}])",
-    *_EVERYWHERE,
-]
-_O200K_RULES = [rule.replace(f"(?=[^{SPACES}])", f"(?=[^{SPACES}/])") for rule in _CL100K_RULES]
+    *_WORD_ENDS, (f"[^{_LETTERS}0-9{SPACES}]", f"[{_INLINE_SPACES}]"), (r"[\r\n]", f"[^{SPACES}]"),
+]  # fmt: skip
+_O200K_RULES = [*_CL100K_RULES[:-1], (r"[\r\n]", f"[^{SPACES}/]")]
 
 _CONTRACTION, _CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\p{Lm}\p{Lo}\p{M}"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -81,9 +80,9 @@ def last_boundary(text: str, pattern: str) -> int:
 
 @lru_cache
 def _sure(pattern: str) -> re.Pattern[str] | None:
-    """Finds the last boundary that two characters alone make sure: ``.+`` takes all, and gives back what it must."""
+    """Finds the last boundary that two characters alone make sure: ``.*`` takes all, and gives back what it must."""
     rules = _FAMILIES.get(re.sub(r"(?<=[+*?])\+|(?<=\d})\+", "", pattern))
-    return re.compile(rf"(?s:.+)(?:{'|'.join(rules)})") if rules else None
+    return re.compile("(?s:.*)(?:" + "|".join(f"{a}(?={b})" for a, b in rules) + ")") if rules else None
 
 
 def _last_sure(text: str, pattern: str, start: int, end: int) -> int:
@@ -133,8 +132,8 @@ def cuts(text: str, pattern: str) -> tuple[list[int], int]:
     order, and how many of these cuts are inside a piece, for its length: these alone change ids."""
     if len(text) <= LONG_SPACE:
         return [], 0
-    inside = _piece_cuts(text, pattern) if len(text) > LONG_SPACE_PIECE else []
-    return sorted({*inside, *_space_cuts(text, pattern)}), len(inside)
+    inside, before = _piece_cuts(text, pattern)
+    return sorted({*inside, *before, *_space_cuts(text, pattern)}), len(inside)
 
 
 def _space_cuts(text: str, pattern: str) -> Iterator[int]:
@@ -173,46 +172,74 @@ def _stand_alone(text: str, pattern: str, parts: list[int], ends: list[int]) -> 
     return alone == ends
 
 
-def _piece_cuts(text: str, pattern: str) -> list[int]:
-    """Cuts inside pieces that are too long, from left to right: each leaves a text that begins anew."""
-    found: list[int] = []
+def _piece_cuts(text: str, pattern: str) -> tuple[list[int], list[int]]:
+    """Cuts inside pieces that are too long, from left to right: each leaves a text that begins anew. And cuts before
+    such pieces of white space, which would be one with the line ends before them if a text ended in them."""
+    inside: list[int] = []
+    before: list[int] = []
     at = 0
     while len(text) - at > LONG_SPACE_PIECE:
         sure = _last_sure(text, pattern, at, at + LONG_SPACE_PIECE + 1)
         if sure:
             at = sure
             continue
-        at, is_cut = _next_far(text, pattern, at)
-        if is_cut:
-            found.append(at)
-    return found
+        start, at = _next_far(text, pattern, at)
+        if start is not None:
+            inside.append(at)
+            if _BLANK.match(text, start) and text[start - 1 : start] in ("\r", "\n"):
+                before.append(start)
+    return inside, before
 
 
-def _next_far(text: str, pattern: str, at: int) -> tuple[int, bool]:
-    """The end of the last piece that begins near ``at``, or the cut inside the first one that is too long."""
+def _next_far(text: str, pattern: str, at: int) -> tuple[int | None, int]:
+    """Of the pieces that begin near ``at``: the start of the first one that is too long and the cut inside it; else
+    None and the end of the last one."""
     far = at + LONG_SPACE_PIECE
     for piece in _compiled(pattern).finditer(text, at, far + 2 * LONG_PIECE):
         start, end = piece.span()
-        blank = text[start : start + 1].isspace() and text[end - 1 : end].isspace()
-        limit = LONG_SPACE_PIECE if blank else LONG_PIECE
-        if end - start > limit:
-            return start + limit, True
+        if end - start > _limit(text, start, end):
+            # What decides this is as much text as `parts` is sure to have, so that both decide it alike.
+            seen = _compiled(pattern).match(text, start, start + 2 * LONG_PIECE)
+            end = seen.end() if seen else start
+            limit = _limit(text, start, end)
+            return (start, start + limit) if end - start > limit else (None, max(end, at + 1))
         if end >= far:
-            return end, False
-    return max(far, at + 1), False  # the pattern passes over what is left
+            return None, end
+    return None, max(far, at + 1)  # the pattern passes over what is left
 
 
-def heads(text: str, pattern: str, size: int) -> Iterator[tuple[str, bool]]:
-    """Parts from the beginning of a document that may go on after ``text``: of about ``size`` characters, or of as many
-    as it takes for their ids, one after the other, to be the whole document's. What follows the last one must wait.
+def _limit(text: str, start: int, end: int) -> int:
+    return LONG_SPACE_PIECE if _BLANK.match(text, start) and _BLANK.match(text, max(start, end - 1)) else LONG_PIECE
 
-    With each: whether it ends inside a piece, which was too long.
+
+def parts(chunks: Iterable[str], pattern: str, size: int = PART) -> Iterator[tuple[str, bool]]:
+    """The chunks of one document, cut anew: parts of about ``size`` characters, or of as many as it takes, whose ids
+    one after the other are the whole document's. With each, whether it ends inside a piece, which was too long.
+
+    No part is empty.
     """
-    start, wanted = 0, size
-    while len(text) - start >= wanted:
-        at = last_boundary(text[start : start + wanted], pattern)
-        if not at and wanted < 2 * LONG_PIECE:
-            wanted *= 2
-            continue
-        yield text[start : start + (at or LONG_PIECE)], not at
-        start, wanted = start + (at or LONG_PIECE), size
+    held: list[str] = []
+    length, wanted = 0, size
+    for chunk in chunks:
+        held.append(chunk)
+        length += len(chunk)
+        if length >= wanted:
+            text = "".join(held)
+            boundary = last_boundary(text, pattern)
+            places = [(boundary, False)] if boundary else _forced(text, pattern)
+            for (start, _), (end, inside) in pairwise([(0, False), *places]):
+                yield text[start:end], inside
+            held = [text[places[-1][0] :] if places else text]
+            length = len(held[0])
+            wanted = max(size, 2 * length)
+    if length:
+        yield "".join(held), False
+
+
+def _forced(text: str, pattern: str) -> list[tuple[int, bool]]:
+    """Cuts on account of pieces that are too long, whatever follows, and whether they are inside these."""
+    settled = len(text) - 2 * LONG_PIECE
+    if settled <= 0:
+        return []
+    inside, before = _piece_cuts(text, pattern)
+    return sorted((cut, cut in inside) for cut in {*inside, *before} if cut < settled)

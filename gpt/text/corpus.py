@@ -3,17 +3,17 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from gpt import events
-from gpt.config import ReadConfig, TextConfig
+from gpt.config import LearnConfig, ReadConfig, TextConfig
 from gpt.errors import UserError
 from gpt.text import sources as words
 from gpt.text.readers import Reader
 from gpt.text.source import Piece, Skipped, Source
-from gpt.text.split import Halved, Split, Survey, plan_split, spread, survey
-from gpt.text.tokenizer import Tokenizer
+from gpt.text.split import Halved, Split, Spread, Survey, plan_split, survey
+from gpt.text.tokenizer import Tokenizer, auto_vocab_size, learn_tokenizer, learn_tokenizer_up_to
 from gpt.text.tokenizer_files import make_tokenizer
 
 GROUP_BYTES = 2**26  # of sources, as stored, that make a group; a larger source is one by itself
@@ -115,6 +115,27 @@ def open_corpus(
     )
 
 
+def learn(
+    texts: Sequence[str],
+    config: LearnConfig,
+    specials: Sequence[str] = (),
+    listen: Callable[[events.Progress], None] = lambda event: None,
+) -> tuple[Tokenizer, Spread]:
+    """A vocabulary learnt from all of the texts, and what of them it was learnt from."""
+    corpus = open_corpus(texts, TextConfig(**asdict(config), val_fraction=0), listen)
+    total = min(config.sample_bytes, corpus.found.bytes)
+    sample = Spread(corpus.training_text(), corpus.found.bytes, config.sample_bytes)
+
+    def watched() -> Iterator[str]:
+        for text in sample:
+            listen(events.Progress("read", sample.taken, max(total, sample.taken)))
+            yield text
+
+    if config.vocab_size is not None:
+        return learn_tokenizer(watched(), config.vocab_size, specials), sample
+    return learn_tokenizer_up_to(watched(), auto_vocab_size(corpus.found.bytes), specials), sample
+
+
 def tokenizer_for(
     corpus: Corpus, config: TextConfig, note: Callable[[str], None] = lambda text: None, most: int = 2**24
 ) -> Tokenizer:
@@ -123,5 +144,5 @@ def tokenizer_for(
     size, limit = corpus.train_bytes, config.sample_bytes
     if config.tokenizer == "auto" and size > limit:
         note(f"learning the vocabulary from {limit / 1e6:,.0f} of {size / 1e6:,.0f} MB, spread over the text")
-    sample = spread(corpus.training_text(), size, limit)
+    sample = Spread(corpus.training_text(), size, limit)
     return make_tokenizer(config.tokenizer, config.vocab_size, sample, size, most)

@@ -3,8 +3,9 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
-from gpt.text.boundaries import heads
+from gpt.text.boundaries import parts
 from gpt.text.corpus import Corpus
 from gpt.text.readers import Reader
 from gpt.text.source import Piece, Source, utf8_size
@@ -67,24 +68,18 @@ def read_items(corpus: Corpus, group: int, pattern: str, on_bytes: OnBytes) -> I
 def cut_documents(halves: Iterator[tuple[Piece, bool]], pattern: str) -> Iterator[tuple[str, bool, Side, bool]]:
     """Documents in texts that can be encoded one by one: each with whether it begins a document, its side, and whether
     a token's piece had to be cut at its end."""
-    buffer, begins, side = "", False, _side(False)
-    for piece, held_out in halves:
-        if piece.begins:
-            if buffer:
-                yield buffer, begins, side, False
-            buffer, begins, side = "", True, _side(held_out)
-        buffer += piece.text
-        taken = 0
-        for text, cut in heads(buffer, pattern, PIECE):
-            yield text, begins, side, cut
-            taken, begins = taken + len(text), False
-        buffer = buffer[taken:]
-    if buffer:
-        yield buffer, begins, side, False
+    number = 0
 
+    def document(half: tuple[Piece, bool]) -> tuple[int, Side]:
+        nonlocal number
+        piece, held_out = half
+        number += piece.begins
+        return number, "val" if held_out else "train"
 
-def _side(held_out: bool) -> Side:
-    return "val" if held_out else "train"
+    for (_, side), pieces in groupby(halves, document):
+        chunks = (piece.text for piece, _ in pieces)
+        for i, (text, cut) in enumerate(parts(chunks, pattern, PIECE)):
+            yield text, i == 0, side, cut
 
 
 class _Source:

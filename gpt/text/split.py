@@ -157,12 +157,26 @@ def _least_share(sources: Sequence[Source], config: ReadConfig, fraction: float,
     return least * 1.0000001
 
 
-def spread(pieces: Iterable[Piece], total: int, limit: int) -> Iterator[str]:
-    """About ``limit`` bytes of a text of about ``total``: pieces evenly spread over it, or all where that is less."""
-    seen = taken = 0
-    for piece in pieces:
-        if taken * total <= limit * seen and taken < limit:
-            text = piece.text[: limit - taken]
-            taken += utf8_size(text)
-            yield text
-        seen += utf8_size(piece.text)
+class Spread(Iterator[str]):
+    """About ``limit`` bytes of a text of about ``total``, from everywhere in it; all of it where that is less."""
+
+    def __init__(self, pieces: Iterable[Piece], total: int, limit: int) -> None:
+        self.seen = self.taken = 0  # bytes of the text so far, and of what was chosen of them
+        self._total, self._limit = total, limit
+        self._chosen = self._choose(pieces)
+
+    def __next__(self) -> str:
+        return next(self._chosen)
+
+    def _choose(self, pieces: Iterable[Piece]) -> Iterator[str]:
+        portion = min(HEAD, max(1024, self._limit // 64))  # characters
+        for piece in pieces:
+            for start in range(0, len(piece.text), portion):
+                text = piece.text[start : start + portion]
+                wanted = self.taken * self._total <= self._limit * self.seen and self.taken < self._limit
+                self.seen += utf8_size(text)
+                if wanted:
+                    part = text.encode()[: self._limit - self.taken].decode("utf-8", "ignore")
+                    self.taken += utf8_size(part)
+                    if part:
+                        yield part

@@ -1,0 +1,123 @@
+"""How vocabularies and text are printed, beside `cli.render`."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from gpt.events import format_seconds
+
+from . import render
+
+if TYPE_CHECKING:
+    from gpt.text.tokenizer import Tokenizer
+    from gpt.text.vocabulary import Usage
+
+
+def write_bytes(data: bytes) -> None:
+    """Bytes on stdout, whatever its encoding."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def learnt(tokenizer: "Tokenizer", out: Path, sampled: int, total: int, seconds: float, as_json: bool) -> None:
+    """The end of ``gpt tokenizer train``."""
+    if as_json:
+        render.json_line(
+            {
+                "out": str(out),
+                "vocab_size": tokenizer.vocab_size,
+                "end_of_text": tokenizer.eot,
+                "specials": dict(tokenizer.specials),
+                "fingerprint": tokenizer.fingerprint,
+                "sampled_bytes": sampled,
+                "bytes": total,
+                "seconds": round(seconds, 2),
+            }
+        )
+        return
+    console = render.stdout()
+    sample = f"{sampled:,} bytes" if sampled == total else f"{sampled:,} of {total:,} bytes"
+    line = f"{out}  ({tokenizer.vocab_size:,} ids from {sample} in {format_seconds(seconds)})"
+    console.print(Text.assemble(("saved  ", "bold"), line))
+    console.print(Text.assemble(("more   ", "bold"), f"gpt tokenizer show {out}"))
+
+
+def vocabulary(tokenizer: "Tokenizer", longest: int, used: "Usage | None", as_json: bool) -> None:
+    """What a vocabulary holds, and how much of it a text used."""
+    from gpt.text import vocabulary
+
+    tokens = vocabulary.longest(tokenizer, longest)
+    if as_json:
+        values = {
+            "name": tokenizer.name,
+            "vocab_size": tokenizer.vocab_size,
+            "end_of_text": tokenizer.eot,
+            "specials": dict(tokenizer.specials),
+            "pattern": tokenizer.pattern,
+            "fingerprint": tokenizer.fingerprint,
+            "longest": [{"id": id, "bytes": len(token), "text": vocabulary.visible(token)} for id, token in tokens],
+        }
+        if used is not None:
+            values |= {
+                "bytes": used.bytes,
+                "tokens": used.tokens,
+                "bytes_per_token": used.bytes_per_token,
+                "ids_used": used.ids_used,
+            }
+        render.json_line(values)
+        return
+    console = render.stdout()
+    console.print(_facts(tokenizer, used))
+    console.print(_lengths(vocabulary.lengths(tokenizer)))
+    if tokens:
+        console.print(_list("Longest", "bytes", [(id, len(token), token) for id, token in tokens]))
+    if used is not None:
+        rows = [(id, count, tokenizer.decode_bytes([id])) for id, count in used.frequent]
+        console.print(_list("Most frequent", "times", rows))
+
+
+def _facts(tokenizer: "Tokenizer", used: "Usage | None") -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    left_out = tokenizer.vocab_size - len(tokenizer.ranks) - len(tokenizer.all_specials)
+    holes = f", {left_out:,} of them without a token" if left_out else ""
+    table.add_row("name", Text(tokenizer.name))
+    table.add_row("ids", f"{tokenizer.vocab_size:,}{holes}")
+    for word, id in list(tokenizer.all_specials.items())[:20]:
+        table.add_row("special", Text(f"{id}  {word}"))
+    if len(tokenizer.all_specials) > 20:
+        table.add_row("", f"and {len(tokenizer.all_specials) - 20:,} more")
+    table.add_row("pattern", Text(tokenizer.pattern))
+    table.add_row("fingerprint", tokenizer.fingerprint)
+    if used is not None:
+        table.add_row("text", f"{used.bytes:,} bytes, {used.tokens:,} tokens: {used.bytes_per_token:.2f} bytes a token")
+        table.add_row("ids used", f"{used.ids_used:,} ({used.ids_used / tokenizer.vocab_size:.1%})")
+    return table
+
+
+def _lengths(counts: dict[str, int]) -> Table:
+    from rich import box
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("Bytes a token")
+    for column in counts:
+        table.add_column(column, justify="right")
+    table.add_row("tokens", *(f"{count:,}" for count in counts.values()))
+    return table
+
+
+def _list(title: str, unit: str, rows: list[tuple[int, int, bytes]]) -> Table:
+    from rich import box
+
+    from gpt.text.vocabulary import visible
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("id", justify="right")
+    table.add_column(unit, justify="right")
+    table.add_column(title)
+    for id, number, token in rows:
+        table.add_row(f"{id}", f"{number:,}", Text(f'"{visible(token)}"'))
+    return table

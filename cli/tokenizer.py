@@ -1,0 +1,119 @@
+"""``gpt tokenizer train|show|encode|decode``."""
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpt.config import LearnConfig, ReadConfig
+from gpt.errors import UserError
+
+from . import progress, render, render_vocabulary
+from .options import Json, Quiet, given_text, option, takes
+
+if TYPE_CHECKING:
+    from gpt.text.tokenizer import Tokenizer
+
+app = typer.Typer(help="Learn a vocabulary, and look inside one.")
+_TOKENIZER = "bytes, gpt2, another of tiktoken's names, or the path of a tokenizer, a run or a folder of transformers."
+
+Named = Annotated[str | None, option("--tokenizer", help=_TOKENIZER, show_default="required")]
+
+
+@app.command("train")
+@takes(LearnConfig)
+def train(
+    settings: LearnConfig,
+    text: Annotated[list[str], typer.Argument(help="As `gpt train` takes it.")],
+    out: Annotated[Path | None, option("--out", "-o", help="The folder to make.", show_default="required")] = None,
+    special: Annotated[
+        list[str] | None,
+        option(help="A further special token; may be repeated. Ids in this order.", show_default="none"),
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Learn a byte-level BPE from TEXT, for `gpt train --tokenizer DIR`, transformers and tiktoken."""
+    began = time.perf_counter()
+    if out is None:
+        raise UserError("where should the tokenizer go?", "name a new folder: gpt tokenizer train TEXT... -o DIR")
+    from gpt.text import corpus, tokenizer_files
+
+    tokenizer_files.refuse_existing(out)
+    with progress.TrainDisplay(quiet) as display:
+        learnt, sample = corpus.learn(text, settings, special or (), display)
+    tokenizer_files.save_tokenizer(learnt, out)
+    render_vocabulary.learnt(learnt, out, sample.taken, sample.seen, time.perf_counter() - began, json)
+
+
+@app.command("show")
+@takes(ReadConfig)
+def show(
+    settings: ReadConfig,
+    tokenizer: Annotated[str, typer.Argument(help=_TOKENIZER)],
+    text: Annotated[list[str] | None, typer.Argument(help="Count this too, read as `gpt train` reads it.")] = None,
+    longest: Annotated[int, option(help="How many of the longest tokens to list.")] = 20,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show what a vocabulary holds, and with TEXT how much of it that text uses."""
+    if longest < 0:
+        raise UserError(f"longest is {longest}; it must be 0 or more")
+    found = _find(tokenizer)
+    used = None
+    if text:
+        from gpt.text import vocabulary
+
+        with progress.TrainDisplay(quiet) as display:
+            used = vocabulary.usage(found, text, settings, display)
+    render_vocabulary.vocabulary(found, longest, used, json)
+
+
+@app.command("encode")
+def encode(
+    text: Annotated[str | None, typer.Argument(help="What to encode.")] = None,
+    tokenizer: Named = None,
+    file: Annotated[Path | None, option(help="Read the text from a file; - is stdin.", show_default="none")] = None,
+    special: Annotated[
+        bool, option("--special", help="Special tokens in the text get their own ids; else they are ordinary text.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Print the ids of TEXT, separated by spaces."""
+    if text is None and file is None:
+        raise UserError("there is nothing to encode", "give TEXT, or --file")
+    words = given_text(text, file, "text", "--file")
+    found = _find(tokenizer)
+    ids = found.encode(words, specials=special).tolist()
+    if json:
+        render.json_line({"tokens": ids, "pieces": [found.decode([id]) for id in ids]})
+    else:
+        render.write(" ".join(map(str, ids)) + "\n")
+
+
+@app.command("decode")
+def decode(
+    ids: Annotated[list[str], typer.Argument(help="Numbers; - reads them from stdin.", metavar="IDS...")],
+    tokenizer: Named = None,
+) -> None:
+    """Print the text of ids, its bytes exactly as they are."""
+    words = [word for each in ids for word in (_stdin().split() if each == "-" else each.split())]
+    numbers = [int(word) if word.isdecimal() and len(word) < 20 else -1 for word in words]
+    if -1 in numbers:
+        raise UserError(f'"{words[numbers.index(-1)]}" is no id', "ids are whole numbers, separated by spaces")
+    render_vocabulary.write_bytes(_find(tokenizer).decode_bytes(numbers))
+
+
+def _find(word: str | None) -> "Tokenizer":
+    from gpt.text.tokenizer import named_tokenizers
+    from gpt.text.tokenizer_files import find_tokenizer
+
+    if word is None:
+        raise UserError("--tokenizer is missing", f"{', '.join(named_tokenizers())}, or a path")
+    return find_tokenizer(word)
+
+
+def _stdin() -> str:
+    return sys.stdin.buffer.read().decode("utf-8", "replace")

@@ -1,0 +1,251 @@
+"""Where a text may be cut: a cut that changes an id, or that is missing where the engine needs it, is found here."""
+
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import tiktoken_ext.openai_public as openai
+from conftest import make_text
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt.errors import UserError
+from gpt.text import boundaries
+from gpt.text.boundaries import GPT2_PATTERN, cuts, last_boundary
+from gpt.text.tokenizer import Tokenizer, learn_tokenizer
+
+BYTES = {bytes([byte]): byte for byte in range(256)}
+
+
+def pattern_of(name: str) -> str:
+    """The pattern of one of tiktoken's encodings, without its ranks, which would be fetched."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(openai, "load_tiktoken_bpe", lambda *_, **__: BYTES)
+        return str(openai.ENCODING_CONSTRUCTORS[name]()["pat_str"])
+
+
+PATTERNS = {
+    "gpt2": GPT2_PATTERN,
+    "cl100k": pattern_of("cl100k_base"),
+    "o200k": pattern_of("o200k_base"),
+    "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "trailing spaces": r"\S+\s*|\s+",
+    "single digits": r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "lines": r"[^\n]*\n|[^\n]+",
+    "looks behind": r"(?<=x)y+|\w+|\W",
+}
+KNOWN = ["gpt2", "cl100k", "o200k", "llama3"]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> dict[bytes, int]:
+    """Tokens across everything that a wrong cut would part: spaces, line ends, punctuation, digits, marks."""
+    runs = "".join(
+        f"{space * length}x"
+        for space in (" ", "\n", "\t ", " \n", "./", "!\n", "12", "か。")
+        for length in range(1, 20)
+    )
+    return learn_tokenizer([make_text(), (runs + "e\u0301\u0301 it's WE'LL 'll o'\n/\n") * 3], 700).ranks
+
+
+# Tokens of all lengths of a run, so that every cut inside one shows.
+RUNS_OF = {run * n: 0 for run in (b" ", b"\n", b"\t", b"a", b"7", b"!", b"e\xcc\x81") for n in range(2, 90)}
+LONG_RANKS = {token: rank for rank, token in enumerate([*BYTES, *RUNS_OF])}
+
+
+def tokenizers(ranks: dict[bytes, int], pattern: str) -> Iterator[Tokenizer]:
+    for each in (ranks, BYTES):
+        yield Tokenizer("test", pattern, each, len(each))
+
+
+HARD = st.text(
+    st.sampled_from(" \n\r\t'/slLtdrevEm19.!-_aBx中か。\u0301é\u00a0\u3000\u2028½\x1cЖ’\u200b\u0130ſ"), max_size=40
+)
+TEXTS = st.one_of(
+    HARD, st.text(max_size=30), st.lists(st.sampled_from([" ", "\n", "a", "!", "1", "'s", "\r\n", "/"])).map("".join)
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=TEXTS, after=TEXTS)
+@pytest.mark.parametrize("name", KNOWN)
+def test_whatever_follows_a_boundary_stays_one(name: str, text: str, after: str, ranks: dict[bytes, int]) -> None:
+    cut = boundaries._last_sure(text, PATTERNS[name], 0, len(text))
+    for each in tokenizers(ranks, PATTERNS[name]):
+        if cut:
+            assert 0 < cut < len(text)
+            parts = [each.encode(text[:cut]), each.encode(text[cut:] + after)]
+            assert np.concatenate(parts).tolist() == each.encode(text + after).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(TEXTS, min_size=1, max_size=12), size=st.integers(1, 40))
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_text_in_parts_has_the_ids_of_the_whole(
+    name: str, texts: list[str], size: int, ranks: dict[bytes, int]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boundaries, "_UNSETTLED_CHARACTERS", 12)
+        parts = [part for part, _ in boundaries.parts(texts, PATTERNS[name], size)]
+    assert "".join(parts) == "".join(texts)
+    assert all(parts)
+    for each in tokenizers(ranks, PATTERNS[name]):
+        ids = [id for part in parts for id in each.encode(part).tolist()]
+        assert ids == each.encode("".join(texts)).tolist()
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_parts_of_ordinary_text_are_about_as_long_as_asked(name: str) -> None:
+    text = make_text(6000)
+    parts = list(boundaries.parts([text[i : i + 500] for i in range(0, len(text), 500)], PATTERNS[name], 2000))
+    assert "".join(part for part, _ in parts) == text
+    assert not any(inside for _, inside in parts)
+    assert len(parts) > len(text) / 4000
+
+
+def test_the_last_of_the_sure_boundaries() -> None:
+    assert last_boundary("one two three", GPT2_PATTERN) == 7
+    assert last_boundary("one\n\ntwo", GPT2_PATTERN) == 3
+    assert last_boundary("one\n\ntwo", PATTERNS["cl100k"]) == 5  # white space ends with its last line end
+    assert last_boundary("!\n/", PATTERNS["cl100k"]) == 2
+    assert last_boundary("!\n/", PATTERNS["o200k"]) == 0  # which takes the slash too
+    assert last_boundary("it's", GPT2_PATTERN) == 0
+    assert last_boundary("", GPT2_PATTERN) == 0
+
+
+def test_slow_where_nothing_is_sure() -> None:
+    digits = "1" * 3000
+    cut = last_boundary(digits, PATTERNS["cl100k"])
+    assert cut % 3 == 0
+    assert cut > 2000
+    assert last_boundary("a" * 3000, PATTERNS["cl100k"]) == 0
+    assert last_boundary("aB" * 1500, PATTERNS["o200k"]) > 2000
+
+
+def test_a_pattern_that_is_none() -> None:
+    with pytest.raises(UserError, match="cannot be understood"):
+        last_boundary("text", r"(?P<")
+    with pytest.raises(UserError, match="is not valid"):
+        Tokenizer("test", "[", BYTES, 256).encode("text")
+
+
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long is from 16 characters, too long from 64."""
+    monkeypatch.setattr(boundaries, "LONG_SPACE", 16)
+    monkeypatch.setattr(boundaries, "LONG_SPACE_PIECE", 64)
+    monkeypatch.setattr(boundaries, "LONG_PIECE", 64)
+
+
+RUNS = st.lists(
+    st.tuples(st.sampled_from([" ", "\n", "\t", " \n", "\n ", "\r\n", "\u3000", "a", "aB", "7", "!", "e\u0301", "か", "\x1c"]),
+              st.integers(1, 90)).map(lambda run: run[0] * run[1]),
+    min_size=1, max_size=5,
+)  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None)
+@given(runs=RUNS, between=st.sampled_from(["", "a", "!", "'s", "1"]))
+@pytest.mark.parametrize("name", PATTERNS)
+def test_cuts_change_no_id_but_inside_long_pieces(
+    name: str, runs: list[str], between: str, ranks: dict[bytes, int]
+) -> None:
+    text = between.join(runs)
+    with pytest.MonkeyPatch.context() as patch:
+        for limit, size in {"LONG_SPACE": 16, "LONG_SPACE_PIECE": 1000, "LONG_PIECE": 1000}.items():
+            patch.setattr(boundaries, limit, size)
+        places, inside = cuts(text, PATTERNS[name])
+    assert inside == 0
+    bounds = [0, *places, len(text)]
+    assert bounds == sorted(set(bounds)) or not text
+    for each in tokenizers(ranks, PATTERNS[name]):
+        parts = [text[a:b] for a, b in pairwise(bounds)]
+        ids = [id for part in parts for id in each._encoding.encode_ordinary(part)]
+        assert ids == each._encoding.encode_ordinary(text)
+
+
+@settings(max_examples=80, deadline=None)
+@given(runs=RUNS, size=st.integers(8, 300))
+@pytest.mark.parametrize("name", PATTERNS)
+def test_long_pieces_are_cut_at_the_same_places_in_parts_and_in_the_whole(
+    name: str, runs: list[str], size: int
+) -> None:
+    text = "".join(runs) * 4
+    each = Tokenizer("test", PATTERNS[name], LONG_RANKS, len(LONG_RANKS))
+    with pytest.MonkeyPatch.context() as patch:
+        for limit, least in {"LONG_SPACE": 16, "LONG_SPACE_PIECE": 64, "LONG_PIECE": 64}.items():
+            patch.setattr(boundaries, limit, least)
+        patch.setattr(boundaries, "_UNSETTLED_CHARACTERS", 12)
+        chunks = [text[i : i + 7] for i in range(0, len(text), 7)]
+        parts, inside = zip(*boundaries.parts(chunks, PATTERNS[name], size), strict=True)
+        assert "".join(parts) == text
+        ids, counts = zip(*map(each.encode_counted, parts), strict=True)
+        whole, count = each.encode_counted(text)
+        assert np.concatenate(ids).tolist() == whole.tolist()
+        assert sum(counts) + sum(inside) == count
+
+
+def test_a_run_of_white_space_is_cut_where_the_pattern_lets_go_of_it(small_limits: None) -> None:
+    assert cuts("x" + " " * 20 + "y", GPT2_PATTERN) == ([20], 0)
+    assert cuts("x" + "\n" * 20 + "y", GPT2_PATTERN) == ([20], 0)
+    assert cuts("x" + " " * 20, GPT2_PATTERN) == ([], 0)
+    assert cuts("x" + " " * 19 + "\n" + "y", PATTERNS["cl100k"]) == ([], 0)
+    assert cuts("x" + " " * 9 + "\n" + " " * 20 + "y", PATTERNS["cl100k"]) == ([11, 30], 0)
+    assert cuts("x" + " " * 20 + "y", PATTERNS["trailing spaces"]) == ([], 0)
+
+
+def test_pieces_too_long_are_cut_and_counted(small_limits: None) -> None:
+    assert cuts("a" * 64 + "!" + "b" * 64, GPT2_PATTERN) == ([], 0)
+    assert cuts("a" * 130, GPT2_PATTERN) == ([64, 128], 2)
+    assert cuts("x " + "a" * 70, GPT2_PATTERN) == ([65], 1)
+    assert cuts("7" * 130, GPT2_PATTERN) == ([64, 128], 2)
+    assert cuts("7" * 130, PATTERNS["cl100k"]) == ([], 0)  # three at a time: no piece is long
+    assert cuts("aB" * 65, PATTERNS["cl100k"]) == ([64, 128], 2)
+    assert cuts("aB" * 65, PATTERNS["o200k"]) == ([], 0)
+
+
+MILLION = 1_100_000
+
+
+@pytest.mark.parametrize("name", ["gpt2", "cl100k", "o200k"])
+def test_millions_of_one_character_take_linear_time_and_no_stack(name: str) -> None:
+    each = Tokenizer("test", PATTERNS[name], BYTES, 256)
+    started = time.monotonic()
+    for run in (" ", "\n", "\t \n ", "a", "^", "7"):
+        for text in ("!" + run * MILLION, "\n" + run * MILLION + "  9"):
+            ids = each.encode(text)
+            assert ids.astype(np.uint8).tobytes() == text.encode()
+    assert time.monotonic() - started < 30  # quadratic time would take hours
+
+
+def test_what_the_engine_cannot_do_is_said() -> None:
+    hopeless = Tokenizer("test", r"(?:a|b)+(?!c)|[\s\S]", BYTES, 256)
+    with pytest.raises(UserError, match="fails on a text of 1,048,576 characters"):
+        hopeless.encode("a" * 3_000_000 + "c")
+
+
+def test_a_panic_of_the_engine_is_said_too() -> None:
+    class PanicException(BaseException):  # as pyo3 names it
+        pass
+
+    class Encoding:
+        def encode_to_numpy(self, text: str, **_: object) -> None:
+            raise PanicException("called `Result::unwrap()` on an `Err` value")
+
+    each = Tokenizer("test", GPT2_PATTERN, BYTES, 256)
+    each.__dict__["_encoding"] = Encoding()
+    with pytest.raises(UserError, match="fails on a text of 3 characters"):
+        each.encode("abc")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "cl100k", "o200k"])
+def test_cuts_cost_next_to_nothing(name: str) -> None:
+    text = make_text(400_000)
+    each = Tokenizer("test", PATTERNS[name], BYTES, 256)
+    started = time.perf_counter()
+    each._encode(text)
+    encoded = time.perf_counter()
+    assert cuts(text, PATTERNS[name]) == ([], 0)
+    assert time.perf_counter() - encoded < 0.1 * (encoded - started)

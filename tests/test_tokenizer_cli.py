@@ -1,0 +1,162 @@
+"""``gpt tokenizer``: what it prints, writes and refuses. (Wrong words: tests/test_cli.py.)"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Done, make_text
+
+from gpt.text.tokenizer import bytes_tokenizer
+from gpt.text.tokenizer_files import find_tokenizer
+
+Gpt = Callable[..., Done]
+
+
+@pytest.fixture
+def book(workdir: Path) -> Path:
+    path = workdir / "book.txt"
+    path.write_bytes(make_text(3000).encode())
+    return path
+
+
+def learn(gpt: Gpt, book: Path, *args: str) -> Done:
+    done = gpt("tokenizer", "train", book, "-o", "vocab", "--vocab-size", "400", *args)
+    assert done.code == 0, done.err
+    return done
+
+
+def test_train_says_where_and_from_how_much(gpt: Gpt, book: Path) -> None:
+    done = learn(gpt, book)
+    size = book.stat().st_size
+    assert f"saved  vocab  (400 ids from {size:,} bytes in" in done.out
+    assert "gpt tokenizer show vocab" in done.out
+    assert sorted(path.name for path in Path("vocab").iterdir()) == [
+        "gpt.json", "tokenizer.json", "tokenizer.tiktoken", "tokenizer_config.json",
+    ]  # fmt: skip
+    again = gpt("tokenizer", "train", book, "-o", "vocab")
+    assert again.code == 2
+    assert "vocab is there already" in again.err
+    assert [path.name for path in Path().iterdir() if path.name.startswith(".tmp")] == []
+
+
+def test_train_json_and_special_tokens(gpt: Gpt, book: Path) -> None:
+    done = learn(gpt, book, "--special", "<|user|>", "--special", "<|bot|>", "--json", "--quiet")
+    values = json.loads(done.out)
+    assert list(values) == [
+        "out", "vocab_size", "end_of_text", "specials", "fingerprint", "sampled_bytes", "bytes", "seconds",
+    ]  # fmt: skip
+    assert (values["vocab_size"], values["end_of_text"]) == (400, 397)
+    assert values["specials"] == {"<|user|>": 398, "<|bot|>": 399}
+    assert values["sampled_bytes"] == values["bytes"] == book.stat().st_size
+    assert find_tokenizer("vocab").fingerprint == values["fingerprint"]
+    assert done.err == ""
+
+
+def test_train_from_a_sample(gpt: Gpt, book: Path) -> None:
+    done = gpt("tokenizer", "train", book, "-o", "vocab", "--sample-bytes", "5000", "--json")
+    values = json.loads(done.out)
+    assert 4000 < values["sampled_bytes"] <= 5000 < values["bytes"]
+    shown = gpt("tokenizer", "train", book, "-o", "other", "--sample-bytes", "5000").out
+    assert f"{values['sampled_bytes']:,} of {values['bytes']:,} bytes" in shown
+
+
+def test_show(gpt: Gpt, book: Path) -> None:
+    learn(gpt, book, "--special", "<|user|>")
+    done = gpt("tokenizer", "show", "vocab", "--longest", "3")
+    assert done.code == 0
+    assert "<|user|>" in done.out
+    assert "9–16" in done.out
+    assert "Most frequent" not in done.out
+    values = json.loads(gpt("tokenizer", "show", "vocab", "--longest", "3", "--json").out)
+    assert list(values) == ["name", "vocab_size", "end_of_text", "specials", "pattern", "fingerprint", "longest"]
+    sizes = [token["bytes"] for token in values["longest"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(sizes) == 3
+    assert json.loads(gpt("tokenizer", "show", "bytes", "--longest", "0", "--json").out)["longest"] == []
+
+
+def test_show_with_text_counts_it(gpt: Gpt, book: Path) -> None:
+    Path("small.txt").write_text("aab\n")
+    values = json.loads(gpt("tokenizer", "show", "bytes", "small.txt", "--json").out)
+    assert list(values)[7:] == ["bytes", "tokens", "bytes_per_token", "ids_used"]
+    assert [values[key] for key in list(values)[7:]] == [4, 4, 1.0, 3]
+    shown = gpt("tokenizer", "show", "bytes", "small.txt", "book.txt").out
+    assert "Most frequent" in shown
+    assert '"\\n"' in shown  # escaped, not printed
+
+
+def test_encode_and_decode(gpt: Gpt, workdir: Path) -> None:
+    assert gpt("tokenizer", "encode", "hé", "--tokenizer", "bytes").out == "104 195 169\n"
+    assert gpt("tokenizer", "decode", "104", "195 169", "--tokenizer", "bytes").out == "hé"
+    assert gpt("tokenizer", "encode", "--file", "-", "--tokenizer", "bytes", stdin=b"hi\n").out == "104 105 10\n"
+    assert gpt("tokenizer", "decode", "-", "--tokenizer", "bytes", stdin=b"104\n105 10\n").out == "hi\n"
+    values = json.loads(gpt("tokenizer", "encode", "hé", "--tokenizer", "bytes", "--json").out)
+    assert values == {"tokens": [104, 195, 169], "pieces": ["h", "\ufffd", "\ufffd"]}
+
+
+def test_encode_special(gpt: Gpt, book: Path) -> None:
+    learn(gpt, book, "--special", "<|user|>")
+    text = "<|user|> hi<|endoftext|>"
+    plain = [int(id) for id in gpt("tokenizer", "encode", text, "--tokenizer", "vocab").out.split()]
+    special = [int(id) for id in gpt("tokenizer", "encode", text, "--tokenizer", "vocab", "--special").out.split()]
+    assert not {398, 399} & set(plain)
+    assert (special[0], special[-1]) == (399, 398)
+    for ids in (plain, special):
+        assert gpt("tokenizer", "decode", *map(str, ids), "--tokenizer", "vocab").out == text
+
+
+def test_decode_writes_bytes_as_they_are(workdir: Path) -> None:
+    code = "from gpt_cli.main import run; run()"
+    ids = " ".join(map(str, range(256))).encode()
+    command = [sys.executable, "-c", code, "tokenizer", "decode", "-", "--tokenizer", "bytes"]
+    done = subprocess.run(command, input=ids, capture_output=True, check=True)
+    assert done.stdout == bytes(range(256))
+
+
+def test_environment_twins(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPT_TOKENIZER_ENCODE_TOKENIZER", "bytes")
+    assert gpt("tokenizer", "encode", "a").out == "97\n"
+    monkeypatch.setenv("GPT_TOKENIZER_SHOW_LONGEST", "1")
+    assert len(json.loads(gpt("tokenizer", "show", "bytes", "--json").out)["longest"]) == 1
+
+
+def test_hints_name_the_whole_command(gpt: Gpt, workdir: Path) -> None:
+    assert "gpt tokenizer decode --help" in gpt("tokenizer", "decode", "300", "--tokenizer", "bytes").err
+    assert "gpt train --help" in gpt("train", "x.txt", "--steps", "-1").err
+
+
+def test_no_command_imports_torch(gpt: Gpt, book: Path) -> None:
+    learn(gpt, book)
+    code = (
+        "import sys\nfrom gpt_cli.main import main\n"
+        "for args in (['train', 'book.txt', '-o', 'v2', '--vocab-size', '300'], ['show', 'vocab', 'book.txt'],\n"
+        "             ['encode', 'x', '--tokenizer', 'vocab'], ['decode', '1', '--tokenizer', 'vocab']):\n"
+        "    assert main(['tokenizer', *args]) == 0\n"
+        "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_train_takes_a_tokenizer_by_its_folder(gpt: Gpt, book: Path) -> None:
+    learn(gpt, book)
+    args = [
+        "--steps",
+        "1",
+        "--n-layer",
+        "1",
+        "--n-head",
+        "1",
+        "--n-embd",
+        "8",
+        "--block-size",
+        "8",
+        "--batch-tokens",
+        "8",
+    ]
+    done = gpt("train", book, "--tokenizer", "vocab", *args, "-o", "run", "--sample-every", "0")
+    assert done.code == 0, done.err
+    assert find_tokenizer("run").fingerprint == find_tokenizer("vocab").fingerprint != bytes_tokenizer().fingerprint
