@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.results import SCRIPTS, machine, write_section
+from gpt.text.catalogue import cache_dir
+from gpt.text.tokenizer import gpt2_tokenizer
 
 LEAST = 64_000_000  # bytes of text
 LARGE = 1_000_000_000
@@ -75,6 +77,13 @@ def make_corpora(place: Path, folder: Path | None) -> tuple[list[bytes], dict[st
     return some, paths
 
 
+def timed(args: list[str]) -> float:
+    """Seconds that a command takes."""
+    started = time.perf_counter()
+    subprocess.run(args, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - started
+
+
 # A small process between: a child's peak counts what its parent held when it was started.
 _WATCH = (
     "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
@@ -82,18 +91,16 @@ _WATCH = (
 )
 
 
-def measured(args: list[str]) -> tuple[float, float]:
-    """Seconds that a command takes, and the peak memory in MB of the largest of it and its children."""
-    started = time.perf_counter()
+def peak_memory(args: list[str]) -> float:
+    """The peak memory in MB of the largest process of a command."""
     peak = subprocess.run([sys.executable, "-c", _WATCH, *args], check=True, capture_output=True, text=True).stdout
-    return time.perf_counter() - started, int(peak) / (1e3 if sys.platform == "linux" else 1e6)
+    return int(peak) / (1e3 if sys.platform == "linux" else 1e6)
 
 
-def ours(text: Path, out: Path, *options: str) -> tuple[float, float]:
-    """``gpt tokenize``, the whole command, to synced shards."""
+def ours(text: Path, out: Path, *options: str) -> list[str]:
+    """``gpt tokenize``, the whole command, to synced shards in a new folder."""
     shutil.rmtree(out, ignore_errors=True)
-    command = [str(SCRIPTS / "gpt"), "tokenize", str(text), "-o", str(out), "--tokenizer", "gpt2", "-q", *options]
-    return measured(command)
+    return [str(SCRIPTS / "gpt"), "tokenize", str(text), "-o", str(out), "--tokenizer", "gpt2", "-q", *options]
 
 
 def _start() -> None:
@@ -130,7 +137,6 @@ def transformers_tokenizers(some: Iterable[bytes]) -> float:
     """MB/s of the tokenizers library, all cores, on whole files at once."""
     from tokenizers import Tokenizer
 
-    from gpt.text.tokenizer import gpt2_tokenizer
     from gpt.text.tokenizer_json import to_tokenizer_json
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
@@ -146,8 +152,23 @@ def transformers_tokenizers(some: Iterable[bytes]) -> float:
     return size / (time.perf_counter() - started) / 1e6
 
 
+WARM = "bare tiktoken, two processes, encoding alone: text in memory, processes warm, ids dropped"
+WHOLE = "bare tiktoken, two processes, from start to end, ids dropped"
+OURS = "`gpt tokenize` one file, `--jobs 2`, whole command, to synced shards"
+
+
+def table(title: str, rates: dict[str, list[float]]) -> list[str]:
+    """Median rates, and what they are of bare tiktoken's."""
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    rows = ["", f"{title}, GPT-2's vocabulary; medians of {ROUNDS} rounds in turn.", ""]
+    rows += ["| system | MB/s | of bare tiktoken, whole | of its encoding alone |", "|---|---:|---:|---:|"]
+    for name, rate in medians.items():
+        rows.append(f"| {name} | {rate:.1f} | {rate / medians[WHOLE]:.2f} | {rate / medians[WARM]:.2f} |")
+    return rows
+
+
 def throughput(some: list[bytes], paths: dict[str, Path], out: Path) -> list[str]:
-    """Rates, in turn."""
+    """Rates on the text once, and repeated to a gigabyte."""
     size = paths["one.txt"].stat().st_size / 1e6
     cores = os.cpu_count() or 1
     rates: dict[str, list[float]] = {}
@@ -155,34 +176,35 @@ def throughput(some: list[bytes], paths: dict[str, Path], out: Path) -> list[str
     def add(name: str, seconds: float) -> None:
         rates.setdefault(name, []).append(size / seconds)
 
+    def add_bare_and_ours(text: Path) -> None:
+        whole, alone = bare(text)
+        add(WARM, alone)
+        add(WHOLE, whole)
+        add(OURS, timed(ours(text, out, "--jobs", "2")))
+
     for _ in range(ROUNDS):
-        whole, alone = bare(paths["one.txt"])
-        add("bare tiktoken, two processes, encoding alone: text in memory, processes warm, ids dropped", alone)
-        add("bare tiktoken, two processes, from start to end, ids dropped", whole)
-        add("`gpt tokenize` one file, `--jobs 2`, whole command", ours(paths["one.txt"], out, "--jobs", "2")[0])
-        add("`gpt tokenize` a folder of files, `--jobs 2`", ours(paths["files"], out, "--jobs", "2")[0])
-        add("`gpt tokenize` JSON lines, `--jobs 2`", ours(paths["lines.jsonl"], out, "--jobs", "2")[0])
+        add_bare_and_ours(paths["one.txt"])
+        add("`gpt tokenize` a folder of files, `--jobs 2`", timed(ours(paths["files"], out, "--jobs", "2")))
+        add("`gpt tokenize` JSON lines, `--jobs 2`", timed(ours(paths["lines.jsonl"], out, "--jobs", "2")))
         for jobs in sorted({1, 4, cores} - {2}):
-            add(f"`gpt tokenize` one file, `--jobs {jobs}`", ours(paths["one.txt"], out, "--jobs", str(jobs))[0])
+            add(f"`gpt tokenize` one file, `--jobs {jobs}`", timed(ours(paths["one.txt"], out, "--jobs", str(jobs))))
         rates.setdefault("transformers' tokenizers, batch, all cores", []).append(transformers_tokenizers(some))
-    floor = statistics.median(next(iter(rates.values())))
-    rows = [f"{size:,.0f} MB in {len(some):,} texts, GPT-2's vocabulary; medians of {ROUNDS} rounds in turn.", ""]
-    rows += ["| system | MB/s | of bare tiktoken's encoding alone |", "|---|---:|---:|"]
-    for name, values in rates.items():
-        rate = statistics.median(values)
-        rows.append(f"| {name} | {rate:.1f} | {rate / floor:.2f} |")
-    return rows
+    rows = table(f"{size:,.0f} MB in {len(some):,} texts", rates)
+    size, rates = paths["large.txt"].stat().st_size / 1e6, {}
+    for _ in range(ROUNDS):
+        add_bare_and_ours(paths["large.txt"])
+    return rows + table(f"The same texts repeated to {size:,.0f} MB", rates)
 
 
 def memory(paths: dict[str, Path], out: Path) -> list[str]:
     """Peak memory of the largest process, for texts of different size."""
-    rows = ["", "| text | size | peak memory of the largest process | MB/s |", "|---|---:|---:|---:|"]
+    rows = ["", "| text | size | peak memory of the largest process |", "|---|---:|---:|"]
     for name in ("one.txt", "files", "lines.jsonl", "large.txt"):
         path = paths[name]
         files = list(path.iterdir()) if path.is_dir() else [path]
         size = sum(file.stat().st_size for file in files) / 1e6
-        seconds, peak = ours(path, out, "--jobs", "2")
-        rows.append(f"| {name} | {size:,.0f} MB | {peak:,.0f} MB | {size / seconds:.1f} |")
+        peak = peak_memory(ours(path, out, "--jobs", "2"))
+        rows.append(f"| {name} | {size:,.0f} MB | {peak:,.0f} MB |")
     return rows
 
 
@@ -196,7 +218,7 @@ def contents(folder: Path) -> str:
 
 def kills(text: Path, out: Path) -> list[str]:
     """Killed at random moments and resumed, each time compared with an uninterrupted run, byte for byte."""
-    seconds, _ = ours(text, out, "--jobs", "2")
+    seconds = timed(ours(text, out, "--jobs", "2"))
     expected = contents(out)
     equal = finished = 0
     rng = random.Random(0)
@@ -220,6 +242,8 @@ def kills(text: Path, out: Path) -> list[str]:
 def main() -> None:
     """Measures, and writes the section."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(cache_dir() / "tiktoken"))
+    gpt2_tokenizer()
     with tempfile.TemporaryDirectory() as place:
         some, paths = make_corpora(Path(place), folder)
         out = Path(place) / "out"

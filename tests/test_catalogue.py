@@ -3,6 +3,8 @@
 import errno
 import hashlib
 import http.server
+import io
+import json
 import os
 import random
 import re
@@ -14,16 +16,15 @@ import sysconfig
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from email.message import Message
-from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import ROOT, SHARED, needs_shared
+from conftest import ROOT, SHARED, Done, needs_shared
 from gpt_cli.render_data import size_in_words
 
 from gpt.errors import UserError, WorkError
@@ -31,6 +32,7 @@ from gpt.text import catalogue
 from gpt.text import fetch as fetching
 from gpt.text.fetch import Redirects, fetch, is_whole
 from gpt.text.source import Source
+from gpt.text.tokens import TokenFolder
 
 DATA = random.Random(0).randbytes(1_000_000)
 SUM = hashlib.sha256(DATA).hexdigest()
@@ -262,8 +264,8 @@ def test_redirects_never_leave_https(site: Site, target: Path) -> None:
     request = urllib.request.Request("https://a.example/x")
     for place in ("http://b.example/x", "ftp://b.example/x", "file:///etc/passwd"):
         with pytest.raises(WorkError, match=f"redirects from https to {place.split(':')[0]}"):
-            handler.redirect_request(request, BytesIO(), 302, "Found", headers, place)
-    assert handler.redirect_request(request, BytesIO(), 302, "Found", headers, "https://b.example/x")
+            handler.redirect_request(request, io.BytesIO(), 302, "Found", headers, place)
+    assert handler.redirect_request(request, io.BytesIO(), 302, "Found", headers, "https://b.example/x")
     assert any(isinstance(each, Redirects) for each in urllib.request.build_opener(Redirects).handlers)
     site.redirects["/away"] = "ftp://b.example/x"
     with pytest.raises(WorkError, match="redirects from http to ftp"):
@@ -462,6 +464,37 @@ def test_room_for_all_is_seen_before_the_first(
     with pytest.raises(WorkError, match="no room for 6,007 bytes"):
         catalogue.fetch("wikitext-2")
     assert len(site.log) == 1
+
+
+def test_rows_that_are_lines_and_a_published_held_out_text(
+    gpt: Callable[..., Done], site: Site, toy: dict[str, Any], workdir: Path
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+
+    def rows(*lines: str) -> bytes:
+        stream = io.BytesIO()
+        parquet.write_table(pa.table({"text": list(lines)}), stream)
+        return stream.getvalue()
+
+    site.files |= {"/a.parquet": rows(" = Title = \n", "", " To be . \n"), "/v.parquet": rows(" Or not . \n")}
+    toy |= {"rows": "lines", "field": "text"}
+    toy["source"] |= {"files": [{"url": "a.parquet"}], "val": [{"url": "v.parquet"}]}
+    args = ["--tokenizer", "bytes", "--json", "-q"]
+    done = gpt("tokenize", "wikitext-2", "-o", "published", *args)
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["documents"] == 2  # a file is one document, though it has three rows
+    folder = TokenFolder("published")
+    texts = {
+        side: bytes(id for id in folder.stream(side).take(0, len(folder.stream(side))) if id < 256).decode()
+        for side in ("train", "val")
+    }
+    assert texts == {"train": " = Title = \n \n To be . \n", "val": " Or not . \n"}
+    assert folder.manifest["split"]["by"] == "text"
+    for other in (["--val-fraction", "0.2"], ["--val-text", "book.txt"]):  # what was asked for beats it
+        Path("book.txt").write_text("Mine.")
+        assert gpt("tokenize", "wikitext-2", "-o", other[0], *other, *args).code == 0
+        assert TokenFolder(other[0]).manifest["sources"]["count"] == (1 if other[0] == "--val-fraction" else 2)
 
 
 def test_unknown_names_are_not_files(tmp_path: Path) -> None:

@@ -499,11 +499,10 @@ def test_a_process_that_dies_is_one_line(texts: Path, tmp_path: Path, monkeypatc
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks into /proc")
 def test_processes_end_with_their_parent(texts: Path, tmp_path: Path) -> None:
     code = (
-        "import time, multiprocessing as m; from concurrent.futures import ProcessPoolExecutor as P;"
-        "from gpt.text.tokenize import _start_process; from gpt.text.tokenizer import bytes_tokenizer;"
-        "import os\nif __name__ == '__main__':\n"
-        " p = P(2, m.get_context('spawn'), _start_process, (bytes_tokenizer(),))\n"
-        " print(*{p.submit(os.getpid).result() for _ in range(20)}, flush=True); time.sleep(60)"
+        "import os, time; from gpt.text.tokenize import Encoders; from gpt.text.tokenizer import bytes_tokenizer\n"
+        "if __name__ == '__main__':\n"
+        " with Encoders(bytes_tokenizer(), 2) as encoders:\n"
+        "  print(*{encoders.pool.submit(os.getpid).result() for _ in range(20)}, flush=True); time.sleep(60)"
     )
     path = tmp_path / "script.py"
     path.write_text(code)

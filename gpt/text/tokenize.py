@@ -5,6 +5,7 @@ interrupted: sources form groups, a group's text forms items, and a slice (a sha
 slice is a line of ``progress.jsonl``; going on reads the unfinished group again and encodes what is missing.
 """
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -15,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -28,9 +30,11 @@ from gpt.text import shards, slices
 from gpt.text.corpus import Corpus, open_corpus, tokenizer_for
 from gpt.text.items import Item, Mark, read_items
 from gpt.text.slices import Done
-from gpt.text.source import utf8_size
 from gpt.text.tokenizer import END_OF_TEXT, Tokenizer
 from gpt.text.tokens import MANIFEST, SIDES, Side, TokenFolder
+
+if TYPE_CHECKING:
+    from multiprocessing.queues import Queue
 
 INLINE_BYTES = 4_000_000  # below this, starting processes takes longer than the work
 
@@ -74,14 +78,14 @@ def encode_item(tokenizer: Tokenizer, item: Item) -> Encoded:
 _tokenizer: Tokenizer  # a process's own
 
 
-def _start_process(tokenizer: Tokenizer) -> None:
+def _start_process(tokenizers: "Queue[Tokenizer]") -> None:
     """A process leaves Ctrl-C to its parent, and ends when that is gone."""
     global _tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _tokenizer = tokenizer
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    _tokenizer = tokenizers.get()
 
 
 def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
@@ -93,30 +97,51 @@ def _encode_in_process(item: Item) -> Encoded:
     return encode_item(_tokenizer, item)
 
 
-def encode(tokenizer: Tokenizer, items: Iterator[tuple[Item, Mark]], jobs: int) -> Iterator[tuple[Mark, Encoded]]:
-    """Every item encoded, in order, by ``jobs`` processes, or by this one if that is 1. Few are in memory at once."""
-    if jobs == 1:
-        yield from ((mark, encode_item(tokenizer, item)) for item, mark in items)
-        return
-    context = multiprocessing.get_context("spawn")
-    waiting: deque[tuple[Mark, Future[Encoded]]] = deque()
-    pool = ProcessPoolExecutor(jobs, context, _start_process, (replace(tokenizer),))
-    try:
-        for item, mark in items:
-            waiting.append((mark, pool.submit(_encode_in_process, item)))
-            if len(waiting) > 2 * jobs + 2:
+class Encoders:
+    """``jobs`` processes that encode items, or this one if that is 1. They start at once, while other work goes on."""
+
+    AHEAD = 16  # items for each process and so many more are in memory at most: it works on while we write
+
+    def __init__(self, tokenizer: Tokenizer, jobs: int) -> None:
+        self.tokenizer, self.jobs = tokenizer, jobs
+        self.pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        if self.jobs > 1:
+            context = multiprocessing.get_context("spawn")
+            tokenizers: Queue[Tokenizer] = context.Queue()  # as an argument it would hold up each start
+            tokenizers.cancel_join_thread()
+            self.pool = ProcessPoolExecutor(self.jobs, context, _start_process, (tokenizers,))
+            with contextlib.suppress(BrokenProcessPool):  # it is seen at the first item
+                for _ in range(self.jobs):
+                    tokenizers.put(replace(self.tokenizer))
+                    self.pool.submit(os.getpid)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+    def encode(self, items: Iterator[tuple[Item, Mark]]) -> Iterator[tuple[Mark, Encoded]]:
+        """Every item encoded, in order."""
+        if self.pool is None:
+            yield from ((mark, encode_item(self.tokenizer, item)) for item, mark in items)
+            return
+        waiting: deque[tuple[Mark, Future[Encoded]]] = deque()
+        try:
+            for item, mark in items:
+                waiting.append((mark, self.pool.submit(_encode_in_process, item)))
+                if len(waiting) > 2 * self.jobs + self.AHEAD:
+                    mark, done = waiting.popleft()
+                    yield mark, done.result()
+            while waiting:
                 mark, done = waiting.popleft()
                 yield mark, done.result()
-        while waiting:
-            mark, done = waiting.popleft()
-            yield mark, done.result()
-    except BrokenProcessPool:
-        raise WorkError(
-            "a process that tokenizes ended unexpectedly (out of memory, or killed)",
-            "take fewer --jobs; in a script of your own, call this below: if __name__ == '__main__':",
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+        except BrokenProcessPool:
+            raise WorkError(
+                "a process that tokenizes ended unexpectedly (out of memory, or killed)",
+                "take fewer --jobs; in a script of your own, call this below: if __name__ == '__main__':",
+            ) from None
 
 
 def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listener = lambda event: None) -> TokenFolder:
@@ -159,14 +184,17 @@ def tokenize(
     about = slices.describe(corpus, tokenizer, share)
     i, n = share or (1, 1)
     mine = range(i - 1, len(corpus.groups), n)
-    if not out.exists():
-        _check_room(corpus, tokenizer, out, mine, listen)
-        slices.begin(out, about, corpus, tokenizer)
-    done = slices.read_progress(out, about, corpus)
-    writer = slices.Writer(out, tokenizer.vocab_size, done)
+    begun = out.exists()
+    done = slices.read_progress(out, about, corpus) if begun else Done()
     items = _items(corpus, mine, done, tokenizer.pattern, listen)
-    with StopSignal() as stop:
-        for mark, encoded in encode(tokenizer, items, _jobs(jobs, corpus)):
+    with Encoders(tokenizer, _jobs(jobs, corpus)) as encoders, StopSignal() as stop:
+        stream = encoders.encode(items)
+        first = list(islice(stream, 1))  # the processes go on while the folder is made
+        if not begun:
+            _check_room(corpus, first, len(mine) / len(corpus.groups), out, listen)
+            slices.begin(out, about, corpus, tokenizer)
+        writer = slices.Writer(out, tokenizer.vocab_size, done)
+        for mark, encoded in chain(first, stream):
             writer.add(mark, encoded)
             if stop.signum is not None:
                 finished = f"{len(done.lines):,} slice{'s are' if len(done.lines) != 1 else ' is'} finished in {out}"
@@ -200,15 +228,12 @@ def _jobs(asked: int | None, corpus: Corpus) -> int:
     return asked
 
 
-def _check_room(corpus: Corpus, tokenizer: Tokenizer, out: Path, groups: Sequence[int], listen: Listener) -> None:
-    """Says what the tokens will need, by a first item; raises `WorkError` where the disk has less."""
-    if not groups:
-        return
-    item, _ = next(read_items(corpus, groups[0], tokenizer.pattern, lambda number, position: None))
-    size = sum(map(utf8_size, item.texts))
-    encoded = encode_item(tokenizer, item)
-    share = len(groups) / len(corpus.groups)
-    needed = round(corpus.found.bytes * share * sum(ids.nbytes for ids in encoded.ids.values()) / max(1, size))
+def _check_room(corpus: Corpus, first: list[tuple[Mark, Encoded]], share: float, out: Path, listen: Listener) -> None:
+    """Says what the tokens of a share of the corpus will need, by its first item; raises `WorkError` where the disk has
+    less."""
+    size = sum(sum(mark.bytes.values()) for mark, _ in first)
+    encoded_size = sum(ids.nbytes for _, encoded in first for ids in encoded.ids.values())
+    needed = round(corpus.found.bytes * share * encoded_size / max(1, size))
     place = next(folder for folder in [out, *out.absolute().parents] if folder.exists())
     free = shutil.disk_usage(place).free
     if needed > free:

@@ -1,5 +1,6 @@
 """Tokenizers as words on a command line and as files: found, made, read and saved."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -115,7 +116,7 @@ def read_transformers(folder: Path) -> Tokenizer | None:
 def tokenizer_files(tokenizer: Tokenizer, block_size: int | None = None) -> dict[str, bytes]:
     """Names and contents of the files that tiktoken, the tokenizers library and transformers read."""
     return {
-        "tokenizer.json": to_json(tokenizer_json.to_tokenizer_json(tokenizer)),
+        "tokenizer.json": json.dumps(tokenizer_json.to_tokenizer_json(tokenizer), ensure_ascii=False).encode(),
         "tokenizer_config.json": to_json(tokenizer_json.to_tokenizer_config(tokenizer, block_size)),
         RANKS: to_tiktoken(tokenizer.ranks),
     }

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from gpt.errors import UserError
@@ -24,12 +25,14 @@ def merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
     pairs = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) > 1:
-            parts = [bytes([byte]) for byte in token]
-            while len(parts) > 2:
-                best = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], rank))
-                if ranks.get(parts[best] + parts[best + 1], rank) >= rank:
-                    break
-                parts[best : best + 2] = [parts[best] + parts[best + 1]]
+            parts = [token[i : i + 1] for i in range(len(token))]
+            joined = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
+            while len(parts) > 2 and (least := min(joined)) < rank:
+                at = joined.index(least)
+                parts[at : at + 2] = [parts[at] + parts[at + 1]]
+                del joined[at]
+                for i in range(max(0, at - 1), min(at + 1, len(joined))):
+                    joined[i] = ranks.get(parts[i] + parts[i + 1], rank)
             if len(parts) == 2:  # others cannot be reached by merging
                 pairs.append((parts[0], parts[1]))
     return pairs
@@ -40,7 +43,7 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     characters = byte_characters()
 
     def written(token: bytes) -> str:
-        return "".join(characters[byte] for byte in token)
+        return token.decode("latin-1").translate(characters)
 
     by_rank = sorted(tokenizer.ranks.items(), key=lambda item: item[1])
     level: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
