@@ -84,8 +84,9 @@ def _as_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") -> i
     kind = get_type_hints(config_class)[field.name]
     flags = [*meta["flags"], "--" + field.name.replace("_", "-")]
     settings = {"help": meta["help"], "rich_help_panel": meta["panel"], "show_default": meta["shown"] or True}
-    if get_origin(kind) is Literal:
-        kind, info = str, one_of(get_args(kind), *flags, **settings)
+    choice = config.without_none(kind)
+    if get_origin(choice) is Literal:
+        kind, info = str if choice is kind else str | None, one_of(get_args(choice), *flags, **settings)
     else:
         info = option(*flags, **settings)
     return inspect.Parameter(

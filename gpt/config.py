@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 
 from gpt.errors import UserError, did_you_mean
 
-Positions = Literal["learned", "sinusoidal"]
+Arch = Literal["gpt2", "modern"]
+Positions = Literal["learned", "sinusoidal", "rotary"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -34,8 +35,9 @@ class GPTConfig:
     n_head: int  # attention heads a block; each is n_embd / n_head wide
     n_embd: int  # C: width of the residual stream; the MLP is 4 times as wide
     dropout: float = 0.0  # on embeddings, attention patterns and residual branches, in training only
-    positions: Positions = "learned"  # a trained table, or the fixed sine/cosine table
+    positions: Positions = "learned"  # a trained table, the fixed sine/cosine table, or rotation of queries and keys
     layer_norm_epsilon: float = 1e-5  # added to the variance in every LayerNorm
+    arch: Arch = "gpt2"  # or "modern": normalized queries and keys, ReLU² in the MLP, no biases
 
     def __post_init__(self) -> None:
         for name, limit in LIMITS.items():
@@ -52,14 +54,13 @@ class GPTConfig:
             value = getattr(self, name)
             if type(value) not in (int, float) or not low <= value <= high:
                 raise UserError(f"{name} is {value!r}; it must lie between {low:g} and {high:g}")
-        if self.positions not in get_args(Positions):
-            raise UserError(
-                f'unknown positions "{self.positions}"', did_you_mean(str(self.positions), get_args(Positions))
-            )
-        if self.positions == "sinusoidal" and self.n_embd % 2:
-            raise UserError(
-                f"sinusoidal positions need an even n_embd, not {self.n_embd}", "sines and cosines come in pairs"
-            )
+        for name, known in (("positions", get_args(Positions)), ("arch", get_args(Arch))):
+            if getattr(self, name) not in known:
+                raise UserError(f'unknown {name} "{getattr(self, name)}"', did_you_mean(str(getattr(self, name)), known))
+        turned = {"sinusoidal": ("n_embd", self.n_embd), "rotary": ("width of a head", self.n_embd // self.n_head)}
+        what, width = turned.get(self.positions, ("", 0))
+        if width % 2:
+            raise UserError(f"{self.positions} positions need an even {what}, not {width}", "they come in pairs")
 
 
 @dataclass(frozen=True)
@@ -118,22 +119,27 @@ def find_preset(name: str) -> Preset:
     return PRESETS[name]
 
 
+def without_none(kind: Any) -> Any:
+    """What ``kind | None`` is where there is a value; another kind is itself."""
+    kinds = [each for each in get_args(kind) if each is not type(None)]
+    return kinds[0] if type(None) in get_args(kind) and len(kinds) == 1 else kind
+
+
 def _check_options(config: Any) -> None:
     """Raises `UserError` for a value that is not of its option's type, not finite, or below its least one."""
     hints = get_type_hints(type(config))
     for each in dataclasses.fields(config):
-        name, value, kind = each.name.replace("_", "-"), getattr(config, each.name), hints[each.name]
+        name, value, kind = each.name.replace("_", "-"), getattr(config, each.name), without_none(hints[each.name])
         low, high = each.metadata["low"], each.metadata["high"]
-        if value is None and type(None) in get_args(kind):
+        if value is None and kind is not hints[each.name]:
             continue
         if get_origin(kind) is Literal:
             if value not in get_args(kind):
                 raise UserError(f'there is no {name} "{value}"', did_you_mean(str(value), get_args(kind)))
             continue
-        wanted = next(iter(set(get_args(kind)) - {type(None)}), kind)
-        fits = (int, float) if wanted is float else (wanted,)
+        fits = (int, float) if kind is float else (kind,)
         if type(value) not in fits:
-            raise UserError(f"{name} is {value!r}; it must be of the kind {wanted.__name__}")
+            raise UserError(f"{name} is {value!r}; it must be of the kind {kind.__name__}")
         if low is not None and not low <= value <= high:
             bounds = f"lie between {low:g} and {high:,}" if high < 2**53 else f"be {low:g} or more, and finite"
             raise UserError(f"{name} is {value}; it must {bounds}")
@@ -280,9 +286,13 @@ class TrainConfig(TextConfig):
     preset: str = option(
         "auto", "A size of `gpt params --list`; auto: by the text's size and the device.", panel=_MODEL
     )
-    positions: Positions = option(
-        "learned", "A trained table, or the fixed sine/cosine table of the Transformer paper.", panel=_MODEL
+    arch: Arch = option(
+        "gpt2", "gpt2: exactly GPT-2's and GPT-3's; modern: what reaches a lower loss in the same time.", panel=_MODEL
     )
+    positions: Positions | None = option(
+        None, "A trained table, the sine/cosine table of the Transformer paper, or rotation of queries and keys.",
+        panel=_MODEL, shown="learned; with --arch modern rotary",
+    )  # fmt: skip
     n_layer: int | None = option(None, "Blocks.", panel=_MODEL, shown="by preset", low=1)
     n_head: int | None = option(None, "Attention heads a block.", panel=_MODEL, shown="by preset", low=1)
     n_embd: int | None = option(None, "Width; divisible by --n-head.", panel=_MODEL, shown="by preset", low=1)
@@ -304,9 +314,13 @@ class TrainConfig(TextConfig):
     warmup: int | None = option(
         None, "Steps of linear warm-up.", panel=_OPTIM, shown="a twentieth of the steps, at most 2,000", low=0
     )
-    schedule: Literal["cosine", "constant"] = option(
-        "cosine", "After warm-up: a cosine down to a tenth, or constant.", panel=_OPTIM
+    optimizer: Literal["muon", "adamw"] = option(
+        "muon", "muon: for the matrices of the blocks, with AdamW for the rest; adamw: for all.", panel=_OPTIM
     )
+    schedule: Literal["linear", "cosine", "constant"] = option(
+        "linear", "After warm-up: constant and then a line down to 0, a cosine down to a tenth, or constant.",
+        panel=_OPTIM,
+    )  # fmt: skip
     weight_decay: float = option(0.1, "Decay of the matrices; biases and LayerNorms have none.", panel=_OPTIM, low=0)
     clip: float = option(1.0, "Gradient norm above which gradients are scaled down; 0: off.", panel=_OPTIM, low=0)
     eval_every: int | None = option(

@@ -2,7 +2,10 @@
 
 The architecture is GPT-2's (Radford et al. 2019), which is GPT-3's (Brown et al. 2020): a stack of pre-LayerNorm
 blocks in which each position attends to itself and those before it, with the unembedding tied to the embedding.
-Parameters have GPT-2's own names. Shapes: B sequences, T positions, C = n_embd, V = vocab_size, heads of C / n_head.
+``arch="modern"`` differs where that reaches a lower loss in the same time (docs/defaults.md): queries and keys are
+normalized (Henry et al. 2020), positions are rotations of them (Su et al. 2021), the MLP has ReLU² (So et al. 2021), and
+linear maps have no biases. Parameters have GPT-2's own names. Shapes: B sequences, T positions, C = n_embd,
+V = vocab_size, H heads of D = C / H.
 """
 
 import math
@@ -16,6 +19,8 @@ from gpt.config import GPTConfig
 from gpt.model.cache import KVCache
 
 INIT_STD = 0.02  # GPT-2's, for every matrix
+QK_SCALE = 1.2  # what sharpens scores of normalized queries and keys
+PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # positions up to which a CPU attends plainly, and sequences at once
 
 
 class Attention(nn.Module):
@@ -25,40 +30,47 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head = config.n_head
         self.dropout = config.dropout
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value of all heads at once
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)  # the value-down map, W_O
+        self.modern = config.arch == "modern"
+        biases = not self.modern
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=biases)  # query, key, value of all heads at once
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=biases)  # the value-down map, W_O
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, layer: int, cache: KVCache | None = None) -> Tensor:
-        """What each position gathers from those it sees: (B, T, C) → (B, T, C)."""
+    def forward(self, x: Tensor, layer: int, turn: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """What each position gathers from those it sees: (B, T, C) → (B, T, C). ``turn``: rotary positions' table."""
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, H, T, C/H)
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
+        scale = None
+        if self.modern:
+            q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
+            scale = QK_SCALE / math.sqrt(q.size(-1))
+        if turn is not None:
+            q, k = rotate(q, turn), rotate(k, turn)
         mask = None
         if cache is not None:
-            k, v = cache.append(layer, k, v)  # (B, H, seen + T, C/H)
+            k, v = cache.append(layer, k, v)  # (B, H, seen + T, D)
             mask = cache.mask(T)
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=T > 1 and mask is None,
-        )  # fmt: skip
+        y = attend(q, k, v, mask, self.dropout if self.training else 0.0, scale)
         y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
         out: Tensor = self.resid_dropout(self.c_proj(y))
         return out
 
 
 class MLP(nn.Module):
-    """Up to four times the width, GELU (tanh form, as GPT-2 has it), and down again."""
+    """Up to four times the width, GELU (tanh form, as GPT-2 has it) or ReLU², and down again."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.modern = config.arch == "modern"
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=not self.modern)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=not self.modern)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Each position by itself: (B, T, C) → (B, T, C)."""
-        out: Tensor = self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
+        x = self.c_fc(x)
+        x = F.relu(x).square() if self.modern else F.gelu(x, approximate="tanh")
+        out: Tensor = self.dropout(self.c_proj(x))
         return out
 
 
@@ -72,9 +84,9 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, layer: int, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, layer: int, turn: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """(B, T, C) → (B, T, C)."""
-        x = x + self.attn(self.ln_1(x), layer, cache)
+        x = x + self.attn(self.ln_1(x), layer, turn, cache)
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -83,7 +95,8 @@ class GPT(nn.Module):
     """The decoder: ids → logits over the next id at every position."""
 
     wpe: nn.Embedding  # where positions are learned
-    sine: Tensor  # where they are not
+    sine: Tensor  # where they are a fixed table
+    turn: Tensor | None  # where they are rotations
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -91,11 +104,15 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # embedding, and unembedding transposed
         if config.positions == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
-        else:
+        elif config.positions == "sinusoidal":
             # The paper scales embeddings up by √C, so that they and the table are both of order one. GPT-2's embeddings
             # are of order 0.02 and stay so; the table is scaled down to them instead.
             table = INIT_STD * sine_table(config.block_size, config.n_embd)
             self.register_buffer("sine", table, persistent=False)
+        turn = None
+        if config.positions == "rotary":
+            turn = rotary_table(config.block_size, config.n_embd // config.n_head)
+        self.register_buffer("turn", turn, persistent=False)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
@@ -108,18 +125,23 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 module.weight.normal_(0.0, INIT_STD)
-                module.bias.zero_()
+                if module.bias is not None:
+                    module.bias.zero_()
             elif isinstance(module, nn.Embedding):
                 module.weight.normal_(0.0, INIT_STD)
         for name, parameter in self.named_parameters():
             if name.endswith("c_proj.weight"):
                 parameter.mul_(1 / math.sqrt(2 * self.config.n_layer))
 
-    def position_table(self) -> Tensor:
-        """What is added to the embedding at each position, (block_size, C)."""
-        if self.config.positions == "learned":
-            return self.wpe.weight
-        return self.sine
+    def position_table(self) -> Tensor | None:
+        """What is added to the embedding at each position, (block_size, C); None where positions are rotations."""
+        match self.config.positions:
+            case "learned":
+                return self.wpe.weight
+            case "sinusoidal":
+                return self.sine
+            case _:
+                return None
 
     def trunk(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Ids (B, T) → the normalized residual stream (B, T, C). With a cache, ``idx`` follows what it has seen."""
@@ -127,9 +149,14 @@ class GPT(nn.Module):
         T = idx.size(1)
         if start + T > self.config.block_size:
             raise ValueError(f"{start + T} positions; the context is {self.config.block_size}")
-        x = self.drop(self.wte(idx) + self.position_table()[start : start + T])
+        x = self.wte(idx)
+        table = self.position_table()
+        if table is not None:
+            x = x + table[start : start + T]
+        turn = None if self.turn is None else self.turn[:, start : start + T]
+        x = self.drop(x)
         for layer, block in enumerate(self.h):
-            x = block(x, layer, cache)
+            x = block(x, layer, turn, cache)
         if cache is not None:
             cache.advance(T)
         out: Tensor = self.ln_f(x)
@@ -142,6 +169,44 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Ids (B, T) → logits (B, T, V). Raises ValueError past the context."""
         return self.unembed(self.trunk(idx, cache))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None) -> Tensor:
+    """softmax(q kᵀ · scale) v over (B, H, T, D), causal unless a mask says who sees whom; scale None is 1/√D.
+
+    Training on a CPU, the backward pass of torch's fused attention takes several times as long as plain matrix
+    products as long as the scores of a few sequences stay in cache (benchmarks/RESULTS.md).
+    """
+    T, S = q.size(2), k.size(2)
+    if q.device.type == "cpu" and mask is None and T > 1 and torch.is_grad_enabled() and S <= PLAIN_UP_TO:
+        return torch.cat([
+            _attend_plainly(*part, dropout, scale) for part in zip(*(x.split(PLAIN_ROWS) for x in (q, k, v)), strict=True)
+        ])  # fmt: skip
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=T > 1 and mask is None, scale=scale
+    )
+
+
+def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float | None) -> Tensor:
+    T = q.size(2)
+    later = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
+    scores = (q * (scale or 1 / math.sqrt(q.size(-1)))) @ k.transpose(2, 3) + later  # (B, H, T, T)
+    return F.dropout(scores.softmax(-1), dropout) @ v
+
+
+def rotary_table(block_size: int, width: int) -> Tensor:
+    """Cosines and sines of the angles by which each pair of a head's ``width`` numbers is turned at each position, (2,
+    block_size, width / 2): p / 10000^(2i / width) (Su et al. 2021, §3.2.2)."""
+    position = torch.arange(block_size, dtype=torch.float64)[:, None]
+    angle = position * 10_000 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    return torch.stack([torch.cos(angle), torch.sin(angle)]).float()
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """Turns the pairs (i, i + D/2) of (B, H, T, D) by the angles of ``turn``, (2, T, D/2)."""
+    cos, sin = turn.to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
 def sine_table(block_size: int, n_embd: int) -> Tensor:

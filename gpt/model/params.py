@@ -57,6 +57,6 @@ def breakdown(config: GPTConfig) -> Breakdown:
         total_weights=sum(row.parameters for row in rows),
         tied=vocab * c,
         positions=config.block_size * c if config.positions == "learned" else 0,
-        biases=layers * (3 * c + c + 4 * c + c),  # query, key, value; output; up; down
+        biases=layers * (3 * c + c + 4 * c + c) * (config.arch == "gpt2"),  # query, key, value; output; up; down
         layer_norms=(2 * layers + 1) * 2 * c,
     )

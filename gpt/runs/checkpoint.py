@@ -13,7 +13,7 @@ from torch import Tensor
 from gpt.config import GPT2_VOCAB, GPTConfig
 from gpt.errors import UserError
 from gpt.files import disk_errors, read_json, to_json, whole_folder, write_file
-from gpt.model.decoder import GPT
+from gpt.model.decoder import GPT, rotary_table
 from gpt.runs import folder, hf
 from gpt.text.tokenizer import Tokenizer, describe, gpt2_tokenizer
 from gpt.text.tokenizer_files import RANKS, read_own, read_transformers, tokenizer_files
@@ -43,7 +43,7 @@ def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str,
     eot = tokenizer.tokenizer.eot
     own = {
         "format": FORMAT,
-        "arch": "gpt2",
+        "arch": model.config.arch,
         "positions": model.config.positions,
         "tokenizer": describe(tokenizer.tokenizer),
         **meta,
@@ -63,7 +63,9 @@ def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str,
 
 def _to_hf(model: GPT) -> dict[str, Tensor]:
     state = {name: tensor.detach().float().cpu() for name, tensor in model.state_dict().items()}
-    state["wpe.weight"] = model.position_table().detach().float().cpu()
+    table = model.position_table()
+    if table is not None:
+        state["wpe.weight"] = table.detach().float().cpu()
     return {
         hf.PREFIX + name: (tensor.t() if hf.is_transposed(name) else tensor).contiguous()
         for name, tensor in sorted(state.items())
@@ -179,5 +181,7 @@ def _build(config: GPTConfig, tensors: dict[str, Tensor], device: torch.device) 
         name: (tensor.t() if hf.is_transposed(name) else tensor).float().contiguous()
         for name, tensor in tensors.items()
     }
+    if config.positions == "rotary":
+        model.register_buffer("turn", rotary_table(config.block_size, config.n_embd // config.n_head), persistent=False)
     model.load_state_dict(state, assign=True)
     return model.to(device).eval()

@@ -31,7 +31,7 @@ from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
 from gpt.text.batches import Batches
 from gpt.text.corpus import open_corpus
-from gpt.training.optim import make_optimizer, set_lr
+from gpt.training.optim import make_optimizer
 from gpt.training.prepare import Data, make_data, open_data, tokenized
 from gpt.training.recipe import Recipe, resolve
 from gpt.training.schedule import lr_at
@@ -133,7 +133,7 @@ class Trainer:
         )  # fmt: skip
         torch.manual_seed(recipe.seed)
         self.model = GPT(recipe.model).to(compute.device)
-        self.optimizer = make_optimizer(self.model, recipe.weight_decay)
+        self.optimizer = make_optimizer(self.model, recipe.optimizer, recipe.weight_decay, compute.dtype)
         self.scaler = torch.amp.GradScaler(compute.device.type, enabled=compute.dtype == torch.float16)
         self.batches = Batches(data.train, recipe.model.block_size, recipe.rows, recipe.seed)
         wanted = max(1, EVAL_TOKENS // recipe.model.block_size)
@@ -183,7 +183,7 @@ class Trainer:
         started = time.perf_counter()
         x, y = (torch.from_numpy(a).to(self.compute.device) for a in self.batches.global_batch(state.step))
         lr = lr_at(state.step + 1, peak=recipe.lr, warmup=recipe.warmup, steps=recipe.steps, schedule=recipe.schedule)
-        set_lr(self.optimizer, lr)
+        self.optimizer.set_lr(lr)
         self.model.train()
         total = torch.zeros((), device=self.compute.device)
         for rows in range(0, recipe.rows, recipe.micro_batch):
@@ -193,14 +193,16 @@ class Trainer:
             loss = cross_entropy(logits, y[part]) * (recipe.micro_batch / recipe.rows)
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        self.scaler.unscale_(self.optimizer)
+        for part in self.optimizer.parts:
+            self.scaler.unscale_(part)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip or math.inf))
         value = float(total)
         if not math.isfinite(value) or not (math.isfinite(norm) or self.scaler.is_enabled()):
             self.end_diverged(f"the loss became {value} (gradient norm {norm})", state.step + 1, lr)
-        self.scaler.step(self.optimizer)
+        for part in self.optimizer.parts:
+            self.scaler.step(part)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         state.step += 1
         state.step_seconds += time.perf_counter() - started
         self.emit(events.StepEvent, loss=value, lr=lr, grad_norm=norm, tokens_per_second=self.tokens_per_second())

@@ -1,18 +1,107 @@
-"""The optimizer: AdamW (Loshchilov & Hutter 2019), with decay on matrices alone."""
+"""The optimizers: Muon for the matrices of the blocks with AdamW for the rest, or AdamW for all."""
 
-from torch import nn
-from torch.optim import AdamW
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from gpt.model.decoder import GPT
+
+BETAS = (0.9, 0.95)  # GPT-3's, for AdamW
+MOMENTUM = 0.95
+# Newton–Schulz: x ← a x + b (x xᵀ) x + c (x xᵀ)² x drives all singular values towards 1; these coefficients do it
+# fastest from anywhere in (0, 1], to within [0.7, 1.2] (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+RMS = 0.2  # of an update, before the rate: about AdamW's, so that one rate serves both (Liu et al. 2025, arXiv 2502.16982)
 
 
-def make_optimizer(model: nn.Module, weight_decay: float) -> AdamW:
-    """AdamW with GPT-3's betas (0.9, 0.95), fused in one kernel. Biases and LayerNorms are not decayed."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
+class Muon(Optimizer):
+    """Momentum whose matrices are orthogonalized before each update (Jordan et al. 2024).
+
+    As `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, which takes the matrices one by one; here all of one
+    shape go through the iteration at once, which is several times as fast (benchmarks/RESULTS.md). A group's ``parts``
+    says how many matrices lie below each other in a parameter: 3 for the fused query, key and value.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, weight_decay: float, dtype: torch.dtype) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM, "parts": 1})
+        self.dtype = dtype  # of the iteration
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            grads = [p.grad for p in params]
+            momenta = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in params]
+            torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+            updates = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov's
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            for p, update in zip(params, updates, strict=True):
+                for matrix, part in zip(p.chunk(group["parts"]), update.chunk(group["parts"]), strict=True):
+                    wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
+                    stacks[wide.shape[0], wide.shape[1]].append(
+                        (wide, part if wide is matrix else part.T, group["lr"] * RMS * math.sqrt(max(matrix.shape)))
+                    )
+        for stack in stacks.values():
+            directions = orthogonalize(torch.stack([part.to(self.dtype) for _, part, _ in stack]))
+            for (matrix, _, rate), direction in zip(stack, directions, strict=True):
+                matrix.sub_(direction, alpha=rate)
+
+
+def orthogonalize(x: Tensor) -> Tensor:
+    """The nearest semi-orthogonal matrices, about, of (n, rows, columns) with no more rows than columns."""
+    a, b, c = NEWTON_SCHULZ
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+class Optimizers:
+    """Several optimizers with one learning rate: what the training loop steps, and a checkpoint saves."""
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = list(parts)
+
+    def set_lr(self, lr: float) -> None:
+        """The rate of every group."""
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+
+def make_optimizer(
+    model: GPT, kind: Literal["muon", "adamw"], weight_decay: float, dtype: torch.dtype = torch.float32
+) -> Optimizers:
+    """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas, fused in one kernel; under ``muon`` for all but the matrices
+    of the blocks. Biases, LayerNorms and, under ``muon``, embeddings are not decayed. ``dtype``: of Muon's iteration.
+    """
+    matrices = [p for p in model.h.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() >= 2 and not any(p is m for m in matrices)]
     vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    if kind == "adamw":
+        return Optimizers([_adamw([*others, *matrices], vectors, weight_decay)])
+    fused = [module.c_attn.weight for module in model.modules() if hasattr(module, "c_attn")]
+    single = [m for m in matrices if not any(m is p for p in fused)]
+    groups = [{"params": fused, "parts": 3}, {"params": single}]
+    return Optimizers([Muon(groups, 0.0, weight_decay, dtype), _adamw(others, vectors, 0.0)])
 
 
-def set_lr(optimizer: AdamW, lr: float) -> None:
-    """The rate of every group."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def _adamw(decayed: Sequence[nn.Parameter], others: Sequence[nn.Parameter], weight_decay: float) -> AdamW:
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return AdamW([group for group in groups if group["params"]], lr=0.0, betas=BETAS, eps=1e-8, fused=True)

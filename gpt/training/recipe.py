@@ -26,7 +26,8 @@ class Recipe:
     micro_batch: int  # sequences at once; rows / micro_batch are accumulated
     lr: float
     warmup: int
-    schedule: Literal["cosine", "constant"]
+    optimizer: Literal["muon", "adamw"]
+    schedule: Literal["linear", "cosine", "constant"]
     weight_decay: float
     clip: float
     eval_every: int
@@ -80,6 +81,7 @@ def resolve(
         micro_batch=_micro_batch(config.micro_batch, rows, model, compute),
         lr=preset.lr if config.lr is None else config.lr,
         warmup=min(2000, round(steps / 20)) if config.warmup is None else config.warmup,
+        optimizer=config.optimizer,
         schedule=config.schedule,
         weight_decay=config.weight_decay,
         clip=config.clip,
@@ -105,7 +107,8 @@ def _model(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int, 
         n_head=config.n_head or shape.n_head,
         n_embd=config.n_embd or shape.n_embd,
         dropout=config.dropout or 0.0,
-        positions=config.positions,
+        positions=config.positions or ("rotary" if config.arch == "modern" else "learned"),
+        arch=config.arch,
     )
 
 
