@@ -56,7 +56,9 @@ class GPTConfig:
                 raise UserError(f"{name} is {value!r}; it must lie between {low:g} and {high:g}")
         for name, known in (("positions", get_args(Positions)), ("arch", get_args(Arch))):
             if getattr(self, name) not in known:
-                raise UserError(f'unknown {name} "{getattr(self, name)}"', did_you_mean(str(getattr(self, name)), known))
+                raise UserError(
+                    f'unknown {name} "{getattr(self, name)}"', did_you_mean(str(getattr(self, name)), known)
+                )
         turned = {"sinusoidal": ("n_embd", self.n_embd), "rotary": ("width of a head", self.n_embd // self.n_head)}
         what, width = turned.get(self.positions, ("", 0))
         if width % 2:

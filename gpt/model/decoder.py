@@ -3,8 +3,8 @@
 The architecture is GPT-2's (Radford et al. 2019), which is GPT-3's (Brown et al. 2020): a stack of pre-LayerNorm
 blocks in which each position attends to itself and those before it, with the unembedding tied to the embedding.
 ``arch="modern"`` differs where that reaches a lower loss in the same time (docs/defaults.md): queries and keys are
-normalized (Henry et al. 2020), positions are rotations of them (Su et al. 2021), the MLP has ReLU² (So et al. 2021), and
-linear maps have no biases. Parameters have GPT-2's own names. Shapes: B sequences, T positions, C = n_embd,
+normalized (Henry et al. 2020), positions are rotations of them (Su et al. 2021), the MLP has ReLU² (So et al. 2021),
+and linear maps have no biases. Parameters have GPT-2's own names. Shapes: B sequences, T positions, C = n_embd,
 V = vocab_size, H heads of D = C / H.
 """
 
@@ -179,9 +179,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float,
     """
     T, S = q.size(2), k.size(2)
     if q.device.type == "cpu" and mask is None and T > 1 and torch.is_grad_enabled() and S <= PLAIN_UP_TO:
-        return torch.cat([
-            _attend_plainly(*part, dropout, scale) for part in zip(*(x.split(PLAIN_ROWS) for x in (q, k, v)), strict=True)
-        ])  # fmt: skip
+        rows = [slice(at, at + PLAIN_ROWS) for at in range(0, q.size(0), PLAIN_ROWS)]
+        return torch.cat([_attend_plainly(q[some], k[some], v[some], dropout, scale) for some in rows])
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=T > 1 and mask is None, scale=scale
     )

@@ -45,8 +45,8 @@ def is_gpt2(config: GPTConfig) -> bool:
 
 
 def to_hf_config(config: GPTConfig, eot: int) -> dict[str, Any]:
-    """``config.json``, for `transformers.GPT2LMHeadModel` where it is a GPT-2. A sine table is stored as ``wpe``, like a
-    learned one."""
+    """``config.json``, for `transformers.GPT2LMHeadModel` where it is a GPT-2. A sine table is stored as ``wpe``, as a
+    learned one is."""
     values = {theirs: getattr(config, ours) for ours, theirs in _NAMES.items()}
     if not is_gpt2(config):
         own = {"arch": config.arch, "positions": config.positions, "dropout": config.dropout}
@@ -138,5 +138,7 @@ def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
         }  # fmt: skip
         shapes |= {f"h.{layer}.{name}": shape for name, shape in block.items()}
     if config.arch == "modern":  # its linear maps have no biases
-        shapes = {name: shape for name, shape in shapes.items() if not name.endswith(("attn.bias", "proj.bias", "fc.bias"))}
+        shapes = {
+            name: shape for name, shape in shapes.items() if not name.endswith(("attn.bias", "proj.bias", "fc.bias"))
+        }
     return shapes | {"ln_f.weight": (c,), "ln_f.bias": (c,)}

@@ -193,14 +193,14 @@ class Trainer:
             loss = cross_entropy(logits, y[part]) * (recipe.micro_batch / recipe.rows)
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        for part in self.optimizer.parts:
-            self.scaler.unscale_(part)
+        for optimizer in self.optimizer.parts:
+            self.scaler.unscale_(optimizer)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip or math.inf))
         value = float(total)
         if not math.isfinite(value) or not (math.isfinite(norm) or self.scaler.is_enabled()):
             self.end_diverged(f"the loss became {value} (gradient norm {norm})", state.step + 1, lr)
-        for part in self.optimizer.parts:
-            self.scaler.step(part)
+        for optimizer in self.optimizer.parts:
+            self.scaler.step(optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
         state.step += 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from gpt.model.decoder import GPT
+from gpt.model.decoder import GPT, Attention
 
 BETAS = (0.9, 0.95)  # GPT-3's, for AdamW
 MOMENTUM = 0.95
@@ -17,7 +17,8 @@ MOMENTUM = 0.95
 # fastest from anywhere in (0, 1], to within [0.7, 1.2] (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-RMS = 0.2  # of an update, before the rate: about AdamW's, so that one rate serves both (Liu et al. 2025, arXiv 2502.16982)
+# Of an update, before the rate: about AdamW's, so that one rate serves both (Liu et al. 2025, arXiv 2502.16982).
+RMS = 0.2
 
 
 class Muon(Optimizer):
@@ -96,9 +97,9 @@ def make_optimizer(
     vectors = [p for p in model.parameters() if p.dim() < 2]
     if kind == "adamw":
         return Optimizers([_adamw([*others, *matrices], vectors, weight_decay)])
-    fused = [module.c_attn.weight for module in model.modules() if hasattr(module, "c_attn")]
+    fused = [module.c_attn.weight for module in model.modules() if isinstance(module, Attention)]
     single = [m for m in matrices if not any(m is p for p in fused)]
-    groups = [{"params": fused, "parts": 3}, {"params": single}]
+    groups: list[dict[str, Any]] = [{"params": fused, "parts": 3}, {"params": single}]
     return Optimizers([Muon(groups, 0.0, weight_decay, dtype), _adamw(others, vectors, 0.0)])
 
 
