@@ -79,7 +79,7 @@ class Corpus:
 
     def identity(self) -> str:
         """A sum over what there is to read."""
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(f"{self.own_from}\n".encode())
         for source in self.sources:
             digest.update((json.dumps([source.name, source.size]) + "\n").encode())
         return digest.hexdigest()

@@ -137,7 +137,7 @@ def _standard_input() -> Source:
 def _spooled(name: str, stream: BinaryIO) -> Source:
     """A stream that can be read once, on the disk from now on, where it can be read again and again."""
     copy = _Copy(spool(Stream(stream, lambda error: UserError(f"cannot read {name}: {reason(error)}")), in_memory=0))
-    return Source(name, copy.size, 0, copy.open)
+    return Source(name, copy.size, 0, copy.open, passing=True)
 
 
 class _Copy:

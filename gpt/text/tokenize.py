@@ -157,11 +157,10 @@ def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listene
             f"{out} is there already", "give another --out; where it was not finished, --resume goes on with it"
         )
     corpus = open_corpus(texts, config, listen)
-    if (out / MANIFEST).exists():
-        slices.check_finished(out, corpus, config.share)
-        return TokenFolder(out)
     if out.exists():
-        tokenizer = slices.begun_tokenizer(out, corpus)
+        tokenizer = slices.check_begun(out, corpus, config.share)
+        if (out / MANIFEST).exists():
+            return TokenFolder(out)
     else:
         tokenizer = tokenizer_for(corpus, config, lambda text: listen(events.Note(text)))
     return tokenize(corpus, tokenizer, out, config.jobs, config.share, listen)
@@ -185,21 +184,27 @@ def tokenize(
     i, n = share or (1, 1)
     mine = range(i - 1, len(corpus.groups), n)
     begun = out.exists()
-    done = slices.read_progress(out, about, corpus) if begun else Done()
-    items = _items(corpus, mine, done, tokenizer.pattern, listen)
-    with Encoders(tokenizer, _jobs(jobs, corpus)) as encoders, StopSignal() as stop:
+    with contextlib.ExitStack() as held:
+        if begun:
+            held.enter_context(slices.locked(out))
+        done = slices.read_progress(out, about) if begun else Done()
+        items = _items(corpus, mine, done, tokenizer.pattern, listen)
+        encoders = held.enter_context(Encoders(tokenizer, _jobs(jobs, corpus)))
+        stop = held.enter_context(StopSignal())
         stream = encoders.encode(items)
         first = list(islice(stream, 1))  # the processes go on while the folder is made
         if not begun:
             _check_room(corpus, first, len(mine) / len(corpus.groups), out, listen)
             slices.begin(out, about, corpus, tokenizer)
+            held.enter_context(slices.locked(out))
         writer = slices.Writer(out, tokenizer.vocab_size, done)
         for mark, encoded in chain(first, stream):
             writer.add(mark, encoded)
             if stop.signum is not None:
-                finished = f"{len(done.lines):,} slice{'s are' if len(done.lines) != 1 else ' is'} finished in {out}"
+                count = len(done.lines())
+                finished = f"{count:,} slice{'s are' if count != 1 else ' is'} finished in {out}"
                 raise Interrupted(stop.signum, f"interrupted; {finished}: go on with --resume")
-    slices.finish(out, about, done)
+        slices.finish(out, about, done)
     return TokenFolder(out)
 
 
