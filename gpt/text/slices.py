@@ -241,8 +241,10 @@ def read_progress(out: Path, about: Mapping[str, Any]) -> Done:
     if any(begun["about"]["reading"].get(key) != about["reading"][key] for key in _FOR_BAD_TEXT):
         done.groups = {group: lines for group, lines in done.groups.items() if done.whole(group)}
         dropped = True
-    for path in out.glob(".tmp-*"):
-        path.unlink(missing_ok=True)
+    recorded = {shard["file"] for line in done.lines() for shard in line["shards"]}
+    for path in [*out.glob(".tmp-*"), *out.glob("*.ids")]:
+        if path.name not in recorded:
+            path.unlink(missing_ok=True)
     if dropped:
         first = {"about": about, "sources": begun["sources"]}
         with disk_errors(out):
