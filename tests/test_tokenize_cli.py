@@ -1,6 +1,7 @@
 """``gpt tokenize`` and ``gpt data show`` of what it made: what is printed and what is refused."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,20 @@ def test_held_out_text_is_not_trained_on(gpt: Gpt, texts: Path) -> None:
     assert (done.code, "nothing is left to train on" in done.err) == (2, True)
     tokenize(gpt, "my texts", "my texts/a.txt", "-o", "once")
     assert TokenFolder("once").bytes == sum(path.stat().st_size for path in texts.iterdir())
+
+
+def test_folders_that_are_left_out_are_said(gpt: Gpt, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(texts, "locked").mkdir()
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if str(path).endswith("locked"):  # some are descriptors
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    done = tokenize(gpt, "my texts", "-o", "tokens", "--skip-bad")
+    assert "left out, since nobody may look at them: 1; cannot read the folder my texts/locked" in done.err
 
 
 def test_tokens_are_not_tokenized_again(gpt: Gpt, texts: Path) -> None:

@@ -106,6 +106,8 @@ def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lam
         own = words.find([config.val_text], skipped, on_bytes)
     elif config.val_fraction == TextConfig.val_fraction:
         own = words.published(texts, on_bytes)
+    if skipped is not None and skipped.count:
+        listen(events.Note(f"left out, since nobody may look at them: {skipped.count:,}; {skipped.examples[0]}"))
     found_sources = _without(found_sources, own, listen)
     found = survey(found_sources, reading)
     if not found.documents or not found.bytes:
