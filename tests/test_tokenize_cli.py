@@ -52,9 +52,10 @@ def test_nothing_to_train_on_is_said(gpt: Gpt, texts: Path) -> None:
     Path("small.jsonl").write_text('{"text": ""}\n{"text": "x"}\n')
     tokenize(gpt, "small.jsonl", "-o", "tokens", "--val-fraction", "0")
     manifest = Path("tokens/manifest.json")
-    manifest.write_text(
-        json.dumps(json.loads(manifest.read_text()) | {"train": {"tokens": 0, "bytes": 0, "documents": 0}})
-    )
+    values = json.loads(manifest.read_text())
+    values["train"], values["val"] = values["val"], values["train"]
+    values["shards"] = [s | {"side": "val", "file": s["file"].replace("train", "val")} for s in values["shards"]]
+    manifest.write_text(json.dumps(values))
     shown = gpt("data", "show", "tokens").out
     assert "gpt train" not in shown
     assert "nothing to train on" in shown
