@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from gpt.errors import UserError
+from gpt.errors import UserError, did_you_mean
+from gpt.files import reading
 
 from . import progress, render, render_data, render_tokens
 from .options import Json, Quiet, option
@@ -42,13 +43,20 @@ def show(
     """Show all about a corpus: its files, their sums, where they lie or will; or about a folder of tokens."""
     from gpt.text import catalogue
 
-    if not Path(name).is_dir():
+    with reading(Path(name)):
+        is_folder = Path(name).is_dir()
+    if not is_folder:
         if verify:
             raise UserError(f"{name} is no folder of tokens", "--verify compares the sums of what gpt tokenize made")
+        if name not in _names():
+            raise UserError(f'there is no corpus "{name}", and no folder of that name', did_you_mean(name, _names()))
         render_data.corpus(catalogue.corpus(name), json)
         return
     from gpt.text import tokens
 
+    with reading(Path(name)):
+        if not tokens.is_token_folder(name):
+            raise UserError(f"{name} is no folder of tokens", "make one: gpt tokenize TEXT -o DIR")
     folder = tokens.TokenFolder(name)
     if verify:
         with progress.Bar("compared", "tokens", quiet) as bar:

@@ -1,7 +1,9 @@
 """What is printed of token folders."""
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -33,7 +35,9 @@ def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
     if as_json:
         render.json_line({"path": str(folder.path), **folder.manifest, "verified": verified})
         return
-    tokens(folder)
+    console = render.stdout()
+    console.print(Text.assemble(("folder  ", "bold"), str(folder.path)))
+    _sides(folder, console)
     manifest = folder.manifest
     by = {
         "end": "the end of the text is held out",
@@ -54,16 +58,20 @@ def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
     for key, value in rows.items():
         if value:
             table.add_row(Text(key, "bold"), Text(value))
-    render.stdout().print(table)
+    console.print(table)
+    _next(folder, console)
 
 
-def tokens(folder: "TokenFolder", seconds: float | None = None) -> None:
+def tokens(folder: "TokenFolder", seconds: float) -> None:
     """The end of ``gpt tokenize``, and of what makes such folders."""
     console = render.stdout()
-    took = ""
-    if seconds is not None:
-        took = f"  ({format_seconds(seconds)}, {folder.bytes / 1e6 / max(seconds, 1e-9):,.1f} MB/s)"
+    took = f"  ({format_seconds(seconds)}, {folder.bytes / 1e6 / max(seconds, 1e-9):,.1f} MB/s)"
     console.print(Text.assemble(("saved  ", "bold"), f"{folder.path}{took}"))
+    _sides(folder, console)
+    _next(folder, console)
+
+
+def _sides(folder: "TokenFolder", console: Console) -> None:
     for side, what in (("train", "train  "), ("val", "val    ")):
         counts = folder.manifest[side]
         console.print(
@@ -73,4 +81,13 @@ def tokens(folder: "TokenFolder", seconds: float | None = None) -> None:
                 f"document{'s' * (counts['documents'] != 1)}",
             )
         )
-    console.print(Text.assemble(("train on it  ", "bold"), f"gpt train {folder.path}"))
+
+
+def _next(folder: "TokenFolder", console: Console) -> None:
+    """The command that takes the folder, or why none does."""
+    if folder.manifest["part"]:
+        console.print(Text.assemble(("join the parts  ", "bold"), "gpt data merge PART... -o DIR"))
+    elif folder.manifest["train"]["tokens"]:
+        console.print(Text.assemble(("train on it  ", "bold"), f"gpt train {shlex.quote(str(folder.path))}"))
+    else:
+        console.print("there is nothing to train on: all of the text is held out")

@@ -1,5 +1,6 @@
 """How vocabularies and text are printed, beside `cli.render`."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,7 +44,7 @@ def learnt(tokenizer: "Tokenizer", out: Path, sampled: int, total: int, seconds:
     sample = f"{sampled:,} bytes" if sampled == total else f"{sampled:,} of {total:,} bytes"
     line = f"{out}  ({tokenizer.vocab_size:,} ids from {sample} in {format_seconds(seconds)})"
     console.print(Text.assemble(("saved  ", "bold"), line))
-    console.print(Text.assemble(("more   ", "bold"), f"gpt tokenizer show {out}"))
+    console.print(Text.assemble(("more   ", "bold"), f"gpt tokenizer show {shlex.quote(str(out))}"))
 
 
 def vocabulary(tokenizer: "Tokenizer", longest: int, used: "Usage | None", as_json: bool) -> None:

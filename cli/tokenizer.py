@@ -9,6 +9,7 @@ import typer
 
 from gpt.config import LearnConfig, ReadConfig
 from gpt.errors import UserError
+from gpt.files import check_new
 
 from . import progress, render, render_vocabulary
 from .options import Json, Quiet, given_text, option, takes
@@ -41,7 +42,7 @@ def train(
         raise UserError("where should the tokenizer go?", "name a new folder: gpt tokenizer train TEXT... -o DIR")
     from gpt.text import corpus, tokenizer_files
 
-    tokenizer_files.refuse_existing(out)
+    check_new(out, tokenizer_files.NEW)
     with progress.TrainDisplay(quiet) as display:
         learnt, sample = corpus.learn(text, settings, special or (), display)
     tokenizer_files.save_tokenizer(learnt, out)

@@ -17,8 +17,8 @@ from gpt.errors import UserError, did_you_mean
 from gpt.evaluate import Encoded, Evaluation, OnWindow, evaluate
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, folder
-from gpt.text.corpus import open_corpus
-from gpt.text.tokenize import Listener, tokenize
+from gpt.text.corpus import Listener, open_corpus
+from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokens import SIDES, TokenFolder
 from gpt.training import loop

@@ -4,10 +4,12 @@ And what every room asks of a file: JSON that may be damaged, a sum, an error of
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -52,11 +54,11 @@ def sync_folder(path: Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; `UserError` where there is none, it is huge, or it is something else."""
     try:
-        if path.stat().st_size > JSON_LIMIT:
-            raise UserError(f"{path} has {path.stat().st_size:,} bytes: far more than such a file needs")
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+        with reading(path):
+            size = path.stat().st_size
+            if size > JSON_LIMIT:
+                raise UserError(f"{path} has {size:,} bytes: far more than such a file needs")
+            value = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         raise UserError(f"{path} is damaged: it is not JSON") from None
     if not isinstance(value, dict):
@@ -70,18 +72,39 @@ def to_json(values: Mapping[str, Any]) -> bytes:
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turns what the system says of a write below ``path`` into a `WorkError`."""
+def reading(path: Path) -> Iterator[None]:
+    """Turns what the system says of reading ``path``, or what lies below it, into a `UserError`."""
     try:
         yield
     except OSError as error:
-        free = ""
-        with contextlib.suppress(OSError):
-            free = f"; {shutil.disk_usage(path if path.exists() else path.parent).free / 1e6:,.0f} MB are free there"
-        raise WorkError(
-            f"cannot write {path}: {error.strerror or error}{free}",
-            "make room, or give another place with --out; checkpoints saved before, if any, are whole",
-        ) from None
+        said = f"cannot read {error.filename or path}: {error.strerror or error}"
+        raise UserError(said, "look at its permissions" if isinstance(error, PermissionError) else "") from None
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path, kept: str = "") -> Iterator[None]:
+    """Turns what the system says of a write below ``path`` into a `WorkError`. ``kept``: what is whole all the same."""
+    try:
+        yield
+    except OSError as error:
+        hint, free = "give another place with --out", ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = f"make room, or {hint}"
+            with contextlib.suppress(OSError):
+                space = shutil.disk_usage(path if path.exists() else path.parent).free
+                free = f"; {space / 1e6:,.0f} MB are free there"
+        said = f"cannot write {path}: {error.strerror or error}{free}"
+        raise WorkError(said, f"{hint}; {kept}" if kept else hint) from None
+
+
+def check_new(path: Path, hint: str) -> None:
+    """Raises `UserError` where something of that name is there, a link to nowhere too, and `WorkError` where no folder
+    can be made there: before the work, not after it."""
+    with disk_errors(path):
+        if path.exists() or path.is_symlink():
+            raise UserError(f"{path} is there already; nothing is overwritten", hint)
+        nearest = next(folder for folder in path.absolute().parents if folder.exists())
+        tempfile.TemporaryDirectory(prefix=".tmp-", dir=nearest).cleanup()
 
 
 @contextlib.contextmanager

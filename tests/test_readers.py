@@ -257,6 +257,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "short row": ("x.csv", b'n,text\n1,"\n"\n2\n', 'x.csv, line 4: 1 fields, and "text" is number 2'),
     "csv latin-1": ("x.csv", b"n,text\n\xe9,a\n1,\xe9\n", "x.csv, line 3: not UTF-8: byte 0xe9"),
     "csv zero": ("x.csv", b"text\n\0\n", "x.csv, line 2: a zero byte"),
+    "csv quote": ("x.csv", b'n,text\n1,a\n2,"b\n3,c\n', "x.csv, line 3: a quote is never closed"),
     "csv mac": ("x.csv", b"text\ra\rb", "x.csv, line 1: new-line character"),
     "no parquet": ("x.parquet", b"hello", "x.parquet is damaged: "),
     "parquet cut": ("x.parquet", parquet(["a"])[:-1], "x.parquet is damaged: "),
@@ -336,6 +337,9 @@ def test_long_records_end_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read("x.jsonl", long, skip_bad=True) == ["a", "c"]
     with pytest.raises(UserError, match="x.csv, line [0-9]+: longer than 1,000 bytes"):
         read("x.csv", table(["a", "b\n" * 3000, "c"], ","))
+    row = "text\n" + '"' + ",".join(['b\n"', '"'] * 300) + '"\n'  # of many short lines and fields
+    with pytest.raises(UserError, match="x.csv, line [0-9]+: longer than 1,000 bytes"):
+        read("x.csv", row.encode())
     assert csv.field_size_limit() == limit
 
 

@@ -42,6 +42,25 @@ def test_files_and_folders_in_order(workdir: Path) -> None:
     assert texts(pickle.loads(pickle.dumps(found))) == texts(found)  # processes may share the work
 
 
+def test_each_file_is_read_once(workdir: Path) -> None:
+    tree(workdir, "b/1.txt", "b/2.txt")
+    Path("link").symlink_to("b/1.txt")
+    Path("b/3.txt").symlink_to("2.txt")
+    for asked in (["b", "b/1.txt"], ["b", "./b", "link"], ["b/*.txt", str(workdir / "b")]):
+        assert len(texts(sources.find(asked))) == 2, asked
+    assert len(sources.find(["link", "b"])) == 2
+
+
+def test_folders_of_tokens_are_left_out(workdir: Path) -> None:
+    tree(workdir, "a.txt", "whole/manifest.json", "whole/tokenizer.tiktoken", "whole/x.ids", "site/manifest.json")
+    tree(workdir, "runs/a/tokens/progress.jsonl", "runs/a/tokens/tokenizer.tiktoken", "runs/a/run.json")
+    names = ["a.txt", "runs/a/run.json", "site/manifest.json"]
+    assert [source.name for source in sources.find(["."])] == names
+    with pytest.raises(UserError, match="whole is tokenized already") as error:
+        sources.find(["whole"])
+    assert "gpt train whole" in error.value.hint
+
+
 def test_patterns(workdir: Path) -> None:
     tree(workdir, "t/b.txt", "t/a.txt", "t/c.md", "t/.d.txt", "t/sub/e.txt", "t/sub/.f/g.txt", "odd[1].txt", "pydocs")
 
@@ -117,6 +136,25 @@ def test_files_that_cannot_be_looked_at_are_counted(workdir: Path, monkeypatch: 
     skipped = Skipped()
     assert [source.name for source in sources.find(["t"], skipped)] == ["t/b"]
     assert (skipped.count, skipped.examples) == (1, ["cannot read t/a: Permission denied"])
+
+
+def test_folders_that_cannot_be_listed_are_counted(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree(workdir, "t/a/1", "t/b/2")
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if path.endswith("a"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    for text in ("t", "t/*"):
+        with pytest.raises(UserError, match="cannot read the folder t/a: Permission denied") as error:
+            sources.find([text])
+        assert "--skip-bad" in error.value.hint
+        skipped = Skipped()
+        assert [source.name for source in sources.find([text], skipped)] == ["t/b/2"]
+        assert skipped.count == 1
 
 
 def test_names_of_runs(workdir: Path) -> None:

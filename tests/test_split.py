@@ -65,7 +65,20 @@ def test_many_documents_go_by_hash() -> None:
     assert set(held_out) <= set(more_held_out)  # adding documents moves none
     assert set(train) <= set(more_train)
     assert len(split_texts(some, 1e-9, 7)[1]) == 1  # never nothing
+    assert len(split_texts(some, 1 - 1e-9, 7)[0]) == 1  # never everything
     assert set(split_texts(some, 0.1, 8)[1]) != set(held_out)
+
+
+@pytest.mark.parametrize("fraction", [0.02, 0.1, 0.9])
+def test_neither_side_is_empty_where_documents_are_alike(fraction: float) -> None:
+    for seed in range(5):
+        train, held_out = split_texts(["one"] * 150 + ["two"] * 150, fraction, seed)
+        assert {*train, *held_out} == {"one", "two"}
+        assert len(train) == len(held_out) == 150
+    with pytest.raises(UserError, match="all documents are alike in their first 65,536 characters") as error:
+        split_texts(["one"] * 300, fraction)
+    assert "--val-text" in error.value.hint
+    assert split_texts(["one"] * 300, 0) == (["one"] * 300, [])
 
 
 def test_a_document_in_pieces_goes_one_way() -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -326,7 +327,7 @@ def test_what_has_changed_is_noticed(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "b3.md").replace(copy / "b3.md")
     finished = contents(make(copy, out, resume=True).path)
     assert contents(make(copy, out, resume=True).path) == finished  # finished: nothing is done
-    with pytest.raises(UserError, match="is finished, and was made with another split"):
+    with pytest.raises(UserError, match="was begun with another split"):
         make(copy, out, resume=True, seed=2)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
@@ -353,7 +354,129 @@ def test_bad_text_leaves_what_is_finished_and_can_be_let_through(texts: Path, tm
     assert skipped.documents == whole.documents - 1
 
 
+@pytest.mark.usefixtures("small")
+def test_a_lost_shard_is_made_again_with_all_after_it(texts: Path, tmp_path: Path) -> None:
+    expected = contents(make(texts, tmp_path / "whole").path)
+    records = TokenFolder(tmp_path / "whole").shards
+    group = max({shard.group for shard in records}, key=lambda g: max(s.slice for s in records if s.group == g))
+    assert sum(shard.group == group and shard.side == "train" for shard in records) > 3
+    out = tmp_path / "out"
+    for lost in (f"train-{group:05d}-00000.ids", f"train-{group:05d}-00001.ids"):
+        shutil.rmtree(out, ignore_errors=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(slices, "finish", _stop)
+            with pytest.raises(Stop):
+                make(texts, out)
+            (out / lost).write_bytes((out / lost).read_bytes()[:-2])
+            patch.setattr(slices.Writer, "_write", _failing_at(1))
+            with pytest.raises(Stop):
+                make(texts, out, resume=True)
+        assert contents(make(texts, out, resume=True).path) == expected
+
+
+def _stop(*_: object) -> None:
+    raise Stop
+
+
+@pytest.mark.usefixtures("small")
+def test_one_process_at_a_time(texts: Path, tmp_path: Path, script: list[str]) -> None:
+    out = tmp_path / "out"
+    command = [*script, str(texts), "-o", str(out), "--vocab-size", "400", "--jobs", "1", "-q", "--resume"]
+
+    def second(self: slices.Writer, mark: items.Mark) -> None:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert f"error: another process is writing {out}" in done.stderr
+        raise Stop
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(slices.Writer, "_write", second)
+        make(texts, out)
+    assert subprocess.run(command, check=False).returncode == 0
+    assert not (out / ".lock").exists()
+
+
+@pytest.mark.usefixtures("small")
+def test_settings_for_bad_text_may_only_become_milder(texts: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "texts"
+    copy.mkdir()
+    (copy / "one.txt").write_bytes(make_text(60_000).encode() + b"\xff")
+    (copy / "two.txt").write_bytes(make_text(3000, seed=1).encode())
+    settings_ = {"tokenizer": "bytes", "vocab_size": None, "val_fraction": 0.0}
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match=r"one\.txt is not UTF-8"):
+        make(copy, out, **settings_)
+    assert _lines(out) > 1  # what came before the wrong byte
+    resumed = make(copy, out, resume=True, skip_bad=True, **settings_)
+    assert contents(resumed.path) == contents(make(copy, tmp_path / "whole", skip_bad=True, **settings_).path)
+    with pytest.raises(UserError, match="was begun with skip_bad True, now False"):
+        make(copy, out, resume=True, **settings_)
+
+
+def test_a_finished_folder_is_not_taken_for_another(texts: Path, tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("one text")
+    args = {"tokenizer": "bytes", "vocab_size": None}
+    make(book, tmp_path / "out", **args)
+    with pytest.raises(UserError, match="was begun with field 'text', now 'body'"):
+        make(book, tmp_path / "out", resume=True, field="body", **args)
+    time.sleep(0.01)
+    book.write_text("two text")
+    with pytest.raises(UserError, match="has changed since"):
+        make(book, tmp_path / "out", resume=True, **args)
+    mine = make(texts, tmp_path / "mine", val_fraction=0.2).path
+    args = {"tokenizer": str(mine), "vocab_size": None}
+    make(texts, tmp_path / "other", **args)
+    shutil.rmtree(mine)
+    make(texts, mine, vocab_size=300)
+    with pytest.raises(UserError, match="was begun with another tokenizer"):
+        make(texts, tmp_path / "other", resume=True, **args)
+
+
+def test_standard_input_is_not_gone_on_with(gpt: Callable[..., Done], workdir: Path) -> None:
+    assert gpt("tokenize", "-", "-o", "out", "--tokenizer", "bytes", "--resume", stdin=b"some text").code == 0
+    done = gpt("tokenize", "-", "-o", "out", "--tokenizer", "bytes", "--resume", stdin=b"same size")
+    assert done.code == 2
+    assert "stdin cannot be compared with what it was made from" in done.err
+
+
 # Parts
+
+
+@pytest.mark.usefixtures("small")
+def test_parts_of_different_texts_are_not_joined(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    args = {"tokenizer": "bytes", "vocab_size": None}
+    for number in range(3):
+        (texts / f"{number}.txt").write_text(make_text(4000, seed=number))
+    (texts / "1.txt").write_text("x" * (texts / "0.txt").stat().st_size)
+    names = [str(texts / f"{number}.txt") for number in range(3)]
+
+    def part(texts: list[str], number: int, **settings_: object) -> Path:
+        out = tmp_path / f"part{len(list(tmp_path.iterdir()))}"
+        config = TokenizeConfig(**{"out": str(out), "part": f"{number}/2", **args, **settings_})  # type: ignore
+        return tokenize_texts(texts, config).path
+
+    first = part(names[:2], 1, val_text=names[2])
+    with pytest.raises(UserError, match="not parts of one corpus: their corpus differs"):
+        tokens.merge([first, part(names[:1], 2, val_text=str(texts / "[12].txt"))], tmp_path / "merged")
+    second = part(names[:2], 2, val_text=names[2])
+    shard = TokenFolder(second).shards[0]
+    (second / shard.file).write_bytes((second / shard.file).read_bytes()[:100])
+    with pytest.raises(UserError, match=re.escape(shard.file)):
+        tokens.merge([first, second], tmp_path / "merged")
+    second = part(names[:2], 2, val_text=names[2])
+    (second / "notes").mkdir()
+    manifest = json.loads((second / tokens.MANIFEST).read_text())
+    assert tokens.merge([second, first], tmp_path / "merged").tokens
+    shard = TokenFolder(first).shards[0]
+    manifest["shards"][0] |= {"file": shard.file, "group": shard.group, "slice": shard.slice, "side": shard.side}
+    (second / tokens.MANIFEST).write_text(json.dumps(manifest))
+    before = contents(first)
+    with pytest.raises(UserError, match="two of the parts have the same shards|is damaged|is not what"):
+        tokens.merge([first, second], tmp_path / "other")
+    assert contents(first) == before
 
 
 @pytest.mark.usefixtures("small")
@@ -450,7 +573,7 @@ def test_damaged_folders_are_refused(texts: Path, tmp_path: Path) -> None:
         damaged("manifest.json", lambda data: data.replace(b'"format": 1', b'"format": 9', 1))
     with pytest.raises(UserError, match="is not JSON"):
         damaged("manifest.json", lambda data: data[:-9])
-    with pytest.raises(UserError, match="outside its folder"):
+    with pytest.raises(UserError, match="is damaged"):
         damaged("manifest.json", lambda data: data.replace(shard.encode(), b"../" + shard.encode()))
     with pytest.raises(UserError, match=r"sources\.jsonl is damaged"):
         damaged("sources.jsonl", lambda data: data.replace(b"a.txt", b"x.txt")).verify()

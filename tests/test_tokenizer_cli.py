@@ -1,6 +1,7 @@
 """``gpt tokenizer``: what it prints, writes and refuses. (Wrong words: tests/test_cli.py.)"""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -61,6 +62,56 @@ def test_train_from_a_sample(gpt: Gpt, book: Path) -> None:
     assert 4000 < values["sampled_bytes"] <= 5000 < values["bytes"]
     shown = gpt("tokenizer", "train", book, "-o", "other", "--sample-bytes", "5000").out
     assert f"{values['sampled_bytes']:,} of {values['bytes']:,} bytes" in shown
+
+
+def test_what_is_refused_before_the_work(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for special in ("\udcff", "", "<|endoftext|>"):
+        done = gpt("tokenizer", "train", "nowhere.txt", "-o", "v2", "--special", special)
+        assert (done.code, "special token" in done.err) == (2, True), done.err
+    monkeypatch.setattr("gpt.text.corpus.open_corpus", None)
+    Path("link").symlink_to("nowhere")
+    for command in (["tokenizer", "train"], ["tokenize"]):
+        done = gpt(*command, book, "-o", "book.txt/x")
+        assert (done.code, "cannot write book.txt/x: Not a directory" in done.err) == (1, True)
+        assert "checkpoints" not in done.err
+        assert "free" not in done.err
+        done = gpt(*command, book, "-o", "link")
+        assert (done.code, "link is there already" in done.err) == (2, True)
+
+
+def test_what_may_not_be_read_or_written_is_named(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learn(gpt, book)
+    mkdir, stat = os.mkdir, Path.stat
+
+    def no_mkdir(path: str, *args: int) -> None:
+        if "locked" in str(path):
+            raise PermissionError(13, "Permission denied", path)
+        mkdir(path, *args)
+
+    def no_stat(path: Path, **kwargs: bool) -> os.stat_result:
+        if path.parent.name == "lk":
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **kwargs)
+
+    Path("locked").mkdir()
+    Path("lk").mkdir()
+    monkeypatch.setattr(os, "mkdir", no_mkdir)
+    monkeypatch.setattr(Path, "stat", no_stat)
+    for command in (["tokenizer", "train"], ["tokenize"]):
+        for out in ("locked/x", "lk/x"):
+            done = gpt(*command, book, "-o", out)
+            assert (done.code, f"cannot write {out}: Permission denied" in done.err) == (1, True), done.err
+    for command in (["tokenizer", "show"], ["data", "show"], ["train"]):
+        done = gpt(*command, "lk/v")
+        assert (done.code, "cannot read lk/v" in done.err) == (2, True), done.err
+        assert "permissions" in done.err
+
+    def no_bytes(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", no_bytes)
+    done = gpt("tokenizer", "show", "vocab")
+    assert (done.code, "cannot read vocab/gpt.json: Permission denied" in done.err) == (2, True), done.err
 
 
 def test_show(gpt: Gpt, book: Path) -> None:

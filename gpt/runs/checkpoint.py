@@ -55,7 +55,7 @@ def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str,
         folder.META: to_json(own),
         "model.safetensors": to_safetensors(_to_hf(model), metadata={"format": "pt"}),
     }
-    with disk_errors(target), whole_folder(target) as beside:
+    with disk_errors(target, folder.KEPT), whole_folder(target) as beside:
         for name, data in files.items():
             write_file(beside / name, data)
         folder.write_sums(beside)

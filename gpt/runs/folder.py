@@ -16,6 +16,7 @@ from gpt.files import file_sum, read_json, to_json, write_file
 RUNS = "runs"
 CHECKSUMS = "checksums.json"
 META = "gpt.json"
+KEPT = "checkpoints saved before, if any, are whole"
 _STEP = re.compile(r"step-(\d{6,12})")
 _PART = re.compile(r"(.+):(best|latest|step-\d+)")
 

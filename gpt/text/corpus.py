@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from gpt import events
@@ -13,8 +14,10 @@ from gpt.text import sources as words
 from gpt.text.readers import Reader
 from gpt.text.source import Piece, Skipped, Source
 from gpt.text.split import Halved, Split, Spread, Survey, plan_split, survey
-from gpt.text.tokenizer import Tokenizer, auto_vocab_size, learn_tokenizer, learn_tokenizer_up_to
+from gpt.text.tokenizer import Tokenizer, auto_vocab_size, check_specials, learn_tokenizer, learn_tokenizer_up_to
 from gpt.text.tokenizer_files import make_tokenizer
+
+Listener = Callable[[events.Note | events.Progress], None]
 
 GROUP_BYTES = 2**26  # of sources, as stored, that make a group; a larger source is one by itself
 
@@ -33,7 +36,7 @@ class Corpus:
     split: Split
     found: Survey
 
-    @property
+    @cached_property
     def groups(self) -> list[range]:
         """Sources that are read one after the other and whose ids share files. They depend on nothing else."""
         groups: list[range] = []
@@ -79,16 +82,15 @@ class Corpus:
 
     def identity(self) -> str:
         """A sum over what there is to read."""
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(f"{self.own_from}\n".encode())
         for source in self.sources:
             digest.update((json.dumps([source.name, source.size]) + "\n").encode())
         return digest.hexdigest()
 
 
-def open_corpus(
-    texts: Sequence[str], config: TextConfig, listen: Callable[[events.Progress], None] = lambda event: None
-) -> Corpus:
-    """Finds the sources and decides the split. ``listen`` hears how far a corpus is fetched.
+def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lambda event: None) -> Corpus:
+    """Finds the sources and decides the split: what is held out as a text of its own is not trained on. ``listen``
+    hears of that, and how far a corpus is fetched.
 
     Raises `UserError` for anything that is no text, or too short.
     """
@@ -104,6 +106,9 @@ def open_corpus(
         own = words.find([config.val_text], skipped, on_bytes)
     elif config.val_fraction == TextConfig.val_fraction:
         own = words.published(texts, on_bytes)
+    if skipped is not None and skipped.count:
+        listen(events.Note(f"left out, since nobody may look at them: {skipped.count:,}; {skipped.examples[0]}"))
+    found_sources = _without(found_sources, own, listen)
     found = survey(found_sources, reading)
     if not found.documents or not found.bytes:
         what = f"{texts[0]} is empty" if len(texts) == 1 else f"all of {', '.join(texts)} is empty"
@@ -115,13 +120,27 @@ def open_corpus(
     )
 
 
+def _without(sources: list[Source], own: Sequence[Source], listen: Listener) -> list[Source]:
+    """The sources that are not held out as a text of their own."""
+    held_out = {words.place(source) for source in own}
+    kept = [source for source in sources if words.place(source) not in held_out]
+    if not kept:
+        raise UserError("all of the text is in --val-text: nothing is left to train on", "hold out another text")
+    if len(kept) < len(sources):
+        count = len(sources) - len(kept)
+        what = f"{count:,} file{'s' * (count != 1)} of --val-text {'are' if count != 1 else 'is'} among the text"
+        listen(events.Note(f"{what}: held out, not trained on"))
+    return kept
+
+
 def learn(
     texts: Sequence[str],
     config: LearnConfig,
     specials: Sequence[str] = (),
-    listen: Callable[[events.Progress], None] = lambda event: None,
+    listen: Listener = lambda event: None,
 ) -> tuple[Tokenizer, Spread]:
     """A vocabulary learnt from all of the texts, and what of them it was learnt from."""
+    check_specials(specials)  # before anything is read
     corpus = open_corpus(texts, TextConfig(**asdict(config), val_fraction=0), listen)
     total = min(config.sample_bytes, corpus.found.bytes)
     sample = Spread(corpus.training_text(), corpus.found.bytes, config.sample_bytes)

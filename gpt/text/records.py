@@ -11,7 +11,7 @@ from gpt.errors import UserError, WorkError
 from gpt.text.characters import Characters
 from gpt.text.streams import BUFFER, Stream, damaged, reason
 
-MAX_RECORD = 64 * 2**20  # bytes of a JSON line, characters of a field in CSV
+MAX_RECORD = 64 * 2**20  # bytes of a line, characters of a row in CSV
 ROWS = 64  # of a Parquet file, at once
 _BOM = b"\xef\xbb\xbf"
 _parse = json.JSONDecoder().raw_decode  # json.loads looks for white space around each value, in as much time again
@@ -112,12 +112,7 @@ def table(
     name: str, stream: Stream, field: str, characters: Characters, on_bad: OnBad, delimiter: str
 ) -> Iterator[str]:
     """The values of a column of CSV, whose first row names the columns."""
-    # Bytes that are not of the encoding are carried through the parser, and matter in the field that is wanted alone.
-    lines = (
-        (line.removeprefix(_BOM) if number == 1 else line).decode(characters.encoding, "surrogateescape")
-        for number, _, line in _lines(name, stream, on_bad)
-    )
-    rows = _rows(name, csv.reader(lines, delimiter=delimiter), on_bad)
+    rows = _Rows(name, _lines(name, stream, on_bad), characters.encoding, delimiter).good(on_bad)
     line, header = next(rows, (0, [field]))
     if field not in header:
         raise _at_line(name, line, _Bad(*_missing(field, header, "columns")))
@@ -132,32 +127,57 @@ def table(
             on_bad(_at_line(name, line, bad))
 
 
-def _rows(name: str, reader: Any, on_bad: OnBad) -> Iterator[tuple[int, list[str]]]:
-    """The rows that are not empty, each with the number of its first line."""
-    while True:
-        line = reader.line_num + 1
+class _Rows:
+    """The rows of a table. A row takes as many lines as its quotes ask for, of `MAX_RECORD` characters together."""
+
+    def __init__(self, name: str, lines: Iterator[tuple[int, int, bytes]], encoding: str, delimiter: str) -> None:
+        self.name, self.encoding = name, encoding
+        self._lines = lines
+        self._reader = csv.reader(self, delimiter=delimiter, strict=True)
+        self._first = self._line = self._size = 0  # of the row: its first line, its last one so far, its characters
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        """A line, for the parser. An error does not end it, as it would end a generator."""
+        self._line, _, line = next(self._lines)
+        self._first = self._first or self._line
+        if self._line == 1:
+            line = line.removeprefix(_BOM)
+        # Bytes that are not of the encoding are carried through, and matter in the field that is wanted alone.
+        text = line.decode(self.encoding, "surrogateescape")
+        self._size += len(text)
+        if self._size > MAX_RECORD:
+            raise _too_long(self.name, self._line)
+        return text
+
+    def good(self, on_bad: OnBad) -> Iterator[tuple[int, list[str]]]:
+        """The rows that are not empty, each with the number of its first line."""
+        while True:
+            self._first = self._size = 0
+            try:
+                row = self._next_row()
+            except UserError as error:
+                on_bad(error)
+                continue
+            if row is None:
+                return
+            if row:
+                yield self._first, row
+
+    def _next_row(self) -> list[str] | None:
+        limit = csv.field_size_limit(MAX_RECORD)  # of the whole process: put back after each row
         try:
-            row = _next_row(name, reader)
-        except UserError as error:
-            on_bad(error)
-            continue
-        if row is None:
-            return
-        if row:
-            yield line, row
-
-
-def _next_row(name: str, reader: Any) -> list[str] | None:
-    limit = csv.field_size_limit(MAX_RECORD)  # of the whole process: put back after each row
-    try:
-        row: list[str] | None = next(reader, None)
-        return row
-    except csv.Error as error:
-        if "limit" in str(error):
-            raise _too_long(name, reader.line_num) from None
-        raise UserError(f"{name}, line {reader.line_num:,}: {error}", "mend it, or --skip-bad leaves it out") from None
-    finally:
-        csv.field_size_limit(limit)
+            return next(self._reader, None)
+        except csv.Error as error:
+            line, what = self._line, str(error)
+            if what == "unexpected end of data":
+                line, what = self._first, "a quote is never closed"
+            message = f"{self.name}, line {line:,}: {what}"
+            raise UserError(message, "mend it, or --skip-bad leaves it out") from None
+        finally:
+            csv.field_size_limit(limit)
 
 
 def _cell(value: str, characters: Characters) -> str:

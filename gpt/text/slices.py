@@ -3,22 +3,23 @@
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from gpt.config import from_dict
 from gpt.errors import UserError
-from gpt.files import disk_errors, read_json, whole_folder, write_file
+from gpt.files import disk_errors, whole_folder, write_file
 from gpt.text import shards
 from gpt.text.corpus import Corpus
 from gpt.text.items import Mark
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokenizer import describe as describe_tokenizer
-from gpt.text.tokenizer_files import read_own, tokenizer_files
+from gpt.text.tokenizer_files import find_tokenizer, read_own, tokenizer_files
 from gpt.text.tokens import (
     COUNTS,
     MANIFEST,
@@ -27,6 +28,7 @@ from gpt.text.tokens import (
     ShardRecord,
     Side,
     SourceRecord,
+    TokenFolder,
     shard_name,
     write_manifest,
 )  # fmt: skip
@@ -39,17 +41,29 @@ SLICE_IDS = 2**24  # ids that end a slice: 32 or 64 MiB
 
 @dataclass
 class Done:
-    """The lines of ``progress.jsonl`` after the first: a finished slice each."""
+    """The lines of ``progress.jsonl`` after the first: a finished slice each, those of a group in order."""
 
-    lines: list[dict[str, Any]] = field(default_factory=list)
+    groups: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All of them, by group."""
+        return [line for group in sorted(self.groups) for line in self.groups[group]]
+
+    def slices(self, group: int) -> int:
+        """How many slices of a group are finished."""
+        return len(self.groups.get(group, ()))
 
     def items(self, group: int) -> int:
         """How many items of a group are in finished slices."""
-        return max((line["items"] for line in self.lines if line["group"] == group), default=0)
+        return int(self.groups[group][-1]["items"]) if group in self.groups else 0
 
     def whole(self, group: int) -> bool:
         """Whether all of a group is."""
-        return any(line["last"] for line in self.lines if line["group"] == group)
+        return group in self.groups and bool(self.groups[group][-1]["last"])
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Counts one more slice."""
+        self.groups.setdefault(line["group"], []).append(line)
 
 
 class Writer:
@@ -83,7 +97,7 @@ class Writer:
             self._begin()
 
     def _write(self, mark: Mark) -> None:
-        number = sum(line["group"] == mark.group for line in self.done.lines)
+        number = self.done.slices(mark.group)
         made = []
         for side in SIDES:
             if self._lengths[side]:
@@ -104,6 +118,7 @@ class Writer:
                 )
         line = {
             "group": mark.group,
+            "slice": number,
             "items": mark.items,
             "last": mark.last,
             "shards": [asdict(shard) for shard in made],
@@ -115,18 +130,28 @@ class Writer:
             file.write((json.dumps(line) + "\n").encode())
             file.flush()
             os.fsync(file.fileno())
-        self.done.lines.append(line)
+        self.done.add(line)
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Holds the folder for this process alone. Raises `UserError` where another one has it."""
+    lock = FileLock(out / ".lock", timeout=0)
+    with disk_errors(out):
+        try:
+            lock.acquire()
+        except Timeout:
+            raise UserError(f"another process is writing {out}", "wait for it, or give another --out") from None
+    try:
+        yield
+    finally:
+        lock.release()
+        with contextlib.suppress(OSError):  # it is nobody's, or already another's
+            (out / ".lock").unlink()
 
 
 def describe(corpus: Corpus, tokenizer: Tokenizer, share: tuple[int, int] | None) -> dict[str, Any]:
     """What decides the folder's bytes, for its manifest."""
-    return {
-        **_describe_corpus(corpus, share),
-        "tokenizer": describe_tokenizer(tokenizer),
-    }
-
-
-def _describe_corpus(corpus: Corpus, share: tuple[int, int] | None) -> dict[str, Any]:
     return {
         "texts": list(corpus.texts),
         "asked": dict(corpus.asked),
@@ -134,6 +159,7 @@ def _describe_corpus(corpus: Corpus, share: tuple[int, int] | None) -> dict[str,
         "reading": asdict(corpus.reading),
         "corpus": corpus.identity(),
         "part": list(share) if share else None,
+        "tokenizer": describe_tokenizer(tokenizer),
     }
 
 
@@ -148,93 +174,137 @@ def begin(out: Path, about: Mapping[str, Any], corpus: Corpus, tokenizer: Tokeni
             write_file(beside / PROGRESS, (json.dumps({"about": about, "sources": sources}) + "\n").encode())
 
 
-def begun_tokenizer(out: Path, corpus: Corpus) -> Tokenizer:
-    """The tokenizer of a folder that was begun, so that it need not be learnt again.
+def check_begun(out: Path, corpus: Corpus, share: tuple[int, int] | None) -> Tokenizer:
+    """The tokenizer of a folder that was begun or finished, so that it need not be learnt again.
 
-    Raises `UserError` where another one is asked for now.
+    Raises `UserError` where the folder was made from other text or with other settings, naming what differs.
     """
-    begun = _first_line(out)["about"]
-    _check_asked(out, begun, corpus)
-    return read_own(out, begun.get("tokenizer"), str(out / PROGRESS))
-
-
-def check_finished(out: Path, corpus: Corpus, share: tuple[int, int] | None) -> None:
-    """Raises `UserError` where a finished folder was made from something else."""
-    manifest, now = read_json(out / MANIFEST), _describe_corpus(corpus, share)
-    _check_asked(out, manifest, corpus)
-    for key in ("corpus", "split", "part"):
-        if manifest.get(key) != now[key]:
-            raise UserError(f"{out} is finished, and was made with another {key}", "give another place with --out")
-
-
-def _check_asked(out: Path, was: dict[str, Any], corpus: Corpus) -> None:
+    finished = (out / MANIFEST).exists()
+    was = TokenFolder(out).manifest if finished else _first_line(out)["about"]
+    passing = next((source.name for source in corpus.sources if source.passing), None)
+    if passing is not None:
+        raise UserError(
+            f"{out} is there, and {passing} cannot be compared with what it was made from",
+            "put the text into a file, or give another --out",
+        )
     for key, value in corpus.asked.items():
         if was["asked"].get(key) != value:
             raise UserError(
                 f"{out} was begun with {key} {was['asked'].get(key)}, now {value}", "give the same, or another --out"
             )
+    tokenizer = read_own(out, was.get("tokenizer"), str(out / (MANIFEST if finished else PROGRESS)))
+    now = describe(corpus, tokenizer, share)
+    if corpus.asked["tokenizer"] != "auto":
+        now["tokenizer"] = describe_tokenizer(find_tokenizer(corpus.asked["tokenizer"]))
+    begun = [[s.name, s.size, s.time] for s in TokenFolder(out).sources()] if finished else _first_line(out)["sources"]
+    _check_sources(out, begun, corpus, share if finished else None)
+    _check_settings(out, was, now)
+    return tokenizer
 
 
 def _first_line(out: Path) -> dict[str, Any]:
     try:
         with (out / PROGRESS).open("rb") as file:
             begun: dict[str, Any] = json.loads(file.readline())
-        if begun.keys() >= {"about", "sources"} and begun["about"].keys() >= {"asked", "reading"}:
+        about = begun["about"]
+        if all(isinstance(about[key], dict) for key in ("asked", "reading")) and all(
+            isinstance(name, str) and isinstance(size, int) and isinstance(time, int)
+            for name, size, time in begun["sources"]
+        ):
             return begun
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError):
         pass
     raise UserError(f"{out} is no token folder that was begun here", "give another place with --out")
 
 
-def read_progress(out: Path, about: Mapping[str, Any], corpus: Corpus) -> Done:
+def read_progress(out: Path, about: Mapping[str, Any]) -> Done:
     """The finished slices of a folder that was begun with the same text and settings; leftovers go.
 
-    Raises `UserError` naming what differs: a setting, or a source that has changed.
+    Of a group, what follows a slice that is not whole is made again; where the settings for bad text changed, so is all
+    of a group that is not finished, since other items may come out of it.
     """
     begun = _first_line(out)
-    _check_same(out, begun["about"], about, begun["sources"], corpus)
-    first, *lines = (out / PROGRESS).read_bytes().split(b"\n")
     done = Done()
-    for line in lines:
-        with contextlib.suppress(ValueError):  # the last line may be torn
-            record = json.loads(line)
-            if all(_is_there(out, shard) for shard in record["shards"]):
-                done.lines.append(record)
-    for path in out.glob(".tmp-*"):
-        path.unlink(missing_ok=True)
-    if lines and lines[-1]:  # torn: what follows must begin on a line of its own
+    wrong: set[int] = set()
+    dropped = False
+    for line in (out / PROGRESS).read_bytes().split(b"\n")[1:]:
+        record = _slice_line(line)
+        if record is None:
+            dropped |= line != b""  # the last one may be torn
+            continue
+        group = record["group"]
+        if group in wrong or record["slice"] != done.slices(group) or done.whole(group) or not _are_there(out, record):
+            wrong.add(group)
+            dropped = True
+        else:
+            done.add(record)
+    if any(begun["about"]["reading"].get(key) != about["reading"][key] for key in _FOR_BAD_TEXT):
+        done.groups = {group: lines for group, lines in done.groups.items() if done.whole(group)}
+        dropped = True
+    recorded = {shard["file"] for line in done.lines() for shard in line["shards"]}
+    for path in [*out.glob(".tmp-*"), *out.glob("*.ids")]:
+        if path.name not in recorded:
+            path.unlink(missing_ok=True)
+    if dropped:
+        first = {"about": about, "sources": begun["sources"]}
         with disk_errors(out):
-            write_file(out / PROGRESS, b"\n".join([first, *(json.dumps(x).encode() for x in done.lines), b""]))
+            write_file(out / PROGRESS, b"".join(json.dumps(x).encode() + b"\n" for x in [first, *done.lines()]))
     return done
 
 
-def _is_there(out: Path, shard: dict[str, Any]) -> bool:
-    record = from_dict(ShardRecord, shard, PROGRESS)
-    with contextlib.suppress(UserError):
-        return len(shards.Shard(out / shard_name(record.side, record.group, record.slice))) == record.tokens
-    return False
+def _slice_line(line: bytes) -> dict[str, Any] | None:
+    """A line of progress; None where it is none."""
+    with contextlib.suppress(ValueError, TypeError, KeyError, UserError):
+        record: dict[str, Any] = json.loads(line)
+        numbers = [record[key] for key in ("group", "slice", "items")]
+        for shard in record["shards"]:
+            from_dict(ShardRecord, shard, PROGRESS)
+        for source in record["sources"]:
+            from_dict(SourceRecord, source, PROGRESS)
+        if all(type(number) is int for number in numbers) and record.keys() >= {"last", "read", "encoded"}:
+            return record
+    return None
 
 
-def _check_same(
-    out: Path, was: dict[str, Any], about: Mapping[str, Any], sources: list[list[Any]], corpus: Corpus
-) -> None:
-    now = [[source.name, source.size, source.time] for source in corpus.sources]
+def _are_there(out: Path, line: dict[str, Any]) -> bool:
+    """Whether the shards of a slice are on the disk, as long as they should be."""
+    for shard in line["shards"]:
+        record = from_dict(ShardRecord, shard, PROGRESS)
+        name = shard_name(record.side, line["group"], line["slice"])
+        try:
+            if record.file != name or len(shards.Shard(out / name)) != record.tokens:
+                return False
+        except UserError:
+            return False
+    return True
+
+
+_FOR_BAD_TEXT = ("errors", "skip_bad")  # settings of reading that matter where a text is not what it should be
+
+
+def _check_sources(out: Path, was: list[list[Any]], corpus: Corpus, share: tuple[int, int] | None) -> None:
+    """Compares names, sizes and times of change, of a share where only that was recorded."""
+    i, n = share or (1, 1)
     hint = "tokenize into another folder, with --out"
-    before = {name: rest for name, *rest in sources}
-    for name, *rest in now:
-        if name not in before:
-            raise UserError(f"{name} was not there when {out} was begun", hint)
-        if before.pop(name) != rest:
-            raise UserError(f"{name} has changed since {out} was begun", hint)
+    before = {name: rest for name, *rest in was}
+    for number in (number for group in corpus.groups[i - 1 :: n] for number in group):
+        source = corpus.sources[number]
+        if source.name not in before:
+            raise UserError(f"{source.name} was not there when {out} was begun", hint)
+        if before.pop(source.name) != [source.size, source.time]:
+            raise UserError(f"{source.name} has changed since {out} was begun", hint)
     if before:
         raise UserError(f"{next(iter(before))} is gone since {out} was begun", hint)
-    for key in ("tokenizer", "split", "part"):
-        if was.get(key) != about[key]:
-            raise UserError(
-                f"{out} was begun with another {key}: {_short(was.get(key))}, now {_short(about[key])}", hint
-            )
-    for key, value in about["reading"].items():  # what only matters for bad text may change: there was none so far
-        if key not in ("errors", "skip_bad") and was["reading"].get(key) != value:
+
+
+def _check_settings(out: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    hint = "tokenize into another folder, with --out"
+    for key in ("tokenizer", "split", "part", "corpus"):
+        if was.get(key) != now[key]:
+            raise UserError(f"{out} was begun with another {key}: {_short(was.get(key))}, now {_short(now[key])}", hint)
+    strict = was["reading"].get("errors") == "strict" and not was["reading"].get("skip_bad")
+    for key, value in now["reading"].items():  # up to a wrong byte, strictness has changed nothing
+        if was["reading"].get(key) != value and not (strict and key in _FOR_BAD_TEXT):
             raise UserError(f"{out} was begun with {key} {was['reading'].get(key)!r}, now {value!r}", hint)
 
 
@@ -246,10 +316,11 @@ def _short(value: Any) -> str:
 
 def finish(out: Path, about: Mapping[str, Any], done: Done) -> None:
     """The manifest, with which the folder is whole."""
-    made = [from_dict(ShardRecord, shard, PROGRESS) for line in done.lines for shard in line["shards"]]
-    sources = [from_dict(SourceRecord, source, PROGRESS) for line in done.lines for source in line["sources"]]
+    lines = done.lines()
+    made = [from_dict(ShardRecord, shard, PROGRESS) for line in lines for shard in line["shards"]]
+    sources = [from_dict(SourceRecord, source, PROGRESS) for line in lines for source in line["sources"]]
     counts = dict.fromkeys(COUNTS, 0)
-    for line in done.lines:
+    for line in lines:
         for key, value in [*line["encoded"].items(), *(line["read"].items() if line["last"] else [])]:
             counts[key] += value
     with disk_errors(out):

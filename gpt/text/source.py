@@ -17,6 +17,7 @@ class Source:
     size: int  # bytes as they are stored
     time: int  # of its last change, nanoseconds since 1970; 0 where nobody knows
     open: Callable[[], BinaryIO]  # a new stream from its first byte
+    passing: bool = False  # it can be read once, and lies on the disk for this process alone
     lines: bool = False  # its rows are the lines of one text, not documents
 
 

@@ -1,8 +1,10 @@
 """What a user writes → where text lies: files, folders, patterns, standard input, addresses, corpora by name."""
 
+import contextlib
 import glob
 import io
 import os
+import shlex
 import stat
 import sys
 import weakref
@@ -17,21 +19,30 @@ from gpt.text import catalogue, remote
 from gpt.text.fetch import OnBytes, ignore
 from gpt.text.source import Skipped, Source
 from gpt.text.streams import Stream, reason, spool
+from gpt.text.tokenizer_files import RANKS
+from gpt.text.tokens import is_token_folder
 
 DEFAULT = "pydocs"  # the corpus that is read where no text is given
 
 
 def find(texts: Sequence[str], skipped: Skipped | None = None, on_bytes: OnBytes = ignore) -> list[Source]:
-    """The sources that ``texts`` mean, each text once, in the order given; those of `DEFAULT` where there are none.
+    """The sources that ``texts`` mean, each of them once, in the order given; those of `DEFAULT` where there are none.
 
-    A text is ``-`` (standard input), a file, a folder (recursive, sorted, hidden entries skipped), an address, a
-    pattern, or a name of the catalogue; what is on disk comes first. Raises `UserError` where it is none of these, and
-    for a file that cannot be looked at, which ``skipped`` counts instead where it is given. ``on_bytes`` hears how far
-    a corpus is fetched.
+    A text is ``-`` (standard input), a file, a folder (recursive, sorted, hidden entries and folders of tokens left
+    out), an address, a pattern, or a name of the catalogue; what is on disk comes first. Raises `UserError` where it is
+    none of these, and for a file or folder that cannot be looked at, which ``skipped`` counts instead where it is
+    given. ``on_bytes`` hears how far a corpus is fetched.
     """
     if not texts:
         return catalogue.sources(DEFAULT)  # whatever is called so on disk
-    return [source for text in dict.fromkeys(texts) for source in _of(text, skipped, on_bytes)]
+    found = (source for text in dict.fromkeys(texts) for source in _of(text, skipped, on_bytes))
+    return list({place(source): source for source in found}.values())
+
+
+def place(source: Source) -> str:
+    """What two sources have in common that are the same: the real path, for files on disk."""
+    on_disk = source.time and "://" not in source.name
+    return os.path.realpath(source.name) if on_disk else source.name
 
 
 def published(texts: Sequence[str], on_bytes: OnBytes = ignore) -> list[Source]:
@@ -73,31 +84,60 @@ def _unreadable(name: str, error: OSError) -> UserError:
 
 
 def _folder(folder: str, skipped: Skipped | None) -> list[Source]:
-    found = _files(_below(folder), skipped)
+    if _is_tokens(folder):
+        raise UserError(f"{folder} is tokenized already", f"gpt train {shlex.quote(folder)} takes it as it is")
+    found = _files(_below(folder, skipped), skipped)
     if not found:
         raise UserError(f"the folder {folder} has no files in it (hidden ones are skipped)")
     return found
 
 
-def _below(folder: str) -> Iterator[str]:
-    """The regular files of a folder, sorted within each; no hidden ones, pipes and devices."""
-    for parent, folders, names in os.walk(folder, onerror=_cannot_list):
+def _is_tokens(folder: str) -> bool:
+    """Whether that is what `gpt tokenize` made or makes; others have a manifest.json too."""
+    with contextlib.suppress(PermissionError):  # what cannot be looked into is said where it is listed
+        return Path(folder, RANKS).is_file() and is_token_folder(folder)
+    return False
+
+
+def _below(folder: str, skipped: Skipped | None) -> Iterator[str]:
+    """The regular files of a folder, sorted within each; no hidden ones, pipes and devices, and no tokens."""
+
+    def cannot_list(error: OSError) -> None:
+        _bad(_unreadable(f"the folder {error.filename}", error), skipped)
+
+    for parent, folders, names in os.walk(folder, onerror=cannot_list):
+        if _is_tokens(parent):
+            folders.clear()
+            continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        paths = (Path(parent, name) for name in sorted(names) if not name.startswith("."))
-        yield from (str(path) for path in paths if path.is_file())
+        paths = (str(Path(parent, name)) for name in sorted(names) if not name.startswith("."))
+        yield from (path for path in paths if _type(path) == stat.S_IFREG)
 
 
-def _cannot_list(error: OSError) -> None:
-    raise UserError(f"cannot read the folder {error.filename}: {reason(error)}") from None
+def _type(path: str) -> int:
+    """What lies at a path, as `stat` says; a file where nobody may know, since `_file` says then what is wrong."""
+    try:
+        return stat.S_IFMT(Path(path).stat().st_mode)
+    except PermissionError:
+        return stat.S_IFREG
+    except OSError:
+        return 0
+
+
+def _bad(error: UserError, skipped: Skipped | None) -> None:
+    """Counts it, or raises it where nothing is to be left out."""
+    if skipped is None:
+        raise error from None
+    skipped.add(error)
 
 
 def _pattern(pattern: str, skipped: Skipped | None) -> list[Source]:
     """What a pattern matches, sorted: files, and what lies in folders."""
     paths: set[str] = set()
     for match in glob.iglob(pattern, recursive=True):
-        if Path(match).is_dir():
-            paths.update(_below(match))
-        elif Path(match).is_file():
+        if _type(match) == stat.S_IFDIR:
+            paths.update(_below(match, skipped))
+        elif _type(match) == stat.S_IFREG:
             paths.add(match)
     if not paths:
         raise UserError(
@@ -112,9 +152,7 @@ def _files(paths: Iterator[str] | Sequence[str], skipped: Skipped | None) -> lis
         try:
             found.append(_file(path))
         except UserError as error:
-            if skipped is None:
-                raise
-            skipped.add(error)
+            _bad(error, skipped)
     return found
 
 
@@ -137,7 +175,7 @@ def _standard_input() -> Source:
 def _spooled(name: str, stream: BinaryIO) -> Source:
     """A stream that can be read once, on the disk from now on, where it can be read again and again."""
     copy = _Copy(spool(Stream(stream, lambda error: UserError(f"cannot read {name}: {reason(error)}")), in_memory=0))
-    return Source(name, copy.size, 0, copy.open)
+    return Source(name, copy.size, 0, copy.open, passing=True)
 
 
 class _Copy:

@@ -5,6 +5,7 @@ on each document goes by a hash of the seed and its own beginning, so that addin
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -17,7 +18,6 @@ from gpt.text.readers import Reader, is_plain
 from gpt.text.source import Piece, Source, utf8_size
 
 HASHED_SPLIT_FROM = 200  # documents
-UNLIKELY = 1e-9  # the chance that so many documents leave nothing held out, below which nobody looks
 
 Halved = Iterator[tuple[Piece, bool]]  # pieces, and whether each is held out
 
@@ -123,14 +123,14 @@ def share(text: str, seed: int) -> float:
 def plan_split(
     sources: Sequence[Source], found: Survey, config: ReadConfig, fraction: float, seed: int, own_text: bool = False
 ) -> Split:
-    """The split of a corpus. Never nothing is held out, unless ``fraction`` is 0 or a text of its own is.
+    """The split of a corpus. No side is empty, unless ``fraction`` is 0 or a text of its own is held out.
 
-    Raises `UserError` where the text is too short to have two sides.
+    Raises `UserError` where the text is too short, or its documents too much alike, to have two sides.
     """
     if own_text or fraction == 0:
         return Split("text" if own_text else "nothing", 0.0 if own_text else fraction, seed)
     if found.documents >= HASHED_SPLIT_FROM:
-        return Split("hash", fraction, seed, bound=max(fraction, _least_share(sources, config, fraction, seed)))
+        return Split("hash", fraction, seed, bound=_bound(sources, config, fraction, seed))
     assert found.sizes is not None
     starts = tuple(sum(found.sizes[:number]) for number in range(len(found.sizes)))
     kept = found.bytes - round(found.bytes * fraction)
@@ -142,19 +142,25 @@ def plan_split(
     return Split("end", fraction, seed, starts=starts, kept=kept)
 
 
-def _least_share(sources: Sequence[Source], config: ReadConfig, fraction: float, seed: int) -> float:
-    """A bound above the least share of all documents; 0 where there are so many that some lie below ``fraction``."""
-    count, least = 0, 1.0
+def _bound(sources: Sequence[Source], config: ReadConfig, fraction: float, seed: int) -> float:
+    """``fraction``, or what is nearest to it and has shares on both sides. It is looked for no further than it takes
+    to see one on each."""
+    least, most = 1.0, 0.0
     reader = Reader(config)
     for source in sources:
         one = config.split_on is None and is_plain(source)
         for piece in islice(reader.documents(source), 1 if one else None):
             if piece.begins:
-                count += 1
-                least = min(least, share(piece.text, seed))
-                if least < fraction or (1 - fraction) ** count < UNLIKELY:
-                    return 0.0
-    return least * 1.0000001
+                place = share(piece.text, seed)
+                least, most = min(least, place), max(most, place)
+                if least < fraction <= most:
+                    return fraction
+    if least == most:
+        raise UserError(
+            f"all documents are alike in their first {HEAD:,} characters: no part of them can be held out",
+            "name a text to hold out with --val-text, or --val-fraction 0 to hold nothing out",
+        )
+    return most if most < fraction else math.nextafter(least, 1)  # what lies below it is held out
 
 
 class Spread(Iterator[str]):

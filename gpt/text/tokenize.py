@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -25,20 +25,19 @@ import numpy as np
 from gpt import events
 from gpt.config import TokenizeConfig
 from gpt.errors import Interrupted, UserError, WorkError
+from gpt.files import check_new, reading
 from gpt.interrupt import StopSignal
 from gpt.text import shards, slices
-from gpt.text.corpus import Corpus, open_corpus, tokenizer_for
+from gpt.text.corpus import Corpus, Listener, open_corpus, tokenizer_for
 from gpt.text.items import Item, Mark, read_items
 from gpt.text.slices import Done
-from gpt.text.tokenizer import END_OF_TEXT, Tokenizer
+from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokens import MANIFEST, SIDES, Side, TokenFolder
 
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
 
 INLINE_BYTES = 4_000_000  # below this, starting processes takes longer than the work
-
-Listener = Callable[[events.Note | events.Progress], None]
 
 
 @dataclass
@@ -71,7 +70,7 @@ def encode_item(tokenizer: Tokenizer, item: Item) -> Encoded:
         {side: np.concatenate(of_side) for side, of_side in parts.items() if of_side},
         {side: np.array(of_side, np.uint64) for side, of_side in offsets.items()},
         cuts,
-        sum(text.count(END_OF_TEXT) for text in item.texts),
+        sum(text.count(tokenizer.eot_token) for text in item.texts),
     )
 
 
@@ -152,16 +151,15 @@ def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listene
     if config.out is None:
         raise UserError("where should the tokens go?", "name a new folder: gpt tokenize TEXT -o DIR")
     out = Path(config.out)
-    if out.exists() and not config.resume:
-        raise UserError(
-            f"{out} is there already", "give another --out; where it was not finished, --resume goes on with it"
-        )
+    with reading(out):
+        begun = config.resume and out.is_dir()
+    if not begun:
+        check_new(out, "give another --out; where it was not finished, --resume goes on with it")
     corpus = open_corpus(texts, config, listen)
-    if (out / MANIFEST).exists():
-        slices.check_finished(out, corpus, config.share)
-        return TokenFolder(out)
-    if out.exists():
-        tokenizer = slices.begun_tokenizer(out, corpus)
+    if begun:
+        tokenizer = slices.check_begun(out, corpus, config.share)
+        if (out / MANIFEST).exists():
+            return TokenFolder(out)
     else:
         tokenizer = tokenizer_for(corpus, config, lambda text: listen(events.Note(text)))
     return tokenize(corpus, tokenizer, out, config.jobs, config.share, listen)
@@ -177,29 +175,35 @@ def tokenize(
 ) -> TokenFolder:
     """Makes the token folder ``out``, or goes on with it where it was begun with the same text and settings.
 
-    ``share``: the I-th of N parts of the sources. Raises `UserError` for text that cannot be read, or where ``out`` was
-    begun otherwise; `WorkError` where the disk is full; `Interrupted` after SIGINT or SIGTERM. Finished slices stay
+    ``share``: the I-th of N parts of the sources. Raises `UserError` for text that cannot be read, or where another
+    process has ``out``; `WorkError` where the disk is full; `Interrupted` after SIGINT or SIGTERM. Finished slices stay
     valid whatever happens.
     """
     about = slices.describe(corpus, tokenizer, share)
     i, n = share or (1, 1)
     mine = range(i - 1, len(corpus.groups), n)
     begun = out.exists()
-    done = slices.read_progress(out, about, corpus) if begun else Done()
-    items = _items(corpus, mine, done, tokenizer.pattern, listen)
-    with Encoders(tokenizer, _jobs(jobs, corpus)) as encoders, StopSignal() as stop:
+    with contextlib.ExitStack() as held:
+        if begun:
+            held.enter_context(slices.locked(out))
+        done = slices.read_progress(out, about) if begun else Done()
+        items = _items(corpus, mine, done, tokenizer.pattern, listen)
+        encoders = held.enter_context(Encoders(tokenizer, _jobs(jobs, corpus)))
+        stop = held.enter_context(StopSignal())
         stream = encoders.encode(items)
         first = list(islice(stream, 1))  # the processes go on while the folder is made
         if not begun:
             _check_room(corpus, first, len(mine) / len(corpus.groups), out, listen)
             slices.begin(out, about, corpus, tokenizer)
+            held.enter_context(slices.locked(out))
         writer = slices.Writer(out, tokenizer.vocab_size, done)
         for mark, encoded in chain(first, stream):
             writer.add(mark, encoded)
             if stop.signum is not None:
-                finished = f"{len(done.lines):,} slice{'s are' if len(done.lines) != 1 else ' is'} finished in {out}"
+                count = len(done.lines())
+                finished = f"{count:,} slice{'s are' if count != 1 else ' is'} finished in {out}"
                 raise Interrupted(stop.signum, f"interrupted; {finished}: go on with --resume")
-    slices.finish(out, about, done)
+        slices.finish(out, about, done)
     return TokenFolder(out)
 
 

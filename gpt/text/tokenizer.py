@@ -180,17 +180,26 @@ def learn_tokenizer_up_to(texts: Iterable[str], vocab_size: int, specials: Seque
     """As `learn_tokenizer`, with fewer ids where the texts support no more."""
     import rustbpe  # here, since only learning needs it
 
-    for special in specials:
-        if not special or list(specials).count(special) > 1 or special == END_OF_TEXT:
-            raise UserError(
-                f'the special token "{special}" is there already' if special else "a special token is empty"
-            )
+    check_specials(specials)
     learner = rustbpe.Tokenizer()
     pieces = (piece for text in texts for piece in _cut(text, _every(text, _LEARNT_RUNS, LONGEST_LEARNT)))
     learner.train_from_iterator(pieces, max(256, vocab_size - 1 - len(specials)), pattern=GPT2_PATTERN)
     ranks = {bytes(token): rank for token, rank in learner.get_mergeable_ranks()}
     further = {special: id for id, special in enumerate(specials, len(ranks) + 1)}
     return Tokenizer("bpe", GPT2_PATTERN, ranks, len(ranks), specials=further)
+
+
+def check_specials(specials: Sequence[str]) -> None:
+    """Raises `UserError` where further special tokens are not different words."""
+    for special in specials:
+        if not special:
+            raise UserError("a special token is empty")
+        if special == END_OF_TEXT or list(specials).count(special) > 1:
+            raise UserError(f'the special token "{special}" is there already')
+        try:
+            special.encode()
+        except UnicodeEncodeError:  # bytes of a command line that are no UTF-8
+            raise UserError(f"the special token {special!r} is not UTF-8", "write it in UTF-8") from None
 
 
 ENCODINGS_URL = "https://openaipublic.blob.core.windows.net/encodings/"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt.errors import UserError, did_you_mean
-from gpt.files import disk_errors, read_json, to_json, whole_folder, write_file
+from gpt.files import check_new, disk_errors, read_json, reading, to_json, whole_folder, write_file
 from gpt.text import tokenizer_json
 from gpt.text.tokenizer import (
     Tokenizer,
@@ -23,6 +23,7 @@ from gpt.text.tokenizer import (
 
 FORMAT = 1
 RANKS = "tokenizer.tiktoken"
+NEW = "give another place with --out"
 _DESCRIBED = ("gpt.json", "manifest.json")  # what describes the tokenizer beside its ranks
 
 
@@ -43,9 +44,13 @@ def find_tokenizer(word: str) -> Tokenizer:
 
     Raises `UserError` where there is none.
     """
-    path = Path(word)
     if word in named_tokenizers():
         return named_tokenizer(word)
+    with reading(Path(word)):
+        return _at(Path(word), word)
+
+
+def _at(path: Path, word: str) -> Tokenizer:
     if path.is_dir():
         found = next((each for folder in _folders(path) if (each := _in_folder(folder))), None)
         if found is None:
@@ -90,7 +95,8 @@ def read_own(folder: Path, said: Any, where: str) -> Tokenizer:
     Raises `UserError` where one does not fit the other.
     """
     file = folder / RANKS
-    ranks = from_tiktoken(file.read_bytes(), str(file))
+    with reading(file):
+        ranks = from_tiktoken(file.read_bytes(), str(file))
     try:
         specials = dict(said.get("specials", {}))
         tokenizer = Tokenizer(said["name"], said["pattern"], ranks, said["eot"], said["eot_token"], specials)
@@ -127,7 +133,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
     Raises `UserError` where something of that name is there, `WorkError` where it cannot be written.
     """
-    refuse_existing(folder)
+    check_new(folder, NEW)
     own: Mapping[str, Any] = {"format": FORMAT, "tokenizer": describe(tokenizer)}
     files = {**tokenizer_files(tokenizer), "gpt.json": to_json(own)}
     with disk_errors(folder):
@@ -135,9 +141,3 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         with whole_folder(folder) as beside:
             for name, data in files.items():
                 write_file(beside / name, data)
-
-
-def refuse_existing(folder: Path) -> None:
-    """Raises `UserError` where something of that name is there: nothing is overwritten."""
-    if folder.exists() or folder.is_symlink():
-        raise UserError(f"{folder} is there already; nothing is overwritten", "give another place with --out")

@@ -20,11 +20,11 @@ from typing import Any, Literal
 
 from gpt.config import from_dict
 from gpt.errors import UserError
-from gpt.files import file_sum, read_json, to_json, whole_file, whole_folder, write_file
+from gpt.files import disk_errors, file_sum, read_json, to_json, whole_file, whole_folder, write_file
 from gpt.text.shards import Shard
 from gpt.text.stream import Stream
 from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokenizer_files import read_own
+from gpt.text.tokenizer_files import read_own, tokenizer_files
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -86,12 +86,30 @@ class TokenFolder:
             )
         try:
             self.shards = [from_dict(ShardRecord, record, MANIFEST) for record in self.manifest["shards"]]
-            self.documents, self.bytes = int(self.manifest["documents"]), int(self.manifest["bytes"])
-            self.tokens = int(self.manifest["tokens"])
-        except (KeyError, TypeError, ValueError, UserError):
-            raise UserError(f"{self.path / MANIFEST} is damaged", "make it again from the text") from None
-        if any(Path(record.file).name != record.file for record in self.shards):
-            raise UserError(f"{self.path / MANIFEST} names a file outside its folder")
+            self._check_manifest()
+        except (KeyError, TypeError, ValueError, AssertionError, UserError):
+            raise UserError(f"{self.path / MANIFEST} is damaged", "make the folder again from the text") from None
+        self.documents, self.bytes, self.tokens = (self.manifest[key] for key in ("documents", "bytes", "tokens"))
+
+    def _check_manifest(self) -> None:
+        """Raises where something is missing or contradicts the rest; names of files are never taken from it."""
+        manifest = self.manifest
+        assert manifest["split"]["by"] in ("hash", "end", "text", "nothing")
+        assert isinstance(manifest["asked"], dict)
+        assert isinstance(manifest["reading"], dict)
+        assert all(isinstance(text, str) for text in manifest["texts"])
+        part = manifest["part"]
+        assert part is None or (all(type(number) is int for number in part) and 1 <= part[0] <= part[1])
+        counts = [manifest["sources"]["count"], *(manifest[key] for key in ("documents", "bytes", *COUNTS))]
+        assert all(type(count) is int and count >= 0 for count in counts)
+        places = [(record.side, record.group, record.slice) for record in self.shards]
+        assert places == sorted(set(places))
+        for record in self.shards:
+            assert record.side in SIDES
+            assert record.file == shard_name(record.side, record.group, record.slice)
+            assert min(record.group, record.slice, record.documents, record.tokens, record.bytes) >= 0
+        assert manifest["tokens"] == sum(record.tokens for record in self.shards)
+        assert all(manifest[side] == _totals(self.shards, side) for side in SIDES)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -115,22 +133,38 @@ class TokenFolder:
         return sum(record.bytes for record in self.shards if record.side == side)
 
     def verify(self, each: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Reads everything and compares sums, ids and offsets. Raises `UserError` naming what is damaged."""
+        """Reads everything and compares sums, ids, offsets and totals. Raises `UserError` naming what is damaged."""
         total = sum(record.tokens for record in self.shards)
-        if file_sum(self.path / SOURCES) != self.manifest.get("sources", {}).get("sha256"):
+        try:
+            right = file_sum(self.path / SOURCES) == self.manifest["sources"].get("sha256")
+        except OSError as error:
+            raise UserError(f"cannot read {self.path / SOURCES}: {error.strerror or error}") from None
+        if not right:
             raise UserError(f"{self.path / SOURCES} is damaged: its sha256 is not the one in {MANIFEST}")
+        sources = list(self.sources())
+        found = (len(sources), sum(s.documents for s in sources), sum(s.bytes for s in sources))
+        if found != (self.manifest["sources"]["count"], self.documents, self.bytes):
+            raise UserError(f"{self.path / MANIFEST} is damaged: its totals are not those of {SOURCES}")
         done = 0
         for record in self.shards:
             Shard(self.path / record.file).verify(record.sha256)
             done += record.tokens
             each(done, total)
-        self.stream("train"), self.stream("val")
+        self.check_shards()
+
+    def check_shards(self) -> None:
+        """Raises `UserError` where a shard's header is not what the manifest says. Reads no ids."""
+        for side in SIDES:
+            self.stream(side)
 
     def sources(self) -> Iterator[SourceRecord]:
         """What was read."""
-        with (self.path / SOURCES).open(encoding="utf-8") as lines:
-            for line in lines:
-                yield from_dict(SourceRecord, json.loads(line), SOURCES)
+        try:
+            with (self.path / SOURCES).open(encoding="utf-8", errors="surrogateescape") as lines:
+                for line in lines:
+                    yield from_dict(SourceRecord, json.loads(line), SOURCES)
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"cannot read {self.path / SOURCES}: {error}", "make the folder again") from None
 
 
 def write_manifest(
@@ -145,20 +179,14 @@ def write_manifest(
         for source in sources:
             file.write((json.dumps(asdict(source), ensure_ascii=False) + "\n").encode("utf-8", "surrogateescape"))
     ordered = sorted(shards, key=lambda record: (record.side, record.group, record.slice))
-    sums: dict[str, Any] = {
-        side: {
-            key: sum(getattr(record, key) for record in ordered if record.side == side)
-            for key in ("documents", "bytes", "tokens")
-        }
-        for side in SIDES
-    }
     manifest = {
         "format": FORMAT,
         **about,
         "documents": sum(source.documents for source in sources),
         "bytes": sum(source.bytes for source in sources),
         "tokens": sum(record.tokens for record in ordered),
-        **sums,
+        "train": _totals(ordered, "train"),
+        "val": _totals(ordered, "val"),
         **counts,
         "sources": {"file": SOURCES, "count": len(sources), "sha256": file_sum(folder / SOURCES)},
         "shards": [asdict(record) for record in ordered],
@@ -166,6 +194,14 @@ def write_manifest(
     write_file(folder / MANIFEST, to_json(manifest))
     with contextlib.suppress(FileNotFoundError):
         (folder / PROGRESS).unlink()
+
+
+def _totals(shards: Sequence[ShardRecord], side: Side) -> dict[str, int]:
+    mine = [record for record in shards if record.side == side]
+    totals: dict[str, int] = {}
+    for key in ("documents", "bytes", "tokens"):
+        totals[key] = sum(getattr(record, key) for record in mine)
+    return totals
 
 
 COUNTS = ("replaced", "skipped", "cut_pieces", "end_of_text_in_text")
@@ -182,19 +218,33 @@ def merge(parts: Sequence[str | Path], out: str | Path) -> TokenFolder:
     folders = [TokenFolder(part) for part in parts]
     _check_parts(folders)
     folders.sort(key=lambda folder: int(folder.manifest["part"][0]))
-    about = _about(folders[0]) | {"part": None}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with whole_folder(target) as beside:
-        for file in folders[0].path.iterdir():
-            if file.suffix != ".ids" and file.name not in (MANIFEST, SOURCES):
-                shutil.copyfile(file, beside / file.name)
-        for folder in folders:
-            for record in folder.shards:
-                _link(folder.path / record.file, beside / record.file)
-        sources = sorted((s for folder in folders for s in folder.sources()), key=lambda source: source.group)
-        counts = {key: sum(int(folder.manifest.get(key, 0)) for folder in folders) for key in COUNTS}
-        write_manifest(beside, about, [record for folder in folders for record in folder.shards], sources, counts)
+    sources = sorted((s for folder in folders for s in folder.sources()), key=lambda source: source.group)
+    shards = [record for folder in folders for record in folder.shards]
+    _check_disjoint(sources, shards)
+    for folder in folders:
+        folder.check_shards()
+    counts = {key: sum(folder.manifest[key] for folder in folders) for key in COUNTS}
+    with disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with whole_folder(target) as beside:
+            for name, data in tokenizer_files(folders[0].tokenizer).items():
+                write_file(beside / name, data)
+            for folder in folders:
+                for record in folder.shards:
+                    _link(folder.path / record.file, beside / record.file)
+            write_manifest(beside, _about(folders[0]) | {"part": None}, shards, sources, counts)
     return TokenFolder(target)
+
+
+def _check_disjoint(sources: Sequence[SourceRecord], shards: Sequence[ShardRecord]) -> None:
+    """Raises `UserError` where parts have the same source or shard: they come of different texts."""
+    hint = "make all parts from the same text"
+    groups: dict[str, int] = {}
+    for source in sources:
+        if groups.setdefault(source.name, source.group) != source.group:
+            raise UserError(f"{source.name} is in two of the parts", hint)
+    if len({record.file for record in shards}) != len(shards):
+        raise UserError("two of the parts have the same shards", hint)
 
 
 def _about(folder: TokenFolder) -> dict[str, Any]:
@@ -225,8 +275,10 @@ def _check_parts(folders: Sequence[TokenFolder]) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """The same bytes at another place: one more name for them where the system can, a copy elsewhere."""
+    """The same bytes at a new place: one more name for them where the system can, a copy elsewhere."""
     try:
         os.link(source, target)
+    except FileExistsError:
+        raise
     except OSError:
         shutil.copyfile(source, target)

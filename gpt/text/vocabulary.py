@@ -1,13 +1,13 @@
 """What a vocabulary holds, and how much of it a text uses."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from gpt import events
 from gpt.config import ReadConfig, TextConfig
-from gpt.text.corpus import open_corpus
+from gpt.text.corpus import Listener, open_corpus
 from gpt.text.items import cut_documents
 from gpt.text.source import utf8_size
 from gpt.text.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ def usage(
     tokenizer: Tokenizer,
     texts: Sequence[str],
     config: ReadConfig,
-    listen: Callable[[events.Progress], None] = lambda event: None,
+    listen: Listener = lambda event: None,
     most: int = 20,
 ) -> Usage:
     """Counts of the ids of all that ``texts`` name, with the ``most`` frequent ones."""

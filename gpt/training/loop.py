@@ -145,7 +145,7 @@ class Trainer:
     def open(self, texts: Sequence[str], config: TrainConfig) -> None:
         """Writes ``run.json``, with which the folder is a run."""
         record = run_record(texts, config, self.recipe, self.compute, self.data)
-        with disk_errors(self.run):
+        with disk_errors(self.run, folder.KEPT):
             write_file(self.run / "run.json", to_json(record))
             self.metrics = (self.run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         shape = self.recipe.model
@@ -232,7 +232,7 @@ class Trainer:
             "val_loss": loss,
         }
         checkpoint.save(target, self.model, self.tokenizer_files, meta)
-        with disk_errors(self.run):
+        with disk_errors(self.run, folder.KEPT):
             folder.prune(self.run, self.recipe.keep)
             folder.write_index(self.run)
         state.saved_step = state.step
@@ -320,7 +320,7 @@ class Trainer:
             seconds=round(time.perf_counter() - self.began, 3),
             **values,
         )
-        with disk_errors(self.run):
+        with disk_errors(self.run, folder.KEPT):
             self.metrics.write(events.to_json(event) + "\n")
         self.listen(event)
 
@@ -330,7 +330,7 @@ class Trainer:
 
     def close(self) -> None:
         """Closes the metrics."""
-        with disk_errors(self.run):
+        with disk_errors(self.run, folder.KEPT):
             self.metrics.close()
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from gpt.config import TextConfig, TrainConfig, find_preset
 from gpt.errors import UserError
-from gpt.files import file_sum
-from gpt.text.corpus import Corpus, tokenizer_for
+from gpt.files import file_sum, reading
+from gpt.text.corpus import Corpus, Listener, tokenizer_for
 from gpt.text.stream import Stream
-from gpt.text.tokenize import Listener, tokenize
-from gpt.text.tokenizer import END_OF_TEXT, Tokenizer
+from gpt.text.tokenize import tokenize
+from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokens import MANIFEST, TokenFolder, is_token_folder
 from gpt.training.recipe import preset_name
 
@@ -41,7 +41,10 @@ class Data:
 
 def tokenized(texts: Sequence[str]) -> Path | None:
     """The folder that `gpt tokenize` made, where that is what is to be trained on."""
-    folders = [text for text in texts if is_token_folder(text)]
+    folders = []
+    for text in texts:
+        with reading(Path(text)):
+            folders += [text] if is_token_folder(text) else []
     if folders and len(texts) > 1:
         raise UserError(f"{folders[0]} is tokenized: it can only be trained on alone", "tokenize all texts together")
     return Path(folders[0]) if folders else None
@@ -99,11 +102,12 @@ def describe(folder: TokenFolder, corpus: Corpus | None = None) -> list[str]:
     ]
     if manifest.get("end_of_text_in_text"):
         lines.append(
-            f"the text contains {END_OF_TEXT} {manifest['end_of_text_in_text']:,} times: there it is ordinary text"
+            f"the text contains {folder.tokenizer.eot_token} {manifest['end_of_text_in_text']:,} times: "
+            "there it is ordinary text"
         )
     if manifest.get("cut_pieces"):
         lines.append(
-            f"{manifest['cut_pieces']:,} pieces of over 1 MiB without a break are cut there, "
+            f"{manifest['cut_pieces']:,} pieces of over 500,000 characters without a break are cut there, "
             "to be tokenized in linear time"
         )
     if manifest.get("replaced"):
