@@ -121,7 +121,7 @@ class TrainDisplay:
     def _begin(self, plan: events.Plan) -> None:
         self._end_bar()
         self.plan = plan
-        if self.console.is_terminal:
+        if self.console.is_terminal and self.live is None:
             from rich.live import Live
 
             self.live = Live(

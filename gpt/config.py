@@ -279,7 +279,11 @@ class TokenizeConfig(TextConfig):
 class TrainConfig(TextConfig):
     """What a user may ask of a training run. ``None`` means: chosen from the text's size, the preset or the device."""
 
-    EXCLUSIVE: ClassVar[tuple[tuple[str, str], ...]] = (("steps", "epochs"),)
+    EXCLUSIVE: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("steps", "epochs"),
+        ("steps", "minutes"),
+        ("epochs", "minutes"),
+    )
 
     out: str | None = option(
         None, "The run folder. A taken name gets -2, -3 …: nothing is overwritten.",
@@ -306,6 +310,10 @@ class TrainConfig(TextConfig):
     epochs: float | None = option(
         None, "Length as passes over the text, instead of --steps.", panel=_LENGTH, shown="by the text's size", low=0
     )
+    minutes: float | None = option(
+        None, "Length as minutes of the whole command, from its start to the last checkpoint, instead of --steps.",
+        panel=_LENGTH, shown="none", low=0,
+    )  # fmt: skip
     batch_tokens: int | None = option(
         None, "Tokens a step: a multiple of the context.", panel=_LENGTH, shown="by preset", low=1
     )
@@ -323,6 +331,9 @@ class TrainConfig(TextConfig):
         "linear", "After warm-up: constant and then a line down to 0, a cosine down to a tenth, or constant.",
         panel=_OPTIM,
     )  # fmt: skip
+    decay: int | None = option(
+        None, "Steps of the linear schedule's way down.", panel=_OPTIM, shown="half of the steps", low=0
+    )
     weight_decay: float = option(0.1, "Decay of the matrices; biases and LayerNorms have none.", panel=_OPTIM, low=0)
     clip: float = option(1.0, "Gradient norm above which gradients are scaled down; 0: off.", panel=_OPTIM, low=0)
     eval_every: int | None = option(
@@ -352,8 +363,9 @@ class TrainConfig(TextConfig):
         super().__post_init__()
         if self.preset != "auto":
             find_preset(self.preset)
-        if self.steps is not None and self.epochs is not None:
-            raise UserError("--steps and --epochs both say how long to train", "give one of them")
+        for one, other in self.EXCLUSIVE:
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise UserError(f"--{one} and --{other} both say how long to train", "give one of them")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +32,7 @@ from gpt.runs import checkpoint, folder
 from gpt.text.batches import Batches
 from gpt.text.corpus import open_corpus
 from gpt.training.optim import make_optimizer
+from gpt.training.pace import END_SECONDS, PROBE_SECONDS, PROBE_SHARE, Pace
 from gpt.training.prepare import Data, make_data, open_data, tokenized
 from gpt.training.recipe import Recipe, resolve
 from gpt.training.schedule import lr_at
@@ -80,7 +81,14 @@ def train(
         held_out = len(data.held_out) > 0
         n_tokens, vocab_size = len(data.train), data.tokenizer.vocab_size
         recipe = resolve(config, compute, data.folder.bytes, n_tokens, vocab_size, held_out, note)
+        pace = None
+        if config.minutes is not None:
+            pace = Trainer(run, data, recipe, compute, listen, began).rehearse(config.minutes)
+            config = replace(config, minutes=None, steps=pace.steps(time.perf_counter()))
+            note(pace.describe(recipe.batch_tokens))
+            recipe = resolve(config, compute, data.folder.bytes, n_tokens, vocab_size, held_out, lambda text: None)
         trainer = Trainer(run, data, recipe, compute, listen, began)
+        trainer.pace = pace
         trainer.open(texts, config)
     except BaseException:  # nothing was trained yet
         _discard(run)
@@ -141,12 +149,14 @@ class Trainer:
         self.tokenizer_files = checkpoint.TokenizerFiles(data.tokenizer, recipe.model)
         self.state = TrainState()
         self.measured: tuple[int, float] | None = None  # the newest evaluation's step and loss
+        self.pace: Pace | None = None  # where the run ends at a time
+        self.first_step = 0.0  # when it began, on the clock of time.perf_counter
 
     def open(self, texts: Sequence[str], config: TrainConfig) -> None:
         """Writes ``run.json``, with which the folder is a run."""
-        record = run_record(texts, config, self.recipe, self.compute, self.data)
+        self.record = run_record(texts, config, self.recipe, self.compute, self.data)
         with disk_errors(self.run, folder.KEPT):
-            write_file(self.run / "run.json", to_json(record))
+            write_file(self.run / "run.json", to_json(self.record))
             self.metrics = (self.run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         shape = self.recipe.model
         self.note(
@@ -162,10 +172,14 @@ class Trainer:
 
     def run_steps(self, stop: StopSignal) -> None:
         """Steps, evaluations, checkpoints and samples until the end, the end of patience, or a signal."""
-        recipe, state = self.recipe, self.state
+        state = self.state
+        self.first_step = time.perf_counter()
         last = False
         while not last:
             self.step()
+            if state.step == self.recipe.steps - self.recipe.decay:
+                self.retime()
+            recipe = self.recipe
             last = state.step == recipe.steps
             if last or stop.signum is None:
                 better = self.evaluate() if last or state.step % recipe.eval_every == 0 else False
@@ -181,8 +195,19 @@ class Trainer:
         """One optimizer step: gradients of the whole batch, accumulated; clipped; applied."""
         recipe, state = self.recipe, self.state
         started = time.perf_counter()
-        x, y = (torch.from_numpy(a).to(self.compute.device) for a in self.batches.global_batch(state.step))
-        lr = lr_at(state.step + 1, peak=recipe.lr, warmup=recipe.warmup, steps=recipe.steps, schedule=recipe.schedule)
+        lr = lr_at(
+            state.step + 1, peak=recipe.lr, warmup=recipe.warmup, steps=recipe.steps,
+            decay=recipe.decay, schedule=recipe.schedule,
+        )  # fmt: skip
+        value, norm = self.update(state.step, lr)
+        state.step += 1
+        state.step_seconds += time.perf_counter() - started
+        self.emit(events.StepEvent, loss=value, lr=lr, grad_norm=norm, tokens_per_second=self.tokens_per_second())
+
+    def update(self, step: int, lr: float) -> tuple[float, float]:
+        """The batch of a step, its gradients and what the optimizer makes of them. Gives loss and gradient norm."""
+        recipe = self.recipe
+        x, y = (torch.from_numpy(a).to(self.compute.device) for a in self.batches.global_batch(step))
         self.optimizer.set_lr(lr)
         self.model.train()
         total = torch.zeros((), device=self.compute.device)
@@ -198,14 +223,45 @@ class Trainer:
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip or math.inf))
         value = float(total)
         if not math.isfinite(value) or not (math.isfinite(norm) or self.scaler.is_enabled()):
-            self.end_diverged(f"the loss became {value} (gradient norm {norm})", state.step + 1, lr)
+            self.end_diverged(f"the loss became {value} (gradient norm {norm})", step + 1, lr)
         for optimizer in self.optimizer.parts:
             self.scaler.step(optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        state.step += 1
-        state.step_seconds += time.perf_counter() - started
-        self.emit(events.StepEvent, loss=value, lr=lr, grad_norm=norm, tokens_per_second=self.tokens_per_second())
+        return value, norm
+
+    def rehearse(self, minutes: float) -> Pace:
+        """Measures how long steps and evaluations take here. What it leaves of weights is of no use."""
+        seconds = []
+        started = time.perf_counter()
+        while len(seconds) < 6 or time.perf_counter() - started < min(PROBE_SHARE * 60 * minutes, PROBE_SECONDS):
+            before = time.perf_counter()
+            self.update(len(seconds), 0.0)
+            seconds.append(time.perf_counter() - before)
+        some = self.held_out[: max(1, len(self.held_out) // 4)]
+        before = time.perf_counter()
+        if some:
+            evaluate.mean_loss(self.model, some, self.compute)
+        window = (time.perf_counter() - before) / max(1, len(some))
+        whole = len(evaluate.windows(self.data.held_out.documents, self.recipe.model.block_size)) if some else 0
+        return Pace(
+            deadline=self.began + 60 * minutes,
+            step=sum(seconds[2:]) / len(seconds[2:]),  # the first ones allocate
+            evaluation=window * len(self.held_out),
+            end=2 * window * whole + END_SECONDS,  # it computes in float32
+        )
+
+    def retime(self) -> None:
+        """Where the run ends at a time: as many steps of decay as fit into what is left, at the pace so far."""
+        if self.pace is None:
+            return
+        now = time.perf_counter()
+        steps = self.pace.steps_left(now, (now - self.first_step) / self.state.step)
+        self.recipe = dataclasses.replace(self.recipe, steps=self.state.step + steps, decay=steps)
+        self.record["resolved"] = dataclasses.asdict(self.recipe)
+        with disk_errors(self.run, folder.KEPT):
+            write_file(self.run / "run.json", to_json(self.record))
+        self.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
 
     def evaluate(self) -> bool:
         """The loss on held-out windows, the same ones each time; whether it is the lowest so far."""

@@ -11,6 +11,7 @@ from gpt.errors import UserError
 from gpt.model.params import breakdown
 
 Notes = Callable[[str], None]
+DECAY = 0.5  # of the steps
 CPU_FLOPS = 1e13  # of a run of default length on a CPU, as 6 a parameter and token
 
 
@@ -26,6 +27,7 @@ class Recipe:
     micro_batch: int  # sequences at once; rows / micro_batch are accumulated
     lr: float
     warmup: int
+    decay: int  # steps at the end over which the linear schedule goes down
     optimizer: Literal["muon", "adamw"]
     schedule: Literal["linear", "cosine", "constant"]
     weight_decay: float
@@ -81,6 +83,7 @@ def resolve(
         micro_batch=_micro_batch(config.micro_batch, rows, model, compute),
         lr=preset.lr if config.lr is None else config.lr,
         warmup=min(2000, round(steps / 20)) if config.warmup is None else config.warmup,
+        decay=round(DECAY * steps) if config.decay is None else config.decay,
         optimizer=config.optimizer,
         schedule=config.schedule,
         weight_decay=config.weight_decay,
@@ -127,6 +130,8 @@ def _rows(config: TrainConfig, preset: Preset, block_size: int) -> int:
 def _steps(config: TrainConfig, n_tokens: int, batch_tokens: int, model: GPTConfig, device: str) -> int:
     if config.steps is not None:
         return config.steps
+    if config.minutes is not None:
+        return 1000  # a guess, until the rate is measured (gpt.training.pace)
     epochs = auto_epochs(n_tokens, model, device) if config.epochs is None else config.epochs
     if epochs <= 0:
         raise UserError(f"epochs is {epochs:g}; it must be more than 0")
