@@ -232,7 +232,7 @@ class Trainer:
 
     def rehearse(self, minutes: float) -> Pace:
         """Measures how long steps and evaluations take here. What it leaves of weights is of no use."""
-        seconds = []
+        seconds: list[float] = []
         started = time.perf_counter()
         while len(seconds) < 6 or time.perf_counter() - started < min(PROBE_SHARE * 60 * minutes, PROBE_SECONDS):
             before = time.perf_counter()
@@ -243,7 +243,8 @@ class Trainer:
         if some:
             evaluate.mean_loss(self.model, some, self.compute)
         window = (time.perf_counter() - before) / max(1, len(some))
-        whole = len(evaluate.windows(self.data.held_out.documents, self.recipe.model.block_size)) if some else 0
+        lengths = self.data.held_out.documents.lengths - 1
+        whole = int(np.maximum(-(-lengths // self.recipe.model.block_size), 0).sum()) if some else 0
         return Pace(
             deadline=self.began + 60 * minutes,
             step=sum(seconds[2:]) / len(seconds[2:]),  # the first ones allocate

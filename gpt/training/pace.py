@@ -25,7 +25,7 @@ class Pace:
         if left < 4 * self.step:
             needed = (4 * self.step - left + self.deadline - now) / 60
             raise UserError(
-                f"there is no time to train: a step takes {self.step:.2g} s, and {max(0.0, left):.0f} s are left for steps",
+                f"there is no time to train: a step takes {self.step:.2g} s, and {max(0.0, left):.0f} s are left",
                 f"give at least --minutes {math.ceil(10 * needed) / 10:g}, or a smaller --preset",
             )
         return int(left / self.step)
