@@ -5,7 +5,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from gpt.config import GPT2_VOCAB, PRESETS, GPTConfig, Positions
+from gpt.config import GPT2_VOCAB, PRESETS, Arch, GPTConfig, Positions
 from gpt.errors import UserError, did_you_mean
 from gpt.model.params import breakdown
 
@@ -26,14 +26,17 @@ def params(
     block_size: Annotated[int | None, option(help="Context in tokens.", rich_help_panel=_SHAPE)] = None,
     vocab_size: Annotated[int | None, option(help="Ids.", rich_help_panel=_SHAPE)] = None,
     positions: Annotated[
-        str | None, one_of(get_args(Positions), help="Learned count, a sine table does not.", rich_help_panel=_SHAPE)
+        str | None, one_of(get_args(Positions), help="Learned count, the others do not.", rich_help_panel=_SHAPE)
+    ] = None,
+    arch: Annotated[
+        str | None, one_of(get_args(Arch), help="modern has no biases.", rich_help_panel=_SHAPE)
     ] = None,
     json: Json = False,
 ) -> None:
     """Show where every parameter sits, in the form of the GPT-3 table. Allocates nothing."""
     asked = {
         "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd,
-        "block_size": block_size, "vocab_size": vocab_size, "positions": positions,
+        "block_size": block_size, "vocab_size": vocab_size, "positions": positions, "arch": arch,
     }  # fmt: skip
     shape: dict[str, object] = {key: value for key, value in asked.items() if value is not None}
     if list_presets or (target is None and not shape):

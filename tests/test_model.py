@@ -1,5 +1,7 @@
 """The decoder against transformers' GPT-2, and against the definitions."""
 
+import cmath
+import itertools
 import math
 
 import pytest
@@ -8,6 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.config import PRESETS, GPTConfig
 from gpt.errors import UserError
+from gpt.model import decoder
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT, sine_table
 from gpt.model.loss import bits_per_byte, cross_entropy, token_losses
@@ -68,9 +71,10 @@ def test_position_sees_only_what_came_before() -> None:
     assert not torch.allclose(before[0, 10:], after[0, 10:])
 
 
-@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
-def test_cache_equals_no_cache(positions: str) -> None:
-    config = GPTConfig(97, 24, 3, 4, 32, positions=positions)  # type: ignore[arg-type]
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])
+def test_cache_equals_no_cache(positions: str, arch: str) -> None:
+    config = GPTConfig(97, 24, 3, 4, 32, positions=positions, arch=arch)  # type: ignore[arg-type]
     torch.manual_seed(4)
     model = GPT(config).eval()
     idx = torch.randint(97, (2, 20))
@@ -83,6 +87,54 @@ def test_cache_equals_no_cache(positions: str) -> None:
     assert cache.length == 20
     with pytest.raises(ValueError, match="25 positions; the context is 24"):
         model(idx[:, :5], cache)
+
+
+def test_plain_attention_is_the_fused_one() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(20, 2, 9, 8, requires_grad=True) for _ in range(3))
+    plain = decoder.attend(q, k, v, None, 0.0, None)
+    fused = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.allclose(plain, fused, atol=1e-6)
+    weight = torch.randn_like(plain)
+    ours = torch.autograd.grad((plain * weight).sum(), (q, k, v))
+    theirs = torch.autograd.grad((fused * weight).sum(), (q, k, v))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_rotary_positions_turn_pairs_by_their_angle() -> None:
+    """By complex numbers: the pair (i, i + D/2) at position p is multiplied by e^(i p / 10000^(2i/D))."""
+    x = torch.randn(1, 1, 5, 8, dtype=torch.float64)
+    turned = decoder.rotate(x, decoder.rotary_table(5, 8).double())
+    for p, i in itertools.product(range(5), range(4)):
+        by_hand = complex(x[0, 0, p, i], x[0, 0, p, i + 4]) * cmath.exp(1j * p / 10_000 ** (2 * i / 8))
+        assert complex(turned[0, 0, p, i], turned[0, 0, p, i + 4]) == pytest.approx(by_hand, abs=1e-6)
+
+
+def test_modern_is_what_it_says() -> None:
+    """One block, one position after the other, by its definition."""
+    config = GPTConfig(11, 6, 1, 2, 8, arch="modern", positions="rotary")
+    torch.manual_seed(0)
+    model = GPT(config).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    idx = torch.randint(11, (1, 6))
+    block, norm = model.h[0], torch.nn.functional.layer_norm
+    x = model.wte.weight[idx[0]]
+    h = norm(x, (8,), block.ln_1.weight, block.ln_1.bias) @ block.attn.c_attn.weight.T
+    heads = []
+    for head in range(2):
+        q, k, v = (h[:, 8 * part + 4 * head : 8 * part + 4 * head + 4] for part in range(3))
+        q, k = (t / t.square().mean(-1, keepdim=True).add(torch.finfo(t.dtype).eps).sqrt() for t in (q, k))
+        turn = decoder.rotary_table(6, 4)
+        q, k = (decoder.rotate(t[None, None], turn)[0, 0] for t in (q, k))
+        scores = (decoder.QK_SCALE / 2 * q @ k.T).masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf)
+        heads.append(scores.softmax(-1) @ v)
+    x = x + torch.cat(heads, -1) @ block.attn.c_proj.weight.T
+    h = norm(x, (8,), block.ln_2.weight, block.ln_2.bias) @ block.mlp.c_fc.weight.T
+    x = x + h.clamp(min=0).square() @ block.mlp.c_proj.weight.T
+    logits = norm(x, (8,), model.ln_f.weight, model.ln_f.bias) @ model.wte.weight.T
+    with torch.no_grad():
+        assert torch.allclose(model(idx)[0], logits, atol=1e-5)
 
 
 def test_sine_table_is_the_papers() -> None:
@@ -143,9 +195,10 @@ def test_breakdown_equals_the_built_model(name: str) -> None:
     assert breakdown(config).trainable == sum(p.numel() for p in GPT(config).parameters())
 
 
-@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
-def test_breakdown_of_odd_shapes(positions: str) -> None:
-    config = GPTConfig(101, 7, 3, 3, 18, positions=positions)  # type: ignore[arg-type]
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])
+def test_breakdown_of_odd_shapes(positions: str, arch: str) -> None:
+    config = GPTConfig(101, 7, 3, 3, 18, positions=positions, arch=arch)  # type: ignore[arg-type]
     parts = breakdown(config)
     assert parts.trainable == sum(p.numel() for p in GPT(config).parameters())
     assert parts.trainable == parts.total_weights - parts.tied + parts.positions + parts.biases + parts.layer_norms

@@ -24,7 +24,8 @@ from gpt.model.decoder import GPT
 from gpt.runs import folder, hf
 from gpt.text.tokens import TokenFolder
 from gpt.training import loop, recipe
-from gpt.training.optim import make_optimizer
+from gpt.training.optim import Muon, make_optimizer, orthogonalize
+from gpt.training.pace import Pace
 from gpt.training.schedule import lr_at
 
 FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400}
@@ -91,7 +92,9 @@ def test_accumulation_equals_the_whole_batch(text: Path) -> None:
 
 def test_a_step_is_adamw_on_the_clipped_gradient(text: Path) -> None:
     """Three steps of the loop against the same by hand."""
-    result, heard = train(text, steps=3, val_fraction=0.1, schedule="constant", warmup=0, lr=1e-2, clip=0.5)
+    result, heard = train(
+        text, steps=3, val_fraction=0.1, schedule="constant", warmup=0, lr=1e-2, clip=0.5, optimizer="adamw"
+    )
     record = json.loads((result.run / "run.json").read_text())
     shape = gpt.GPTConfig(**record["resolved"]["model"])
     torch.manual_seed(1337)
@@ -124,7 +127,8 @@ def test_a_step_is_adamw_on_the_clipped_gradient(text: Path) -> None:
 
 def test_decay_is_for_matrices_alone() -> None:
     model = GPT(gpt.GPTConfig(50, 8, 1, 2, 16))
-    decayed, plain = make_optimizer(model, 0.1).param_groups
+    (optimizer,) = make_optimizer(model, "adamw", 0.1).parts
+    decayed, plain = optimizer.param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0)
     assert {p.dim() for p in decayed["params"]} == {2}
     assert {p.dim() for p in plain["params"]} == {1}
@@ -133,15 +137,94 @@ def test_decay_is_for_matrices_alone() -> None:
     )
 
 
+def test_muon_is_for_the_matrices_of_the_blocks() -> None:
+    model = GPT(gpt.GPTConfig(50, 8, 2, 2, 16))
+    muon, adamw = make_optimizer(model, "muon", 0.1).parts
+    names = {id(p): name for name, p in model.named_parameters()}
+    (fused, single), (embeddings, vectors) = (
+        [{names[id(p)] for p in group["params"]} for group in part.param_groups] for part in (muon, adamw)
+    )
+    assert fused == {f"h.{layer}.attn.c_attn.weight" for layer in range(2)}
+    assert len(single) == 2 * 3
+    assert embeddings == {"wte.weight", "wpe.weight"}
+    assert set(names.values()) == fused | single | embeddings | vectors
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 32), (32, 8)])
+def test_muon_is_torchs(shape: tuple[int, int]) -> None:
+    """torch.optim.Muon is the oracle; it iterates in bfloat16, so that is compared at its precision."""
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
+    muon = Muon([{"params": [ours]}], lr=0.02, weight_decay=0.1, dtype=torch.bfloat16)
+    oracle = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(4):
+        ours.grad = torch.randn(shape)
+        theirs.grad = ours.grad.clone()
+        muon.step()
+        oracle.step()
+    assert torch.allclose(ours, theirs, atol=2e-3)
+    assert not torch.allclose(ours, torch.ones(shape), atol=2e-2)
+
+
+def test_query_key_and_value_are_orthogonalized_apart() -> None:
+    torch.manual_seed(0)
+    fused = torch.nn.Parameter(torch.zeros(24, 8))
+    parts = [torch.nn.Parameter(torch.zeros(8, 8)) for _ in range(3)]
+    fused.grad = torch.randn(24, 8)
+    for part, grad in zip(parts, fused.grad.chunk(3), strict=True):
+        part.grad = grad.clone()
+    Muon([{"params": [fused], "parts": 3}], 0.1, 0.0, torch.float32).step()
+    Muon([{"params": parts}], 0.1, 0.0, torch.float32).step()
+    assert torch.allclose(fused, torch.cat(parts), atol=1e-6)
+
+
+def test_orthogonalized_matrices_have_singular_values_near_one() -> None:
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(3, 16, 64, generator=torch.Generator().manual_seed(0))))
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+
+
+def test_the_linear_schedule() -> None:
+    rates = [lr_at(s, peak=1.0, warmup=10, steps=100, decay=40, schedule="linear") for s in range(1, 101)]
+    assert rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
+    assert set(rates[9:61]) == {1.0}
+    assert rates[60:] == pytest.approx([(40 - i) / 40 for i in range(40)])
+
+
 def test_schedule() -> None:
-    rates = [lr_at(step, peak=1.0, warmup=10, steps=100, schedule="cosine") for step in range(1, 101)]
+    rates = [lr_at(step, peak=1.0, warmup=10, steps=100, decay=0, schedule="cosine") for step in range(1, 101)]
     assert rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
     assert max(rates) == rates[9] == 1.0
     assert rates[-1] == pytest.approx(0.1)
     assert rates[54] == pytest.approx(0.55)  # halfway down
     assert all(a >= b for a, b in itertools.pairwise(rates[9:]))
-    assert lr_at(50, peak=2.0, warmup=10, steps=100, schedule="constant") == 2.0
-    assert lr_at(1, peak=2.0, warmup=0, steps=1, schedule="cosine") == pytest.approx(0.2)
+    assert lr_at(50, peak=2.0, warmup=10, steps=100, decay=0, schedule="constant") == 2.0
+    assert lr_at(1, peak=2.0, warmup=0, steps=1, decay=0, schedule="cosine") == pytest.approx(0.2)
+
+
+def test_minutes_become_steps_that_can_be_repeated(text: Path) -> None:
+    timed, _ = train(text, minutes=0.15, optimizer="muon", dropout=0.0)
+    record = json.loads((timed.run / "run.json").read_text())
+    resolved = record["resolved"]
+    assert timed.steps == resolved["steps"] == resolved["decay"] + (resolved["steps"] - resolved["decay"])
+    assert record["settings"]["minutes"] == 0.15
+    again, _ = train(
+        text, steps=timed.steps, warmup=resolved["warmup"], decay=resolved["decay"], dropout=0.0,
+        eval_every=resolved["eval_every"], save_every=resolved["save_every"],
+    )  # fmt: skip
+    assert again.val_loss == timed.val_loss
+    one, other = weights(timed.run), weights(again.run)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_steps_that_fit_into_a_time() -> None:
+    pace = Pace(deadline=100.0, step=0.1, evaluation=0.5, end=5.0)
+    assert pace.steps(now=10.0) == 750  # 90 s, less 5 at the end and 20 evaluations
+    assert pace.steps_left(now=50.0, step=0.15) == 300
+    assert pace.steps_left(now=99.0, step=0.15) == 1
+    with pytest.raises(gpt.UserError, match="no time to train") as error:
+        pace.steps(now=84.8)
+    assert "--minutes 0.3" in error.value.hint
 
 
 def test_the_run_folder(text: Path) -> None:
