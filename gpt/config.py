@@ -162,9 +162,9 @@ def option(
 
 
 # The panels in which options are listed, in this order.
-_RUN, _MODEL, _DATA, _READ, _LENGTH, _OPTIM, _LOG, _MACHINE, _TEXT, _FILTER = PANELS = (
-    "Run", "Model", "Text and tokens", "How TEXT is read", "Length and batch", "Optimizer", "Along the way", "Machine",
-    "Text", "Choice of the next token",
+_RUN, _MODEL, _TUNE, _DATA, _READ, _LENGTH, _OPTIM, _LOG, _MACHINE, _TEXT, _FILTER = PANELS = (
+    "Run", "Model", "Fine-tuning", "Text and tokens", "How TEXT is read", "Length and batch", "Optimizer",
+    "Along the way", "Machine", "Text", "Choice of the next token",
 )  # fmt: skip
 
 
@@ -300,6 +300,11 @@ class TrainConfig(TextConfig):
     dropout: float | None = option(
         None, "Share of activations dropped in training.", panel=_MODEL, shown="by how often the text is read", low=0
     )
+    init: str | None = option(
+        None, "Start from the weights and tokenizer of a model: a run, RUN:latest, a checkpoint, or a GPT-2 folder of "
+        "transformers. Shape and vocabulary are its own.",
+        panel=_TUNE, shown="none",
+    )  # fmt: skip
     steps: int | None = option(None, "Optimizer steps.", panel=_LENGTH, shown="by the text's size", low=1)
     epochs: float | None = option(
         None, "Length as passes over the text, instead of --steps.", panel=_LENGTH, shown="by the text's size", low=0
@@ -310,7 +315,9 @@ class TrainConfig(TextConfig):
     micro_batch: str = option(
         "auto", "Sequences computed at once; the rest of the batch is accumulated.", panel=_LENGTH
     )
-    lr: float | None = option(None, "Peak learning rate.", panel=_OPTIM, shown="by preset", low=0)
+    lr: float | None = option(
+        None, "Peak learning rate.", panel=_OPTIM, shown="by preset; with --init a tenth of it", low=0
+    )
     warmup: int | None = option(
         None, "Steps of linear warm-up.", panel=_OPTIM, shown="a twentieth of the steps, at most 2,000", low=0
     )
@@ -345,8 +352,9 @@ class TrainConfig(TextConfig):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "micro_batch", str(self.micro_batch))  # a number in TOML and from Python
-        if self.out is not None:  # a path, from Python
-            object.__setattr__(self, "out", str(self.out))
+        for name in ("out", "init"):
+            if getattr(self, name) is not None:  # a path, from Python
+                object.__setattr__(self, name, str(getattr(self, name)))
         super().__post_init__()
         if self.preset != "auto":
             find_preset(self.preset)

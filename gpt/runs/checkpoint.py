@@ -72,11 +72,19 @@ def _to_hf(model: GPT) -> dict[str, Tensor]:
     }
 
 
-def load(path: Path, device: torch.device) -> Checkpoint:
-    """The checkpoint at ``path``, ours or transformers', checked before anything is allocated from it.
+def load(path: Path, device: torch.device, shape: GPTConfig | None = None) -> Checkpoint:
+    """The checkpoint at ``path``, ours or transformers', checked before anything is allocated from it. ``shape`` is its
+    own but for another dropout or a shorter context, to which a table of positions is cut.
 
     Raises `UserError` for damage (a sum, a shape, a number) and for a model of another kind.
     """
+    config, tokenizer = look(path)
+    tensors = _open_tensors(path, config)
+    return Checkpoint(_build(shape or config, tensors, device), tokenizer)
+
+
+def look(path: Path) -> tuple[GPTConfig, Tokenizer]:
+    """The shape and the tokenizer of a checkpoint, whose sums are compared; its weights stay on the disk."""
     ours = (path / folder.META).exists() or (path / folder.CHECKSUMS).exists()
     if ours:
         folder.check_sums(path)
@@ -84,9 +92,7 @@ def load(path: Path, device: torch.device) -> Checkpoint:
     if ours and meta.get("format") != FORMAT:
         raise UserError(f"{path} has format {meta.get('format')!r}; this program reads format {FORMAT}", "update gpt")
     config = hf.load_config(path)
-    tensors = _open_tensors(path, config)
-    model = _build(config, tensors, device)
-    return Checkpoint(model, load_tokenizer(path, config, meta))
+    return config, load_tokenizer(path, config, meta)
 
 
 def load_tokenizer(path: Path, config: GPTConfig, meta: Mapping[str, Any]) -> Tokenizer:
@@ -175,6 +181,8 @@ def _build(config: GPTConfig, tensors: dict[str, Tensor], device: torch.device) 
     """A model with these weights, in float32, for evaluation. Nothing is initialized only to be overwritten."""
     with torch.device("meta"):
         model = GPT(config)
+    if "wpe.weight" in tensors:
+        tensors["wpe.weight"] = tensors["wpe.weight"][: config.block_size].clone()
     if config.positions == "sinusoidal":
         model.register_buffer("sine", tensors.pop("wpe.weight").float(), persistent=False)
     state = {

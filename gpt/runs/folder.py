@@ -87,6 +87,11 @@ def check_sums(folder: Path) -> None:
             raise UserError(f"{path} is damaged: its sha256 is not the one it was saved with", hint)
 
 
+def weight_sums(folder: Path) -> dict[str, str]:
+    """The sha256 of each file of weights in a checkpoint, by name: what tells one model from another."""
+    return {path.name: file_sum(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
 def checkpoints(run: Path) -> list[Entry]:
     """The checkpoints of a run, by step: what is on disk, with the losses that each one records."""
     entries = []

@@ -35,6 +35,7 @@ from gpt.training.optim import make_optimizer
 from gpt.training.prepare import Data, make_data, open_data, tokenized
 from gpt.training.recipe import Recipe, resolve
 from gpt.training.schedule import lr_at
+from gpt.training.start import Start, find_start
 from gpt.training.state import TrainState
 
 Listener = Callable[[events.Event | events.Note | events.Plan | events.Progress], None]
@@ -75,12 +76,14 @@ def train(
     def note(text: str) -> None:
         listen(events.Note(text))
 
-    run, data = _open_run(texts, config, compute, listen, note)
+    start = find_start(config)
+    run, data = _open_run(texts, config, compute, start, listen, note)
     try:
         held_out = len(data.held_out) > 0
         n_tokens, vocab_size = len(data.train), data.tokenizer.vocab_size
-        recipe = resolve(config, compute, data.folder.bytes, n_tokens, vocab_size, held_out, note)
-        trainer = Trainer(run, data, recipe, compute, listen, began)
+        shape = start.model if start else None
+        recipe = resolve(config, compute, data.folder.bytes, n_tokens, vocab_size, held_out, note, shape)
+        trainer = Trainer(run, data, recipe, compute, listen, began, start)
         trainer.open(texts, config)
     except BaseException:  # nothing was trained yet
         _discard(run)
@@ -96,18 +99,24 @@ def train(
 
 
 def _open_run(
-    texts: Sequence[str], config: TrainConfig, compute: Compute, listen: Listener, note: Callable[[str], None]
+    texts: Sequence[str],
+    config: TrainConfig,
+    compute: Compute,
+    start: Start | None,
+    listen: Listener,
+    note: Callable[[str], None],
 ) -> tuple[Path, Data]:
     """A new run folder and the data of the run, tokenized into it unless they come tokenized; where that fails, no
     folder is left."""
+    tokenizer = start.tokenizer if start else None
     path = tokenized(texts)
     if path is not None:
-        data = open_data(path, config, note)
+        data = open_data(path, config, note, tokenizer)
         return folder.create_run(config.out or os.path.join(folder.RUNS, path.absolute().name)), data
     corpus = open_corpus(texts, config, listen)
     run = folder.create_run(config.out or os.path.join(folder.RUNS, corpus.name))
     try:
-        return run, make_data(corpus, config, run / "tokens", compute.device.type, listen, note)
+        return run, make_data(corpus, config, run / "tokens", compute.device.type, listen, note, tokenizer)
     except Interrupted as stopped:
         _discard(run)
         raise Interrupted(stopped.signum, "interrupted before the first step: nothing is left of the run") from None
@@ -127,12 +136,21 @@ def _discard(run: Path) -> None:
 class Trainer:
     """The parts of a run and what is done with them."""
 
-    def __init__(self, run: Path, data: Data, recipe: Recipe, compute: Compute, listen: Listener, began: float) -> None:
-        self.run, self.data, self.recipe, self.compute, self.listen, self.began = (
-            run, data, recipe, compute, listen, began,
+    def __init__(
+        self,
+        run: Path,
+        data: Data,
+        recipe: Recipe,
+        compute: Compute,
+        listen: Listener,
+        began: float,
+        start: Start | None = None,
+    ) -> None:
+        self.run, self.data, self.recipe, self.compute, self.listen, self.began, self.start = (
+            run, data, recipe, compute, listen, began, start,
         )  # fmt: skip
         torch.manual_seed(recipe.seed)
-        self.model = GPT(recipe.model).to(compute.device)
+        self.model = start.load(recipe.model, compute.device) if start else GPT(recipe.model).to(compute.device)
         self.optimizer = make_optimizer(self.model, recipe.optimizer, recipe.weight_decay, compute.dtype)
         self.scaler = torch.amp.GradScaler(compute.device.type, enabled=compute.dtype == torch.float16)
         self.batches = Batches(data.train, recipe.model.block_size, recipe.rows, recipe.seed)
@@ -145,6 +163,7 @@ class Trainer:
     def open(self, texts: Sequence[str], config: TrainConfig) -> None:
         """Writes ``run.json``, with which the folder is a run."""
         record = run_record(texts, config, self.recipe, self.compute, self.data)
+        record["init"] = self.start.record() if self.start else None
         with disk_errors(self.run):
             write_file(self.run / "run.json", to_json(record))
             self.metrics = (self.run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
@@ -163,6 +182,9 @@ class Trainer:
     def run_steps(self, stop: StopSignal) -> None:
         """Steps, evaluations, checkpoints and samples until the end, the end of patience, or a signal."""
         recipe, state = self.recipe, self.state
+        if self.start is not None and self.held_out:
+            self.evaluate()
+            self.note(f"held-out loss of {self.start.asked} before the first step: {state.best_loss:.4f} nats a token")
         last = False
         while not last:
             self.step()

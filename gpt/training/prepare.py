@@ -47,8 +47,11 @@ def tokenized(texts: Sequence[str]) -> Path | None:
     return Path(folders[0]) if folders else None
 
 
-def open_data(path: Path, config: TrainConfig, note: Callable[[str], None]) -> Data:
-    """A folder of tokens, as it is. Settings that are about making one are not used, which is said."""
+def open_data(path: Path, config: TrainConfig, note: Callable[[str], None], tokenizer: Tokenizer | None = None) -> Data:
+    """A folder of tokens, as it is. Settings that are about making one are not used, which is said.
+
+    Raises `UserError` where it was made with another ``tokenizer`` than that of the model that is fine-tuned.
+    """
     usual = TextConfig()
     unused = ("tokenizer", "vocab_size", "val_text", "val_fraction", "field", "split_on", "encoding")
     for name in unused:
@@ -57,17 +60,29 @@ def open_data(path: Path, config: TrainConfig, note: Callable[[str], None]) -> D
     folder = TokenFolder(path)
     if folder.manifest.get("part"):
         raise UserError(f"{path} is a part of a corpus", "join the parts: gpt data merge PART... -o DIR")
+    if tokenizer is not None and tokenizer.fingerprint != folder.tokenizer.fingerprint:
+        raise UserError(
+            f"{path} was made with another tokenizer ({folder.tokenizer.name}) than that of {config.init}",
+            f"tokenize the text with the model's own: gpt tokenize … --tokenizer {config.init}",
+        )
     return _open(folder, note)
 
 
 def make_data(
-    corpus: Corpus, config: TrainConfig, out: Path, device: str, listen: Listener, note: Callable[[str], None]
+    corpus: Corpus,
+    config: TrainConfig,
+    out: Path,
+    device: str,
+    listen: Listener,
+    note: Callable[[str], None],
+    tokenizer: Tokenizer | None = None,
 ) -> Data:
-    """Tokenizes a corpus into the folder ``out``. The vocabulary is learnt from the training part alone."""
+    """Tokenizes a corpus into the folder ``out``, with the ``tokenizer`` of the model that is fine-tuned; else the
+    vocabulary is learnt from the training part alone."""
     if config.val_text is not None and config.val_fraction != TrainConfig().val_fraction:
         note("--val-text is what is held out; --val-fraction is not used")
     most = find_preset(preset_name(config, corpus.found.bytes, device)).model.vocab_size
-    tokenizer = tokenizer_for(corpus, config, note, most)
+    tokenizer = tokenizer or tokenizer_for(corpus, config, note, most)
     return _open(tokenize(corpus, tokenizer, out, config.jobs, listen=listen), note, corpus)
 
 

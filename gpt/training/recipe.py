@@ -9,6 +9,7 @@ from gpt.config import GPTConfig, Preset, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.params import breakdown
+from gpt.training import start as starts
 
 Notes = Callable[[str], None]
 CPU_FLOPS = 1e13  # of a run of default length on a CPU, as 6 a parameter and token
@@ -55,18 +56,29 @@ def preset_name(config: TrainConfig, n_bytes: int, device: str) -> str:
 
 
 def resolve(
-    config: TrainConfig, compute: Compute, n_bytes: int, n_tokens: int, vocab_size: int, held_out: bool, note: Notes
+    config: TrainConfig,
+    compute: Compute,
+    n_bytes: int,
+    n_tokens: int,
+    vocab_size: int,
+    held_out: bool,
+    note: Notes,
+    start: GPTConfig | None = None,
 ) -> Recipe:
-    """The recipe for ``n_tokens`` of training text that came from ``n_bytes``.
+    """The recipe for ``n_tokens`` of training text that came from ``n_bytes``; ``start``: the shape of the model that
+    is fine-tuned.
 
     Tells ``note`` what it had to change. Raises `UserError` for settings that contradict each other or the text.
     """
-    name = preset_name(config, n_bytes, compute.device.type)
+    name = preset_name(config, n_bytes, compute.device.type) if start is None else starts.nearest_preset(start)
     preset = find_preset(name)
+    if start is not None:
+        preset = replace(starts.tuned(preset, starts.EPOCHS, n_tokens), model=start, lr=starts.RATE * preset.lr)
     model = _model(config, preset, n_tokens, vocab_size, note)
     rows = _rows(config, preset, model.block_size)
     batch_tokens = rows * model.block_size
-    steps = _steps(config, n_tokens, batch_tokens, model, compute.device.type)
+    usual = auto_epochs(n_tokens, model, compute.device.type) if start is None else starts.EPOCHS
+    steps = _steps(config, n_tokens, batch_tokens, usual)
     if config.dropout is None:
         model = replace(model, dropout=auto_dropout(steps * batch_tokens / n_tokens))
     if config.patience and not held_out:
@@ -100,6 +112,8 @@ def _model(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int, 
     if n_tokens < block_size:
         note(f"the text has {n_tokens:,} tokens to train on: the context shrinks from {block_size:,} to {n_tokens:,}")
         block_size = n_tokens
+    if config.init is not None:
+        return replace(shape, block_size=block_size, dropout=config.dropout or 0.0)
     return GPTConfig(
         vocab_size=vocab_size,
         block_size=block_size,
@@ -124,10 +138,10 @@ def _rows(config: TrainConfig, preset: Preset, block_size: int) -> int:
     return max(1, round((asked or preset.batch_tokens) / block_size))
 
 
-def _steps(config: TrainConfig, n_tokens: int, batch_tokens: int, model: GPTConfig, device: str) -> int:
+def _steps(config: TrainConfig, n_tokens: int, batch_tokens: int, usual_epochs: float) -> int:
     if config.steps is not None:
         return config.steps
-    epochs = auto_epochs(n_tokens, model, device) if config.epochs is None else config.epochs
+    epochs = usual_epochs if config.epochs is None else config.epochs
     if epochs <= 0:
         raise UserError(f"epochs is {epochs:g}; it must be more than 0")
     return max(1, round(epochs * n_tokens / batch_tokens))
