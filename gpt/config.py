@@ -305,6 +305,9 @@ class TrainConfig(TextConfig):
         "transformers. Shape and vocabulary are its own.",
         panel=_TUNE, shown="none",
     )  # fmt: skip
+    pairs: bool = option(
+        False, 'TEXT is JSON lines of {"prompt": …, "completion": …}; the loss counts completions alone.', panel=_TUNE
+    )
     steps: int | None = option(None, "Optimizer steps.", panel=_LENGTH, shown="by the text's size", low=1)
     epochs: float | None = option(
         None, "Length as passes over the text, instead of --steps.", panel=_LENGTH, shown="by the text's size", low=0

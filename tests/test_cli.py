@@ -76,7 +76,7 @@ def test_version(gpt: Gpt) -> None:
 # Options: frozen, so that adding or losing one is a decision
 
 OPTIONS = {
-    "train": "--init "
+    "train": "--init --pairs "
     "--out -o --preset --positions --n-layer --n-head --n-embd --block-size --dropout --tokenizer --vocab-size "
     "--sample-bytes --val-fraction --val-text --field --split-on --encoding --errors --skip-bad --jobs --steps --epochs --batch-tokens --micro-batch --lr --warmup --schedule --weight-decay "
     "--clip --eval-every --patience --save-every --keep --sample-every --device --dtype --seed --config --print-config "

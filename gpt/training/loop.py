@@ -15,7 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from gpt import device, evaluate, events
@@ -26,12 +25,12 @@ from gpt.errors import Interrupted, WorkError
 from gpt.files import disk_errors, to_json, write_file
 from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
-from gpt.model.loss import bits_per_byte, cross_entropy
+from gpt.model.loss import IGNORED, bits_per_byte, cross_entropy
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
-from gpt.text.batches import Batches
 from gpt.text.corpus import open_corpus
 from gpt.training.optim import make_optimizer
+from gpt.training.pairs import PairData, make_pairs
 from gpt.training.prepare import Data, make_data, open_data, tokenized
 from gpt.training.recipe import Recipe, resolve
 from gpt.training.schedule import lr_at
@@ -59,6 +58,7 @@ class Result:
     device: str
     dtype: str
     sample: str  # a few lines from the best checkpoint
+    prompt: str  # that they began with
 
 
 def train(
@@ -82,7 +82,7 @@ def train(
         held_out = len(data.held_out) > 0
         n_tokens, vocab_size = len(data.train), data.tokenizer.vocab_size
         shape = start.model if start else None
-        recipe = resolve(config, compute, data.folder.bytes, n_tokens, vocab_size, held_out, note, shape)
+        recipe = resolve(config, compute, data.bytes, n_tokens, vocab_size, held_out, note, shape, data.rows)
         trainer = Trainer(run, data, recipe, compute, listen, began, start)
         trainer.open(texts, config)
     except BaseException:  # nothing was trained yet
@@ -105,10 +105,13 @@ def _open_run(
     start: Start | None,
     listen: Listener,
     note: Callable[[str], None],
-) -> tuple[Path, Data]:
+) -> tuple[Path, Data | PairData]:
     """A new run folder and the data of the run, tokenized into it unless they come tokenized; where that fails, no
     folder is left."""
     tokenizer = start.tokenizer if start else None
+    if config.pairs:
+        pairs = make_pairs(texts, config, compute.device.type, note, tokenizer)
+        return folder.create_run(config.out or os.path.join(folder.RUNS, pairs.corpus.name)), pairs
     path = tokenized(texts)
     if path is not None:
         data = open_data(path, config, note, tokenizer)
@@ -139,7 +142,7 @@ class Trainer:
     def __init__(
         self,
         run: Path,
-        data: Data,
+        data: Data | PairData,
         recipe: Recipe,
         compute: Compute,
         listen: Listener,
@@ -153,9 +156,9 @@ class Trainer:
         self.model = start.load(recipe.model, compute.device) if start else GPT(recipe.model).to(compute.device)
         self.optimizer = make_optimizer(self.model, recipe.optimizer, recipe.weight_decay, compute.dtype)
         self.scaler = torch.amp.GradScaler(compute.device.type, enabled=compute.dtype == torch.float16)
-        self.batches = Batches(data.train, recipe.model.block_size, recipe.rows, recipe.seed)
+        self.batches = data.batches(recipe.model.block_size, recipe.rows, recipe.seed)
         wanted = max(1, EVAL_TOKENS // recipe.model.block_size)
-        self.held_out = evaluate.spread_windows(data.held_out.documents, recipe.model.block_size, wanted)
+        self.held_out = data.some_windows(recipe.model.block_size, wanted)
         self.tokenizer_files = checkpoint.TokenizerFiles(data.tokenizer, recipe.model)
         self.state = TrainState()
         self.measured: tuple[int, float] | None = None  # the newest evaluation's step and loss
@@ -212,7 +215,8 @@ class Trainer:
             part = slice(rows, rows + recipe.micro_batch)
             with self.compute.autocast():
                 logits = self.model(x[part])
-            loss = cross_entropy(logits, y[part]) * (recipe.micro_batch / recipe.rows)
+            share = (y[part] != IGNORED).sum() / (y != IGNORED).sum()  # of the targets that count
+            loss = cross_entropy(logits, y[part]) * share
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         for part in self.optimizer.parts:
@@ -264,10 +268,12 @@ class Trainer:
         """A few lines from a model, the same for the same weights; leaves torch's global random state alone."""
         training = model.training
         model.eval()
-        eot = self.data.tokenizer.eot
-        ids = [token.id for token in generate(Context(model, compute), [], SAMPLE, eot, self.recipe.seed)]
+        eot, prompt = self.data.tokenizer.eot, self.data.prompt
+        given = self.data.tokenizer.encode(prompt).tolist()
+        how = dataclasses.replace(SAMPLE, greedy=True) if prompt else SAMPLE
+        ids = [token.id for token in generate(Context(model, compute), given, how, eot, self.recipe.seed)]
         model.train(training)
-        return self.data.tokenizer.decode([id for id in ids if id != eot])
+        return prompt + self.data.tokenizer.decode([id for id in ids if id != eot])
 
     def finish(self) -> Result:
         """Reads the best checkpoint back, measures it on the whole held-out text, and lets it speak."""
@@ -278,11 +284,9 @@ class Trainer:
         loaded = checkpoint.load(best, compute.device)
         loss = bits = None
         if self.held_out:
-            documents = self.data.held_out.documents
-            whole = evaluate.windows(documents, self.recipe.model.block_size)
-            tokens = int(np.maximum(documents.lengths - 1, 0).sum())
+            whole = self.data.windows(self.recipe.model.block_size)
             loss = evaluate.mean_loss(loaded.model, whole, compute)
-            bits = bits_per_byte(loss * tokens, self.data.held_out_bytes)
+            bits = bits_per_byte(loss * self.data.held_out_targets, self.data.held_out_bytes)
         text = self.sample(loaded.model, compute)
         self.emit(events.SampleEvent, text=text)
         reason = "patience" if self.state.step < self.recipe.steps else "steps"
@@ -300,6 +304,7 @@ class Trainer:
             device=self.compute.device.type,
             dtype=self.compute.dtype_name,
             sample=text,
+            prompt=self.data.prompt,
         )
 
     def end_by_signal(self, signum: int) -> None:
@@ -357,7 +362,7 @@ class Trainer:
 
 
 def run_record(
-    texts: Sequence[str], config: TrainConfig, recipe: Recipe, compute: Compute, data: Data
+    texts: Sequence[str], config: TrainConfig, recipe: Recipe, compute: Compute, data: Data | PairData
 ) -> dict[str, Any]:
     """What ``run.json`` holds: enough to know what was done, with what, on what."""
     return {

@@ -1,13 +1,17 @@
 """Texts → a folder of tokens, made in the run or found where `gpt tokenize` made it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gpt.config import TextConfig, TrainConfig, find_preset
 from gpt.errors import UserError
+from gpt.evaluate import Window, spread_windows, windows
 from gpt.files import file_sum
+from gpt.text.batches import Batches
 from gpt.text.corpus import Corpus, tokenizer_for
 from gpt.text.stream import Stream
 from gpt.text.tokenize import Listener, tokenize
@@ -26,10 +30,35 @@ class Data:
     held_out: Stream
     found: bool  # the folder was there before the run
 
+    rows = 0  # it is no text of rows
+    prompt = ""  # its samples begin like documents
+
+    @property
+    def bytes(self) -> int:
+        """The text's size in UTF-8."""
+        return self.folder.bytes
+
     @property
     def held_out_bytes(self) -> int:
         """The held-out text's size in UTF-8."""
         return self.folder.bytes_of("val")
+
+    @property
+    def held_out_targets(self) -> int:
+        """Held-out ids that are predicted: all but each document's first."""
+        return int(np.maximum(self.held_out.documents.lengths - 1, 0).sum())
+
+    def batches(self, block_size: int, rows: int, seed: int) -> Batches:
+        """The batches to train on."""
+        return Batches(self.train, block_size, rows, seed)
+
+    def windows(self, block_size: int) -> Iterator[Window]:
+        """All that is held out."""
+        return windows(self.held_out.documents, block_size)
+
+    def some_windows(self, block_size: int, wanted: int) -> list[Window]:
+        """At most ``wanted`` held-out windows, spread over all of them."""
+        return spread_windows(self.held_out.documents, block_size, wanted)
 
     def sources(self) -> list[dict[str, Any]]:
         """What was read, for the run's record: each source with its sum, or the folder of tokens with its."""

@@ -64,20 +64,24 @@ def resolve(
     held_out: bool,
     note: Notes,
     start: GPTConfig | None = None,
+    pairs: int = 0,
 ) -> Recipe:
     """The recipe for ``n_tokens`` of training text that came from ``n_bytes``; ``start``: the shape of the model that
-    is fine-tuned.
+    is fine-tuned; ``pairs``: how many the text is made of, where these are the rows.
 
     Tells ``note`` what it had to change. Raises `UserError` for settings that contradict each other or the text.
     """
     name = preset_name(config, n_bytes, compute.device.type) if start is None else starts.nearest_preset(start)
     preset = find_preset(name)
     if start is not None:
-        preset = replace(starts.tuned(preset, starts.EPOCHS, n_tokens), model=start, lr=starts.RATE * preset.lr)
-    model = _model(config, preset, n_tokens, vocab_size, note)
-    rows = _rows(config, preset, model.block_size)
-    batch_tokens = rows * model.block_size
+        preset = replace(preset, model=start, lr=starts.RATE * preset.lr)
+    model = _model(config, preset, 2**63 if pairs else n_tokens, vocab_size, note)
     usual = auto_epochs(n_tokens, model, compute.device.type) if start is None else starts.EPOCHS
+    if start is not None or pairs:
+        preset = starts.tuned(preset, usual, n_tokens)
+    row = n_tokens / pairs if pairs else model.block_size  # tokens, of pairs on average
+    rows = _pair_rows(config, preset, row) if pairs else _rows(config, preset, model.block_size)
+    batch_tokens = round(rows * row)
     steps = _steps(config, n_tokens, batch_tokens, usual)
     if config.dropout is None:
         model = replace(model, dropout=auto_dropout(steps * batch_tokens / n_tokens))
@@ -136,6 +140,11 @@ def _rows(config: TrainConfig, preset: Preset, block_size: int) -> int:
             f"take {above:,}" + (f" or {below:,}" if below else ""),
         )
     return max(1, round((asked or preset.batch_tokens) / block_size))
+
+
+def _pair_rows(config: TrainConfig, preset: Preset, tokens: float) -> int:
+    """Pairs a step, where a pair has so many tokens on average."""
+    return max(1, round((config.batch_tokens or preset.batch_tokens) / tokens))
 
 
 def _steps(config: TrainConfig, n_tokens: int, batch_tokens: int, usual_epochs: float) -> int:
