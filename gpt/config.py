@@ -308,6 +308,16 @@ class TrainConfig(TextConfig):
     pairs: bool = option(
         False, 'TEXT is JSON lines of {"prompt": …, "completion": …}; the loss counts completions alone.', panel=_TUNE
     )
+    lora_rank: int | None = option(
+        None, "With --init: train low-rank adapters of so many dimensions, and leave the weights as they are.",
+        panel=_TUNE, shown="off", low=1, high=2**20,
+    )  # fmt: skip
+    lora_alpha: float | None = option(
+        None, "With --lora-rank: adapters are scaled by alpha / rank.", panel=_TUNE, shown="twice the rank", low=0
+    )
+    merge_lora: bool = option(
+        False, "With --lora-rank: at the end also save the whole model, merged, in RUN/merged.", panel=_TUNE
+    )
     steps: int | None = option(None, "Optimizer steps.", panel=_LENGTH, shown="by the text's size", low=1)
     epochs: float | None = option(
         None, "Length as passes over the text, instead of --steps.", panel=_LENGTH, shown="by the text's size", low=0
@@ -319,8 +329,9 @@ class TrainConfig(TextConfig):
         "auto", "Sequences computed at once; the rest of the batch is accumulated.", panel=_LENGTH
     )
     lr: float | None = option(
-        None, "Peak learning rate.", panel=_OPTIM, shown="by preset; with --init a tenth of it", low=0
-    )
+        None, "Peak learning rate.", panel=_OPTIM,
+        shown="by preset; with --init a tenth of it, with --lora-rank all", low=0,
+    )  # fmt: skip
     warmup: int | None = option(
         None, "Steps of linear warm-up.", panel=_OPTIM, shown="a twentieth of the steps, at most 2,000", low=0
     )
@@ -361,6 +372,11 @@ class TrainConfig(TextConfig):
         super().__post_init__()
         if self.preset != "auto":
             find_preset(self.preset)
+        if self.lora_rank is not None and self.init is None:
+            raise UserError("--lora-rank needs --init", "adapters are made for a model: --init CHECKPOINT")
+        if self.lora_rank is None and (self.lora_alpha is not None or self.merge_lora):
+            name = "--merge-lora" if self.merge_lora else "--lora-alpha"
+            raise UserError(f"{name} needs --lora-rank", "8 is usual: --lora-rank 8")
         if self.steps is not None and self.epochs is not None:
             raise UserError("--steps and --epochs both say how long to train", "give one of them")
 

@@ -143,6 +143,11 @@ def test_fine_tuning_from_the_hub(there: Gpt, workdir: Path) -> None:
     assert init["model"] == f"hf:me/tiny@{COMMIT}"
     assert COMMIT in init["path"]
     assert set(init["sha256"]) == {"model.safetensors"}
+    done = there("train", "book.txt", "--init", "hf:me/tiny", "--lora-rank", "2", "--steps", "2", "--quiet")
+    assert done.code == 0, done.err
+    step = next((workdir / "runs/book-2").glob("step-*"))
+    assert json.loads((step / "gpt.json").read_text())["adapter"]["base"] == f"hf:me/tiny@{COMMIT}"
+    assert there("sample", "ab", "-m", "runs/book-2", HF_HUB_OFFLINE="1").code == 0
 
 
 def test_a_shape_needs_no_weights(there: Gpt, server: Hub) -> None:

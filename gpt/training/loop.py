@@ -29,6 +29,7 @@ from gpt.model.loss import IGNORED, bits_per_byte, cross_entropy
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
 from gpt.text.corpus import open_corpus
+from gpt.training import lora
 from gpt.training.optim import make_optimizer
 from gpt.training.pairs import PairData, make_pairs
 from gpt.training.prepare import Data, make_data, open_data, tokenized
@@ -154,7 +155,10 @@ class Trainer:
         )  # fmt: skip
         torch.manual_seed(recipe.seed)
         self.model = start.load(recipe.model, compute.device) if start else GPT(recipe.model).to(compute.device)
-        self.optimizer = make_optimizer(self.model, recipe.optimizer, recipe.weight_decay, compute.dtype)
+        if recipe.lora_rank:
+            self.optimizer = lora.adapt(self.model, recipe)
+        else:
+            self.optimizer = make_optimizer(self.model, recipe.optimizer, recipe.weight_decay, compute.dtype)
         self.scaler = torch.amp.GradScaler(compute.device.type, enabled=compute.dtype == torch.float16)
         self.batches = data.batches(recipe.model.block_size, recipe.rows, recipe.seed)
         wanted = max(1, EVAL_TOKENS // recipe.model.block_size)
@@ -175,6 +179,8 @@ class Trainer:
             f"model {self.recipe.preset}: {breakdown(shape).trainable:,} parameters ({shape.n_layer} layers, "
             f"{shape.n_head} heads, {shape.n_embd} wide, context {shape.block_size}, dropout {shape.dropout:g})"
         )
+        if self.recipe.lora_rank:
+            self.note(lora.describe(self.model))
         epochs = self.recipe.steps * self.recipe.batch_tokens / len(self.data.train)
         self.note(
             f"{self.recipe.steps:,} steps of {self.recipe.batch_tokens:,} tokens, {epochs:.1f} times the text, "
@@ -252,11 +258,13 @@ class Trainer:
         state = self.state
         target = self.run / folder.step_name(state.step)
         loss = self.measured[1] if self.measured and self.measured[0] == state.step else None
-        meta = {
+        meta: dict[str, Any] = {
             "step": state.step,
             "tokens_seen": state.step * self.recipe.batch_tokens,
             "val_loss": loss,
         }
+        if self.start and self.recipe.lora_rank:
+            meta["adapter"] = lora.about(self.start, self.recipe)
         checkpoint.save(target, self.model, self.tokenizer_files, meta)
         with disk_errors(self.run):
             folder.prune(self.run, self.recipe.keep)
@@ -287,6 +295,9 @@ class Trainer:
             whole = self.data.windows(self.recipe.model.block_size)
             loss = evaluate.mean_loss(loaded.model, whole, compute)
             bits = bits_per_byte(loss * self.data.held_out_targets, self.data.held_out_bytes)
+        if self.recipe.merge_lora:
+            checkpoint.save(self.run / "merged", loaded.model, self.tokenizer_files, {"val_loss": loss})
+            self.note(f"merged: {self.run / 'merged'}")
         text = self.sample(loaded.model, compute)
         self.emit(events.SampleEvent, text=text)
         reason = "patience" if self.state.step < self.recipe.steps else "steps"

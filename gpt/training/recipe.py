@@ -37,6 +37,9 @@ class Recipe:
     keep: int
     sample_every: int
     seed: int
+    lora_rank: int = 0  # 0: no adapters, all weights are trained
+    lora_alpha: float = 0.0
+    merge_lora: bool = False
 
 
 def auto_preset(n_bytes: int, device: str) -> str:
@@ -74,7 +77,7 @@ def resolve(
     name = preset_name(config, n_bytes, compute.device.type) if start is None else starts.nearest_preset(start)
     preset = find_preset(name)
     if start is not None:
-        preset = replace(preset, model=start, lr=starts.RATE * preset.lr)
+        preset = replace(preset, model=start, lr=(1 if config.lora_rank else starts.RATE) * preset.lr)
     model = _model(config, preset, 2**63 if pairs else n_tokens, vocab_size, note)
     usual = auto_epochs(n_tokens, model, compute.device.type) if start is None else starts.EPOCHS
     if start is not None or pairs:
@@ -97,7 +100,7 @@ def resolve(
         micro_batch=_micro_batch(config.micro_batch, rows, model, compute),
         lr=preset.lr if config.lr is None else config.lr,
         warmup=min(2000, round(steps / 20)) if config.warmup is None else config.warmup,
-        optimizer=config.optimizer,
+        optimizer="adamw" if config.lora_rank else config.optimizer,
         schedule=config.schedule,
         weight_decay=config.weight_decay,
         clip=config.clip,
@@ -107,6 +110,9 @@ def resolve(
         keep=config.keep,
         sample_every=math.ceil(steps / 4) if config.sample_every is None else config.sample_every,
         seed=config.seed,
+        lora_rank=config.lora_rank or 0,
+        lora_alpha=2.0 * (config.lora_rank or 0) if config.lora_alpha is None else config.lora_alpha,
+        merge_lora=config.merge_lora,
     )
 
 

@@ -14,7 +14,7 @@ from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
 from gpt.text.tokenizer import Tokenizer
 
-RATE = 0.1  # of the rate that a model of this size is trained with from nothing
+RATE = 0.1  # of the rate that a model of this size is trained with from nothing; adapters take all of it
 EPOCHS = 3.0  # the default length
 LEAST_STEPS = 100  # batches shrink until the default length has so many
 
