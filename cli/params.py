@@ -17,7 +17,7 @@ _SHAPE = "Shape"
 
 def params(
     target: Annotated[
-        str | None, typer.Argument(metavar="[PRESET|CHECKPOINT]", help="A preset, a run or a checkpoint.")
+        str | None, typer.Argument(metavar="[PRESET|CHECKPOINT]", help="A preset, a run, a checkpoint or hf:NAME.")
     ] = None,
     list_presets: Annotated[bool, option("--list", help="All presets.")] = False,
     n_layer: Annotated[int | None, option(help="Blocks.", rich_help_panel=_SHAPE)] = None,
@@ -28,9 +28,7 @@ def params(
     positions: Annotated[
         str | None, one_of(get_args(Positions), help="Learned count, the others do not.", rich_help_panel=_SHAPE)
     ] = None,
-    arch: Annotated[
-        str | None, one_of(get_args(Arch), help="modern has no biases.", rich_help_panel=_SHAPE)
-    ] = None,
+    arch: Annotated[str | None, one_of(get_args(Arch), help="modern has no biases.", rich_help_panel=_SHAPE)] = None,
     json: Json = False,
 ) -> None:
     """Show where every parameter sits, in the form of the GPT-3 table. Allocates nothing."""
@@ -59,9 +57,10 @@ def _shape(target: str | None, shape: dict[str, object]) -> tuple[str, GPTConfig
     if target in PRESETS:
         config = PRESETS[target].model
     elif Path(target).exists() or ":" in target:
-        from gpt.runs import folder, hf
+        from gpt.runs import folder, hf, hub
 
-        config = hf.load_config(folder.find_checkpoint(target))
+        remote = hub.is_remote(target)
+        config = hf.load_config(hub.fetch(target, weights=False) if remote else folder.find_checkpoint(target))
     else:
         raise UserError(f'there is no preset, run or checkpoint "{target}"', did_you_mean(target, PRESETS))
     return "custom" if shape else target, replace(config, **shape)  # type: ignore[arg-type]

@@ -101,7 +101,7 @@ def excerpt(text: str, lines: int = 5) -> str:
 def result_json(result: "Result") -> dict[str, Any]:
     """The last line of ``gpt train --json``."""
     values = asdict(result)
-    del values["sample"]
+    del values["sample"], values["prompt"]
     rounded = {"tokens_per_second": round(result.tokens_per_second, 1), "seconds": round(result.seconds, 2)}
     return values | {"run": str(result.run), "checkpoint": str(result.checkpoint)} | rounded
 
@@ -116,7 +116,9 @@ def result(result: "Result", console: Console | None = None) -> None:
         console.print(Text.assemble(("loss   ", "bold"), loss))
     console.print(Text.assemble(("sample", "bold")))
     console.print(Text(excerpt(result.sample, 12), "italic"))
-    console.print(Text.assemble(("more   ", "bold"), f'gpt sample "Once upon" -m {shlex.quote(str(result.run))}'))
+    short = 0 < len(result.prompt) <= 60 and result.prompt.isprintable()
+    prompt = f"{shlex.quote(result.prompt)} --greedy" if short else '"Once upon"'
+    console.print(Text.assemble(("more   ", "bold"), f"gpt sample {prompt} -m {shlex.quote(str(result.run))}"))
 
 
 def draw_seed(announce: bool) -> int:

@@ -11,7 +11,9 @@ from gpt.errors import UserError
 from . import progress, render
 from .options import OUTPUT, Device, Dtype, Json, given_text, option, takes
 
-MODEL_HELP = "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, or a GPT-2 folder of transformers."
+MODEL_HELP = (
+    "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, a GPT-2 folder of transformers, or hf:NAME of the hub."
+)
 
 
 @takes(SampleConfig)

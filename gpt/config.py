@@ -164,9 +164,9 @@ def option(
 
 
 # The panels in which options are listed, in this order.
-_RUN, _MODEL, _DATA, _READ, _LENGTH, _OPTIM, _LOG, _MACHINE, _TEXT, _FILTER = PANELS = (
-    "Run", "Model", "Text and tokens", "How TEXT is read", "Length and batch", "Optimizer", "Along the way", "Machine",
-    "Text", "Choice of the next token",
+_RUN, _MODEL, _TUNE, _DATA, _READ, _LENGTH, _OPTIM, _LOG, _MACHINE, _TEXT, _FILTER = PANELS = (
+    "Run", "Model", "Fine-tuning", "Text and tokens", "How TEXT is read", "Length and batch", "Optimizer",
+    "Along the way", "Machine", "Text", "Choice of the next token",
 )  # fmt: skip
 
 
@@ -306,6 +306,24 @@ class TrainConfig(TextConfig):
     dropout: float | None = option(
         None, "Share of activations dropped in training.", panel=_MODEL, shown="by how often the text is read", low=0
     )
+    init: str | None = option(
+        None, "Start from the weights and tokenizer of a model: a run, RUN:latest, a checkpoint, a GPT-2 folder of "
+        "transformers, or hf:NAME from the hub. Shape and vocabulary are its own.",
+        panel=_TUNE, shown="none",
+    )  # fmt: skip
+    pairs: bool = option(
+        False, 'TEXT is JSON lines of {"prompt": …, "completion": …}; the loss counts completions alone.', panel=_TUNE
+    )
+    lora_rank: int | None = option(
+        None, "With --init: train low-rank adapters of so many dimensions, and leave the weights as they are.",
+        panel=_TUNE, shown="off", low=1, high=2**20,
+    )  # fmt: skip
+    lora_alpha: float | None = option(
+        None, "With --lora-rank: adapters are scaled by alpha / rank.", panel=_TUNE, shown="twice the rank", low=0
+    )
+    merge_lora: bool = option(
+        False, "With --lora-rank: at the end also save the whole model, merged, in RUN/merged.", panel=_TUNE
+    )
     steps: int | None = option(None, "Optimizer steps.", panel=_LENGTH, shown="by the text's size", low=1)
     epochs: float | None = option(
         None, "Length as passes over the text, instead of --steps.", panel=_LENGTH, shown="by the text's size", low=0
@@ -320,7 +338,10 @@ class TrainConfig(TextConfig):
     micro_batch: str = option(
         "auto", "Sequences computed at once; the rest of the batch is accumulated.", panel=_LENGTH
     )
-    lr: float | None = option(None, "Peak learning rate.", panel=_OPTIM, shown="by preset", low=0)
+    lr: float | None = option(
+        None, "Peak learning rate.", panel=_OPTIM,
+        shown="by preset; with --init a tenth of it, with --lora-rank all", low=0,
+    )  # fmt: skip
     warmup: int | None = option(
         None, "Steps of linear warm-up.", panel=_OPTIM, shown="a twentieth of the steps, at most 2,000", low=0
     )
@@ -358,14 +379,20 @@ class TrainConfig(TextConfig):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "micro_batch", str(self.micro_batch))  # a number in TOML and from Python
-        if self.out is not None:  # a path, from Python
-            object.__setattr__(self, "out", str(self.out))
+        for name in ("out", "init"):
+            if getattr(self, name) is not None:  # a path, from Python
+                object.__setattr__(self, name, str(getattr(self, name)))
         super().__post_init__()
         if self.preset != "auto":
             find_preset(self.preset)
         for one, other in self.EXCLUSIVE:
             if getattr(self, one) is not None and getattr(self, other) is not None:
                 raise UserError(f"--{one} and --{other} both say how long to train", "give one of them")
+        if self.lora_rank is not None and self.init is None:
+            raise UserError("--lora-rank needs --init", "adapters are made for a model: --init CHECKPOINT")
+        if self.lora_rank is None and (self.lora_alpha is not None or self.merge_lora):
+            name = "--merge-lora" if self.merge_lora else "--lora-alpha"
+            raise UserError(f"{name} needs --lora-rank", "8 is usual: --lora-rank 8")
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ def test_version(gpt: Gpt) -> None:
 # Options: frozen, so that adding or losing one is a decision
 
 OPTIONS = {
-    "train": "--out -o --preset --positions --n-layer --n-head --n-embd --block-size --dropout --tokenizer --vocab-size "
+    "train": "--init --pairs --lora-rank --lora-alpha --merge-lora "
+    "--out -o --preset --positions --n-layer --n-head --n-embd --block-size --dropout --tokenizer --vocab-size "
     "--sample-bytes --val-fraction --val-text --field --split-on --encoding --errors --skip-bad --jobs --steps --epochs --batch-tokens --micro-batch --lr --warmup --schedule --weight-decay "
     "--clip --eval-every --patience --save-every --keep --sample-every --device --dtype --seed --config --print-config "
     "--json --quiet -q",
@@ -233,7 +234,15 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["sample", "--prompt-file", "latin.txt"], "is not UTF-8"),
         (["sample", "-t", "-1"], "temperature is -1.0"),
         (["sample", "-N", "0"], "num is 0"),
-        (["sample", "hi", "-m", "hf:gpt2"], "hf:gpt2: models are not fetched from the hub yet"),
+        (["sample", "hi", "-m", "hf:a/b/c"], '"hf:a/b/c" names no model of the hub'),
+        (["params", "hf:"], '"hf:" names no model of the hub'),
+        (["sample", "hi", "-m", "hf:-a"], '"hf:-a" names no model of the hub'),
+        (["train", "book.txt", "--init", "nowhere"], "there is no run or checkpoint nowhere"),
+        (["train", "book.txt", "--lora-rank", "4"], "--lora-rank needs --init"),
+        (["train", "book.txt", "--lora-alpha", "4"], "--lora-alpha needs --lora-rank"),
+        (["train", "book.txt", "--init", "x", "--merge-lora"], "--merge-lora needs --lora-rank"),
+        (["train", "book.txt", "--init", "x", "--lora-rank", "0"], "lora-rank is 0"),
+        (["train", "book.txt", "--pairs"], "book.txt, line 1: not JSON"),
         (["train", "book.txt", "--seed", "99999999999999999999"], "seed is 99999999999999999999"),
         (["train", "book.txt", "--vocab-size", "5000000000"], "vocab-size is 5000000000"),
         (["train", "book.txt", "--device", "cdua"], 'there is no device "cdua"'),

@@ -1,8 +1,9 @@
-"""Every command in the README and every example in docs/python.md is run, in a copy of its own, with few steps.
+"""Every command in the README and docs/finetuning.md and every example in docs/python.md is run, in a copy of its own, with few steps.
 
 Commands that need a network are parsed and not run; `make demo` and `make test` are .ci/run's.
 """
 
+import json
 import re
 import shlex
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from conftest import ROOT, Done, make_text
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-NETWORK = {"shakespeare", "--tokenizer gpt2"}
+NETWORK = {"shakespeare", "--tokenizer gpt2", "hf:"}
 ELSEWHERE = {"make", "git", "cd", "pip", "python3", "."}  # .ci/run runs these, or they need a network
 
 
@@ -45,16 +46,19 @@ def few_steps(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
     monkeypatch.setenv("GPT_SAMPLE_MAX_TOKENS", "8")
     Path("book.txt").write_bytes(make_text(3000).encode())
     Path("chapter.txt").write_bytes(make_text(300, seed=1).encode())
+    pairs = [{"prompt": f"{n} and 1 =>", "completion": f" {n + 1}"} for n in range(40)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     Path("notes").mkdir()
     Path("notes/one.md").write_bytes(make_text(3000, seed=2).encode())
 
 
 @pytest.mark.usefixtures("few_steps")
-def test_commands_of_the_readme(gpt: Callable[..., Done]) -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/finetuning.md"])
+def test_commands_of_the_readme(gpt: Callable[..., Done], page: str) -> None:
     """In order, as a reader would type them, each on what the ones before left."""
     import gpt_cli.main
 
-    for line in commands(README):
+    for line in commands((ROOT / page).read_text(encoding="utf-8")):
         words = shlex.split(line)
         if words[0] != "gpt":
             continue

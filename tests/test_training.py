@@ -218,7 +218,7 @@ def test_minutes_become_steps_that_can_be_repeated(text: Path) -> None:
 
 
 def test_steps_that_fit_into_a_time() -> None:
-    pace = Pace(deadline=100.0, step=0.1, evaluation=0.5, end=5.0)
+    pace = Pace(deadline=100.0, step=0.1, evaluations=10.0, end=5.0)
     assert pace.steps(now=10.0) == 750  # 90 s, less 5 at the end and 20 evaluations
     assert pace.steps_left(now=50.0, step=0.15) == 300
     assert pace.steps_left(now=99.0, step=0.15) == 1

@@ -13,12 +13,14 @@ from torch import Tensor
 from gpt.config import GPT2_VOCAB, GPTConfig
 from gpt.errors import UserError
 from gpt.files import disk_errors, read_json, to_json, whole_folder, write_file
+from gpt.model import lora
 from gpt.model.decoder import GPT, rotary_table
-from gpt.runs import folder, hf
+from gpt.runs import adapter, folder, hf
 from gpt.text.tokenizer import Tokenizer, describe, gpt2_tokenizer
 from gpt.text.tokenizer_files import RANKS, read_own, read_transformers, tokenizer_files
 
 FORMAT = 1
+MODEL = "model.safetensors"
 _DTYPES = ("F32", "F16", "BF16")
 
 
@@ -39,7 +41,8 @@ class TokenizerFiles:
 
 
 def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str, Any]) -> None:
-    """Writes the checkpoint ``target``, whole or not at all. ``meta`` goes into ``gpt.json`` beside the arch."""
+    """Writes the checkpoint ``target``, whole or not at all. ``meta`` goes into ``gpt.json`` beside the arch; where it
+    tells of an adapter (`gpt.runs.adapter`), the model's adapters alone are written."""
     eot = tokenizer.tokenizer.eot
     own = {
         "format": FORMAT,
@@ -48,12 +51,13 @@ def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str,
         "tokenizer": describe(tokenizer.tokenizer),
         **meta,
     }
+    weights = adapter.file(model) if "adapter" in meta else {MODEL: to_safetensors(_to_hf(model), {"format": "pt"})}
     files = {
         **tokenizer.files,
         "config.json": to_json(hf.to_hf_config(model.config, eot)),
         "generation_config.json": to_json({"bos_token_id": eot, "eos_token_id": eot}),
         folder.META: to_json(own),
-        "model.safetensors": to_safetensors(_to_hf(model), metadata={"format": "pt"}),
+        **weights,
     }
     with disk_errors(target, folder.KEPT), whole_folder(target) as beside:
         for name, data in files.items():
@@ -72,11 +76,26 @@ def _to_hf(model: GPT) -> dict[str, Tensor]:
     }
 
 
-def load(path: Path, device: torch.device) -> Checkpoint:
-    """The checkpoint at ``path``, ours or transformers', checked before anything is allocated from it.
+def load(path: Path, device: torch.device, shape: GPTConfig | None = None) -> Checkpoint:
+    """The checkpoint at ``path``, ours or transformers', checked before anything is allocated from it. ``shape`` is its
+    own but for another dropout or a shorter context, to which a table of positions is cut. An adapter is merged into
+    the weights that it belongs to.
 
-    Raises `UserError` for damage (a sum, a shape, a number) and for a model of another kind.
+    Raises `UserError` for damage (a sum, a shape, a number), for a model of another kind, and for an adapter to weights
+    that are gone.
     """
+    config, tokenizer = look(path)
+    if adapter.is_adapter(path):
+        said = adapter.read(path)
+        model = load(said.find_base(path), device, shape or config).model
+        lora.merge(model, adapter.tensors(path, config, said.rank), said.scale)
+        return Checkpoint(model, tokenizer)
+    tensors = _open_tensors(path, config)
+    return Checkpoint(_build(shape or config, tensors, device), tokenizer)
+
+
+def look(path: Path) -> tuple[GPTConfig, Tokenizer]:
+    """The shape and the tokenizer of a checkpoint, whose sums are compared; its weights stay on the disk."""
     ours = (path / folder.META).exists() or (path / folder.CHECKSUMS).exists()
     if ours:
         folder.check_sums(path)
@@ -84,9 +103,7 @@ def load(path: Path, device: torch.device) -> Checkpoint:
     if ours and meta.get("format") != FORMAT:
         raise UserError(f"{path} has format {meta.get('format')!r}; this program reads format {FORMAT}", "update gpt")
     config = hf.load_config(path)
-    tensors = _open_tensors(path, config)
-    model = _build(config, tensors, device)
-    return Checkpoint(model, load_tokenizer(path, config, meta))
+    return config, load_tokenizer(path, config, meta)
 
 
 def load_tokenizer(path: Path, config: GPTConfig, meta: Mapping[str, Any]) -> Tokenizer:
@@ -175,6 +192,8 @@ def _build(config: GPTConfig, tensors: dict[str, Tensor], device: torch.device) 
     """A model with these weights, in float32, for evaluation. Nothing is initialized only to be overwritten."""
     with torch.device("meta"):
         model = GPT(config)
+    if "wpe.weight" in tensors:
+        tensors["wpe.weight"] = tensors["wpe.weight"][: config.block_size].clone()
     if config.positions == "sinusoidal":
         model.register_buffer("sine", tensors.pop("wpe.weight").float(), persistent=False)
     state = {

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gpt.errors import UserError
 from gpt.files import file_sum, read_json, to_json, write_file
+from gpt.runs import hub
 
 RUNS = "runs"
 CHECKSUMS = "checksums.json"
@@ -88,6 +89,11 @@ def check_sums(folder: Path) -> None:
             raise UserError(f"{path} is damaged: its sha256 is not the one it was saved with", hint)
 
 
+def weight_sums(folder: Path) -> dict[str, str]:
+    """The sha256 of each file of weights in a checkpoint, by name: what tells one model from another."""
+    return {path.name: file_sum(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
 def checkpoints(run: Path) -> list[Entry]:
     """The checkpoints of a run, by step: what is on disk, with the losses that each one records."""
     entries = []
@@ -155,9 +161,10 @@ def newest_run(runs: Path = Path(RUNS)) -> Path:
 
 def find_checkpoint(model: str | None) -> Path:
     """The checkpoint folder that ``--model`` means: a run (its best), ``RUN:best|latest|step-N``, a checkpoint, a
-    transformers folder; None: the best of the newest run. Raises `UserError` where there is none."""
-    if model and model.startswith("hf:"):
-        raise UserError(f"{model}: models are not fetched from the hub yet", "download its folder and give the path")
+    transformers folder, ``hf:NAME`` of the hub, which is fetched; None: the best of the newest run. Raises `UserError`
+    where there is none."""
+    if model and hub.is_remote(model):
+        return hub.fetch(model)
     match = _PART.fullmatch(model) if model else None
     if match and not Path(match[0]).exists():
         return _of_run(Path(match[1]), match[2])

@@ -64,6 +64,16 @@ class Batches:
         return starts
 
 
+def shuffled(positions: Int64s, n: int, seed: int) -> Int64s:
+    """Which of ``n`` things stand at positions that are counted from the first step: each epoch has all of them, in an
+    order of its own."""
+    epochs = positions // n
+    chosen = np.empty_like(positions)
+    for epoch in np.unique(epochs).tolist():
+        chosen[epochs == epoch] = permute(positions[epochs == epoch] % n, n, _hash(seed, epoch))
+    return chosen
+
+
 def permute(x: Int64s, n: int, key: int) -> Int64s:
     """The images of ``x`` under a permutation of 0 … n - 1 that ``key`` chooses, without ever storing it.
 

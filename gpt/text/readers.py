@@ -5,7 +5,7 @@ tables and JSON lines the values of a field; anything else is plain text.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from gpt.config import ReadConfig
@@ -33,6 +33,8 @@ def _nobody(size: int) -> None:
 
 class Reader:
     """Reads documents as a `ReadConfig` says, and counts what was replaced and what was left out."""
+
+    records: Mapping[str, Texts] = RECORDS
 
     def __init__(self, config: ReadConfig) -> None:
         if config.split_on is not None and "\n" in config.split_on:
@@ -121,7 +123,7 @@ class Reader:
             if characters.wide:  # lines are found as bytes
                 blocks = (block.encode() for block in characters.blocks(file.name, stream))
                 stream, characters = Stream(Blocks(blocks), partial(damaged, file.name)), self._utf8
-            texts = RECORDS[ending](file.name, stream, self.config.field, characters, self._on_bad)
+            texts = self.records[ending](file.name, stream, self.config.field, characters, self._on_bad)
             if self._lines:
                 yield from filter(None, pieces.pieces(text or " \n" for text in texts))  # WikiText's blank lines
             else:

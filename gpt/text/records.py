@@ -48,13 +48,32 @@ class _Bad(Exception):
 
 def jsonl(name: str, stream: Stream, field: str, characters: Characters, on_bad: OnBad) -> Iterator[str]:
     """The strings at the key ``field`` of the objects that the lines are."""
+    hint = "--field names the key that holds the text"
+    return _objects(name, stream, characters, on_bad, lambda record, number: _string(record, field, hint))
+
+
+def pairs(name: str, stream: Stream, field: str, characters: Characters, on_bad: OnBad) -> Iterator[str]:
+    """The objects that the lines are, each as a JSON list: its prompt, its completion, and the line where they are."""
+
+    def pair(record: dict[str, Any], number: int) -> str:
+        hint = '--pairs reads {"prompt": "…", "completion": "…"}, one a line'
+        prompt, completion = (_string(record, key, hint, null=False) for key in ("prompt", "completion"))
+        return json.dumps([prompt, completion, f"{name}, line {number:,}"], ensure_ascii=False)
+
+    return _objects(name, stream, characters, on_bad, pair)
+
+
+def _objects(
+    name: str, stream: Stream, characters: Characters, on_bad: OnBad, text_of: Callable[[dict[str, Any], int], str]
+) -> Iterator[str]:
+    """What ``text_of`` makes of the objects that the lines are, and of their numbers."""
     for number, offset, line in _lines(name, stream, on_bad):
         if number == 1 and line.startswith(_BOM):
             line, offset = line[len(_BOM) :], len(_BOM)
         try:
             text = characters.decode(line).strip(" \t\r\n")
             if text:
-                value = _value(text, field)
+                value = text_of(_object(text), number)
                 if "\\" in text and not value.isascii():
                     value = _without_surrogates(value, characters)
                 yield value
@@ -69,7 +88,7 @@ def _at_line(name: str, line: int, bad: _Bad) -> UserError:
     return UserError(f"{name}, line {line:,}: {message}", hint)
 
 
-def _value(line: str, field: str) -> str:
+def _object(line: str) -> dict[str, Any]:
     try:
         record, end = _parse(line)
         if end < len(line):
@@ -80,13 +99,18 @@ def _value(line: str, field: str) -> str:
         raise _Bad(f"not JSON: {reason(error)}", "one object a line; --skip-bad leaves others out") from None
     if not isinstance(record, dict):
         raise _Bad("not a JSON object", "one object a line; --skip-bad leaves others out")
+    return record
+
+
+def _string(record: dict[str, Any], field: str, hint: str, null: bool = True) -> str:
+    """The string at a key; none is an empty one where ``null`` may stand for it."""
     value = record.get(field, record)
     if value is record:
-        raise _Bad(*_missing(field, record, "keys"))
-    if value is None:
+        raise _Bad(_missing(field, record, "keys")[0], hint)
+    if value is None and null:
         return ""
     if not isinstance(value, str):
-        raise _Bad(f'"{field}" is not a string', "--field names the key that holds the text")
+        raise _Bad(f'"{field}" is not a string', hint)
     return value
 
 

@@ -89,7 +89,9 @@ class TokenFolder:
             self._check_manifest()
         except (KeyError, TypeError, ValueError, AssertionError, UserError):
             raise UserError(f"{self.path / MANIFEST} is damaged", "make the folder again from the text") from None
-        self.documents, self.bytes, self.tokens = (self.manifest[key] for key in ("documents", "bytes", "tokens"))
+        self.documents: int = self.manifest["documents"]
+        self.bytes: int = self.manifest["bytes"]
+        self.tokens: int = self.manifest["tokens"]
 
     def _check_manifest(self) -> None:
         """Raises where something is missing or contradicts the rest; names of files are never taken from it."""

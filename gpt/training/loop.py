@@ -15,7 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from gpt import device, evaluate, events
@@ -26,20 +25,22 @@ from gpt.errors import Interrupted, WorkError
 from gpt.files import disk_errors, to_json, write_file
 from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
-from gpt.model.loss import bits_per_byte, cross_entropy
+from gpt.model.loss import IGNORED, bits_per_byte, cross_entropy
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
-from gpt.text.batches import Batches
 from gpt.text.corpus import open_corpus
+from gpt.training import lora
 from gpt.training.optim import make_optimizer
 from gpt.training.pace import END_SECONDS, PROBE_SECONDS, PROBE_SHARE, Pace
+from gpt.training.pairs import PairData, make_pairs
 from gpt.training.prepare import Data, make_data, open_data, tokenized
 from gpt.training.recipe import Recipe, resolve
 from gpt.training.schedule import lr_at
+from gpt.training.start import Start, find_start
 from gpt.training.state import TrainState
 
 Listener = Callable[[events.Event | events.Note | events.Plan | events.Progress], None]
-EVAL_TOKENS = 32_768  # held-out tokens of a periodic evaluation; the one at the end takes all
+EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)  # held-out tokens of a periodic evaluation: of all, within bounds
 SAMPLE = SampleConfig(max_tokens=80)  # what is shown as the model learns
 
 
@@ -59,6 +60,7 @@ class Result:
     device: str
     dtype: str
     sample: str  # a few lines from the best checkpoint
+    prompt: str  # that they began with
 
 
 def train(
@@ -76,18 +78,22 @@ def train(
     def note(text: str) -> None:
         listen(events.Note(text))
 
-    run, data = _open_run(texts, config, compute, listen, note)
+    start = find_start(config)
+    run, data = _open_run(texts, config, compute, start, listen, note)
     try:
         held_out = len(data.held_out) > 0
         n_tokens, vocab_size = len(data.train), data.tokenizer.vocab_size
-        recipe = resolve(config, compute, data.folder.bytes, n_tokens, vocab_size, held_out, note)
-        pace = None
+        shape = start.model if start else None
+
+        def recipe_for(config: TrainConfig, note: Callable[[str], None] = lambda text: None) -> Recipe:
+            return resolve(config, compute, data.bytes, n_tokens, vocab_size, held_out, note, shape, data.rows)
+
+        recipe, pace = recipe_for(config, note), None
         if config.minutes is not None:
-            pace = Trainer(run, data, recipe, compute, listen, began).rehearse(config.minutes)
-            config = replace(config, minutes=None, steps=pace.steps(time.perf_counter()))
+            pace = Trainer(run, data, recipe, compute, listen, began, start).rehearse(config.minutes)
+            recipe = recipe_for(replace(config, minutes=None, steps=pace.steps(time.perf_counter())))
             note(pace.describe(recipe.batch_tokens))
-            recipe = resolve(config, compute, data.folder.bytes, n_tokens, vocab_size, held_out, lambda text: None)
-        trainer = Trainer(run, data, recipe, compute, listen, began)
+        trainer = Trainer(run, data, recipe, compute, listen, began, start)
         trainer.pace = pace
         trainer.open(texts, config)
     except BaseException:  # nothing was trained yet
@@ -104,18 +110,27 @@ def train(
 
 
 def _open_run(
-    texts: Sequence[str], config: TrainConfig, compute: Compute, listen: Listener, note: Callable[[str], None]
-) -> tuple[Path, Data]:
+    texts: Sequence[str],
+    config: TrainConfig,
+    compute: Compute,
+    start: Start | None,
+    listen: Listener,
+    note: Callable[[str], None],
+) -> tuple[Path, Data | PairData]:
     """A new run folder and the data of the run, tokenized into it unless they come tokenized; where that fails, no
     folder is left."""
+    tokenizer = start.tokenizer if start else None
+    if config.pairs:
+        pairs = make_pairs(texts, config, compute.device.type, note, tokenizer)
+        return folder.create_run(config.out or os.path.join(folder.RUNS, pairs.corpus.name)), pairs
     path = tokenized(texts)
     if path is not None:
-        data = open_data(path, config, note)
+        data = open_data(path, config, note, tokenizer)
         return folder.create_run(config.out or os.path.join(folder.RUNS, path.absolute().name)), data
     corpus = open_corpus(texts, config, listen)
     run = folder.create_run(config.out or os.path.join(folder.RUNS, corpus.name))
     try:
-        return run, make_data(corpus, config, run / "tokens", compute.device.type, listen, note)
+        return run, make_data(corpus, config, run / "tokens", compute.device.type, listen, note, tokenizer)
     except Interrupted as stopped:
         _discard(run)
         raise Interrupted(stopped.signum, "interrupted before the first step: nothing is left of the run") from None
@@ -135,17 +150,30 @@ def _discard(run: Path) -> None:
 class Trainer:
     """The parts of a run and what is done with them."""
 
-    def __init__(self, run: Path, data: Data, recipe: Recipe, compute: Compute, listen: Listener, began: float) -> None:
-        self.run, self.data, self.recipe, self.compute, self.listen, self.began = (
-            run, data, recipe, compute, listen, began,
+    def __init__(
+        self,
+        run: Path,
+        data: Data | PairData,
+        recipe: Recipe,
+        compute: Compute,
+        listen: Listener,
+        began: float,
+        start: Start | None = None,
+    ) -> None:
+        self.run, self.data, self.recipe, self.compute, self.listen, self.began, self.start = (
+            run, data, recipe, compute, listen, began, start,
         )  # fmt: skip
         torch.manual_seed(recipe.seed)
-        self.model = GPT(recipe.model).to(compute.device)
-        self.optimizer = make_optimizer(self.model, recipe.optimizer, recipe.weight_decay, compute.dtype)
+        self.model = start.load(recipe.model, compute.device) if start else GPT(recipe.model).to(compute.device)
+        if recipe.lora_rank:
+            self.optimizer = lora.adapt(self.model, recipe)
+        else:
+            self.optimizer = make_optimizer(self.model, recipe.optimizer, recipe.weight_decay, compute.dtype)
         self.scaler = torch.amp.GradScaler(compute.device.type, enabled=compute.dtype == torch.float16)
-        self.batches = Batches(data.train, recipe.model.block_size, recipe.rows, recipe.seed)
-        wanted = max(1, EVAL_TOKENS // recipe.model.block_size)
-        self.held_out = evaluate.spread_windows(data.held_out.documents, recipe.model.block_size, wanted)
+        self.batches = data.batches(recipe.model.block_size, recipe.rows, recipe.seed)
+        tokens = min(max(EVAL_TOKENS[0], round(EVAL_SHARE * recipe.steps * recipe.batch_tokens)), EVAL_TOKENS[1])
+        wanted = max(1, tokens // recipe.model.block_size)
+        self.held_out = data.some_windows(recipe.model.block_size, wanted)
         self.tokenizer_files = checkpoint.TokenizerFiles(data.tokenizer, recipe.model)
         self.state = TrainState()
         self.measured: tuple[int, float] | None = None  # the newest evaluation's step and loss
@@ -155,6 +183,7 @@ class Trainer:
     def open(self, texts: Sequence[str], config: TrainConfig) -> None:
         """Writes ``run.json``, with which the folder is a run."""
         self.record = run_record(texts, config, self.recipe, self.compute, self.data)
+        self.record["init"] = self.start.record() if self.start else None
         with disk_errors(self.run, folder.KEPT):
             write_file(self.run / "run.json", to_json(self.record))
             self.metrics = (self.run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
@@ -163,6 +192,8 @@ class Trainer:
             f"model {self.recipe.preset}: {breakdown(shape).trainable:,} parameters ({shape.n_layer} layers, "
             f"{shape.n_head} heads, {shape.n_embd} wide, context {shape.block_size}, dropout {shape.dropout:g})"
         )
+        if self.recipe.lora_rank:
+            self.note(lora.describe(self.model))
         epochs = self.recipe.steps * self.recipe.batch_tokens / len(self.data.train)
         self.note(
             f"{self.recipe.steps:,} steps of {self.recipe.batch_tokens:,} tokens, {epochs:.1f} times the text, "
@@ -173,6 +204,9 @@ class Trainer:
     def run_steps(self, stop: StopSignal) -> None:
         """Steps, evaluations, checkpoints and samples until the end, the end of patience, or a signal."""
         state = self.state
+        if self.start is not None and self.held_out:
+            self.evaluate()
+            self.note(f"held-out loss of {self.start.asked} before the first step: {state.best_loss:.4f} nats a token")
         self.first_step = time.perf_counter()
         last = False
         while not last:
@@ -215,7 +249,8 @@ class Trainer:
             part = slice(rows, rows + recipe.micro_batch)
             with self.compute.autocast():
                 logits = self.model(x[part])
-            loss = cross_entropy(logits, y[part]) * (recipe.micro_batch / recipe.rows)
+            share = (y[part] != IGNORED).sum() / (y != IGNORED).sum()  # of the targets that count
+            loss = cross_entropy(logits, y[part]) * share
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         for optimizer in self.optimizer.parts:
@@ -243,12 +278,12 @@ class Trainer:
         if some:
             evaluate.mean_loss(self.model, some, self.compute)
         window = (time.perf_counter() - before) / max(1, len(some))
-        lengths = self.data.held_out.documents.lengths - 1
-        whole = int(np.maximum(-(-lengths // self.recipe.model.block_size), 0).sum()) if some else 0
+        targets = sum(len(each.y) - each.skipped for each in self.held_out) / max(1, len(self.held_out))
+        whole = self.data.held_out_targets / max(1.0, targets)  # windows
         return Pace(
             deadline=self.began + 60 * minutes,
             step=sum(seconds[2:]) / len(seconds[2:]),  # the first ones allocate
-            evaluation=window * len(self.held_out),
+            evaluations=self.recipe.steps / self.recipe.eval_every * window * len(self.held_out),
             end=2 * window * whole + END_SECONDS,  # it computes in float32
         )
 
@@ -283,11 +318,13 @@ class Trainer:
         state = self.state
         target = self.run / folder.step_name(state.step)
         loss = self.measured[1] if self.measured and self.measured[0] == state.step else None
-        meta = {
+        meta: dict[str, Any] = {
             "step": state.step,
             "tokens_seen": state.step * self.recipe.batch_tokens,
             "val_loss": loss,
         }
+        if self.start and self.recipe.lora_rank:
+            meta["adapter"] = lora.about(self.start, self.recipe)
         checkpoint.save(target, self.model, self.tokenizer_files, meta)
         with disk_errors(self.run, folder.KEPT):
             folder.prune(self.run, self.recipe.keep)
@@ -299,10 +336,12 @@ class Trainer:
         """A few lines from a model, the same for the same weights; leaves torch's global random state alone."""
         training = model.training
         model.eval()
-        eot = self.data.tokenizer.eot
-        ids = [token.id for token in generate(Context(model, compute), [], SAMPLE, eot, self.recipe.seed)]
+        eot, prompt = self.data.tokenizer.eot, self.data.prompt
+        given = self.data.tokenizer.encode(prompt).tolist()
+        how = dataclasses.replace(SAMPLE, greedy=True) if prompt else SAMPLE
+        ids = [token.id for token in generate(Context(model, compute), given, how, eot, self.recipe.seed)]
         model.train(training)
-        return self.data.tokenizer.decode([id for id in ids if id != eot])
+        return prompt + self.data.tokenizer.decode([id for id in ids if id != eot])
 
     def finish(self) -> Result:
         """Reads the best checkpoint back, measures it on the whole held-out text, and lets it speak."""
@@ -313,11 +352,12 @@ class Trainer:
         loaded = checkpoint.load(best, compute.device)
         loss = bits = None
         if self.held_out:
-            documents = self.data.held_out.documents
-            whole = evaluate.windows(documents, self.recipe.model.block_size)
-            tokens = int(np.maximum(documents.lengths - 1, 0).sum())
+            whole = self.data.windows(self.recipe.model.block_size)
             loss = evaluate.mean_loss(loaded.model, whole, compute)
-            bits = bits_per_byte(loss * tokens, self.data.held_out_bytes)
+            bits = bits_per_byte(loss * self.data.held_out_targets, self.data.held_out_bytes)
+        if self.recipe.merge_lora:
+            checkpoint.save(self.run / "merged", loaded.model, self.tokenizer_files, {"val_loss": loss})
+            self.note(f"merged: {self.run / 'merged'}")
         text = self.sample(loaded.model, compute)
         self.emit(events.SampleEvent, text=text)
         reason = "patience" if self.state.step < self.recipe.steps else "steps"
@@ -335,6 +375,7 @@ class Trainer:
             device=self.compute.device.type,
             dtype=self.compute.dtype_name,
             sample=text,
+            prompt=self.data.prompt,
         )
 
     def end_by_signal(self, signum: int) -> None:
@@ -392,7 +433,7 @@ class Trainer:
 
 
 def run_record(
-    texts: Sequence[str], config: TrainConfig, recipe: Recipe, compute: Compute, data: Data
+    texts: Sequence[str], config: TrainConfig, recipe: Recipe, compute: Compute, data: Data | PairData
 ) -> dict[str, Any]:
     """What ``run.json`` holds: enough to know what was done, with what, on what."""
     return {

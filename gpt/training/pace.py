@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from gpt.errors import UserError
 
 PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # of the whole time, and at most, spent on measuring
-END_SECONDS = 2.0  # the last checkpoint saved, read back, and sampled from
-EVALUATIONS = 20  # of a run, by default
+END_SECONDS = 4.0  # the last checkpoint measured, saved, read back and sampled from; the program's own end
 
 
 @dataclass(frozen=True)
@@ -16,12 +15,12 @@ class Pace:
 
     deadline: float  # on the clock of time.perf_counter
     step: float
-    evaluation: float  # a periodic one
+    evaluations: float  # all periodic ones
     end: float  # all after the last step
 
     def steps(self, now: float) -> int:
         """Steps of the whole run, as far as one can tell before it. Raises `UserError` where none fits."""
-        left = self.deadline - self.end - EVALUATIONS * self.evaluation - now
+        left = self.deadline - self.end - self.evaluations - now
         if left < 4 * self.step:
             needed = (4 * self.step - left + self.deadline - now) / 60
             raise UserError(

@@ -1,13 +1,17 @@
 """Texts → a folder of tokens, made in the run or found where `gpt tokenize` made it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gpt.config import TextConfig, TrainConfig, find_preset
 from gpt.errors import UserError
+from gpt.evaluate import Window, spread_windows, windows
 from gpt.files import file_sum, reading
+from gpt.text.batches import Batches
 from gpt.text.corpus import Corpus, Listener, tokenizer_for
 from gpt.text.stream import Stream
 from gpt.text.tokenize import tokenize
@@ -26,10 +30,35 @@ class Data:
     held_out: Stream
     found: bool  # the folder was there before the run
 
+    rows = 0  # it is no text of rows
+    prompt = ""  # its samples begin like documents
+
+    @property
+    def bytes(self) -> int:
+        """The text's size in UTF-8."""
+        return self.folder.bytes
+
     @property
     def held_out_bytes(self) -> int:
         """The held-out text's size in UTF-8."""
         return self.folder.bytes_of("val")
+
+    @property
+    def held_out_targets(self) -> int:
+        """Held-out ids that are predicted: all but each document's first."""
+        return int(np.maximum(self.held_out.documents.lengths - 1, 0).sum())
+
+    def batches(self, block_size: int, rows: int, seed: int) -> Batches:
+        """The batches to train on."""
+        return Batches(self.train, block_size, rows, seed)
+
+    def windows(self, block_size: int) -> Iterator[Window]:
+        """All that is held out."""
+        return windows(self.held_out.documents, block_size)
+
+    def some_windows(self, block_size: int, wanted: int) -> list[Window]:
+        """At most ``wanted`` held-out windows, spread over all of them."""
+        return spread_windows(self.held_out.documents, block_size, wanted)
 
     def sources(self) -> list[dict[str, Any]]:
         """What was read, for the run's record: each source with its sum, or the folder of tokens with its."""
@@ -50,8 +79,11 @@ def tokenized(texts: Sequence[str]) -> Path | None:
     return Path(folders[0]) if folders else None
 
 
-def open_data(path: Path, config: TrainConfig, note: Callable[[str], None]) -> Data:
-    """A folder of tokens, as it is. Settings that are about making one are not used, which is said."""
+def open_data(path: Path, config: TrainConfig, note: Callable[[str], None], tokenizer: Tokenizer | None = None) -> Data:
+    """A folder of tokens, as it is. Settings that are about making one are not used, which is said.
+
+    Raises `UserError` where it was made with another ``tokenizer`` than that of the model that is fine-tuned.
+    """
     usual = TextConfig()
     unused = ("tokenizer", "vocab_size", "val_text", "val_fraction", "field", "split_on", "encoding")
     for name in unused:
@@ -60,17 +92,29 @@ def open_data(path: Path, config: TrainConfig, note: Callable[[str], None]) -> D
     folder = TokenFolder(path)
     if folder.manifest.get("part"):
         raise UserError(f"{path} is a part of a corpus", "join the parts: gpt data merge PART... -o DIR")
+    if tokenizer is not None and tokenizer.fingerprint != folder.tokenizer.fingerprint:
+        raise UserError(
+            f"{path} was made with another tokenizer ({folder.tokenizer.name}) than that of {config.init}",
+            f"tokenize the text with the model's own: gpt tokenize … --tokenizer {config.init}",
+        )
     return _open(folder, note)
 
 
 def make_data(
-    corpus: Corpus, config: TrainConfig, out: Path, device: str, listen: Listener, note: Callable[[str], None]
+    corpus: Corpus,
+    config: TrainConfig,
+    out: Path,
+    device: str,
+    listen: Listener,
+    note: Callable[[str], None],
+    tokenizer: Tokenizer | None = None,
 ) -> Data:
-    """Tokenizes a corpus into the folder ``out``. The vocabulary is learnt from the training part alone."""
+    """Tokenizes a corpus into the folder ``out``, with the ``tokenizer`` of the model that is fine-tuned; else the
+    vocabulary is learnt from the training part alone."""
     if config.val_text is not None and config.val_fraction != TrainConfig().val_fraction:
         note("--val-text is what is held out; --val-fraction is not used")
     most = find_preset(preset_name(config, corpus.found.bytes, device)).model.vocab_size
-    tokenizer = tokenizer_for(corpus, config, note, most)
+    tokenizer = tokenizer or tokenizer_for(corpus, config, note, most)
     return _open(tokenize(corpus, tokenizer, out, config.jobs, listen=listen), note, corpus)
 
 

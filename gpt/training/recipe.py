@@ -9,6 +9,7 @@ from gpt.config import GPTConfig, Preset, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.params import breakdown
+from gpt.training import start as starts
 
 Notes = Callable[[str], None]
 DECAY = 0.5  # of the steps
@@ -38,6 +39,9 @@ class Recipe:
     keep: int
     sample_every: int
     seed: int
+    lora_rank: int = 0  # 0: no adapters, all weights are trained
+    lora_alpha: float = 0.0
+    merge_lora: bool = False
 
 
 def auto_preset(n_bytes: int, device: str) -> str:
@@ -57,18 +61,33 @@ def preset_name(config: TrainConfig, n_bytes: int, device: str) -> str:
 
 
 def resolve(
-    config: TrainConfig, compute: Compute, n_bytes: int, n_tokens: int, vocab_size: int, held_out: bool, note: Notes
+    config: TrainConfig,
+    compute: Compute,
+    n_bytes: int,
+    n_tokens: int,
+    vocab_size: int,
+    held_out: bool,
+    note: Notes,
+    start: GPTConfig | None = None,
+    pairs: int = 0,
 ) -> Recipe:
-    """The recipe for ``n_tokens`` of training text that came from ``n_bytes``.
+    """The recipe for ``n_tokens`` of training text that came from ``n_bytes``; ``start``: the shape of the model that
+    is fine-tuned; ``pairs``: how many the text is made of, where these are the rows.
 
     Tells ``note`` what it had to change. Raises `UserError` for settings that contradict each other or the text.
     """
-    name = preset_name(config, n_bytes, compute.device.type)
+    name = preset_name(config, n_bytes, compute.device.type) if start is None else starts.nearest_preset(start)
     preset = find_preset(name)
-    model = _model(config, preset, n_tokens, vocab_size, note)
-    rows = _rows(config, preset, model.block_size)
-    batch_tokens = rows * model.block_size
-    steps = _steps(config, n_tokens, batch_tokens, model, compute.device.type)
+    if start is not None:
+        preset = replace(preset, model=start, lr=(1 if config.lora_rank else starts.RATE) * preset.lr)
+    model = _model(config, preset, 2**63 if pairs else n_tokens, vocab_size, note)
+    usual = auto_epochs(n_tokens, model, compute.device.type) if start is None else starts.EPOCHS
+    if start is not None or pairs:
+        preset = starts.tuned(preset, usual, n_tokens)
+    row = n_tokens / pairs if pairs else model.block_size  # tokens, of pairs on average
+    rows = _pair_rows(config, preset, row) if pairs else _rows(config, preset, model.block_size)
+    batch_tokens = round(rows * row)
+    steps = _steps(config, n_tokens, batch_tokens, usual)
     if config.dropout is None:
         model = replace(model, dropout=auto_dropout(steps * batch_tokens / n_tokens))
     if config.patience and not held_out:
@@ -84,7 +103,7 @@ def resolve(
         lr=preset.lr if config.lr is None else config.lr,
         warmup=min(2000, round(steps / 20)) if config.warmup is None else config.warmup,
         decay=round(DECAY * steps) if config.decay is None else config.decay,
-        optimizer=config.optimizer,
+        optimizer="adamw" if config.lora_rank else config.optimizer,
         schedule=config.schedule,
         weight_decay=config.weight_decay,
         clip=config.clip,
@@ -94,6 +113,9 @@ def resolve(
         keep=config.keep,
         sample_every=math.ceil(steps / 4) if config.sample_every is None else config.sample_every,
         seed=config.seed,
+        lora_rank=config.lora_rank or 0,
+        lora_alpha=2.0 * (config.lora_rank or 0) if config.lora_alpha is None else config.lora_alpha,
+        merge_lora=config.merge_lora,
     )
 
 
@@ -103,6 +125,8 @@ def _model(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int, 
     if n_tokens < block_size:
         note(f"the text has {n_tokens:,} tokens to train on: the context shrinks from {block_size:,} to {n_tokens:,}")
         block_size = n_tokens
+    if config.init is not None:
+        return replace(shape, block_size=block_size, dropout=config.dropout or 0.0)
     return GPTConfig(
         vocab_size=vocab_size,
         block_size=block_size,
@@ -127,12 +151,17 @@ def _rows(config: TrainConfig, preset: Preset, block_size: int) -> int:
     return max(1, round((asked or preset.batch_tokens) / block_size))
 
 
-def _steps(config: TrainConfig, n_tokens: int, batch_tokens: int, model: GPTConfig, device: str) -> int:
+def _pair_rows(config: TrainConfig, preset: Preset, tokens: float) -> int:
+    """Pairs a step, where a pair has so many tokens on average."""
+    return max(1, round((config.batch_tokens or preset.batch_tokens) / tokens))
+
+
+def _steps(config: TrainConfig, n_tokens: int, batch_tokens: int, usual_epochs: float) -> int:
     if config.steps is not None:
         return config.steps
     if config.minutes is not None:
         return 1000  # a guess, until the rate is measured (gpt.training.pace)
-    epochs = auto_epochs(n_tokens, model, device) if config.epochs is None else config.epochs
+    epochs = usual_epochs if config.epochs is None else config.epochs
     if epochs <= 0:
         raise UserError(f"epochs is {epochs:g}; it must be more than 0")
     return max(1, round(epochs * n_tokens / batch_tokens))

@@ -1,0 +1,74 @@
+"""A checkpoint that holds adapters alone: ``adapter.safetensors``, and in ``gpt.json`` which weights they belong to."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from gpt.config import GPTConfig, from_dict
+from gpt.errors import UserError
+from gpt.files import read_json
+from gpt.model import lora
+from gpt.model.decoder import GPT
+from gpt.runs import folder, hub
+
+FILE = "adapter.safetensors"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What ``gpt.json`` says of one. ``base``: a folder, or ``hf:NAME@COMMIT``; ``sha256``: its weights', by file."""
+
+    rank: int
+    alpha: float
+    base: str
+    sha256: dict[str, str]
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / self.rank
+
+    def find_base(self, path: Path) -> Path:
+        """The folder of the weights that the adapter at ``path`` belongs to. Raises `UserError` where they are gone or
+        are others."""
+        hint = "put it back as it was; where --merge-lora was given, RUN/merged needs no base"
+        base = hub.fetch(self.base) if hub.is_remote(self.base) else Path(self.base)
+        if not folder.is_checkpoint(base):
+            raise UserError(f"{path} is an adapter to {self.base}, which is not there", hint)
+        if folder.weight_sums(base) != self.sha256:
+            raise UserError(f"{path} is an adapter to {self.base}, whose weights are others now", hint)
+        return base
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a checkpoint holds adapters alone."""
+    return (path / FILE).is_file()
+
+
+def read(path: Path) -> Adapter:
+    """What a checkpoint says of its adapter; `UserError` where it does not."""
+    said = read_json(path / folder.META).get("adapter")
+    if not isinstance(said, dict):
+        raise UserError(f"{path / folder.META} does not say what its adapter belongs to")
+    return from_dict(Adapter, said, str(path / folder.META))
+
+
+def tensors(path: Path, config: GPTConfig, rank: int) -> dict[str, Tensor]:
+    """The adapters at ``path``, whose names and shapes are compared with the model's."""
+    try:
+        found = load_file(path / FILE)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path / FILE} is damaged or no safetensors file: {error}", "copy or save it anew") from None
+    if {name: tuple(tensor.shape) for name, tensor in found.items()} != lora.adapter_shapes(config, rank):
+        raise UserError(f"{path / FILE} does not fit the model that {path / 'config.json'} describes")
+    return found
+
+
+def file(model: GPT) -> dict[str, bytes]:
+    """The file of a model's adapters, by name."""
+    found: dict[str, Any] = {name: tensor.float().cpu().contiguous() for name, tensor in lora.adapters(model).items()}
+    return {FILE: save(found, metadata={"format": "pt"})}

@@ -1,0 +1,82 @@
+"""Models from the Hugging Face hub, or from what ``HF_ENDPOINT`` names: ``hf:NAME`` → a checkpoint folder.
+
+Only configuration, safetensors and tokenizer are fetched, never pickles. Files lie in the cache that transformers uses
+too, one folder a commit; what is there is not fetched again, and is found without a network.
+"""
+
+import sys
+from pathlib import Path
+
+from gpt.errors import UserError, WorkError
+
+PREFIX = "hf:"
+CONFIG = ["config.json"]
+FILES = [
+    *CONFIG, "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors",
+    "tokenizer.json", "vocab.json", "merges.txt",
+]  # fmt: skip
+
+
+def is_remote(model: str | None) -> bool:
+    """Whether a model is meant that lies on the hub."""
+    return model is not None and model.startswith(PREFIX)
+
+
+def fetch(model: str, weights: bool = True) -> Path:
+    """The folder of ``hf:NAME`` or ``hf:NAME@REVISION`` (a branch, a tag or a commit; else ``main``), fetched where it
+    is not there yet; without its ``weights`` and tokenizer where only the shape is wanted.
+
+    Raises `UserError` where the hub has no such model or does not give it, `WorkError` where it cannot be reached.
+    """
+    name, _, revision = model.removeprefix(PREFIX).partition("@")
+    if not name or name.count("/") > 1:
+        raise UserError(f'"{model}" names no model of the hub', "hf:OWNER/NAME, such as hf:openai-community/gpt2")
+    folder = Path(_snapshot(name, revision or "main", FILES if weights else CONFIG))
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{model} has no config.json: it is no model of transformers", "take a GPT-2")
+    if weights and not any(folder.glob("*.safetensors")):
+        raise UserError(
+            f"{model} has no weights as safetensors", "pickles are never opened; take a revision that has safetensors"
+        )
+    return folder
+
+
+def _snapshot(name: str, revision: str, files: list[str]) -> str:
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub import constants, errors
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+    except ImportError:
+        raise WorkError(f"hf:{name} needs the package huggingface_hub", "pip install 'gpt[hub]'") from None
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    what = f"{name}@{revision}" if revision != "main" else name
+    place = constants.ENDPOINT
+    try:
+        found: str = hub.snapshot_download(name, revision=revision, allow_patterns=files)
+        return found
+    except errors.HFValidationError:
+        hint = "hf:OWNER/NAME, such as hf:openai-community/gpt2"
+        raise UserError(f'"hf:{what}" names no model of the hub', hint) from None
+    except errors.GatedRepoError:
+        hint = f"ask for it at {place}/{name}, then log in: hf auth login"
+        raise UserError(f"{what} is gated: its owners say who may have it", hint) from None
+    except errors.RevisionNotFoundError:
+        raise UserError(
+            f'{name} has no revision "{revision}"', "a branch, a tag or a commit; without one, main"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        hint = "look at its name (OWNER/NAME); for a private one log in: hf auth login"
+        raise UserError(f"{place} has no model {name}", hint) from None
+    except Exception as error:  # of the connection, the server or the disk; there are many
+        raise WorkError(
+            f"{what} is not in the cache and could not be fetched from {place} ({_reason(error)})",
+            "look at the connection (HF_HUB_OFFLINE, HF_ENDPOINT), or give the path of a folder with its files",
+        ) from None
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what went wrong at first."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,118 @@
+"""Pairs of a prompt and its completion, from JSON lines in whatever they are packed."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from gpt.config import ReadConfig, TextConfig
+from gpt.errors import UserError
+from gpt.text import records, sources
+from gpt.text.readers import RECORDS, Reader
+from gpt.text.source import Piece, Skipped, Source, utf8_size
+from gpt.text.split import HASHED_SPLIT_FROM, share
+from gpt.text.streams import File
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is given and what should follow. ``where``: its file and line."""
+
+    prompt: str
+    completion: str
+    where: str
+
+
+class PairReader(Reader):
+    """Reads every file as JSON lines, whatever it is called."""
+
+    records = dict.fromkeys(RECORDS, records.pairs)
+
+    def pairs(self, source: Source) -> Iterator[Pair]:
+        """The pairs of a source, in order. Raises `UserError` naming the line that holds none, unless ``skip_bad``."""
+        held: list[str] = []
+        for piece in self.documents(source):
+            if piece.begins and held:
+                yield Pair(*json.loads("".join(held)))
+                held.clear()
+            held.append(piece.text)
+        if held:
+            yield Pair(*json.loads("".join(held)))
+
+    def _plain(self, file: File) -> Iterator[Piece | None]:
+        yield from self._records(file, ".jsonl")
+
+    _whole = _plain  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class PairCorpus:
+    """All pairs that were asked for, on their two sides, and what was read for them."""
+
+    name: str
+    train: list[Pair]
+    held_out: list[Pair]
+    sources: list[dict[str, Any]]
+    skipped: int
+
+
+def read_pairs(texts: Sequence[str], config: TextConfig) -> PairCorpus:
+    """Reads all pairs of ``texts`` into memory and splits them. Raises `UserError` where there are none."""
+    if not texts:
+        raise UserError("--pairs needs a TEXT", 'a file of {"prompt": …, "completion": …}, one a line')
+    reader = PairReader(ReadConfig(**{f.name: getattr(config, f.name) for f in fields(ReadConfig)}))
+    unread = Skipped() if config.skip_bad else None
+    pairs, read = _read(reader, sources.find(texts, unread))
+    own: list[Pair] = []
+    if config.val_text is not None:
+        own, more = _read(reader, sources.find([config.val_text], unread))
+        read += more
+    if not pairs:
+        raise UserError(f"{texts[0]} is empty: 0 pairs", 'give {"prompt": …, "completion": …}, one a line')
+    train, held_out = (pairs, own) if config.val_text is not None else split(pairs, config.val_fraction, config.seed)
+    return PairCorpus(sources.run_name(texts), train, held_out, read, reader.skipped + (unread.count if unread else 0))
+
+
+def _read(reader: PairReader, found: Sequence[Source]) -> tuple[list[Pair], list[dict[str, Any]]]:
+    """The pairs of sources, and of each source its size, its pairs, their bytes and their sum."""
+    pairs: list[Pair] = []
+    records: list[dict[str, Any]] = []
+    for source in found:
+        digest, first, size = hashlib.sha256(), len(pairs), 0
+        for pair in reader.pairs(source):
+            pairs.append(pair)
+            size += utf8_size(pair.prompt) + utf8_size(pair.completion)
+            digest.update(_identity(pair).encode())
+        count = len(pairs) - first
+        about = {"name": source.name, "size": source.size, "documents": count, "bytes": size}
+        records.append({**about, "sha256": digest.hexdigest()})
+    return pairs, records
+
+
+def split(pairs: Sequence[Pair], fraction: float, seed: int) -> tuple[list[Pair], list[Pair]]:
+    """What is trained on and what is held out: the last ``fraction`` of the pairs; from `HASHED_SPLIT_FROM` on by a
+    hash of seed and pair, so that adding pairs moves none. Never nothing, unless ``fraction`` is 0.
+
+    Raises `UserError` where there are too few for two sides.
+    """
+    if fraction == 0:
+        return list(pairs), []
+    if len(pairs) < HASHED_SPLIT_FROM:
+        kept = len(pairs) - max(1, round(len(pairs) * fraction))
+        train, held_out = list(pairs[:kept]), list(pairs[kept:])
+    else:
+        shares = [share(_identity(pair), seed) for pair in pairs]
+        bound = max(fraction, min(shares) * 1.0000001)
+        train = [pair for pair, at in zip(pairs, shares, strict=True) if at >= bound]
+        held_out = [pair for pair, at in zip(pairs, shares, strict=True) if at < bound]
+    if not train:
+        raise UserError(
+            f"there are too few pairs to hold {fraction:g} of them out: {len(pairs):,}",
+            "give more, or --val-fraction 0 to hold nothing out",
+        )
+    return train, held_out
+
+
+def _identity(pair: Pair) -> str:
+    return json.dumps([pair.prompt, pair.completion])

@@ -1,0 +1,140 @@
+"""Fine-tuning: from any checkpoint, its tokenizer taken along."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Done, make_text
+from safetensors.torch import load_file
+from test_cli import one_line_of_what_and_what_next
+
+import gpt as library
+from gpt import events
+from gpt.config import GPTConfig, TrainConfig
+from gpt.files import file_sum
+from gpt.model.decoder import GPT
+from gpt.runs import checkpoint
+from gpt.text.tokenizer import bytes_tokenizer
+from gpt.training import start
+
+Gpt = Callable[..., Done]
+CPU = torch.device("cpu")
+QUIET: dict[str, Any] = {"dtype": "float32", "sample_every": 0}
+
+
+def heard_by(text: Path, **settings: Any) -> tuple[Any, list[Any]]:
+    heard: list[Any] = []
+    return library.train(text, listen=heard.append, **{**QUIET, **settings}), heard
+
+
+@pytest.fixture
+def other(workdir: Path) -> Path:
+    """A text to go on with."""
+    path = workdir / "other.txt"
+    path.write_bytes(make_text(2500, seed=5).encode())
+    return path
+
+
+def evals(heard: list[Any]) -> dict[int, float]:
+    return {event.step: event.val_loss for event in heard if isinstance(event, events.EvalEvent)}
+
+
+def test_it_goes_on_from_the_weights(run_folder: Path, other: Path) -> None:
+    base = library.load(run_folder)
+    result, heard = heard_by(other, init=run_folder, steps=12)
+    tuned = library.load(result.run)
+    assert tuned.model.config == base.model.config
+    assert tuned.tokenizer.fingerprint == base.tokenizer.fingerprint
+    losses = evals(heard)
+    assert min(losses) == 0  # measured before the first step
+    data = other.read_bytes()
+    held_out = data[len(data) - round(len(data) * 0.1) :].decode()
+    assert losses[0] == pytest.approx(base.loss(held_out), rel=1e-5)
+    assert result.val_loss < losses[0]
+    assert any("before the first step" in event.text for event in heard if isinstance(event, events.Note))
+    record = json.loads((result.run / "run.json").read_text())
+    assert record["init"]["sha256"] == {"model.safetensors": file_sum(base.path / "model.safetensors")}
+    assert record["init"]["path"] == str(base.path)
+    assert record["resolved"]["lr"] == pytest.approx(4e-4)  # a tenth of nano's
+
+
+def test_the_first_step_is_from_the_bases_weights(run_folder: Path, other: Path) -> None:
+    result, _ = heard_by(other, init=f"{run_folder}:latest", steps=1, lr=0.0, warmup=0, eval_every=1)
+    base, same = (
+        load_file(path / "model.safetensors") for path in (library.load(f"{run_folder}:latest").path, result.checkpoint)
+    )
+    assert all(torch.equal(base[name], same[name]) for name in base)
+
+
+def test_the_default_length_is_three_times_the_text(run_folder: Path, other: Path) -> None:
+    result, _ = heard_by(other, init=run_folder, eval_every=1000)
+    tokens = json.loads((result.run / "run.json").read_text())["tokens"]["train"]
+    assert result.tokens_seen == pytest.approx(3 * tokens, rel=0.05)
+    assert result.steps >= 80
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])
+def test_a_shorter_context_cuts_the_table(workdir: Path, other: Path, positions: Any) -> None:
+    config = GPTConfig(257, 32, 1, 2, 16, positions=positions, arch="modern" if positions == "rotary" else "gpt2")
+    model = GPT(config).eval()
+    checkpoint.save(workdir / "base", model, checkpoint.TokenizerFiles(bytes_tokenizer(), config), {"step": 1})
+    result, _ = heard_by(other, init="base", block_size=16, steps=1, lr=0.0, dropout=0.1)
+    tuned = library.load(result.run).model
+    assert (tuned.config.block_size, tuned.config.dropout, tuned.config.arch) == (16, 0.1, config.arch)
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        assert torch.allclose(tuned(ids), model(ids), atol=1e-6)
+
+
+def test_a_gpt2_folder_of_transformers(workdir: Path, other: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=257, n_layer=1, n_head=2, n_embd=16, n_positions=32)).save_pretrained(
+        "theirs"
+    )
+    files = checkpoint.TokenizerFiles(bytes_tokenizer(), GPTConfig(257, 32, 1, 2, 16)).files
+    (workdir / "theirs" / "tokenizer.json").write_bytes(files["tokenizer.json"])
+    result, heard = heard_by(other, init="theirs", steps=8)
+    assert result.val_loss < evals(heard)[0]
+    assert GPT2LMHeadModel.from_pretrained(result.checkpoint).config.n_positions == 32
+
+
+def test_the_usual_batch_and_rate_are_those_of_the_nearest_size() -> None:
+    assert start.nearest_preset(GPTConfig(50257, 1024, 12, 12, 768)) == "gpt2"
+    assert start.nearest_preset(GPTConfig(300, 64, 2, 2, 32)) == "nano"
+
+
+def test_a_token_folder_must_be_of_the_same_vocabulary(gpt: Gpt, run_folder: Path, other: Path) -> None:
+    assert gpt("tokenize", other, "-o", "bytes", "--tokenizer", "bytes", "--quiet").code == 0
+    one_line_of_what_and_what_next(gpt("train", "bytes", "--init", run_folder), "made with another tokenizer (bytes)")
+    assert gpt("tokenize", other, "-o", "own", "--tokenizer", run_folder, "--quiet").code == 0
+    done = gpt("train", "own", "--init", run_folder, "--steps", "2")
+    assert done.code == 0, done.err
+    assert "before the first step" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--n-layer", "3"], "--n-layer 3 contradicts --init"),
+        (["--preset", "gpt2"], "--preset gpt2 contradicts --init"),
+        (["--tokenizer", "bytes"], "--tokenizer bytes contradicts --init"),
+        (["--vocab-size", "300"], "--vocab-size 300 contradicts --init"),
+        (["--arch", "modern"], "--arch modern contradicts --init"),
+        (["--positions", "rotary"], "--positions rotary contradicts --init"),
+        (["--block-size", "64"], "block-size 64 is more than the 32 of"),
+    ],
+)
+def test_options_that_contradict_the_model(
+    gpt: Gpt, run_folder: Path, other: Path, options: list[str], message: str
+) -> None:
+    one_line_of_what_and_what_next(gpt("train", other, "--init", run_folder, *options), message)
+    assert not Path("runs").exists()
+
+
+def test_options_that_agree_with_the_model_are_none() -> None:
+    model = GPTConfig(300, 32, 2, 2, 32)
+    start.refuse_others(TrainConfig(init="x", n_layer=2, vocab_size=300, block_size=16, positions="learned"), model)

@@ -1,0 +1,198 @@
+"""Models from the hub, over a server of our own that speaks what the hub does."""
+
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Done, make_text, spawn
+from test_cli import one_line_of_what_and_what_next
+
+import gpt as library
+from gpt.config import GPTConfig
+from gpt.errors import WorkError
+from gpt.runs import checkpoint, hub
+from gpt.text.tokenizer import bytes_tokenizer
+
+Gpt = Callable[..., Done]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """``me/tiny`` with the files of a folder, at ``main``; ``me/gated`` is gated, and there is nothing else."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder = folder
+        self.asked: list[str] = []
+        self.broken = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        self.server.asked.append(f"{self.command} {path}")
+        if self.server.broken:
+            self.answer(500, {}, b"out of order")
+        elif "/gated" in path:
+            self.answer(403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"})
+        elif not path.startswith(("/api/models/me/tiny", "/me/tiny")):
+            self.answer(401, {"X-Error-Code": "RepoNotFound"})
+        elif path in [f"/api/models/me/tiny/revision/{name}" for name in ("main", COMMIT)]:
+            files = [{"rfilename": name} for name in sorted(os.listdir(self.server.folder))]
+            self.answer(200, {}, json.dumps({"id": "me/tiny", "sha": COMMIT, "siblings": files}).encode())
+        elif path == f"/api/models/me/tiny/tree/{COMMIT}":
+            self.answer(200, {}, json.dumps([self.entry(p) for p in sorted(self.server.folder.iterdir())]).encode())
+        elif path.startswith(f"/me/tiny/resolve/{COMMIT}/"):
+            data = (self.server.folder / path.rpartition("/")[2]).read_bytes()
+            self.answer(200, {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT}, data)
+        else:
+            self.answer(404, {"X-Error-Code": "RevisionNotFound"})
+
+    @staticmethod
+    def entry(path: Path) -> dict[str, Any]:
+        oid = hashlib.sha1(path.read_bytes()).hexdigest()
+        return {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": oid}
+
+    def answer(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", **headers}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    folder = tmp_path_factory.mktemp("hub") / "tiny"
+    config = GPTConfig(257, 32, 1, 2, 16)
+    torch.manual_seed(0)
+    checkpoint.save(folder, library.GPT(config), checkpoint.TokenizerFiles(bytes_tokenizer(), config), {"step": 1})
+    for name in ("gpt.json", "checksums.json", "tokenizer.tiktoken"):
+        (folder / name).unlink()  # as transformers would have saved it
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    with Hub(folder) as httpd:
+        thread = threading.Thread(target=lambda: httpd.serve_forever(0.01), daemon=True)
+        thread.start()
+        yield httpd
+        httpd.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def there(server: Hub, workdir: Path) -> Iterator[Callable[..., Done]]:
+    """Runs the command in a process of its own, for which the server is the hub."""
+
+    def run(*args: str | Path, **env: str) -> Done:
+        settings = {"HF_ENDPOINT": server.url, "HF_HOME": str(workdir / "cache"), "HF_HUB_OFFLINE": "0", **env}
+        with spawn(*args, cwd=workdir, env={**os.environ, "NO_PROXY": "127.0.0.1", **settings}) as process:
+            out, err = process.communicate(timeout=120)
+        assert "Traceback" not in err
+        return Done(process.returncode, out, err)
+
+    server.asked.clear()
+    yield run
+    server.broken = False
+
+
+SAMPLE = ("sample", "ab", "-m", "hf:me/tiny", "--greedy", "-n", "8", "--ignore-eot")
+
+
+def test_a_model_from_the_hub(there: Gpt, gpt: Gpt, server: Hub, workdir: Path) -> None:
+    done = there(*SAMPLE)
+    assert done.code == 0, done.err
+    assert done.out == gpt("sample", "ab", "-m", server.folder, *SAMPLE[4:]).out
+    fetched = {path.name for path in (workdir / "cache").rglob("snapshots/*/*")}
+    assert fetched == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert not any(".bin" in path for path in server.asked)
+    server.asked.clear()
+    assert there(*SAMPLE, HF_HUB_OFFLINE="1").out == done.out  # from the cache
+    assert server.asked == []
+    server.broken = True
+    assert there(*SAMPLE).out == done.out
+
+
+def test_fine_tuning_from_the_hub(there: Gpt, workdir: Path) -> None:
+    (workdir / "book.txt").write_bytes(make_text(800).encode())
+    done = there("train", "book.txt", "--init", f"hf:me/tiny@{COMMIT}", "--steps", "2", "--dtype", "float32")
+    assert done.code == 0, done.err
+    init = json.loads((workdir / "runs/book/run.json").read_text())["init"]
+    assert init["model"] == f"hf:me/tiny@{COMMIT}"
+    assert COMMIT in init["path"]
+    assert set(init["sha256"]) == {"model.safetensors"}
+    done = there("train", "book.txt", "--init", "hf:me/tiny", "--lora-rank", "2", "--steps", "2", "--quiet")
+    assert done.code == 0, done.err
+    step = next((workdir / "runs/book-2").glob("step-*"))
+    assert json.loads((step / "gpt.json").read_text())["adapter"]["base"] == f"hf:me/tiny@{COMMIT}"
+    assert there("sample", "ab", "-m", "runs/book-2", HF_HUB_OFFLINE="1").code == 0
+
+
+def test_a_shape_needs_no_weights(there: Gpt, server: Hub) -> None:
+    done = there("params", "hf:me/tiny", "--json")
+    assert json.loads(done.out)["config"]["n_embd"] == 16
+    assert not any("safetensors" in path for path in server.asked)
+    offline = there(*SAMPLE, HF_HUB_OFFLINE="1")  # half a model in the cache is none
+    assert offline.code in (1, 2)
+    assert offline.err.count("error: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "env", "code", "message"),
+    [
+        ("hf:me/nothing", {}, 2, "has no model me/nothing"),
+        ("hf:me/gated", {}, 2, "me/gated is gated"),
+        ("hf:me/tiny@v9", {}, 2, 'me/tiny has no revision "v9"'),
+        ("hf:me/tiny", {"HF_HUB_OFFLINE": "1"}, 1, "me/tiny is not in the cache and could not be fetched from http"),
+        ("hf:me/tiny", {"HF_ENDPOINT": "http://127.0.0.1:9"}, 1, "me/tiny is not in the cache and could not be"),
+    ],
+)
+def test_what_the_hub_does_not_give(there: Gpt, model: str, env: dict[str, str], code: int, message: str) -> None:
+    one_line_of_what_and_what_next(there("sample", "x", "-m", model, **env), message, code)
+
+
+def test_a_hub_that_is_out_of_order(there: Gpt, server: Hub) -> None:
+    server.broken = True
+    one_line_of_what_and_what_next(there(*SAMPLE), "could not be fetched from", 1)
+
+
+def test_a_model_without_safetensors(there: Gpt, server: Hub) -> None:
+    (server.folder / "model.safetensors").rename(server.folder / "hidden")
+    try:
+        one_line_of_what_and_what_next(there(*SAMPLE), "hf:me/tiny has no weights as safetensors")
+    finally:
+        (server.folder / "hidden").rename(server.folder / "model.safetensors")
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(WorkError, match="needs the package huggingface_hub") as error:
+        hub.fetch("hf:me/tiny")
+    assert error.value.hint == "pip install 'gpt[hub]'"
+
+
+def test_it_is_imported_only_where_it_is_used() -> None:
+    code = "import sys, gpt.api\nassert 'huggingface_hub' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

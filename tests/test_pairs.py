@@ -1,0 +1,206 @@
+"""Pairs of prompt and completion: read, split, batched; the loss counts completions alone, and they are learnt."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, Done
+from test_cli import one_line_of_what_and_what_next
+
+import gpt as library
+from gpt import events
+from gpt.config import TextConfig
+from gpt.errors import UserError
+from gpt.model.loss import IGNORED
+from gpt.text.pairs import Pair, read_pairs, split
+from gpt.text.tokenizer import bytes_tokenizer
+from gpt.training.pairs import PairBatches, PairSet
+
+Gpt = Callable[..., Done]
+VERBS = ["love ama", "see vede", "hear sente", "call chiama", "find trova", "know conosce", "help aiuta", "want vuole"]
+WHO = ["you ti", "him lo", "her la", "them li", "us ci", "me mi", "it lo", "all tutti"]
+TRANSLATIONS = [
+    {"prompt": f"{verb.split()[0]} {who.split()[0]} =>", "completion": f" {who.split()[1]} {verb.split()[1]}"}
+    for verb in VERBS
+    for who in WHO
+]
+BY_HEART = [{"prompt": "I love you =>", "completion": " ti amo"}, *TRANSLATIONS]
+EOT = 256  # of plain bytes
+
+
+def jsonl(pairs: list[Any]) -> str:
+    return "".join(json.dumps(pair) + "\n" for pair in pairs)
+
+
+@pytest.fixture
+def file(workdir: Path) -> Path:
+    path = workdir / "pairs.jsonl"
+    path.write_text(jsonl(BY_HEART))
+    return path
+
+
+def test_translations_are_learnt_by_heart_and_sampled_greedily(gpt: Gpt, file: Path) -> None:
+    done = gpt("train", file, "--pairs", "--val-fraction", "0", "--epochs", "60", "--dtype", "float32", "--json",
+               "--n-layer", "2", "--n-head", "2", "--n-embd", "64", "--block-size", "32", "--dropout", "0")  # fmt: skip
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["val_loss"] is None
+    for pair in BY_HEART[::7]:
+        line = json.loads(gpt("sample", pair["prompt"], "--greedy", "--json").out)
+        assert (line["text"], line["finish_reason"]) == (pair["completion"], "eot")
+    assert gpt("sample", "I love you =>", "--greedy").out == "I love you => ti amo\n"
+
+
+def test_what_is_said_and_measured(gpt: Gpt, file: Path) -> None:
+    done = gpt("train", file, "--pairs", "--steps", "4", "--dtype", "float32")
+    assert done.code == 0, done.err
+    assert "59 pairs to train on, 6 held out" in done.err  # a tenth of 65
+    assert "gpt sample 'want her =>' --greedy -m" in done.out  # the first that is held out
+    record = json.loads(Path("runs/pairs/run.json").read_text())
+    assert record["sources"][0]["documents"] == 65
+    assert not Path("runs/pairs/tokens").exists()
+
+
+def test_the_held_out_loss_is_the_completions(file: Path) -> None:
+    """Against the same computed by hand from the checkpoint."""
+    result = library.train(file, pairs=True, steps=6, dtype="float32", sample_every=0)
+    model = library.load(result.run)
+    total, count, size = 0.0, 0, 0
+    for pair in BY_HEART[-6:]:
+        prompt = model.tokenizer.encode(pair["prompt"]).tolist()
+        completion = [*model.tokenizer.encode(pair["completion"]).tolist(), model.tokenizer.eot]
+        with torch.no_grad():
+            logs = model.model(torch.tensor([prompt + completion[:-1]]))[0].log_softmax(-1)
+        total -= sum(float(logs[len(prompt) - 1 + at, id]) for at, id in enumerate(completion))
+        count += len(completion)
+        size += len(pair["completion"].encode())
+    assert result.val_loss == pytest.approx(total / count, rel=1e-5)
+    assert result.bits_per_byte == pytest.approx(total / np.log(2) / size, rel=1e-5)
+
+
+def pair_set(*pairs: tuple[str, str]) -> PairSet:
+    return PairSet([Pair(*pair, f"line {number}") for number, pair in enumerate(pairs)], bytes_tokenizer())
+
+
+def test_rows_and_targets() -> None:
+    pairs = pair_set(("ab", "cde"), ("", "x"), ("pqr", ""))
+    x, y = PairBatches(pairs, 3, seed=1).global_batch(0)
+    assert x.shape == y.shape == (3, 5)
+    rows = {bytes(row[row > 0].astype("u1")): target for row, target in zip(x, y, strict=True)}
+    a, b, c = (
+        rows[b"abcde"],
+        rows[b"\0x"] if b"\0x" in rows else next(t for r, t in zip(x, y, strict=True) if r[0] == EOT),
+        rows[b"pqr"],
+    )
+    assert a.tolist() == [IGNORED, *b"cde", EOT]
+    assert b.tolist() == [ord("x"), EOT, *[IGNORED] * 3]
+    assert c.tolist() == [IGNORED, IGNORED, EOT, IGNORED, IGNORED]
+    assert pairs.counted == 4 + 2 + 1 == int((y != IGNORED).sum())
+
+
+def test_batches_are_a_function_of_seed_and_step() -> None:
+    pairs = pair_set(*((f"p{number}", "c") for number in range(10)))
+    batches = PairBatches(pairs, 4, seed=3)
+    drawn = [row[1] for step in range(5) for row in batches.global_batch(step)[0].tolist()]
+    assert sorted(drawn[:10]) == sorted(drawn[10:20]) == [ord(str(number)) for number in range(10)]
+    assert drawn[:10] != drawn[10:20]
+    halves = [batches.global_batch(2, rank, 2) for rank in range(2)]
+    whole = batches.global_batch(2)
+    for side in range(2):
+        assert np.array_equal(np.concatenate([half[side] for half in halves]), whole[side])
+
+
+def test_accumulation_counts_every_target_alike(file: Path) -> None:
+    """Parts of a batch hold different numbers of targets; together they weigh as in one."""
+
+    def losses(micro_batch: str) -> list[float]:
+        heard: list[Any] = []
+        library.train(
+            file, pairs=True, steps=6, dtype="float32", tokenizer="bytes", micro_batch=micro_batch, listen=heard.append,
+            **{**TINY, "batch_tokens": 150},
+        )  # fmt: skip
+        return [event.loss for event in heard if isinstance(event, events.StepEvent)]
+
+    rows = json.loads(
+        (
+            library.train(file, pairs=True, steps=1, tokenizer="bytes", **{**TINY, "batch_tokens": 150}).run
+            / "run.json"
+        ).read_text()
+    )["resolved"]["rows"]
+    assert rows > 1
+    assert losses("1") == pytest.approx(losses(str(rows)), rel=1e-4)
+
+
+def test_pairs_in_whatever_they_are_packed(workdir: Path) -> None:
+    Path("a.jsonl.gz").write_bytes(gzip.compress(jsonl(TRANSLATIONS[:5]).encode()))
+    Path("b.txt").write_text("\n" + jsonl(TRANSLATIONS[5:9]) + "\n")
+    found = read_pairs(["a.jsonl.gz", "b.txt"], TextConfig(val_fraction=0))
+    assert [(pair.prompt, pair.completion) for pair in found.train] == [tuple(p.values()) for p in TRANSLATIONS[:9]]
+    assert found.train[5].where == "b.txt, line 2"
+    Path("bad.jsonl").write_text(jsonl([TRANSLATIONS[0], {"prompt": "x"}, TRANSLATIONS[1]]))
+    found = read_pairs(["bad.jsonl"], TextConfig(val_fraction=0, skip_bad=True))
+    assert (len(found.train), found.skipped) == (2, 1)
+    Path("wide.jsonl").write_text(json.dumps({"prompt": "è", "completion": "é"}, ensure_ascii=False), encoding="utf-16")
+    found = read_pairs(["wide.jsonl"], TextConfig(val_fraction=0, encoding="utf-16"))
+    assert found.train == [Pair("è", "é", "wide.jsonl, line 1")]
+
+
+def test_the_split() -> None:
+    few = [Pair(str(number), "", "") for number in range(20)]
+    assert split(few, 0.1, 1) == (few[:18], few[18:])
+    assert split(few, 0.01, 1) == (few[:19], few[19:])
+    assert split(few, 0, 1) == (few, [])
+    many = [Pair(str(number), "", "") for number in range(1000)]
+    train, held_out = split(many, 0.1, 1)
+    assert 60 < len(held_out) < 140
+    assert sorted([*train, *held_out], key=lambda pair: int(pair.prompt)) == many
+    assert set(held_out) <= set(split([*many, *few], 0.1, 1)[1])  # more pairs move none
+    assert split(many, 0.1, 2)[1] != held_out
+    assert len(split(many, 1e-9, 1)[1]) == 1
+    with pytest.raises(UserError, match="too few pairs"):
+        split(few[:1], 0.1, 1)
+
+
+def test_a_held_out_file_of_its_own(file: Path) -> None:
+    Path("val.jsonl").write_text(jsonl(TRANSLATIONS[:3]))
+    found = read_pairs([str(file)], TextConfig(val_text="val.jsonl"))
+    assert (len(found.train), len(found.held_out)) == (65, 3)
+
+
+def test_pairs_go_on_from_a_model(run_folder: Path, file: Path) -> None:
+    heard: list[Any] = []
+    result = library.train(file, pairs=True, init=run_folder, steps=20, lr=2e-3, dtype="float32", listen=heard.append)
+    evals = [event.val_loss for event in heard if isinstance(event, events.EvalEvent)]
+    assert result.val_loss < evals[0] - 0.5
+    assert library.load(result.run).tokenizer.fingerprint == library.load(run_folder).tokenizer.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "message"),
+    [
+        ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], [], 'pairs.jsonl, line 2: no "completion" in it; its keys: prompt'),
+        ([{"prompt": 1, "completion": "b"}], [], 'pairs.jsonl, line 1: "prompt" is not a string'),
+        ([{"prompt": "a", "completion": None}], [], 'pairs.jsonl, line 1: "completion" is not a string'),
+        (["text"], [], "pairs.jsonl, line 1: not a JSON object"),
+        ([], [], "pairs.jsonl is empty: 0 pairs"),
+        ([{"prompt": "a", "completion": "b"}], [], "too few pairs to hold 0.1 of them out: 1"),
+        ([{"prompt": "a" * 30, "completion": "b" * 40}] * 3, ["--tokenizer", "bytes"], "line 1: the pair has 70 tokens; the context holds 64"),
+        ([{"prompt": "a", "completion": "b"}] * 3, ["--n-head", "3"], "n_embd 128 is not divisible"),
+    ],
+)  # fmt: skip
+def test_wrong_pairs_are_one_clear_line(
+    gpt: Gpt, workdir: Path, lines: list[Any], options: list[str], message: str
+) -> None:
+    Path("pairs.jsonl").write_text(jsonl(lines))
+    one_line_of_what_and_what_next(gpt("train", "pairs.jsonl", "--pairs", *options), message)
+    assert not Path("runs").exists()
+
+
+def test_pairs_need_a_text_that_is_not_tokenized(gpt: Gpt, file: Path) -> None:
+    one_line_of_what_and_what_next(gpt("train", "--pairs"), "--pairs needs a TEXT")
+    assert gpt("tokenize", file, "--field", "prompt", "-o", "tokens", "--tokenizer", "bytes", "--quiet").code == 0
+    one_line_of_what_and_what_next(gpt("train", "tokens", "--pairs"), "tokens is tokenized")
