@@ -1,6 +1,7 @@
 """Fine-tuning: from any checkpoint, its tokenizer taken along."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,17 @@ def test_options_that_contradict_the_model(
     gpt: Gpt, run_folder: Path, other: Path, options: list[str], message: str
 ) -> None:
     one_line_of_what_and_what_next(gpt("train", other, "--init", run_folder, *options), message)
+    assert not Path("runs").exists()
+
+
+def test_a_model_that_cannot_be_read_is_refused_before_the_text_is(gpt: Gpt, run_folder: Path, other: Path) -> None:
+    path = Path(shutil.copytree(library.load(run_folder).path, "base"))
+    (path / "model.safetensors").write_bytes(b"damaged")
+    one_line_of_what_and_what_next(gpt("train", other, "--init", path), "is not the one it was saved with")
+    for name in ("gpt.json", "checksums.json", "model.safetensors"):
+        (path / name).unlink()
+    (path / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    one_line_of_what_and_what_next(gpt("train", other, "--init", path), "has no model.safetensors")
     assert not Path("runs").exists()
 
 

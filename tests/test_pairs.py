@@ -186,6 +186,7 @@ def test_pairs_go_on_from_a_model(run_folder: Path, file: Path) -> None:
         ([{"prompt": 1, "completion": "b"}], [], 'pairs.jsonl, line 1: "prompt" is not a string'),
         ([{"prompt": "a", "completion": None}], [], 'pairs.jsonl, line 1: "completion" is not a string'),
         (["text"], [], "pairs.jsonl, line 1: not a JSON object"),
+        ([{"prompt": "\ud800", "completion": "b"}], [], "pairs.jsonl, line 1: half a surrogate pair is no character"),
         ([], [], "pairs.jsonl is empty: 0 pairs"),
         ([{"prompt": "a", "completion": "b"}], [], "too few pairs to hold 0.1 of them out: 1"),
         ([{"prompt": "a" * 30, "completion": "b" * 40}] * 3, ["--tokenizer", "bytes"], "line 1: the pair has 70 tokens; the context holds 64"),

@@ -84,26 +84,38 @@ def load(path: Path, device: torch.device, shape: GPTConfig | None = None) -> Ch
     Raises `UserError` for damage (a sum, a shape, a number), for a model of another kind, and for an adapter to weights
     that are gone.
     """
-    config, tokenizer = look(path)
+    config, meta = _describe(path)
     if adapter.is_adapter(path):
         said = adapter.read(path)
         model = load(said.find_base(path), device, shape or config).model
         lora.merge(model, adapter.tensors(path, config, said.rank), said.scale)
-        return Checkpoint(model, tokenizer)
-    tensors = _open_tensors(path, config)
-    return Checkpoint(_build(shape or config, tensors, device), tokenizer)
+    else:
+        model = _build(shape or config, _open_tensors(path, config), device)
+    return Checkpoint(model, load_tokenizer(path, config, meta))
 
 
 def look(path: Path) -> tuple[GPTConfig, Tokenizer]:
-    """The shape and the tokenizer of a checkpoint, whose sums are compared; its weights stay on the disk."""
+    """The shape and the tokenizer of a checkpoint, whose sums are compared; its weights stay on the disk.
+
+    Raises `UserError` as `load` does, for what can be seen without them.
+    """
+    config, meta = _describe(path)
+    if adapter.is_adapter(path):
+        adapter.read(path).find_base(path)
+    else:
+        _weight_files(path)
+    return config, load_tokenizer(path, config, meta)
+
+
+def _describe(path: Path) -> tuple[GPTConfig, dict[str, Any]]:
+    """The shape and what ``gpt.json`` says, where there is one."""
     ours = (path / folder.META).exists() or (path / folder.CHECKSUMS).exists()
     if ours:
         folder.check_sums(path)
     meta = read_json(path / folder.META) if ours else {}
     if ours and meta.get("format") != FORMAT:
         raise UserError(f"{path} has format {meta.get('format')!r}; this program reads format {FORMAT}", "update gpt")
-    config = hf.load_config(path)
-    return config, load_tokenizer(path, config, meta)
+    return hf.load_config(path), meta
 
 
 def load_tokenizer(path: Path, config: GPTConfig, meta: Mapping[str, Any]) -> Tokenizer:
