@@ -77,8 +77,8 @@ def test_version(gpt: Gpt) -> None:
 
 OPTIONS = {
     "train": "--init --pairs --lora-rank --lora-alpha --merge-lora "
-    "--out -o --preset --positions --n-layer --n-head --n-embd --block-size --dropout --tokenizer --vocab-size "
-    "--sample-bytes --val-fraction --val-text --field --split-on --encoding --errors --skip-bad --jobs --steps --epochs --batch-tokens --micro-batch --lr --warmup --schedule --weight-decay "
+    "--out -o --preset --arch --positions --n-layer --n-head --n-embd --block-size --dropout --tokenizer --vocab-size "
+    "--sample-bytes --val-fraction --val-text --field --split-on --encoding --errors --skip-bad --jobs --steps --epochs --minutes --batch-tokens --micro-batch --optimizer --lr --warmup --schedule --decay --weight-decay "
     "--clip --eval-every --patience --save-every --keep --sample-every --device --dtype --seed --config --print-config "
     "--json --quiet -q",
     "sample": "--model -m --prompt-file --temperature -t --top-k --top-p --greedy --max-tokens -n --min-tokens "
@@ -86,7 +86,7 @@ OPTIONS = {
     "eval": "--field --split-on --encoding --errors --skip-bad --stride --split --tokens --json --quiet -q --device --dtype",
     "tokenize": "--out -o --resume --part --tokenizer --vocab-size --sample-bytes --val-fraction --val-text --field "
     "--split-on --encoding --errors --skip-bad --jobs --seed --json --quiet -q",
-    "params": "--list --n-layer --n-head --n-embd --block-size --vocab-size --positions --json",
+    "params": "--list --n-layer --n-head --n-embd --block-size --vocab-size --positions --arch --json",
     "data": "",
     "data list": "--json",
     "data show": "--verify --json --quiet -q",
@@ -252,6 +252,10 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["sample", "--top-p", "2"], "top-p is 2.0"),
         (["eval", "nowhere", "book.txt"], "there is no run or checkpoint nowhere"),
         (["eval", "nowhere"], "text"),
+        (["train", "book.txt", "--minutes", "1", "--steps", "9"], "--steps and --minutes both say how long to train"),
+        (["train", "book.txt", "--minutes", "0.001"], "there is no time to train"),
+        (["train", "book.txt", "--arch", "modem"], 'there is no arch "modem"'),
+        (["train", "book.txt", "--positions", "rotary", "--n-embd", "12", "--n-head", "4"], "even width of a head, not 3"),
         (["params", "gtp2"], 'no preset, run or checkpoint "gtp2"'),
         (["params", "--n-layer", "2"], "a shape by hand needs --n-head, --n-embd too"),
         (["params", "gpt2", "--n-head", "7"], "n_embd 768 is not divisible by n_head 7"),

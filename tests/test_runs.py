@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import GPT2_RANKS, SHARED, make_text, needs_shared
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import gpt
 from gpt.config import GPTConfig, SampleConfig
@@ -82,6 +82,26 @@ def test_transformers_reads_ours(tmp_path: Path, kind: str, positions: str) -> N
     assert loaded.tokenizer.fingerprint == tok.fingerprint
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.model.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize(("arch", "positions"), [("modern", "rotary"), ("modern", "learned"), ("gpt2", "rotary")])
+def test_what_is_no_gpt2_says_so(tmp_path: Path, arch: str, positions: str) -> None:
+    tok = tokenizer.bytes_tokenizer()
+    config = GPTConfig(257, 64, 2, 4, 32, dropout=0.1, positions=positions, arch=arch)  # type: ignore[arg-type]
+    model = save_ours(tmp_path / "c", config, tok)
+    said = json.loads((tmp_path / "c" / "config.json").read_text())
+    assert (said["model_type"], said["arch"], said["positions"]) == ("gpt", arch, positions)
+    with pytest.raises(ValueError, match="gpt"):
+        AutoConfig.from_pretrained(tmp_path / "c")
+    loaded = checkpoint.load(tmp_path / "c", CPU)
+    assert loaded.model.config == config
+    idx = torch.randint(257, (2, 30))
+    with torch.no_grad():
+        assert torch.equal(loaded.model(idx), model(idx))
+    for key in ("arch", "n_head"):
+        (tmp_path / "c" / "config.json").write_text(json.dumps({k: v for k, v in said.items() if k != key}))
+        with pytest.raises(UserError, match="has no "):
+            hf.load_config(tmp_path / "c")
 
 
 def test_a_trained_run_in_transformers(run_folder: Path) -> None:

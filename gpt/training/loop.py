@@ -284,7 +284,7 @@ class Trainer:
             deadline=self.began + 60 * minutes,
             step=sum(seconds[2:]) / len(seconds[2:]),  # the first ones allocate
             evaluations=self.recipe.steps / self.recipe.eval_every * window * len(self.held_out),
-            end=2 * window * whole + END_SECONDS,  # it computes in float32
+            end=1.5 * window * whole + END_SECONDS,  # it computes in float32
         )
 
     def retime(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from gpt.errors import UserError
 
 PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # of the whole time, and at most, spent on measuring
-END_SECONDS = 4.0  # the last checkpoint measured, saved, read back and sampled from; the program's own end
+END_SECONDS = 2.0  # the last checkpoint measured, saved, read back and sampled from; the program's own end
 
 
 @dataclass(frozen=True)
