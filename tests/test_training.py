@@ -22,6 +22,7 @@ from gpt.device import Compute, pick
 from gpt.errors import UserError, WorkError
 from gpt.model.decoder import GPT
 from gpt.runs import folder, hf
+from gpt.text.batches import Batches
 from gpt.text.tokens import TokenFolder
 from gpt.training import loop, recipe
 from gpt.training.optim import Muon, make_optimizer, orthogonalize
@@ -104,7 +105,7 @@ def test_a_step_is_adamw_on_the_clipped_gradient(text: Path) -> None:
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0}], lr=1e-2, betas=(0.9, 0.95)
     )
-    batches = loop.Batches(TokenFolder(result.run / "tokens").stream("train"), shape.block_size, 8, 1337)
+    batches = Batches(TokenFolder(result.run / "tokens").stream("train"), shape.block_size, 8, 1337)
     for step in range(3):
         x, y = (torch.from_numpy(a) for a in batches.global_batch(step))
         loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
