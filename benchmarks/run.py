@@ -7,6 +7,7 @@ TEXT is tinyshakespeare, as a file; without it the catalogue's is fetched.
 
 import json
 import math
+import statistics
 import sys
 import tempfile
 import time
@@ -197,6 +198,42 @@ def speed() -> list[str]:
     return rows
 
 
+COMPARED_STEPS, SEEDS = 800, (1, 2, 3)
+
+
+def optimizers(shakespeare: Path) -> list[str]:
+    """Muon against AdamW on the unchanged GPT-2 block: equal tokens, and equal time."""
+    rows = [
+        "`gpt train --arch gpt2 --preset nano` on the first 90 % of tinyshakespeare, nats a character of the last 10 %, "
+        f"seeds {', '.join(map(str, SEEDS))}; each optimizer at its own default rate, the same schedule.",
+        "",
+        "| optimizer | steps of 1,024 tokens | nats a character, each seed | mean | seconds of steps, mean |",
+        "|---|---:|---|---:|---:|",
+    ]
+
+    def add(kind: str, steps: int) -> float:
+        nats, seconds = [], []
+        for seed in SEEDS:
+            got = ours(
+                str(text), Path(place), "--val-text", str(held_out), "--preset", "nano", "--optimizer", kind,
+                "--steps", str(steps), "--seed", str(seed), "--sample-every", "0",
+            )  # fmt: skip
+            nats.append(got["bits_per_byte"] * math.log(2))
+            seconds.append(got["tokens_seen"] / got["tokens_per_second"])
+        each = ", ".join(f"{value:.4f}" for value in nats)
+        mean = statistics.mean(seconds)
+        rows.append(f"| {kind} | {steps:,} | {each} | {statistics.mean(nats):.4f} | {mean:.0f} |")
+        print(rows[-1], flush=True)
+        return mean
+
+    with tempfile.TemporaryDirectory() as place:
+        text, held_out = texts(shakespeare, Path(place))["tinyshakespeare"]
+        muon = add("muon", COMPARED_STEPS)
+        adamw = add("adamw", COMPARED_STEPS)
+        add("adamw", round(COMPARED_STEPS * muon / adamw))
+    return rows
+
+
 def main() -> None:
     """Runs all of it and writes the page."""
     if len(sys.argv) > 1:
@@ -207,6 +244,7 @@ def main() -> None:
     write_section("Floors", [*how, *floors()])
     write_section("Start-up", [*how, "", *start_up()])
     write_section("Training: speed of a step", [*how, "", *speed()])
+    write_section("Training: Muon and AdamW", [*how, "", *optimizers(shakespeare)])
     write_section("Training: held-out loss in a given time", [*how, "", *training(shakespeare)])
 
 
