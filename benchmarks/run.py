@@ -204,7 +204,7 @@ COMPARED_STEPS, SEEDS = 800, (1, 2, 3)
 def optimizers(shakespeare: Path) -> list[str]:
     """Muon against AdamW on the unchanged GPT-2 block: equal tokens, and equal time."""
     rows = [
-        "`gpt train --arch gpt2 --preset nano` on the first 90 % of tinyshakespeare, nats a character of the last 10 %, "
+        "`gpt train --arch gpt2 --preset nano` on the first 90 % of tinyshakespeare, nats a character of the rest, "
         f"seeds {', '.join(map(str, SEEDS))}; each optimizer at its own default rate, the same schedule.",
         "",
         "| optimizer | steps of 1,024 tokens | nats a character, each seed | mean | seconds of steps, mean |",

@@ -59,7 +59,7 @@ def test_it_goes_on_from_the_weights(run_folder: Path, other: Path) -> None:
     record = json.loads((result.run / "run.json").read_text())
     assert record["init"]["sha256"] == {"model.safetensors": file_sum(base.path / "model.safetensors")}
     assert record["init"]["path"] == str(base.path)
-    assert record["resolved"]["lr"] == pytest.approx(4e-4)  # a tenth of nano's
+    assert record["resolved"]["lr"] == pytest.approx(8e-4)  # a tenth of nano's with Muon
 
 
 def test_the_first_step_is_from_the_bases_weights(run_folder: Path, other: Path) -> None:

@@ -4,14 +4,11 @@ import contextlib
 import dataclasses
 import math
 import os
-import platform
 import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +32,7 @@ from gpt.training.pace import END_SECONDS, PROBE_SECONDS, PROBE_SHARE, Pace
 from gpt.training.pairs import PairData, make_pairs
 from gpt.training.prepare import Data, make_data, open_data, tokenized
 from gpt.training.recipe import Recipe, resolve
+from gpt.training.record import run_record
 from gpt.training.schedule import lr_at
 from gpt.training.start import Start, find_start
 from gpt.training.state import TrainState
@@ -430,29 +428,3 @@ class Trainer:
         """Closes the metrics."""
         with disk_errors(self.run, folder.KEPT):
             self.metrics.close()
-
-
-def run_record(
-    texts: Sequence[str], config: TrainConfig, recipe: Recipe, compute: Compute, data: Data | PairData
-) -> dict[str, Any]:
-    """What ``run.json`` holds: enough to know what was done, with what, on what."""
-    return {
-        "format": 1,
-        "started": datetime.now(UTC).isoformat(timespec="microseconds"),
-        "texts": list(texts),
-        "settings": dataclasses.asdict(config),
-        "resolved": dataclasses.asdict(recipe),
-        "compute": {
-            "device": str(compute.device),
-            "dtype": compute.dtype_name,
-            "threads": torch.get_num_threads(),
-        },
-        "versions": {
-            **{name: version(name) for name in ("torch", "tiktoken", "safetensors", "numpy")},
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-        },
-        "tokenizer": {"name": data.tokenizer.name, "fingerprint": data.tokenizer.fingerprint},
-        "tokens": {"train": len(data.train), "held_out": len(data.held_out)},
-        "sources": data.sources(),
-    }
