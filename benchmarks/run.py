@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -21,8 +22,10 @@ from torch.optim import Optimizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.results import SCRIPTS, command, machine, median_seconds, write_section
-from gpt.config import GPTConfig
+from gpt.config import GPTConfig, find_preset
+from gpt.model import decoder
 from gpt.model.decoder import GPT
+from gpt.model.loss import cross_entropy
 from gpt.model.params import breakdown
 from gpt.text import catalogue
 from gpt.training.optim import make_optimizer
@@ -198,6 +201,47 @@ def speed() -> list[str]:
     return rows
 
 
+def profile() -> list[str]:
+    """Where the time of `nano`'s step goes, and where it went with torch's fused attention and torch.optim.Muon."""
+    config = find_preset("nano").model
+    rows = [
+        "`nano`, 16 sequences of 64, bfloat16, Muon; medians of 15 steps.",
+        "",
+        "| step | ms | forward | loss | backward | clip | optimizer |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    x, y = (torch.randint(config.vocab_size, (16, config.block_size)) for _ in range(2))
+    for name in ("torch's fused attention, torch.optim.Muon", "ours"):
+        model = GPT(config)
+        parts: Sequence[Optimizer] = make_optimizer(model, "muon", 0.1, torch.bfloat16).parts
+        if name != "ours":
+            matrices = [p for group in parts[0].param_groups for p in group["params"]]
+            parts = [torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw"), parts[1]]
+        plain, decoder.PLAIN_UP_TO = decoder.PLAIN_UP_TO, decoder.PLAIN_UP_TO if name == "ours" else 0
+        times: list[list[float]] = []
+        for _ in range(18):
+            marks = [time.perf_counter()]
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits = model(x)
+            marks.append(time.perf_counter())
+            loss = cross_entropy(logits, y)
+            marks.append(time.perf_counter())
+            loss.backward()
+            marks.append(time.perf_counter())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            marks.append(time.perf_counter())
+            for part in parts:
+                part.step()
+                part.zero_grad()
+            marks.append(time.perf_counter())
+            times.append([b - a for a, b in pairwise(marks)])
+        decoder.PLAIN_UP_TO = plain
+        medians = [statistics.median(each) for each in zip(*times[3:], strict=True)]
+        shares = " | ".join(f"{seconds / sum(medians):.0%}" for seconds in medians)
+        rows.append(f"| {name} | {1000 * sum(medians):.0f} | {shares} |")
+    return rows
+
+
 COMPARED_STEPS, SEEDS = 800, (1, 2, 3)
 
 
@@ -244,6 +288,7 @@ def main() -> None:
     write_section("Floors", [*how, *floors()])
     write_section("Start-up", [*how, "", *start_up()])
     write_section("Training: speed of a step", [*how, "", *speed()])
+    write_section("Training: where a step's time goes", [*how, "", *profile()])
     write_section("Training: Muon and AdamW", [*how, "", *optimizers(shakespeare)])
     write_section("Training: held-out loss in a given time", [*how, "", *training(shakespeare)])
 
