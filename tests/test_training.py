@@ -25,6 +25,7 @@ from gpt.runs import folder, hf
 from gpt.text.batches import Batches
 from gpt.text.tokens import TokenFolder
 from gpt.training import recipe
+from gpt.training import step as stepping
 from gpt.training.optim import Muon, make_optimizer, orthogonalize
 from gpt.training.pace import Pace
 from gpt.training.schedule import lr_at
