@@ -10,7 +10,7 @@ from collections.abc import Callable
 import typer
 
 from gpt import __version__
-from gpt.errors import Interrupted, UserError
+from gpt.errors import Interrupted, UserError, is_out_of_memory
 
 from . import data, evaluate, params, render, sample, tokenize, tokenizer, train
 
@@ -127,7 +127,7 @@ def _report(error: BaseException, command: str) -> int:
     if isinstance(error, ModuleNotFoundError):
         render.error(f"the package {error.name} is not installed", f"pip install {error.name}, or gpt itself anew")
         return 1
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         render.error("out of memory", "take a smaller --micro-batch, --preset or --block-size")
         return 1
     if isinstance(error, OSError):
@@ -137,12 +137,6 @@ def _report(error: BaseException, command: str) -> int:
         return error.code if isinstance(error.code, int) else 1
     render.error(f"a fault in gpt itself: {type(error).__name__}: {error}", "--debug shows where; please report it")
     return 1
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Python's, a GPU's, or torch's on a CPU, which has no type of its own."""
-    own_type = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return own_type or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def _is_closed_pipe(error: BaseException | None) -> bool:

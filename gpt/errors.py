@@ -43,3 +43,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = list(known)
     near = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     return f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(known)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: Python's, a GPU's, or torch's on a CPU, which has no type of its own for it."""
+    own_type = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return own_type or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))

@@ -56,6 +56,17 @@ class SaveEvent(Event):
 
 
 @dataclass(frozen=True)
+class RollbackEvent(Event):
+    """The run went back to ``step``, since at ``failed_step`` its loss was no number or had exploded; from here on the
+    rate is ``rate_factor`` times the schedule's."""
+
+    kind: ClassVar[str] = "rollback"
+    failed_step: int
+    why: str
+    rate_factor: float
+
+
+@dataclass(frozen=True)
 class EndEvent(Event):
     """The end of a run and why: ``steps`` (all done), ``patience``, ``signal`` or ``diverged``; the best checkpoint's
     loss over the whole held-out text, null where nothing was held out or the run was cut off."""
@@ -92,7 +103,9 @@ class Plan:
     batch_tokens: int
 
 
-KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in (StepEvent, EvalEvent, SampleEvent, SaveEvent, EndEvent)}
+KINDS: dict[str, type[Event]] = {
+    cls.kind: cls for cls in (StepEvent, EvalEvent, SampleEvent, SaveEvent, RollbackEvent, EndEvent)
+}
 
 
 def to_json(event: Event) -> str:

@@ -24,7 +24,8 @@ from gpt.model.decoder import GPT
 from gpt.runs import folder, hf
 from gpt.text.batches import Batches
 from gpt.text.tokens import TokenFolder
-from gpt.training import loop, recipe
+from gpt.training import recipe
+from gpt.training import step as stepping
 from gpt.training.optim import Muon, make_optimizer, orthogonalize
 from gpt.training.pace import Pace
 from gpt.training.schedule import lr_at
@@ -396,18 +397,76 @@ def test_a_text_shorter_than_the_context_shrinks_it(workdir: Path) -> None:
 
 
 def test_a_loss_that_is_no_number_stops_the_run(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = loop.cross_entropy
+    whole = stepping.cross_entropy
     calls = []
 
     def poisoned(*args: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         return whole(*args) * (math.nan if len(calls) > 6 else 1)
 
-    monkeypatch.setattr(loop, "cross_entropy", poisoned)
-    with pytest.raises(WorkError, match="the loss became nan .* at step 7"):
-        train(text, steps=20, eval_every=3)
+    monkeypatch.setattr(stepping, "cross_entropy", poisoned)
+    heard: list[events.Event] = []
+    with pytest.raises(WorkError, match="the loss became nan .* at step 9"):
+        gpt.train(text, steps=20, eval_every=3, listen=heard.append, **TINY)
+    (back,) = [event for event in heard if isinstance(event, events.RollbackEvent)]
+    assert (back.step, back.failed_step, back.rate_factor) == (6, 9, 0.3)
     assert gpt.load("runs/book").path.name == "step-000006"
     assert json.loads(Path("runs/book/metrics.jsonl").read_text().splitlines()[-1])["reason"] == "diverged"
+
+
+def test_out_of_memory_halves_what_is_computed_at_once(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, heard_whole = train(text, steps=6, micro_batch="8", dropout=0.0)
+    forward = GPT.forward
+
+    def limited(self: GPT, idx: torch.Tensor, cache: object = None) -> torch.Tensor:
+        if self.training and idx.size(0) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, idx, cache)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(GPT, "forward", limited)
+    parts, heard = train(text, steps=6, micro_batch="8", dropout=0.0)
+    assert losses(heard) == pytest.approx(losses(heard_whole), rel=1e-4)
+    assert json.loads((parts.run / "run.json").read_text())["resolved"]["micro_batch"] == 2
+    said = [event.text for event in heard if isinstance(event, events.Note)]
+    assert "out of memory: from here on 4 of 8 sequences at once" in said
+    assert "out of memory: from here on 2 of 8 sequences at once" in said
+    assert parts.val_loss == pytest.approx(whole.val_loss, rel=1e-3)
+
+
+def test_a_bad_step_is_left_out_and_the_run_goes_on(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = stepping.cross_entropy
+    calls = []
+
+    def poisoned(*args: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return whole(*args) * (math.nan if len(calls) == 6 else 1)
+
+    monkeypatch.setattr(stepping, "cross_entropy", poisoned)
+    result, heard = train(text, steps=20, eval_every=5)
+    assert not any(isinstance(event, events.RollbackEvent) for event in heard)
+    assert math.isnan(losses(heard)[5])
+    assert math.isfinite(result.val_loss)
+    assert all(tensor.isfinite().all() for tensor in weights(result.run).values())
+
+
+def test_an_exploded_loss_goes_back_once_with_a_lower_rate(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Going back restores weights and moments: what follows is what a run with that rate would do from there."""
+    whole = stepping.cross_entropy
+    calls: list[int] = []
+
+    def exploding(*args: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return whole(*args) * (1000 if 90 < len(calls) <= 93 else 1)
+
+    monkeypatch.setattr(stepping, "cross_entropy", exploding)
+    result, heard = train(text, steps=120, lr=1e-2, eval_every=30, schedule="constant")
+    (back,) = [event for event in heard if isinstance(event, events.RollbackEvent)]
+    assert (back.step, back.failed_step) == (90, 93)
+    after = [event for event in heard[heard.index(back) :] if isinstance(event, events.StepEvent)]
+    assert [event.step for event in after] == list(range(91, 121))
+    assert [event.lr for event in after] == pytest.approx([3e-3] * 30)
+    assert after[0].loss < 5
+    assert result.steps == 120
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")

@@ -22,11 +22,12 @@ from gpt.errors import Interrupted, WorkError
 from gpt.files import disk_errors, to_json, write_file
 from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
-from gpt.model.loss import IGNORED, bits_per_byte, cross_entropy
+from gpt.model.loss import bits_per_byte
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
 from gpt.text.corpus import open_corpus
 from gpt.training import lora
+from gpt.training.guard import LOWER, Guard, Snapshot
 from gpt.training.optim import make_optimizer
 from gpt.training.pace import END_SECONDS, PROBE_SECONDS, PROBE_SHARE, Pace
 from gpt.training.pairs import PairData, make_pairs
@@ -36,6 +37,7 @@ from gpt.training.record import run_record
 from gpt.training.schedule import lr_at
 from gpt.training.start import Start, find_start
 from gpt.training.state import TrainState
+from gpt.training.step import Stepper
 
 Listener = Callable[[events.Event | events.Note | events.Plan | events.Progress], None]
 EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)  # held-out tokens of a periodic evaluation: of all, within bounds
@@ -167,7 +169,8 @@ class Trainer:
             self.optimizer = lora.adapt(self.model, recipe)
         else:
             self.optimizer = make_optimizer(self.model, recipe.optimizer, recipe.weight_decay, compute.dtype)
-        self.scaler = torch.amp.GradScaler(compute.device.type, enabled=compute.dtype == torch.float16)
+        self.stepper = Stepper(self.model, self.optimizer, compute, recipe, self.on_halved)
+        self.record: dict[str, Any] | None = None  # what run.json holds
         self.batches = data.batches(recipe.model.block_size, recipe.rows, recipe.seed)
         tokens = min(max(EVAL_TOKENS[0], round(EVAL_SHARE * recipe.steps * recipe.batch_tokens)), EVAL_TOKENS[1])
         wanted = max(1, tokens // recipe.model.block_size)
@@ -175,6 +178,7 @@ class Trainer:
         self.tokenizer_files = checkpoint.TokenizerFiles(data.tokenizer, recipe.model)
         self.state = TrainState()
         self.measured: tuple[int, float] | None = None  # the newest evaluation's step and loss
+        self.guard = Guard(recipe.model.vocab_size)
         self.pace: Pace | None = None  # where the run ends at a time
         self.first_step = 0.0  # when it began, on the clock of time.perf_counter
 
@@ -207,16 +211,17 @@ class Trainer:
             self.note(f"held-out loss of {self.start.asked} before the first step: {state.best_loss:.4f} nats a token")
         self.first_step = time.perf_counter()
         last = False
+        self.good = Snapshot.of(self.model, self.optimizer, state)
         while not last:
             self.step()
             if state.step == self.recipe.steps - self.recipe.decay:
                 self.retime()
             recipe = self.recipe
-            last = state.step == recipe.steps
-            if last or stop.signum is None:
-                better = self.evaluate() if last or state.step % recipe.eval_every == 0 else False
-                last = last or self.out_of_patience()
-                if last or better or state.step % recipe.save_every == 0:
+            at_end = state.step == recipe.steps
+            if at_end or (stop.signum is None and not self.guard.bad):
+                better = self.evaluate() if at_end or state.step % recipe.eval_every == 0 else False
+                last = state.step == recipe.steps or self.out_of_patience()
+                if (last or better or state.step % recipe.save_every == 0) and state.step != state.saved_step:
                     self.save()
                 if recipe.sample_every and state.step % recipe.sample_every == 0 and not last:
                     self.emit(events.SampleEvent, text=self.sample(self.model, self.compute))
@@ -227,7 +232,7 @@ class Trainer:
         """One optimizer step: gradients of the whole batch, accumulated; clipped; applied."""
         recipe, state = self.recipe, self.state
         started = time.perf_counter()
-        lr = lr_at(
+        lr = state.rate_factor * lr_at(
             state.step + 1, peak=recipe.lr, warmup=recipe.warmup, steps=recipe.steps,
             decay=recipe.decay, schedule=recipe.schedule,
         )  # fmt: skip
@@ -235,33 +240,32 @@ class Trainer:
         state.step += 1
         state.step_seconds += time.perf_counter() - started
         self.emit(events.StepEvent, loss=value, lr=lr, grad_norm=norm, tokens_per_second=self.tokens_per_second())
+        if self.guard.failed:
+            self.roll_back(f"the loss became {value:g} (gradient norm {norm:g})", lr)
 
     def update(self, step: int, lr: float) -> tuple[float, float]:
-        """The batch of a step, its gradients and what the optimizer makes of them. Gives loss and gradient norm."""
-        recipe = self.recipe
+        """The batch of a step, its gradients and what the optimizer makes of them, unless they are no numbers. Gives
+        loss and gradient norm."""
         x, y = (torch.from_numpy(a).to(self.compute.device) for a in self.batches.global_batch(step))
         self.optimizer.set_lr(lr)
-        self.model.train()
-        total = torch.zeros((), device=self.compute.device)
-        for rows in range(0, recipe.rows, recipe.micro_batch):
-            part = slice(rows, rows + recipe.micro_batch)
-            with self.compute.autocast():
-                logits = self.model(x[part])
-            share = (y[part] != IGNORED).sum() / (y != IGNORED).sum()  # of the targets that count
-            loss = cross_entropy(logits, y[part]) * share
-            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        for optimizer in self.optimizer.parts:
-            self.scaler.unscale_(optimizer)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip or math.inf))
-        value = float(total)
-        if not math.isfinite(value) or not (math.isfinite(norm) or self.scaler.is_enabled()):
-            self.end_diverged(f"the loss became {value} (gradient norm {norm})", step + 1, lr)
-        for optimizer in self.optimizer.parts:
-            self.scaler.step(optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
+        value, norm = self.stepper.gradients(x, y)
+        if self.guard.judge(value, norm, self.stepper.scaled):
+            self.stepper.apply()
+        self.stepper.clear()
         return value, norm
+
+    def on_halved(self, micro_batch: int) -> None:
+        """The memory was too small for what was computed at once."""
+        self.note(f"out of memory: from here on {micro_batch:,} of {self.recipe.rows:,} sequences at once")
+        self.change(micro_batch=micro_batch)
+
+    def change(self, **resolved: Any) -> None:
+        """Settles something anew, and records it."""
+        self.recipe = replace(self.recipe, **resolved)
+        if self.record is not None:
+            self.record["resolved"] = dataclasses.asdict(self.recipe)
+            with disk_errors(self.run, folder.KEPT):
+                write_file(self.run / "run.json", to_json(self.record))
 
     def rehearse(self, minutes: float) -> Pace:
         """Measures how long steps and evaluations take here. What it leaves of weights is of no use."""
@@ -291,11 +295,19 @@ class Trainer:
             return
         now = time.perf_counter()
         steps = self.pace.steps_left(now, (now - self.first_step) / self.state.step)
-        self.recipe = dataclasses.replace(self.recipe, steps=self.state.step + steps, decay=steps)
-        self.record["resolved"] = dataclasses.asdict(self.recipe)
-        with disk_errors(self.run, folder.KEPT):
-            write_file(self.run / "run.json", to_json(self.record))
+        self.change(steps=self.state.step + steps, decay=steps)
         self.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
+
+    def roll_back(self, why: str, lr: float) -> None:
+        """Goes back to the last good state, once, with a lower rate. Raises `WorkError` the second time."""
+        state, failed = self.state, self.state.step
+        if state.rate_factor < 1:
+            self.end_diverged(why, failed, lr)
+        self.good.restore(self.model, self.optimizer)
+        vars(state).update(vars(self.good.state), rate_factor=LOWER, step_seconds=state.step_seconds)
+        self.guard = Guard(self.recipe.model.vocab_size)
+        self.emit(events.RollbackEvent, failed_step=failed, why=why, rate_factor=LOWER)
+        self.note(f"{why} at step {failed:,}: back to step {state.step:,}, with {LOWER:g} times the rate")
 
     def evaluate(self) -> bool:
         """The loss on held-out windows, the same ones each time; whether it is the lowest so far."""
@@ -303,7 +315,9 @@ class Trainer:
             return False
         loss = evaluate.mean_loss(self.model, self.held_out, self.compute)
         if not math.isfinite(loss):
-            self.end_diverged(f"the held-out loss became {loss}", self.state.step, self.recipe.lr)
+            self.roll_back(f"the held-out loss became {loss}", self.recipe.lr)
+            return False
+        self.good = Snapshot.of(self.model, self.optimizer, self.state)
         better = loss < self.state.best_loss
         self.state.evals_since_best = 0 if better else self.state.evals_since_best + 1
         self.state.best_loss = min(loss, self.state.best_loss)
@@ -328,6 +342,7 @@ class Trainer:
             folder.prune(self.run, self.recipe.keep)
             folder.write_index(self.run)
         state.saved_step = state.step
+        self.good = Snapshot.of(self.model, self.optimizer, state)
         self.emit(events.SaveEvent, checkpoint=target.name)
 
     def sample(self, model: GPT, compute: Compute) -> str:

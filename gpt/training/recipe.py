@@ -190,16 +190,17 @@ def _micro_batch(asked: str, rows: int, model: GPTConfig, compute: Compute) -> i
         if rows % int(asked):
             raise UserError(
                 f"a micro-batch of {asked} does not divide the {rows:,} sequences of a step",
-                "take one of " + ", ".join(map(str, _divisors(rows))),
+                "take one of " + ", ".join(map(str, divisors(rows))),
             )
         return int(asked)
     # About 20 activations of the width a block and 3 of the vocabulary are kept for the backward pass, in 4 bytes.
     a_sequence = 4 * model.block_size * (20 * model.n_layer * model.n_embd + 3 * model.vocab_size)
     weights = 16 * breakdown(model).trainable  # with gradients and AdamW's two moments
     room = (compute.memory() - weights) * (0.25 if compute.device.type == "cpu" else 0.6)
-    return max((d for d in _divisors(rows) if d * a_sequence <= room), default=1)
+    return max((d for d in divisors(rows) if d * a_sequence <= room), default=1)
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
+    """The whole numbers that divide n, in order."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
