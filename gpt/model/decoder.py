@@ -174,8 +174,9 @@ class GPT(nn.Module):
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None) -> Tensor:
     """softmax(q kᵀ · scale) v over (B, H, T, D), causal unless a mask says who sees whom; scale None is 1/√D.
 
-    Training on a CPU, the backward pass of torch's fused attention takes several times as long as plain matrix
-    products as long as the scores of a few sequences stay in cache (benchmarks/RESULTS.md).
+    Training on a CPU, torch's fused attention loses to plain matrix products as long as the scores of a few sequences
+    stay in cache: forward and backward at (16, 4, 64, 32) in bfloat16 7.9 ms against 2.0 on two cores, at (64, 6, 256, 64)
+    257 against 141, about equal at 512 positions.
     """
     T, S = q.size(2), k.size(2)
     if q.device.type == "cpu" and mask is None and T > 1 and torch.is_grad_enabled() and S <= PLAIN_UP_TO:

@@ -25,7 +25,8 @@ class Muon(Optimizer):
     """Momentum whose matrices are orthogonalized before each update (Jordan et al. 2024).
 
     As `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, which takes the matrices one by one; here all of one
-    shape go through the iteration at once, which is several times as fast (benchmarks/RESULTS.md). A group's ``parts``
+    shape go through the iteration at once: 16 of 128 by 128 in 4 ms instead of 16 on two cores, 24 of 384 in 105
+    instead of 148. A group's ``parts``
     says how many matrices lie below each other in a parameter: 3 for the fused query, key and value.
     """
 
