@@ -225,7 +225,6 @@ def read_progress(out: Path, about: Mapping[str, Any]) -> Done:
     """
     begun = _first_line(out)
     done = Done()
-    wrong: set[int] = set()
     dropped = False
     for line in (out / PROGRESS).read_bytes().split(b"\n")[1:]:
         record = _slice_line(line)
@@ -233,9 +232,8 @@ def read_progress(out: Path, about: Mapping[str, Any]) -> Done:
             dropped |= line != b""  # the last one may be torn
             continue
         group = record["group"]
-        if group in wrong or record["slice"] != done.slices(group) or done.whole(group) or not _are_there(out, record):
-            wrong.add(group)
-            dropped = True
+        if record["slice"] != done.slices(group) or done.whole(group) or not _are_there(out, record):
+            dropped = True  # and so are those after it, whose numbers do not follow
         else:
             done.add(record)
     if any(begun["about"]["reading"].get(key) != about["reading"][key] for key in _FOR_BAD_TEXT):
