@@ -1,23 +1,27 @@
 """Run folders and the checkpoints in them: names, sums, index. Files and JSON only; torch is not imported."""
 
 import contextlib
+import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpt.errors import UserError
-from gpt.files import file_sum, read_json, to_json, write_file
+from gpt.files import TEMPORARY, file_sum, read_json, reading, to_json, write_file
 from gpt.runs import hub
 
 RUNS = "runs"
 CHECKSUMS = "checksums.json"
 META = "gpt.json"
+TRAINING = ("training.json", "training.safetensors")  # what only going on needs; older checkpoints let go of it
 KEPT = "checkpoints saved before, if any, are whole"
+HINT = "take another checkpoint of the run, or copy this one anew"
 _STEP = re.compile(r"step-(\d{6,12})")
 _PART = re.compile(r"(.+):(best|latest|step-\d+)")
 
@@ -61,32 +65,52 @@ def _own_sum(files: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def write_sums(folder: Path) -> None:
-    """Records the sum of every file in ``folder``, and of that record."""
-    sums = {path.name: file_sum(path) for path in sorted(folder.iterdir())}
+def write_sums(folder: Path, sums: Mapping[str, str] | None = None) -> None:
+    """Records the sum of every file in ``folder``, and of that record. ``sums``: those of what was to be written."""
+    if sums is None:
+        sums = {path.name: file_sum(path) for path in sorted(folder.iterdir())}
     write_file(folder / CHECKSUMS, to_json({"sha256": sums, "self": _own_sum(sums)}))
 
 
-def check_sums(folder: Path) -> None:
-    """Raises `UserError` unless every file that the checkpoint was saved with is there, whole and unchanged.
-
-    Training state (``training.*``) may be gone: old checkpoints keep their weights only.
-    """
-    hint = "take another checkpoint of the run, or copy this one anew"
+def read_sums(folder: Path) -> dict[str, str]:
+    """What `write_sums` recorded. Raises `UserError` where that is damaged, or names a file elsewhere."""
     record = read_json(folder / CHECKSUMS) if (folder / CHECKSUMS).exists() else {}
     sums = record.get("sha256")
     if not isinstance(sums, dict) or record.get("self") != _own_sum(sums):
-        raise UserError(f"{folder} is damaged: it has no valid {CHECKSUMS}", hint)
-    for name, expected in sums.items():
-        path = folder / name
+        raise UserError(f"{folder} is damaged: it has no valid {CHECKSUMS}", HINT)
+    for name in sums:
         if Path(name).name != name:
-            raise UserError(f"{folder / CHECKSUMS} names a file outside its folder: {name!r}", hint)
+            raise UserError(f"{folder / CHECKSUMS} names a file outside its folder: {name!r}", HINT)
+    return sums
+
+
+def check_sums(folder: Path, training: bool = False) -> None:
+    """Raises `UserError` unless every file that the checkpoint was saved with is there, whole and unchanged.
+
+    Training state (``training.*``) may be gone, since old checkpoints keep their weights only; where it is not asked
+    for, it is not read.
+    """
+    for name, expected in read_sums(folder).items():
+        path = folder / name
+        if name in TRAINING and not training:
+            continue
         if not path.is_file():
-            if name.startswith("training."):
+            if name in TRAINING:
                 continue
-            raise UserError(f"{folder} is damaged: {name} is missing", hint)
-        if file_sum(path) != expected:
-            raise UserError(f"{path} is damaged: its sha256 is not the one it was saved with", hint)
+            raise UserError(f"{folder} is damaged: {name} is missing", HINT)
+        with reading(path):
+            found = file_sum(path)
+        if found != expected:
+            raise UserError(f"{path} is damaged: its sha256 is not the one it was saved with", HINT)
+
+
+def read_back(folder: Path, sums: Mapping[str, str]) -> None:
+    """Compares what the disk holds with the sums of what was to be written. Raises OSError."""
+    if read_sums(folder) != sums:
+        raise OSError(errno.EIO, "what was written is not what can be read", str(folder / CHECKSUMS))
+    for name, expected in sums.items():
+        if file_sum(folder / name, from_disk=True) != expected:
+            raise OSError(errno.EIO, "what was written is not what can be read", str(folder / name))
 
 
 def weight_sums(folder: Path) -> dict[str, str]:
@@ -103,7 +127,7 @@ def checkpoints(run: Path) -> list[Entry]:
             loss = None
             with contextlib.suppress(UserError):
                 loss = read_json(path / META).get("val_loss")
-            entries.append(Entry(int(match[1]), loss if isinstance(loss, (int, float)) else None))
+            entries.append(Entry(int(match[1]), float(loss) if type(loss) in (int, float) and abs(loss) < math.inf else None))
     return sorted(entries, key=lambda entry: entry.step)
 
 
@@ -125,13 +149,23 @@ def write_index(run: Path) -> None:
 
 
 def prune(run: Path, keep: int) -> None:
-    """Lets go of checkpoints that are neither the best nor among the ``keep`` newest."""
+    """Lets go of checkpoints that are neither the best nor among the ``keep`` newest, and of the best one's training
+    state where it is not among these."""
     entries = checkpoints(run)
     for entry in entries[:-keep]:
-        if entry != best(entries):
-            doomed = run / f".tmp-{entry.name}"  # renamed first: half a folder is never called step-N
-            os.replace(run / entry.name, doomed)
+        path = run / entry.name
+        if entry == best(entries):
+            for name in TRAINING:
+                (path / name).unlink(missing_ok=True)
+        else:
+            doomed = run / f"{TEMPORARY}{entry.name}"  # renamed first: half a folder is never called step-N
+            os.replace(path, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def can_go_on(path: Path) -> bool:
+    """Whether a checkpoint has training state."""
+    return all((path / name).is_file() for name in TRAINING)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -159,18 +193,18 @@ def newest_run(runs: Path = Path(RUNS)) -> Path:
     return max(started)[1]
 
 
-def find_checkpoint(model: str | None) -> Path:
+def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text: None) -> Path:
     """The checkpoint folder that ``--model`` means: a run (its best), ``RUN:best|latest|step-N``, a checkpoint, a
-    transformers folder, ``hf:NAME`` of the hub, which is fetched; None: the best of the newest run. Raises `UserError`
-    where there is none."""
+    transformers folder, ``hf:NAME`` of the hub, which is fetched; None: the best of the newest run. A ``latest`` that is
+    damaged falls back to the one before, which ``note`` is told. Raises `UserError` where there is none."""
     if model and hub.is_remote(model):
         return hub.fetch(model)
     match = _PART.fullmatch(model) if model else None
     if match and not Path(match[0]).exists():
-        return _of_run(Path(match[1]), match[2])
+        return _of_run(Path(match[1]), match[2], note)
     path = Path(model) if model else newest_run()
     if is_run(path):
-        return _of_run(path, "best")
+        return _of_run(path, "best", note)
     if is_checkpoint(path):
         return path
     if not path.exists():
@@ -182,7 +216,7 @@ def find_checkpoint(model: str | None) -> Path:
     raise UserError(f"{path} is no run and no checkpoint: it has neither run.json nor config.json", _known_runs())
 
 
-def _of_run(run: Path, which: str) -> Path:
+def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
     if not is_run(run):
         raise UserError(f"there is no run {run}", _known_runs())
     entries = checkpoints(run)
@@ -191,11 +225,28 @@ def _of_run(run: Path, which: str) -> Path:
     if which == "best":
         return run / best(entries).name
     if which == "latest":
-        return run / entries[-1].name
+        return newest_whole(run, note)
     step = int(which.removeprefix("step-"))
     if step not in [entry.step for entry in entries]:
         raise UserError(f"{run} has no checkpoint {which}", "it has " + ", ".join(entry.name for entry in entries))
     return run / step_name(step)
+
+
+def newest_whole(run: Path, note: Callable[[str], None], training: bool = False) -> Path:
+    """The newest checkpoint whose sums are right, of those with training state where that is asked for; ``note`` is
+    told of every one that is passed over. Raises `UserError` where none is left."""
+    why = "none can be gone on from" if training else "none is there"
+    for entry in reversed(checkpoints(run)):
+        path = run / entry.name
+        if training and not can_go_on(path):
+            continue
+        try:
+            check_sums(path, training)
+            return path
+        except UserError as error:
+            why = error.message
+            note(f"{why}: the checkpoint before it is taken")
+    raise UserError(f"the run {run} has no whole checkpoint: {why}", HINT)
 
 
 def _known_runs() -> str:
