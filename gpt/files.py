@@ -100,8 +100,9 @@ def checked(cls: type[T], values: Any, where: str) -> T:
     found = dict(values)
     for key, value in values.items():
         kind = hints.get(str(key))
-        if dataclasses.is_dataclass(kind):
-            found[key] = checked(kind, value, where)  # type: ignore[arg-type]
+        inner = without_none(kind)
+        if dataclasses.is_dataclass(inner):
+            found[key] = None if value is None and inner is not kind else checked(inner, value, where)  # type: ignore[arg-type]
         elif kind is not None and not _fits(value, kind):
             raise UserError(f"{where} is damaged: {key} is {str(value)[:40]!r}")
     return from_dict(cls, found, where)

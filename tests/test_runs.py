@@ -322,6 +322,7 @@ def fake_run(path: Path, started: str, losses: dict[int, float | None]) -> Path:
         (path / folder.step_name(step)).mkdir()
         (path / folder.step_name(step) / "config.json").write_text("{}")
         (path / folder.step_name(step) / "gpt.json").write_text(json.dumps({"val_loss": loss}))
+        folder.write_sums(path / folder.step_name(step))
     return path
 
 

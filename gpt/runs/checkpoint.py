@@ -42,9 +42,8 @@ class TokenizerFiles:
 def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str, Any]) -> None:
     """Writes the checkpoint ``target`` of a model as it stands, whole or not at all. ``meta`` goes into ``gpt.json``
     beside the arch. Raises `WorkError`."""
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     with disk_errors(target, folder.KEPT):
-        write(target, contents(model.config, state | fixed(model), tokenizer, meta))
+        write(target, contents(model.config, {**model.state_dict(), **fixed(model)}, tokenizer, meta))
 
 
 def contents(
@@ -60,7 +59,7 @@ def contents(
         "tokenizer": describe(tokenizer.tokenizer),
         **meta,
     }
-    arrays = {name: tensor.float().cpu().numpy() for name, tensor in weights.items()}
+    arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in weights.items()}
     return {
         **tokenizer.files,
         "config.json": to_json(hf.to_hf_config(config, eot)),

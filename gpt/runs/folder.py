@@ -4,13 +4,14 @@ import contextlib
 import errno
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gpt.errors import UserError
 from gpt.files import TEMPORARY, file_sum, read_json, reading, to_json, write_file
@@ -124,10 +125,11 @@ def checkpoints(run: Path) -> list[Entry]:
     for path in run.iterdir():
         match = _STEP.fullmatch(path.name)
         if match and path.is_dir():
-            loss = None
+            loss: Any = None
             with contextlib.suppress(UserError):
                 loss = read_json(path / META).get("val_loss")
-            entries.append(Entry(int(match[1]), float(loss) if type(loss) in (int, float) and abs(loss) < math.inf else None))
+            number = type(loss) in (int, float) and abs(loss) < sys.float_info.max
+            entries.append(Entry(int(match[1]), float(loss) if number else None))
     return sorted(entries, key=lambda entry: entry.step)
 
 

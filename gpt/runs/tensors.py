@@ -1,5 +1,6 @@
 """Tensors ↔ safetensors files: written tensor by tensor, and checked before any of them is read."""
 
+import contextlib
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,22 +64,28 @@ def read(
     what says what is expected.
     """
     shapes = {**(optional or {}), **expected}
+    found = [name for file in files for name in _check(file, shapes, where, ours, dtypes)]
+    missing = sorted(set(expected) - set(found))
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"{files[0].parent}: the tensor {missing[0]}{more} is missing from the weights")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        with _opened(file) as opened:
+            for theirs in opened.keys():  # noqa: SIM118
+                name = ours(theirs)
+                if name is not None:
+                    tensors[name] = opened.get_tensor(theirs)
+    return tensors
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     try:
-        found = [name for file in files for name in _check(file, shapes, where, ours, dtypes)]
-        missing = sorted(set(expected) - set(found))
-        if missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise UserError(f"{files[0].parent}: the tensor {missing[0]}{more} is missing from the weights")
-        tensors: dict[str, Tensor] = {}
-        for file in files:
-            with safe_open(file, framework="pt") as opened:
-                for theirs in opened.keys():  # noqa: SIM118
-                    name = ours(theirs)
-                    if name is not None:
-                        tensors[name] = opened.get_tensor(theirs)
+        with safe_open(file, framework="pt") as opened:
+            yield opened
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is damaged or no safetensors file: {error}", HINT) from None
-    return tensors
 
 
 def _check(
@@ -92,7 +99,7 @@ def _check(
     if length > min(size - _LENGTH.size, _HEADER_ROOM + _HEADER_EACH * len(shapes)):
         raise UserError(f"{file} is damaged or no safetensors file: its header has {length:,} bytes", HINT)
     names = []
-    with safe_open(file, framework="pt") as opened:
+    with _opened(file) as opened:
         for theirs in opened.keys():  # noqa: SIM118
             name = ours(theirs)
             if name is None:
