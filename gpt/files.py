@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, Literal, TypeVar, get_args, get_origin, get_ty
 
 from filelock import FileLock, Timeout
 
-from gpt.config import from_dict, without_none
 from gpt.errors import UserError, WorkError
+from gpt.settings import from_dict, without_none
 
 JSON_LIMIT = 64 * 2**20  # bytes; no JSON file of ours is larger
 FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -11,7 +11,7 @@ from gpt.errors import WorkError
 from gpt.files import FULL, disk_errors
 from gpt.runs import checkpoint, folder
 from gpt.runs.checkpoint import Files
-from gpt.training.state import TENSORS, STATE
+from gpt.training.state import STATE, TENSORS
 
 SPARE = 2**20  # bytes that are left free beside a checkpoint
 ROOM_SECONDS, ROOM_PAUSE = 60.0, 2.0  # how long the end of a run waits for a disk that is full, and how often it looks
@@ -23,7 +23,7 @@ class Save:
 
     step: int
     files: Callable[[], Files]
-    failed: OSError | None = None
+    failed: Exception | None = None
 
 
 class Saver:
@@ -55,12 +55,14 @@ class Saver:
         if save is None or (self._thread is not None and self._thread.is_alive()):
             return
         self._save = self._thread = None
-        self.failed = save.failed
+        if save.failed is not None and not isinstance(save.failed, OSError):
+            raise save.failed
         if save.failed is None:
             self.step = max(self.step, save.step)
             self.done(save.step)
-        else:
-            self.warn(f"step {save.step:,} could not be saved: {said(save.failed)}; checkpoints before it are whole")
+        elif self.failed is None:  # said once
+            self.warn(f"step {save.step:,} cannot be saved: {said(save.failed)}; the run goes on, and tries again")
+        self.failed = save.failed
 
     def wait(self) -> None:
         """Until nothing is being written."""
@@ -73,7 +75,7 @@ class Saver:
             checkpoint.write(self.run / folder.step_name(save.step), save.files())
             folder.prune(self.run, self.keep)
             folder.write_index(self.run)
-        except OSError as error:
+        except Exception as error:
             save.failed = error
 
     def last(self, step: int, size: int, files: Callable[[], Files], stopped: Callable[[], bool]) -> None:
@@ -84,6 +86,7 @@ class Saver:
         if self.failed is None:
             return
         first, began = self.failed, time.monotonic()
+        self.warn(f"waiting {ROOM_SECONDS:.0f} s for room in {self.run}")
         while not stopped() and time.monotonic() - began < ROOM_SECONDS:
             self.begin(step, 0, lambda: weights_alone(files()))
             self.wait()
