@@ -24,6 +24,7 @@ from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokens import SIDES, TokenFolder
 from gpt.training import loop
 from gpt.training.prepare import tokenized
+from gpt.training.result import Result
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,14 @@ def load(path: str | Path | None = None, *, device: str = "auto", dtype: str = "
     return LanguageModel(loaded.model, loaded.tokenizer, compute, found)
 
 
-def train(*texts: str | Path, listen: loop.Listener = lambda event: None, **settings: Any) -> loop.Result:
+def train(*texts: str | Path, listen: loop.Listener = lambda event: None, **settings: Any) -> Result:
     """Trains on files, folders or corpora by name (none: ``pydocs``). ``settings`` are those of `TrainConfig`:
     ``steps``, ``preset``, ``out`` … ``listen`` hears every event. Raises `UserError`, `WorkError`, `Interrupted`."""
     config = from_dict(TrainConfig, settings, "train")
     return loop.train([str(text) for text in texts], config, listen)
+
+
+def resume(run: str | Path | None = None, listen: loop.Listener = lambda event: None, **settings: Any) -> Result:
+    """Goes on exactly where ``run`` stopped, or the newest in ``runs/`` that is not finished. ``settings``: ``steps``
+    (more than before), ``device``, ``micro_batch``, ``keep``. Raises as `train` does."""
+    return loop.go_on(None if run is None else str(run), settings, (), listen)

@@ -118,7 +118,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return type(value) in (int, float) and abs(value) <= sys.float_info.max and math.isfinite(value)
     if inner is int:
         return type(value) is int and abs(value) < 2**63
-    return type(value) is (get_origin(inner) or inner)
+    return isinstance(value, get_origin(inner) or inner) and (inner is bool or type(value) is not bool)
 
 
 def to_json(values: Mapping[str, Any]) -> bytes:

@@ -18,6 +18,7 @@ from gpt.files import TEMPORARY, file_sum, read_json, reading, to_json, write_fi
 from gpt.runs import hub
 
 RUNS = "runs"
+RECORD = "run.json"
 CHECKSUMS = "checksums.json"
 META = "gpt.json"
 TRAINING = ("training.json", "training.safetensors")  # what only going on needs; older checkpoints let go of it
@@ -150,19 +151,26 @@ def write_index(run: Path) -> None:
     write_file(run / "index.json", to_json(index))
 
 
-def prune(run: Path, keep: int) -> None:
+def prune(run: Path, keep: int, newest: int | None = None) -> None:
     """Lets go of checkpoints that are neither the best nor among the ``keep`` newest, and of the best one's training
-    state where it is not among these."""
+    state where it is not among these. What lies behind the step ``newest`` goes too: the run went on from before it."""
     entries = checkpoints(run)
+    if newest is not None:
+        for entry in (entry for entry in entries if entry.step > newest):
+            _remove(run / entry.name)
+        entries = [entry for entry in entries if entry.step <= newest]
     for entry in entries[:-keep]:
-        path = run / entry.name
         if entry == best(entries):
             for name in TRAINING:
-                (path / name).unlink(missing_ok=True)
+                (run / entry.name / name).unlink(missing_ok=True)
         else:
-            doomed = run / f"{TEMPORARY}{entry.name}"  # renamed first: half a folder is never called step-N
-            os.replace(path, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            _remove(run / entry.name)
+
+
+def _remove(checkpoint: Path) -> None:
+    doomed = checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}")  # first: half a folder is never called step-N
+    os.replace(checkpoint, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def can_go_on(path: Path) -> bool:
@@ -177,7 +185,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def is_run(path: Path) -> bool:
     """Whether a folder looks like a run."""
-    return (path / "run.json").is_file()
+    return (path / RECORD).is_file()
 
 
 def newest_run(runs: Path = Path(RUNS)) -> Path:
@@ -186,7 +194,7 @@ def newest_run(runs: Path = Path(RUNS)) -> Path:
     for path in runs.iterdir() if runs.is_dir() else []:
         if is_run(path) and checkpoints(path):
             with contextlib.suppress(UserError):
-                started.append((str(read_json(path / "run.json").get("started", "")), path))
+                started.append((str(read_json(path / RECORD).get("started", "")), path))
     if not started:
         raise UserError(
             f"there is no run with a checkpoint in {runs}{os.sep} to take a model from",
@@ -210,17 +218,17 @@ def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text
     if is_checkpoint(path):
         return path
     if not path.exists():
-        raise UserError(f"there is no run or checkpoint {path}", _known_runs())
+        raise UserError(f"there is no run or checkpoint {path}", known_runs())
     if path.is_dir() and any(path.glob("pytorch_model*.bin")):
         raise UserError(
             f"{path} holds pickled weights only", "save them as safetensors first; pickles are never opened"
         )
-    raise UserError(f"{path} is no run and no checkpoint: it has neither run.json nor config.json", _known_runs())
+    raise UserError(f"{path} is no run and no checkpoint: it has neither run.json nor config.json", known_runs())
 
 
 def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
     if not is_run(run):
-        raise UserError(f"there is no run {run}", _known_runs())
+        raise UserError(f"there is no run {run}", known_runs())
     entries = checkpoints(run)
     if not entries:
         raise UserError(f"the run {run} has no checkpoint yet", "wait for its first one, or train again")
@@ -251,7 +259,8 @@ def newest_whole(run: Path, note: Callable[[str], None], training: bool = False)
     raise UserError(f"the run {run} has no whole checkpoint: {why}", HINT)
 
 
-def _known_runs() -> str:
+def known_runs() -> str:
+    """A hint: which runs there are."""
     runs = Path(RUNS)
     names = sorted(str(path) for path in runs.iterdir() if is_run(path)) if runs.is_dir() else []
     return "runs here: " + ", ".join(names) if names else "train one: gpt train FILE"

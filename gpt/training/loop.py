@@ -1,42 +1,42 @@
-"""A training run, from texts to a saved checkpoint."""
+"""A training run, from texts to a saved checkpoint, in one go or resumed."""
 
 import contextlib
 import dataclasses
 import math
-import os
-import shutil
-import signal
+import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from gpt import device, evaluate, events
+from gpt import device, evaluate, events, files
 from gpt.config import SampleConfig, TrainConfig
 from gpt.decoding.generate import Context, generate
 from gpt.device import Compute
 from gpt.errors import Interrupted, WorkError
 from gpt.files import disk_errors, to_json, write_file
-from gpt.interrupt import StopSignal
+from gpt.interrupt import Stopped, StopSignal
 from gpt.model.decoder import GPT
 from gpt.model.loss import bits_per_byte
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
-from gpt.text.corpus import open_corpus
-from gpt.training import lora
-from gpt.training.guard import LOWER, Guard, Snapshot
+from gpt.settings import from_dict
+from gpt.training import lora, opening, resume, saving
+from gpt.training.guard import LOWER, Guard
+from gpt.training.metrics import Metrics
 from gpt.training.optim import make_optimizer
 from gpt.training.pace import END_SECONDS, PROBE_SECONDS, PROBE_SHARE, Pace
-from gpt.training.pairs import PairData, make_pairs
-from gpt.training.prepare import Data, make_data, open_data, tokenized
+from gpt.training.pairs import PairData
+from gpt.training.prepare import Data
 from gpt.training.recipe import Recipe, resolve
-from gpt.training.record import run_record
+from gpt.training.record import first_record, now, run_record
+from gpt.training.result import Result
 from gpt.training.schedule import lr_at
 from gpt.training.start import Start, find_start
-from gpt.training.state import TrainState
+from gpt.training.state import Machine, Saved, Snapshot, TrainState, read_snapshot
 from gpt.training.step import Stepper
 
 Listener = Callable[[events.Event | events.Note | events.Plan | events.Progress], None]
@@ -45,22 +45,19 @@ SAMPLE = SampleConfig(max_tokens=80)  # what is shown as the model learns
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a finished run gives; losses are the best checkpoint's over the whole held-out text."""
+class Setting:
+    """What a run is made of, before the model is."""
 
     run: Path
-    checkpoint: Path
-    steps: int
-    tokens_seen: int
-    val_loss: float | None  # nats a token
-    bits_per_byte: float | None
-    tokens_per_second: float  # of steps alone
-    seconds: float  # the whole command
-    parameters: int
-    device: str
-    dtype: str
-    sample: str  # a few lines from the best checkpoint
-    prompt: str  # that they began with
+    data: Data | PairData
+    compute: Compute
+    start: Start | None
+    listen: Listener
+    began: float  # on the clock of time.perf_counter; of a run that is resumed, as if there had been no pause
+
+    def note(self, text: str, warning: bool = False) -> None:
+        """A line for the listener alone."""
+        self.listen(events.Note(text, warning))
 
 
 def train(
@@ -78,117 +75,141 @@ def train(
     def note(text: str) -> None:
         listen(events.Note(text))
 
-    start = find_start(config)
-    run, data = _open_run(texts, config, compute, start, listen, note)
-    try:
-        held_out = len(data.held_out) > 0
-        n_tokens, vocab_size = len(data.train), data.tokenizer.vocab_size
-        shape = start.model if start else None
+    with contextlib.ExitStack() as held:
+        stop = held.enter_context(StopSignal(at_once=True))
+        start = find_start(config)
+        tokenizer = start.tokenizer if start else None
+        opened = opening.new_run(texts, config, compute.device.type, listen, note, tokenizer)
+        run, data = held.enter_context(opened)
+        setting = Setting(run, data, compute, start, listen, began)
+        with opening.taken_back(run):
+            trainer = _begin(setting, config, first_record(texts, config))
+        return trainer.train(stop)
 
-        def recipe_for(config: TrainConfig, note: Callable[[str], None] = lambda text: None) -> Recipe:
-            return resolve(config, compute, data.bytes, n_tokens, vocab_size, held_out, note, shape, data.rows)
 
-        recipe, pace = recipe_for(config, note), None
+def go_on(
+    run: str | None = None,
+    given: Mapping[str, Any] | None = None,
+    texts: Sequence[str] = (),
+    listen: Listener = lambda event: None,
+    began: float | None = None,
+) -> Result:
+    """Goes on with ``run``, or the newest in ``runs/`` that is not finished, exactly where its newest whole checkpoint
+    is; without one, from step 0. ``given``: settings that may change (`gpt.training.resume.MAY_CHANGE`).
+
+    Raises as `train` does, and `UserError` where there is no such run, or for what may not change.
+    """
+    began = time.perf_counter() if began is None else began
+    given = given or {}
+
+    def note(text: str) -> None:
+        listen(events.Note(text))
+
+    resume.refuse_others(given, texts)
+    from_dict(TrainConfig, given, "resume")
+    path = resume.find_run(run)
+    with contextlib.ExitStack() as held:
+        stop = held.enter_context(StopSignal(at_once=True))
+        held.enter_context(opening.locked_run(path))
+        begun = resume.read_begun(path)
+        if begun.result is not None and (given.get("steps") or 0) <= begun.result.steps:
+            note(f"{path} is finished")
+            return begun.result
+        files.recover(path)
+        resume.find_checkpoint(begun, note)
+        compute = resume.same_compute(begun, given.get("device"), note)
+        start = resume.same_start(begun)
+        tokenizer = start.tokenizer if start else begun.tokenizer
+        data = opening.same_data(
+            path, begun.record, begun.texts, begun.config, compute.device.type, listen, note, tokenizer
+        )
+        spent = begun.saved.state.seconds if begun.saved else 0.0
+        setting = Setting(path, data, compute, start, listen, began - spent)
+        return _begin(setting, begun.config, begun.record, begun, given).train(stop)
+
+
+def _begin(
+    setting: Setting,
+    config: TrainConfig,
+    record: dict[str, Any],
+    begun: resume.Begun | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> "Trainer":
+    """A trainer that is ready for its first step, or for the next one of a run that was begun."""
+    data, note = setting.data, setting.note
+    held_out = len(data.held_out) > 0
+    n_tokens, vocab_size = len(data.train), data.tokenizer.vocab_size
+    shape = setting.start.model if setting.start else None
+
+    def recipe_for(config: TrainConfig, note: Callable[[str], None] = lambda text: None) -> Recipe:
+        return resolve(config, setting.compute, data.bytes, n_tokens, vocab_size, held_out, note, shape, data.rows)
+
+    recipe, pace = begun.recipe if begun else None, None
+    if recipe is None:
+        recipe = recipe_for(config, note)
         if config.minutes is not None:
-            pace = Trainer(run, data, recipe, compute, listen, began, start).rehearse(config.minutes)
+            pace = Trainer(setting, recipe).rehearse(config.minutes)
             recipe = recipe_for(replace(config, minutes=None, steps=pace.steps(time.perf_counter())))
             note(pace.describe(recipe.batch_tokens))
-        trainer = Trainer(run, data, recipe, compute, listen, began, start)
-        trainer.pace = pace
-        trainer.open(texts, config)
-    except BaseException:  # nothing was trained yet
-        _discard(run)
-        raise
-    try:
-        with StopSignal() as stop:
-            trainer.run_steps(stop)
-        return trainer.finish()
-    except KeyboardInterrupt:
-        raise Interrupted(signal.SIGINT, f"interrupted after the last step; all is saved in {trainer.run}") from None
-    finally:
-        trainer.close()
-
-
-def _open_run(
-    texts: Sequence[str],
-    config: TrainConfig,
-    compute: Compute,
-    start: Start | None,
-    listen: Listener,
-    note: Callable[[str], None],
-) -> tuple[Path, Data | PairData]:
-    """A new run folder and the data of the run, tokenized into it unless they come tokenized; where that fails, no
-    folder is left."""
-    tokenizer = start.tokenizer if start else None
-    if config.pairs:
-        pairs = make_pairs(texts, config, compute.device.type, note, tokenizer)
-        return folder.create_run(config.out or os.path.join(folder.RUNS, pairs.corpus.name)), pairs
-    path = tokenized(texts)
-    if path is not None:
-        data = open_data(path, config, note, tokenizer)
-        return folder.create_run(config.out or os.path.join(folder.RUNS, path.absolute().name)), data
-    corpus = open_corpus(texts, config, listen)
-    run = folder.create_run(config.out or os.path.join(folder.RUNS, corpus.name))
-    try:
-        return run, make_data(corpus, config, run / "tokens", compute.device.type, listen, note, tokenizer)
-    except Interrupted as stopped:
-        _discard(run)
-        raise Interrupted(stopped.signum, "interrupted before the first step: nothing is left of the run") from None
-    except BaseException:
-        _discard(run)
-        raise
-
-
-def _discard(run: Path) -> None:
-    """Takes back a run folder, and ``runs/`` where nothing else is in it."""
-    shutil.rmtree(run, ignore_errors=True)
-    if run.parent == Path(folder.RUNS):
-        with contextlib.suppress(OSError):
-            run.parent.rmdir()
+    saved = begun.saved if begun else None
+    if given:
+        recipe = resume.changed(recipe, given, setting.compute, saved.state.step if saved else 0, note)
+    elif saved is not None and saved.pace is not None:
+        pace = replace(saved.pace, deadline=saved.pace.deadline + setting.began)
+    trainer = Trainer(setting, recipe, saved, begun.path if begun else None)
+    trainer.pace = pace
+    trainer.open(record, given)
+    return trainer
 
 
 class Trainer:
     """The parts of a run and what is done with them."""
 
-    def __init__(
-        self,
-        run: Path,
-        data: Data | PairData,
-        recipe: Recipe,
-        compute: Compute,
-        listen: Listener,
-        began: float,
-        start: Start | None = None,
-    ) -> None:
-        self.run, self.data, self.recipe, self.compute, self.listen, self.began, self.start = (
-            run, data, recipe, compute, listen, began, start,
-        )  # fmt: skip
+    def __init__(self, setting: Setting, recipe: Recipe, saved: Saved | None = None, path: Path | None = None) -> None:
+        """``saved`` and ``path``: the checkpoint that the run goes on from."""
+        self.run, self.data, self.compute, self.start = setting.run, setting.data, setting.compute, setting.start
+        self.listen, self.note, self.began = setting.listen, setting.note, setting.began
+        self.recipe = recipe
         torch.manual_seed(recipe.seed)
-        self.model = start.load(recipe.model, compute.device) if start else GPT(recipe.model).to(compute.device)
+        self.model = self._model(path)
         if recipe.lora_rank:
             self.optimizer = lora.adapt(self.model, recipe)
         else:
-            self.optimizer = make_optimizer(self.model, recipe.optimizer, recipe.weight_decay, compute.dtype)
-        self.stepper = Stepper(self.model, self.optimizer, compute, recipe, self.on_halved)
+            self.optimizer = make_optimizer(self.model, recipe.optimizer, recipe.weight_decay, self.compute.dtype)
+        self.stepper = Stepper(self.model, self.optimizer, self.compute, recipe, self.on_halved)
         self.record: dict[str, Any] | None = None  # what run.json holds
-        self.batches = data.batches(recipe.model.block_size, recipe.rows, recipe.seed)
+        self.batches = self.data.batches(recipe.model.block_size, recipe.rows, recipe.seed)
         tokens = min(max(EVAL_TOKENS[0], round(EVAL_SHARE * recipe.steps * recipe.batch_tokens)), EVAL_TOKENS[1])
         wanted = max(1, tokens // recipe.model.block_size)
-        self.held_out = data.some_windows(recipe.model.block_size, wanted)
-        self.tokenizer_files = checkpoint.TokenizerFiles(data.tokenizer, recipe.model)
+        self.held_out = self.data.some_windows(recipe.model.block_size, wanted)
+        self.tokenizer_files = checkpoint.TokenizerFiles(self.data.tokenizer, recipe.model)
         self.state = TrainState()
-        self.measured: tuple[int, float] | None = None  # the newest evaluation's step and loss
-        self.guard = Guard(recipe.model.vocab_size)
+        self.guard = Guard(recipe.model.vocab_size, self.state)
         self.pace: Pace | None = None  # where the run ends at a time
-        self.first_step = 0.0  # when it began, on the clock of time.perf_counter
+        self.snapshot = Snapshot()  # the newest good state: what is saved, and gone back to
+        self.saver = saving.Saver(self.run, recipe.keep, self.on_saved, self.warn)
+        if saved is not None and path is not None:
+            before = read_snapshot(path, saved, self.model, self.optimizer)
+            vars(self.state).update(vars(before.restore(self.model, self.optimizer, self.stepper.scaler)))
 
-    def open(self, texts: Sequence[str], config: TrainConfig) -> None:
-        """Writes ``run.json``, with which the folder is a run."""
-        self.record = run_record(texts, config, self.recipe, self.compute, self.data)
-        self.record["init"] = self.start.record() if self.start else None
-        with disk_errors(self.run, folder.KEPT):
-            write_file(self.run / "run.json", to_json(self.record))
-            self.metrics = (self.run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+    def _model(self, path: Path | None) -> GPT:
+        """New, or that of the run to go on with, or of the model that is fine-tuned."""
+        shape, place = self.recipe.model, self.compute.device
+        if path is not None and not self.recipe.lora_rank:
+            return checkpoint.load(path, place, shape).model.train()
+        return self.start.load(shape, place) if self.start else GPT(shape).to(place)
+
+    def open(self, record: dict[str, Any], given: Mapping[str, Any] | None = None) -> None:
+        """Writes ``run.json``, looks for room, and says what is to be done."""
+        if self.state.step == 0:
+            self.record = run_record(record, self.recipe, self.compute, self.data, self.start)
+        else:
+            again = {"at": now(), "step": self.state.step, "given": dict(given or {})}
+            self.record = record | {"resumed": [*record.get("resumed", []), again]}
+        self.record.pop("ended", None)
+        self.change()
+        saving.check_room(self.run, self.size)
+        self.metrics = Metrics(self.run, self.warn, self.state.metrics_bytes)
         shape = self.recipe.model
         self.note(
             f"model {self.recipe.preset}: {breakdown(shape).trainable:,} parameters ({shape.n_layer} layers, "
@@ -200,33 +221,68 @@ class Trainer:
         self.note(
             f"{self.recipe.steps:,} steps of {self.recipe.batch_tokens:,} tokens, {epochs:.1f} times the text, "
             f"on {self.compute.describe()}; run {self.run}"
+            + (f"; from step {self.state.step:,}" if self.state.step else "")
         )
         self.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
 
-    def run_steps(self, stop: StopSignal) -> None:
-        """Steps, evaluations, checkpoints and samples until the end, the end of patience, or a signal."""
-        state = self.state
-        if self.start is not None and self.held_out:
-            self.evaluate()
-            self.note(f"held-out loss of {self.start.asked} before the first step: {state.best_loss:.4f} nats a token")
-        self.first_step = time.perf_counter()
-        last = False
-        self.good = Snapshot.of(self.model, self.optimizer, state)
-        while not last:
+    def train(self, stop: StopSignal) -> Result:
+        """All that is left to do, until the end, the end of patience, or a signal."""
+        stop.at_once, self.stop = False, stop
+        try:
+            self.run_steps()
+            return self.finish()
+        except Stopped:
+            self.end_by_signal()
+        except BaseException as error:
+            if not isinstance(error, Interrupted):  # what is being written becomes whole
+                self.saver.wait()
+            raise
+        finally:
+            self.metrics.close()
+
+    def run_steps(self) -> None:
+        """Steps, and after each what is due."""
+        if self.state.step == 0:
+            self.state.first_step = time.perf_counter() - self.began
+        else:
+            self.emit(events.ResumeEvent, checkpoint=folder.step_name(self.state.step))
+            self.saver.step = self.state.settled_step
+        self.first_step = self.began + self.state.first_step
+        ended = self.settle()
+        self.remember()
+        while not ended:
             self.step()
-            if state.step == self.recipe.steps - self.recipe.decay:
+            if self.state.step == self.recipe.steps - self.recipe.decay:
                 self.retime()
-            recipe = self.recipe
-            at_end = state.step == recipe.steps
-            if at_end or (stop.signum is None and not self.guard.bad):
-                better = self.evaluate() if at_end or state.step % recipe.eval_every == 0 else False
-                last = state.step == recipe.steps or self.out_of_patience()
-                if (last or better or state.step % recipe.save_every == 0) and state.step != state.saved_step:
-                    self.save()
-                if recipe.sample_every and state.step % recipe.sample_every == 0 and not last:
-                    self.emit(events.SampleEvent, text=self.sample(self.model, self.compute))
-            if stop.signum is not None:
-                self.end_by_signal(stop.signum)
+            ended = self.settle()
+
+    def settle(self) -> bool:
+        """What is due after a step: evaluation, sample, checkpoint. Whether the run has come to its end."""
+        state, recipe = self.state, self.recipe
+        self.saver.poll()
+        if self.stop.signum is not None:
+            raise Stopped
+        at_end = state.step == recipe.steps
+        if state.settled_step == state.step:  # by the run before this one
+            return at_end or self.out_of_patience()
+        if state.bad_steps and not at_end:
+            return False
+        if self.due(recipe.eval_every) and self.held_out and not self.evaluate():
+            return False  # it went back
+        better = state.step > 0 and state.measured_step == state.step and state.evals_since_best == 0
+        last = at_end or self.out_of_patience()
+        if self.due(recipe.sample_every) and state.step and not last:
+            self.emit(events.SampleEvent, text=self.sample(self.model, self.compute))
+        state.settled_step = state.step
+        if last or better or (state.step and state.step % recipe.save_every == 0):
+            self.save(last)
+        return last
+
+    def due(self, every: int) -> bool:
+        """Whether what is done every so many steps is, after this one; at the end always, before the first step where
+        there is something to measure."""
+        step = self.state.step
+        return step == self.recipe.steps or (every > 0 and step % every == 0 and (step > 0 or self.start is not None))
 
     def step(self) -> None:
         """One optimizer step: gradients of the whole batch, accumulated; clipped; applied."""
@@ -262,10 +318,14 @@ class Trainer:
     def change(self, **resolved: Any) -> None:
         """Settles something anew, and records it."""
         self.recipe = replace(self.recipe, **resolved)
+        self.write_record(resolved=dataclasses.asdict(self.recipe))
+
+    def write_record(self, **more: Any) -> None:
+        """Writes ``run.json`` with something more, once the folder is a run."""
         if self.record is not None:
-            self.record["resolved"] = dataclasses.asdict(self.recipe)
+            self.record |= more
             with disk_errors(self.run, folder.KEPT):
-                write_file(self.run / "run.json", to_json(self.record))
+                write_file(self.run / folder.RECORD, to_json(self.record))
 
     def rehearse(self, minutes: float) -> Pace:
         """Measures how long steps and evaluations take here. What it leaves of weights is of no use."""
@@ -303,47 +363,76 @@ class Trainer:
         state, failed = self.state, self.state.step
         if state.rate_factor < 1:
             self.end_diverged(why, failed, lr)
-        self.good.restore(self.model, self.optimizer)
-        vars(state).update(vars(self.good.state), rate_factor=LOWER, step_seconds=state.step_seconds)
-        self.guard = Guard(self.recipe.model.vocab_size)
+        good = self.snapshot.restore(self.model, self.optimizer, self.stepper.scaler)
+        vars(state).update(vars(good), rate_factor=LOWER, step_seconds=state.step_seconds)
         self.emit(events.RollbackEvent, failed_step=failed, why=why, rate_factor=LOWER)
         self.note(f"{why} at step {failed:,}: back to step {state.step:,}, with {LOWER:g} times the rate")
 
     def evaluate(self) -> bool:
-        """The loss on held-out windows, the same ones each time; whether it is the lowest so far."""
-        if not self.held_out:
-            return False
-        loss = evaluate.mean_loss(self.model, self.held_out, self.compute)
+        """The loss on held-out windows, the same ones each time. Whether it is a number; else the run goes back."""
+        state = self.state
+        if state.measured_step == state.step:  # by the run before this one
+            return True
+        loss = evaluate.mean_loss(self.model, self.stop.watching(self.held_out), self.compute)
         if not math.isfinite(loss):
             self.roll_back(f"the held-out loss became {loss}", self.recipe.lr)
             return False
-        self.good = Snapshot.of(self.model, self.optimizer, self.state)
-        better = loss < self.state.best_loss
-        self.state.evals_since_best = 0 if better else self.state.evals_since_best + 1
-        self.state.best_loss = min(loss, self.state.best_loss)
-        self.measured = (self.state.step, loss)
+        better = state.best_loss is None or loss < state.best_loss
+        state.evals_since_best = 0 if better else state.evals_since_best + 1
+        state.best_loss = loss if better else state.best_loss
+        state.measured_step, state.measured_loss = state.step, loss
         self.emit(events.EvalEvent, val_loss=loss, best=better)
-        return better
+        if state.step == 0 and self.start:
+            self.note(f"held-out loss of {self.start.asked} before the first step: {loss:.4f} nats a token")
+        return True
 
-    def save(self) -> None:
-        """A checkpoint of the model as it stands, and the index that names it."""
-        state = self.state
-        target = self.run / folder.step_name(state.step)
-        loss = self.measured[1] if self.measured and self.measured[0] == state.step else None
+    def remember(self) -> None:
+        """Copies the state as it is, to be saved, and to go back to."""
+        self.saver.wait()  # it reads the copy before
+        self.state.seconds = time.perf_counter() - self.began
+        self.state.metrics_bytes = self.metrics.size
+        self.snapshot.take(self.model, self.optimizer, self.stepper.scaler, self.state)
+
+    def save(self, last: bool = False) -> None:
+        """A checkpoint of the run as it stands, written while training goes on; the ``last`` one while it waits."""
+        self.remember()
+        step = self.state.step
+        if last:
+            self.saver.last(step, self.size, self.checkpoint_files(), lambda: self.stop.signum is not None)
+        else:
+            self.saver.begin(step, self.size, self.checkpoint_files())
+
+    def checkpoint_files(self) -> Callable[[], checkpoint.Files]:
+        """What gives the files of a checkpoint of the snapshot, in any thread."""
+        snapshot, recipe, state = self.snapshot, self.recipe, self.snapshot.state
         meta: dict[str, Any] = {
             "step": state.step,
-            "tokens_seen": state.step * self.recipe.batch_tokens,
-            "val_loss": loss,
+            "tokens_seen": state.step * recipe.batch_tokens,
+            "val_loss": state.measured_loss if state.measured_step == state.step else None,
         }
-        if self.start and self.recipe.lora_rank:
-            meta["adapter"] = lora.about(self.start, self.recipe)
-        checkpoint.save(target, self.model, self.tokenizer_files, meta)
-        with disk_errors(self.run, folder.KEPT):
-            folder.prune(self.run, self.recipe.keep)
-            folder.write_index(self.run)
-        state.saved_step = state.step
-        self.good = Snapshot.of(self.model, self.optimizer, state)
-        self.emit(events.SaveEvent, checkpoint=target.name)
+        fixed = {name: tensor.cpu() for name, tensor in checkpoint.fixed(self.model).items()}
+        if self.start and recipe.lora_rank:
+            meta["adapter"], fixed = lora.about(self.start, recipe), {}
+        machine = Machine(str(self.compute.device), self.compute.dtype_name, torch.get_num_threads())
+        pace = self.pace and replace(self.pace, deadline=self.pace.deadline - self.began)
+
+        def files() -> checkpoint.Files:
+            self.metrics.sync()
+            model = checkpoint.contents(recipe.model, fixed | snapshot.weights, self.tokenizer_files, meta)
+            return {**model, **snapshot.files(recipe, machine, pace)}
+
+        return files
+
+    @property
+    def size(self) -> int:
+        """About the bytes of a checkpoint."""
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        memory = sum(math.prod(shape) for shape in self.optimizer.shapes(self.model).values())
+        return 4 * (trained + memory) + sum(map(len, self.tokenizer_files.files.values()))
+
+    def on_saved(self, step: int) -> None:
+        """A checkpoint is whole on the disk."""
+        self.emit(events.SaveEvent, checkpoint=folder.step_name(step))
 
     def sample(self, model: GPT, compute: Compute) -> str:
         """A few lines from a model, the same for the same weights; leaves torch's global random state alone."""
@@ -352,8 +441,11 @@ class Trainer:
         eot, prompt = self.data.tokenizer.eot, self.data.prompt
         given = self.data.tokenizer.encode(prompt).tolist()
         how = dataclasses.replace(SAMPLE, greedy=True) if prompt else SAMPLE
-        ids = [token.id for token in generate(Context(model, compute), given, how, eot, self.recipe.seed)]
-        model.train(training)
+        tokens = generate(Context(model, compute), given, how, eot, self.recipe.seed)
+        try:
+            ids = [token.id for token in self.stop.watching(tokens)]
+        finally:
+            model.train(training)
         return prompt + self.data.tokenizer.decode([id for id in ids if id != eot])
 
     def finish(self) -> Result:
@@ -366,7 +458,7 @@ class Trainer:
         loss = bits = None
         if self.held_out:
             whole = self.data.windows(self.recipe.model.block_size)
-            loss = evaluate.mean_loss(loaded.model, whole, compute)
+            loss = evaluate.mean_loss(loaded.model, self.stop.watching(whole), compute)
             bits = bits_per_byte(loss * self.data.held_out_targets, self.data.held_out_bytes)
         if self.recipe.merge_lora:
             checkpoint.save(self.run / "merged", loaded.model, self.tokenizer_files, {"val_loss": loss})
@@ -375,7 +467,7 @@ class Trainer:
         self.emit(events.SampleEvent, text=text)
         reason = "patience" if self.state.step < self.recipe.steps else "steps"
         self.emit(events.EndEvent, reason=reason, checkpoint=best.name, val_loss=loss, bits_per_byte=bits)
-        return Result(
+        result = Result(
             run=self.run,
             checkpoint=best,
             steps=self.state.step,
@@ -390,25 +482,36 @@ class Trainer:
             sample=text,
             prompt=self.data.prompt,
         )
+        self.write_record(ended=reason, result=result.record())
+        return result
 
-    def end_by_signal(self, signum: int) -> None:
-        """Saves what there is and raises `Interrupted`."""
-        if self.state.saved_step != self.state.step:
+    def end_by_signal(self) -> NoReturn:
+        """Saves what there is and raises `Interrupted`; `WorkError` where the disk does not take it."""
+        state, signum = self.state, self.stop.signum
+        assert signum is not None
+        command = f"gpt train --resume {shlex.quote(str(self.run))}"
+        if state.step and self.saver.step != state.step:
             self.save()
+        self.saver.wait()
         self.end("signal")
+        if self.saver.failed is not None:
+            raise WorkError(
+                f"interrupted at step {state.step:,}, which could not be saved: {saving.said(self.saver.failed)}",
+                f"make room, then go on from the checkpoint before: {command}",
+            )
+        saved = f", saved in {self.run / folder.step_name(state.step)}" if state.step else ""
         raise Interrupted(
-            signum,
-            f"interrupted at step {self.state.step:,} of {self.recipe.steps:,}; the model as it stands is "
-            f"{self.run / folder.step_name(self.state.step)}",
+            signum, f"interrupted at step {state.step:,} of {self.recipe.steps:,}{saved}; go on with: {command}"
         )
 
     def end_diverged(self, what: str, step: int, lr: float) -> NoReturn:
         """Stops a run that computes no numbers any more; what was saved before stays as it is."""
+        self.saver.wait()
         self.end("diverged")
-        saved = (
-            f"the checkpoints in {self.run} are from before" if self.state.saved_step >= 0 else "nothing was saved yet"
-        )
-        raise WorkError(f"{what} at step {step:,}, at a learning rate of {lr:.2g}", f"train with a lower --lr; {saved}")
+        self.write_record(ended="diverged")
+        saved = folder.checkpoints(self.run)
+        said = f"the checkpoints in {self.run} are from before" if saved else "nothing was saved yet"
+        raise WorkError(f"{what} at step {step:,}, at a learning rate of {lr:.2g}", f"train with a lower --lr; {said}")
 
     def end(self, reason: str) -> None:
         """The last line of the metrics of a run that was cut off."""
@@ -431,15 +534,9 @@ class Trainer:
             seconds=round(time.perf_counter() - self.began, 3),
             **values,
         )
-        with disk_errors(self.run, folder.KEPT):
-            self.metrics.write(events.to_json(event) + "\n")
+        self.metrics.write(events.to_json(event))
         self.listen(event)
 
-    def note(self, text: str) -> None:
-        """A line for the listener alone."""
-        self.listen(events.Note(text))
-
-    def close(self) -> None:
-        """Closes the metrics."""
-        with disk_errors(self.run, folder.KEPT):
-            self.metrics.close()
+    def warn(self, text: str) -> None:
+        """A line that should not be overlooked."""
+        self.note(text, warning=True)

@@ -1,5 +1,6 @@
 """``metrics.jsonl``: whole lines or none, whatever the disk does."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +47,5 @@ class Metrics:
         self.file.close()
 
     def _cut(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             self.file.truncate(self.size)
-        except OSError:
-            pass

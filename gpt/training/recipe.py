@@ -101,7 +101,7 @@ def resolve(
         steps=steps,
         batch_tokens=batch_tokens,
         rows=rows,
-        micro_batch=_micro_batch(config.micro_batch, rows, model, compute),
+        micro_batch=micro_batch_for(config.micro_batch, rows, model, compute),
         lr=preset.lr * (MUON_FACTOR if optimizer == "muon" else 1) if config.lr is None else config.lr,
         warmup=min(2000, round(steps / 20)) if config.warmup is None else config.warmup,
         decay=round(DECAY * steps) if config.decay is None else config.decay,
@@ -182,7 +182,7 @@ def auto_dropout(epochs: float) -> float:
     return 0.1 if epochs > 8 else 0.0
 
 
-def _micro_batch(asked: str, rows: int, model: GPTConfig, compute: Compute) -> int:
+def micro_batch_for(asked: str, rows: int, model: GPTConfig, compute: Compute) -> int:
     """Sequences at once: the largest divisor of ``rows`` whose activations fit a part of the device's memory."""
     if asked != "auto":
         if not asked.isascii() or not asked.isdigit() or int(asked) < 1:

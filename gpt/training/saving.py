@@ -73,7 +73,7 @@ class Saver:
     def _write(self, save: Save) -> None:
         try:
             checkpoint.write(self.run / folder.step_name(save.step), save.files())
-            folder.prune(self.run, self.keep)
+            folder.prune(self.run, self.keep, newest=save.step)
             folder.write_index(self.run)
         except Exception as error:
             save.failed = error

@@ -157,11 +157,15 @@ def read_saved(path: Path) -> Saved:
     where = path / STATE
     values = read_json(where)
     if values.get("format") != FORMAT:
-        raise UserError(f"{where} has format {values.get('format')!r}; this program reads format {FORMAT}", "update gpt")
+        raise UserError(
+            f"{where} has format {values.get('format')!r}; this program reads format {FORMAT}", "update gpt"
+        )
     saved = checked(Saved, values, str(where))
     step, recipe = saved.state.step, saved.recipe
     if not (0 <= step <= recipe.steps and recipe.micro_batch >= 1 and recipe.rows % recipe.micro_batch == 0):
-        raise UserError(f"{where} is damaged: step {step} of {recipe.steps}, {recipe.micro_batch} of {recipe.rows} rows")
+        raise UserError(
+            f"{where} is damaged: step {step} of {recipe.steps}, {recipe.micro_batch} of {recipe.rows} rows"
+        )
     return saved
 
 
@@ -172,9 +176,7 @@ def read_snapshot(path: Path, saved: Saved, model: GPT, optimizers: Optimizers) 
     numbers, _ = _random_state(model.wte.weight.device)
     drawn = {_RANDOM + name: tuple(tensor.shape) for name, tensor in numbers.items()}
     elsewhere = {} if "cuda" in numbers else {_RANDOM + "cuda": (16,)}  # the run was on another device
-    found = tensors.read(
-        [path / TENSORS], {}, "the model", dtypes=_DTYPES, optional=expected | drawn | elsewhere
-    )
+    found = tensors.read([path / TENSORS], {}, "the model", dtypes=_DTYPES, optional=expected | drawn | elsewhere)
     whole = set(expected) <= set(found) or not any(name.startswith(_MEMORY) for name in found)
     if not whole or not all(name in found for name in drawn if name != _RANDOM + "cuda"):
         raise UserError(f"{path / TENSORS} is damaged: not all of the training state is in it")
@@ -183,8 +185,6 @@ def read_snapshot(path: Path, saved: Saved, model: GPT, optimizers: Optimizers) 
         found |= {_WEIGHT + name: tensor for name, tensor in added.items()}
     scaling = asdict(saved.scaling) if saved.scaling else {}
     return Snapshot(saved.state, saved.draws, scaling, found)
-
-
 
 
 def _copied(tensor: Tensor, buffer: Tensor | None) -> Tensor:
