@@ -40,7 +40,7 @@ Dtype = Annotated[
 
 
 def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command an option for each field of ``config_class``, and its body the ``settings`` made from them, and,
+    """Gives a command an option for each field of ``config_class``, and its body the ``settings`` made from them and,
     where it has such a parameter, as ``given`` those that the user said something about."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +56,11 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
                 values["given"] = given_settings(context, asked)
             return command(settings=from_dict(config_class, asked, command.__name__), **values)
 
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in ("settings", "given")]
+        own = [
+            p
+            for p in inspect.signature(command, eval_str=True).parameters.values()
+            if p.name not in ("settings", "given")
+        ]
         in_order = sorted(
             dataclasses.fields(config_class), key=lambda field: config.PANELS.index(field.metadata["panel"])
         )

@@ -43,12 +43,12 @@ def train(
         render.write(to_toml(asdict(settings)))
         return
     with progress.starting(quiet):
-        from gpt.training import loop
+        from gpt.training import run
     with progress.TrainDisplay(quiet) as display:
         if resume is None:
-            result = loop.train(text or [], settings, display, began)
+            result = run.train(text or [], settings, display, began)
         else:
-            result = loop.go_on(resume or None, given, text or [], display, began)
+            result = run.go_on(resume or None, given, text or [], display, began)
     if json:
         render.json_line(render.result_json(result))
     else:

@@ -101,9 +101,7 @@ def load(path: Path, device: torch.device, shape: GPTConfig | None = None, above
     if adapter.is_adapter(path):
         said = adapter.read(path)
         if above == MOST_ADAPTERS:
-            raise UserError(
-                f"{path} ends a chain of more than {MOST_ADAPTERS} adapters", "use --merge-lora in between"
-            )
+            raise UserError(f"{path} ends a chain of more than {MOST_ADAPTERS} adapters", "use --merge-lora in between")
         model = load(said.find_base(path), device, shape or config, above + 1).model
         lora.merge(model, adapter.tensors(path, config, said.rank), said.scale)
     else:

@@ -205,8 +205,8 @@ def newest_run(runs: Path = Path(RUNS)) -> Path:
 
 def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text: None) -> Path:
     """The checkpoint folder that ``--model`` means: a run (its best), ``RUN:best|latest|step-N``, a checkpoint, a
-    transformers folder, ``hf:NAME`` of the hub, which is fetched; None: the best of the newest run. A ``latest`` that is
-    damaged falls back to the one before, which ``note`` is told. Raises `UserError` where there is none."""
+    transformers folder, ``hf:NAME`` of the hub, which is fetched; None: the best of the newest run. A ``latest`` that
+    is damaged falls back to the one before, which ``note`` is told. Raises `UserError` where there is none."""
     if model and hub.is_remote(model):
         return hub.fetch(model)
     match = _PART.fullmatch(model) if model else None

@@ -4,22 +4,47 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpt import events
 from gpt.config import TrainConfig
+from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
 from gpt.files import disk_errors, locked, to_json, write_file
 from gpt.runs import folder
-from gpt.text.corpus import Corpus, Listener, open_corpus
+from gpt.text.corpus import Corpus, open_corpus
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokens import MANIFEST
 from gpt.training.pairs import PairData, make_pairs
 from gpt.training.prepare import Data, make_data, open_data, reopen_data, tokenized
 from gpt.training.record import first_record
+from gpt.training.start import Start
 
 TOKENS = "tokens"  # in the run folder
 Notes = Callable[[str], None]
+Listener = Callable[[events.Event | events.Note | events.Plan | events.Progress], None]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run is made of, before the model is."""
+
+    run: Path
+    data: Data | PairData
+    compute: Compute
+    start: Start | None
+    listen: Listener
+    began: float  # on the clock of time.perf_counter; of a run that is resumed, as if there had been no pause
+
+    def note(self, text: str, warning: bool = False) -> None:
+        """A line for the listener alone."""
+        self.listen(events.Note(text, warning))
+
+    def warn(self, text: str) -> None:
+        """A line that should not be overlooked."""
+        self.note(text, warning=True)
 
 
 @contextlib.contextmanager

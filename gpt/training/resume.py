@@ -147,8 +147,8 @@ def changed(recipe: Recipe, given: Mapping[str, Any], compute: Compute, step: in
         longer = replace(recipe, steps=steps)
         before, after = (_rate(each, step + 1) for each in (recipe, longer))
         note(
-            f"{steps:,} steps instead of {recipe.steps:,}: from step {step:,} on, the {recipe.schedule} schedule is that "
-            f"of {steps:,} steps, with {recipe.decay:,} of decay at its end; the next rate is {after:.2g}"
+            f"{steps:,} steps instead of {recipe.steps:,}: from step {step:,} on, the {recipe.schedule} schedule is "
+            f"that of {steps:,} steps, with {recipe.decay:,} of decay at its end; the next rate is {after:.2g}"
             + (f" instead of {before:.2g}" if step < recipe.steps and before != after else "")
         )
         recipe = longer

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written in a thread while training goes on, and what is done when the disk does not take them."""
+"""Checkpoints written in a thread while training goes on, and what is done when the disk does not take them."""
 
 import shutil
 import threading
@@ -93,7 +93,7 @@ class Saver:
             if self.failed is None:
                 raise WorkError(
                     f"step {step:,} could not be saved at first: {said(first)}",
-                    f"its weights are in {self.run / folder.step_name(step)}; what going on needs is of an earlier step",
+                    f"its weights are in {self.run / folder.step_name(step)}; --resume goes on from before it",
                 )
             time.sleep(ROOM_PAUSE)
         newest = f"the newest checkpoint is {folder.step_name(self.step)}" if self.step >= 0 else "nothing was saved"
