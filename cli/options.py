@@ -50,8 +50,8 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
         @functools.wraps(command)
         def with_options(context: typer.Context, **values: Any) -> Any:
             asked = {name: values.pop(name) for name in names}
-            for pair in getattr(config_class, "EXCLUSIVE", ()):
-                _keep_the_stronger(context, asked, pair)
+            for one, other, _ in getattr(config_class, "EXCLUSIVE", ()):
+                _keep_the_stronger(context, asked, (one, other))
             if wants_given:
                 values["given"] = given_settings(context, asked)
             return command(settings=from_dict(config_class, asked, command.__name__), **values)

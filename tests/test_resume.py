@@ -290,14 +290,14 @@ def test_minutes(text: Path) -> None:
 
 def test_a_run_that_went_back(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lower rate is part of the state, and so is the loss that is no number in between."""
-    whole_loss = stepping.cross_entropy
+    whole_loss = stepping.tied_cross_entropy
     calls: list[int] = []
 
     def poisoned(*args: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         return whole_loss(*args) * (math.nan if 6 < len(calls) <= 9 else 1)
 
-    monkeypatch.setattr(stepping, "cross_entropy", poisoned)
+    monkeypatch.setattr(stepping, "tied_cross_entropy", poisoned)
     settings: dict[str, Any] = {**FAST, "eval_every": 3}
     whole = library.train(text, out="whole", **settings)
     calls.clear()
@@ -325,14 +325,14 @@ def test_patience_is_remembered(text: Path) -> None:
 def test_memory_that_ran_out_is_remembered(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpt.model.decoder import GPT
 
-    forward = GPT.forward
+    trunk = GPT.trunk
 
     def limited(self: GPT, idx: torch.Tensor, cache: object = None) -> torch.Tensor:
         if self.training and idx.size(0) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(self, idx, cache)  # type: ignore[arg-type]
+        return trunk(self, idx, cache)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(GPT, "forward", limited)
+    monkeypatch.setattr(GPT, "trunk", limited)
     whole = library.train(text, out="whole", **FAST, micro_batch="8")
     interrupted_at(3, lambda listen: library.train(text, out="parts", listen=listen, **FAST, micro_batch="8"))
     heard: list[Any] = []
@@ -391,18 +391,18 @@ def test_one_writer(gpt: Gpt, text: Path) -> None:
 
 
 def test_a_divergence_is_an_end(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = stepping.cross_entropy
+    whole = stepping.tied_cross_entropy
     calls: list[int] = []
 
     def poisoned(*args: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         return whole(*args) * (math.nan if len(calls) > 6 else 1)
 
-    monkeypatch.setattr(stepping, "cross_entropy", poisoned)
+    monkeypatch.setattr(stepping, "tied_cross_entropy", poisoned)
     with pytest.raises(WorkError, match="the loss became nan"):
         library.train(text, out="runs/x", **FAST, eval_every=3)
     one_line_of_what_and_what_next(gpt("train", "--resume"), "no unfinished run")
-    monkeypatch.setattr(stepping, "cross_entropy", whole)
+    monkeypatch.setattr(stepping, "tied_cross_entropy", whole)
     assert gpt("train", "--resume", "runs/x").code == 0
 
 

@@ -17,14 +17,13 @@ class Guard:
         self.guessing = math.log(vocab_size)
         self.state = state
 
-    def judge(self, loss: float, norm: float, scaled: bool) -> bool:
-        """Whether a step may be applied: its loss and its gradient are numbers. With a scaled loss (float16) an
-        infinite gradient is the scaler's business."""
+    def judge(self, loss: float, norm: float, scaled: bool) -> None:
+        """Counts a step as bad whose loss or gradient is no number, or whose loss has exploded. With a scaled loss
+        (float16) an infinite gradient is the scaler's business."""
         sound = math.isfinite(loss) and (math.isfinite(norm) or scaled)
         self.state.has_learnt |= loss < self.guessing - MARGIN
         exploded = self.state.has_learnt and loss > self.guessing + MARGIN
         self.state.bad_steps = 0 if sound and not exploded else self.state.bad_steps + 1
-        return sound
 
     @property
     def failed(self) -> bool:

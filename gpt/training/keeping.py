@@ -71,7 +71,7 @@ class Keeper:
         snapshot, state, setting = self.snapshot, self.snapshot.state, self.setting
         meta: dict[str, Any] = {
             "step": state.step,
-            "tokens_seen": state.step * recipe.batch_tokens,
+            "tokens_seen": recipe.tokens(state.step),
             "val_loss": state.measured_loss if state.measured_step == state.step else None,
         }
         if setting.start and recipe.lora_rank:

@@ -5,7 +5,7 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,9 +32,18 @@ from gpt.training.result import Result
 from gpt.training.saving import Saver, check_room, said
 from gpt.training.schedule import lr_at
 from gpt.training.state import Saved, TrainState, read_snapshot
-from gpt.training.step import Stepper
+from gpt.training.step import Outcome, Stepper
 
 EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)  # held-out tokens of a periodic evaluation: of all, within bounds
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step that was begun, and maybe not computed yet."""
+
+    step: int
+    lr: float
+    outcome: Outcome
 
 
 class Trainer:
@@ -53,7 +62,9 @@ class Trainer:
             self.optimizer = make_optimizer(self.model, recipe.optimizer, recipe.weight_decay, self.compute.dtype)
         self.stepper = Stepper(self.model, self.optimizer, self.compute, recipe, self.on_halved)
         self.record: dict[str, Any] | None = None  # what run.json holds
-        self.batches = self.data.batches(recipe.model.block_size, recipe.rows, recipe.seed)
+        if recipe.compile:
+            self.compile()
+        self.batches = self.data.batches(recipe)
         tokens = min(max(EVAL_TOKENS[0], round(EVAL_SHARE * recipe.steps * recipe.batch_tokens)), EVAL_TOKENS[1])
         wanted = max(1, tokens // recipe.model.block_size)
         self.held_out = self.data.some_windows(recipe.model.block_size, wanted)
@@ -61,6 +72,7 @@ class Trainer:
         self.state = TrainState()
         self.guard = Guard(recipe.model.vocab_size, self.state)
         self.pace: Pace | None = None  # where the run ends at a time
+        self.pending: Pending | None = None  # the step that a GPU may still compute
         if saved is not None and path is not None:
             before = read_snapshot(path, saved, self.model, self.optimizer)
             vars(self.state).update(vars(before.restore(self.model, self.optimizer, self.stepper.scaler)))
@@ -95,7 +107,7 @@ class Trainer:
         )
         if self.recipe.lora_rank:
             self.note(lora.describe(self.model))
-        epochs = self.recipe.steps * self.recipe.batch_tokens / len(self.data.train)
+        epochs = self.recipe.tokens(self.recipe.steps) / len(self.data.train)
         self.note(
             f"{self.recipe.steps:,} steps of {self.recipe.batch_tokens:,} tokens, {epochs:.1f} times the text, "
             f"on {self.compute.describe()}; run {self.run}"
@@ -126,20 +138,25 @@ class Trainer:
             self.emit(events.ResumeEvent, checkpoint=folder.step_name(self.state.step))
             self.saver.step = self.state.settled_step
         self.first_step = self.began + self.state.first_step
-        ended = self.settle()
+        ended = self.attend()
         self.keeper.remember()
         while not ended:
             self.step()
             if self.state.step == self.recipe.steps - self.recipe.decay:
                 self.retime()
-            ended = self.settle()
+            ended = self.attend()
 
-    def settle(self) -> bool:
+    def attend(self) -> bool:
         """What is due after a step: evaluation, sample, checkpoint. Whether the run has come to its end."""
         state, recipe = self.state, self.recipe
         self.saver.poll()
+        if self.stop.signum is None and not self.pauses():
+            return False
+        went_back = self.settle()
         if self.stop.signum is not None:
             raise Stopped
+        if went_back:
+            return False
         at_end = state.step == recipe.steps
         if state.settled_step == state.step:  # by the run before this one
             return at_end or self.out_of_patience()
@@ -150,9 +167,9 @@ class Trainer:
         better = state.step > 0 and state.measured_step == state.step and state.evals_since_best == 0
         last = at_end or self.out_of_patience()
         if self.due(recipe.sample_every) and state.step and not last:
-            self.emit(
-                events.SampleEvent, text=sample_lines(self.setting, self.model, self.compute, recipe.seed, self.stop)
-            )
+            with self.stepper.as_written():
+                text = sample_lines(self.setting, self.model, self.compute, recipe.seed, self.stop)
+            self.emit(events.SampleEvent, text=text)
         state.settled_step = state.step
         if last or better or (state.step and state.step % recipe.save_every == 0):
             self.save(last)
@@ -164,31 +181,57 @@ class Trainer:
         step = self.state.step
         return step == self.recipe.steps or (every > 0 and step % every == 0 and (step > 0 or self.start is not None))
 
+    def pauses(self) -> bool:
+        """Whether there is more to do after this step than the next one."""
+        recipe = self.recipe
+        every = (recipe.steps, recipe.eval_every, recipe.save_every, recipe.sample_every)
+        return any(n and self.state.step % n == 0 for n in every)
+
     def step(self) -> None:
-        """One optimizer step: gradients of the whole batch, accumulated; clipped; applied."""
+        """One optimizer step. A GPU computes it while the one before is told and the next one is prepared."""
         recipe, state = self.recipe, self.state
         started = time.perf_counter()
         lr = state.rate_factor * lr_at(
             state.step + 1, peak=recipe.lr, warmup=recipe.warmup, steps=recipe.steps,
             decay=recipe.decay, schedule=recipe.schedule,
         )  # fmt: skip
-        value, norm = self.update(state.step, lr)
-        state.step += 1
+        outcome = self.stepper.step(*self.batches.global_batch(state.step), lr)
         state.step_seconds += time.perf_counter() - started
-        self.emit(events.StepEvent, loss=value, lr=lr, grad_norm=norm, tokens_per_second=self.tokens_per_second())
-        if self.guard.failed:
-            self.roll_back(f"the loss became {value:g} (gradient norm {norm:g})", lr)
+        if self.settle():  # went back, behind what was begun meanwhile
+            return
+        state.step += 1
+        self.pending = Pending(state.step, lr, outcome)
+        if outcome.arrived is None:  # nothing goes on beside this
+            self.settle()
 
-    def update(self, step: int, lr: float) -> tuple[float, float]:
-        """The batch of a step, its gradients and what the optimizer makes of them, unless they are no numbers. Gives
-        loss and gradient norm."""
-        x, y = (torch.from_numpy(a).to(self.compute.device) for a in self.batches.global_batch(step))
-        self.optimizer.set_lr(lr)
-        value, norm = self.stepper.gradients(x, y)
-        if self.guard.judge(value, norm, self.stepper.scaled):
-            self.stepper.apply()
-        self.stepper.clear()
-        return value, norm
+    def settle(self) -> bool:
+        """Waits for the step under way, tells it and judges it; whether the run had to go back."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return False
+        started = time.perf_counter()
+        loss, norm = pending.outcome.read()
+        self.state.step_seconds += time.perf_counter() - started
+        self.guard.judge(loss, norm, self.stepper.scaled)
+        rate = self.tokens_per_second(pending.step)
+        self.emit(events.StepEvent, pending.step, loss=loss, lr=pending.lr, grad_norm=norm, tokens_per_second=rate)
+        if self.guard.failed:
+            self.roll_back(f"the loss became {loss:g} (gradient norm {norm:g})", pending.step, pending.lr)
+            return True
+        return False
+
+    def compile(self) -> None:
+        """Compiles; where that fails, the run goes on without."""
+        started = time.perf_counter()
+        try:
+            self.stepper.compile()
+        except Exception as error:  # whatever its layers raise
+            self.stepper.uncompile()
+            self.change(compile=False)
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.listen(events.Note(f"torch.compile failed, so the run goes on without it: {why:.200}", warning=True))
+        else:
+            self.note(f"compiled in {time.perf_counter() - started:.0f} s")
 
     def on_halved(self, micro_batch: int) -> None:
         """The memory was too small for what was computed at once."""
@@ -213,12 +256,13 @@ class Trainer:
         started = time.perf_counter()
         while len(seconds) < 6 or time.perf_counter() - started < min(PROBE_SHARE * 60 * minutes, PROBE_SECONDS):
             before = time.perf_counter()
-            self.update(len(seconds), 0.0)
+            self.stepper.step(*self.batches.global_batch(len(seconds)), 0.0).read()
             seconds.append(time.perf_counter() - before)
         some = self.held_out[: max(1, len(self.held_out) // 4)]
         before = time.perf_counter()
         if some:
-            evaluate.mean_loss(self.model, some, self.compute)
+            with self.stepper.as_written():
+                evaluate.mean_loss(self.model, some, self.compute)
         window = (time.perf_counter() - before) / max(1, len(some))
         targets = sum(len(each.y) - each.skipped for each in self.held_out) / max(1, len(self.held_out))
         whole = self.data.held_out_targets / max(1.0, targets)  # windows
@@ -238,9 +282,9 @@ class Trainer:
         self.change(steps=self.state.step + steps, decay=steps)
         self.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
 
-    def roll_back(self, why: str, lr: float) -> None:
+    def roll_back(self, why: str, failed: int, lr: float) -> None:
         """Goes back to the last good state, once, with a lower rate. Raises `WorkError` the second time."""
-        state, failed = self.state, self.state.step
+        state = self.state
         if state.rate_factor < 1:
             self.end_diverged(why, failed, lr)
         self.keeper.go_back(rate_factor=LOWER, step_seconds=state.step_seconds)
@@ -252,9 +296,10 @@ class Trainer:
         state = self.state
         if state.measured_step == state.step:  # by the run before this one
             return True
-        loss = evaluate.mean_loss(self.model, self.stop.watching(self.held_out), self.compute)
+        with self.stepper.as_written():
+            loss = evaluate.mean_loss(self.model, self.stop.watching(self.held_out), self.compute)
         if not math.isfinite(loss):
-            self.roll_back(f"the held-out loss became {loss}", self.recipe.lr)
+            self.roll_back(f"the held-out loss became {loss}", state.step, self.recipe.lr)
             return False
         better = state.best_loss is None or loss < state.best_loss
         state.evals_since_best = 0 if better else state.evals_since_best + 1
@@ -285,15 +330,16 @@ class Trainer:
             self.note(f"merged: {merged}")
         self.emit(events.SampleEvent, text=best.text)
         reason = "patience" if self.state.step < self.recipe.steps else "steps"
-        losses = {"val_loss": best.val_loss, "bits_per_byte": best.bits_per_byte}
-        self.emit(events.EndEvent, reason=reason, checkpoint=best.path.name, **losses)
+        loss, bits = best.val_loss, best.bits_per_byte
+        self.emit(events.EndEvent, reason=reason, checkpoint=best.path.name, val_loss=loss, bits_per_byte=bits)
         result = Result(
             run=self.run,
             checkpoint=best.path,
             steps=self.state.step,
-            tokens_seen=self.state.step * self.recipe.batch_tokens,
-            **losses,
-            tokens_per_second=self.tokens_per_second(),
+            tokens_seen=self.recipe.tokens(self.state.step),
+            val_loss=loss,
+            bits_per_byte=bits,
+            tokens_per_second=self.tokens_per_second(self.state.step),
             seconds=time.perf_counter() - self.began,
             parameters=breakdown(self.recipe.model).trainable,
             device=self.compute.device.type,
@@ -340,16 +386,16 @@ class Trainer:
         """Whether ``patience`` evaluations in a row were no better."""
         return 0 < self.recipe.patience <= self.state.evals_since_best
 
-    def tokens_per_second(self) -> float:
+    def tokens_per_second(self, step: int) -> float:
         """The rate of the steps alone, from the start."""
-        return self.state.step * self.recipe.batch_tokens / max(self.state.step_seconds, 1e-9)
+        return self.recipe.tokens(step) / max(self.state.step_seconds, 1e-9)
 
-    def emit(self, kind: Callable[..., events.Event], **values: Any) -> None:
+    def emit(self, kind: Callable[..., events.Event], step: int | None = None, **values: Any) -> None:
         """Tells the listener and ``metrics.jsonl``."""
-        state = self.state
+        step = self.state.step if step is None else step
         event = kind(
-            step=state.step,
-            tokens=state.step * self.recipe.batch_tokens,
+            step=step,
+            tokens=self.recipe.tokens(step),
             seconds=round(time.perf_counter() - self.began, 3),
             **values,
         )

@@ -24,6 +24,7 @@ from gpt.training.pace import Pace
 from gpt.training.recipe import Recipe
 
 FORMAT = 1
+MOST = 2**24  # steps in which a batch grows
 STATE, TENSORS = folder.TRAINING
 _WEIGHT, _MEMORY, _RANDOM = "weight:", "optimizer:", "random:"  # before the names of a snapshot's tensors
 _DTYPES = ("F32", "U8", "I64")
@@ -166,6 +167,9 @@ def read_saved(path: Path) -> Saved:
         raise UserError(
             f"{where} is damaged: step {step} of {recipe.steps}, {recipe.micro_batch} of {recipe.rows} rows"
         )
+    ramp = recipe.ramp  # one that does not grow, or in too small steps, would never end
+    if ramp and not (1 <= ramp.first <= ramp.rows == recipe.rows and ramp.unit >= 1 and ramp.over <= MOST * ramp.first):
+        raise UserError(f"{where} is damaged: its batches grow from {ramp.first} to {ramp.rows} over {ramp.over} rows")
     return saved
 
 
