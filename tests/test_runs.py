@@ -117,7 +117,7 @@ def test_checkpoint_holds_one_tied_tensor_and_no_pickle(run_folder: Path) -> Non
     assert not any("lm_head" in name for name in names)
     assert {p.name for p in path.iterdir()} == {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
-        "tokenizer.tiktoken", "gpt.json", "checksums.json",
+        "tokenizer.tiktoken", "gpt.json", "checksums.json", "training.json", "training.safetensors",
     }  # fmt: skip
 
 

@@ -117,7 +117,7 @@ def read_back(folder: Path, sums: Mapping[str, str]) -> None:
 
 def weight_sums(folder: Path) -> dict[str, str]:
     """The sha256 of each file of weights in a checkpoint, by name: what tells one model from another."""
-    return {path.name: file_sum(path) for path in sorted(folder.glob("*.safetensors"))}
+    return {path.name: file_sum(path) for path in sorted(folder.glob("*.safetensors")) if path.name not in TRAINING}
 
 
 def checkpoints(run: Path) -> list[Entry]:

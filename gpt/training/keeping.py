@@ -20,6 +20,13 @@ from gpt.training.saving import Saver
 from gpt.training.state import Machine, Snapshot, TrainState
 
 
+def size_of(model: GPT, optimizers: Optimizers, tokenizer: checkpoint.TokenizerFiles) -> int:
+    """About the bytes of a checkpoint."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    moments = sum(math.prod(shape) for shape in optimizers.shapes(model).values())
+    return 4 * (trained + moments) + sum(map(len, tokenizer.files.values()))
+
+
 @dataclass
 class Keeper:
     """Copies the state of a run, and has it written while training goes on."""
@@ -62,9 +69,7 @@ class Keeper:
     @property
     def size(self) -> int:
         """About the bytes of a checkpoint."""
-        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        moments = sum(math.prod(shape) for shape in self.optimizers.shapes(self.model).values())
-        return 4 * (trained + moments) + sum(map(len, self.tokenizer.files.values()))
+        return size_of(self.model, self.optimizers, self.tokenizer)
 
     def _files(self, recipe: Recipe, pace: Pace | None) -> Callable[[], checkpoint.Files]:
         """What gives the files of a checkpoint of the snapshot, in any thread."""

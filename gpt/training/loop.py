@@ -21,7 +21,7 @@ from gpt.runs import checkpoint, folder
 from gpt.training import lora
 from gpt.training.best import read_best, sample_lines
 from gpt.training.guard import LOWER, Guard
-from gpt.training.keeping import Keeper
+from gpt.training.keeping import Keeper, size_of
 from gpt.training.metrics import Metrics
 from gpt.training.opening import Setting
 from gpt.training.optim import make_optimizer
@@ -92,6 +92,7 @@ class Trainer:
             again = {"at": now(), "step": self.state.step, "given": dict(given or {})}
             self.record = record | {"resumed": [*record.get("resumed", []), again]}
         self.record = {key: value for key, value in self.record.items() if key not in ("ended", "result")}
+        check_room(self.run, size_of(self.model, self.optimizer, self.tokenizer_files))
         self.change()
         self.metrics = Metrics(self.run, self.setting.warn, self.state.metrics_bytes)
         self.saver = Saver(self.run, self.recipe.keep, self.on_saved, self.setting.warn)
@@ -99,7 +100,6 @@ class Trainer:
             self.setting, self.model, self.optimizer, self.stepper.scaler, self.state, self.metrics, self.saver,
             self.tokenizer_files,
         )  # fmt: skip
-        check_room(self.run, self.keeper.size)
         shape = self.recipe.model
         self.note(
             f"model {self.recipe.preset}: {breakdown(shape).trainable:,} parameters ({shape.n_layer} layers, "

@@ -60,6 +60,15 @@ class Begun:
         return checked(Machine, self.record["compute"], str(self.run / folder.RECORD))
 
     @property
+    def lengthened(self) -> dict[str, int]:
+        """The steps that were asked for when the run was gone on with before, where its checkpoint is older."""
+        again = self.record.get("resumed")
+        given = [each.get("given") for each in again if isinstance(each, dict)] if isinstance(again, list) else []
+        steps = [each.get("steps") for each in given if isinstance(each, dict)]
+        most = max((n for n in steps if type(n) is int), default=0)
+        return {"steps": most} if self.recipe is not None and self.recipe.steps < most < 2**53 else {}
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """Its tokenizer, where there is a checkpoint."""
         return checkpoint.look(self.path)[1] if self.path else None

@@ -111,9 +111,10 @@ def _begin(
             recipe = recipe_for(replace(config, minutes=None, steps=pace.steps(time.perf_counter())))
             note(pace.describe(recipe.batch_tokens))
     saved = begun.saved if begun else None
+    given = {**begun.lengthened, **(given or {})} if begun else {}
     if given:
         recipe = resume.changed(recipe, given, setting.compute, saved.state.step if saved else 0, note)
-    elif saved is not None and saved.pace is not None:
+    if saved is not None and saved.pace is not None and "steps" not in given:
         pace = replace(saved.pace, deadline=saved.pace.deadline + setting.began)
     trainer = Trainer(setting, recipe, saved, begun.path if begun else None)
     if saved is not None and recipe.steps > saved.recipe.steps:
