@@ -20,6 +20,7 @@ from gpt.text.tokens import MANIFEST
 from gpt.training.pairs import PairData, make_pairs
 from gpt.training.prepare import Data, make_data, open_data, reopen_data, tokenized
 from gpt.training.record import first_record
+from gpt.training.size import sized
 from gpt.training.start import Start
 
 TOKENS = "tokens"  # in the run folder
@@ -51,13 +52,15 @@ class Setting:
 def new_run(
     texts: Sequence[str],
     config: TrainConfig,
-    device: str,
+    compute: Compute,
     listen: Listener,
     note: Notes,
     tokenizer: Tokenizer | None,
-) -> Iterator[tuple[Path, Data | PairData]]:
-    """A new run folder, this process's alone, and the data of the run, tokenized into it unless they come tokenized.
-    ``run.json`` is there before the text is read; where something fails before the first step, no folder is left."""
+) -> Iterator[tuple[Path, Data | PairData, dict[str, Any]]]:
+    """A new run folder, this process's alone, the data of the run, tokenized into it unless they come tokenized, and
+    what ``run.json`` says by then: it is there before the text is tokenized. Where something fails before the first
+    step, no folder is left."""
+    asked, device = config, compute.device.type
     data: Data | PairData | None = None
     corpus: Corpus | None = None
     if config.pairs:
@@ -65,19 +68,22 @@ def new_run(
         name = data.corpus.name
     elif path := tokenized(texts):
         data = open_data(path, config, note, tokenizer)
+        config = sized(config, compute, data.bytes, note)
         name = path.absolute().name
     else:
         corpus = open_corpus(texts, config, listen)
+        config = sized(config, compute, corpus.found.bytes, note)
         name = corpus.name
+    record = first_record(texts, asked, config.preset)
     run = folder.create_run(config.out or os.path.join(folder.RUNS, name))
     with locked_run(run):
         with taken_back(run):
             with disk_errors(run):
-                write_file(run / folder.RECORD, to_json(first_record(texts, config)))
+                write_file(run / folder.RECORD, to_json(record))
             if data is None:
                 assert corpus is not None
                 data = make_data(corpus, config, run / TOKENS, device, listen, note, tokenizer)
-        yield run, data
+        yield run, data, record
 
 
 def locked_run(run: Path) -> contextlib.AbstractContextManager[None]:

@@ -19,13 +19,15 @@ from gpt.training.start import Start
 FORMAT = 1
 
 
-def first_record(texts: Sequence[str], config: TrainConfig) -> dict[str, Any]:
-    """What ``run.json`` holds before the text is read: enough to begin again."""
+def first_record(texts: Sequence[str], config: TrainConfig, size: str) -> dict[str, Any]:
+    """What ``run.json`` holds before the text is tokenized: enough to begin again. ``size``: the preset, where that was
+    chosen from the minutes."""
     return {
         "format": FORMAT,
         "started": now(),
         "texts": list(texts),
         "settings": dataclasses.asdict(config),
+        "size": size,
     }
 
 

@@ -118,7 +118,8 @@ def read_begun(run: Path) -> Begun:
     texts, settings = record.get("texts"), record.get("settings")
     if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts) or not isinstance(settings, dict):
         raise UserError(f"{where} is damaged: it does not say what the run was asked for", "train again")
-    begun = Begun(run, record, texts, from_dict(TrainConfig, settings, where))
+    config = from_dict(TrainConfig, settings, where)
+    begun = Begun(run, record, texts, replace(config, preset=record.get("size", config.preset)))
     if record.get("ended"):
         result = record.get("result")
         begun.result = Result.of(run, result) if isinstance(result, dict) else None

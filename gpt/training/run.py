@@ -14,7 +14,6 @@ from gpt.training import opening, resume
 from gpt.training.loop import Trainer
 from gpt.training.opening import Listener, Setting
 from gpt.training.recipe import Recipe, resolve
-from gpt.training.record import first_record
 from gpt.training.result import Result
 from gpt.training.start import find_start
 
@@ -38,11 +37,11 @@ def train(
         stop = held.enter_context(StopSignal(at_once=True))
         start = find_start(config)
         tokenizer = start.tokenizer if start else None
-        opened = opening.new_run(texts, config, compute.device.type, listen, note, tokenizer)
-        run, data = held.enter_context(opened)
+        opened = opening.new_run(texts, config, compute, listen, note, tokenizer)
+        run, data, record = held.enter_context(opened)
         setting = Setting(run, data, compute, start, listen, began)
         with opening.taken_back(run):
-            trainer = _begin(setting, config, first_record(texts, config))
+            trainer = _begin(setting, replace(config, preset=record["size"]), record)
         return trainer.train(stop)
 
 
