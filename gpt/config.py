@@ -279,11 +279,7 @@ class TokenizeConfig(TextConfig):
 class TrainConfig(TextConfig):
     """What a user may ask of a training run. ``None`` means: chosen from the text's size, the preset or the device."""
 
-    EXCLUSIVE: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("steps", "epochs"),
-        ("steps", "minutes"),
-        ("epochs", "minutes"),
-    )
+    EXCLUSIVE: ClassVar = (("steps", "epochs"), ("steps", "minutes"), ("epochs", "minutes"))
 
     out: str | None = option(
         None, "The run folder. A taken name gets -2, -3 …: nothing is overwritten.",
@@ -371,6 +367,7 @@ class TrainConfig(TextConfig):
     sample_every: int | None = option(
         None, "Steps between sampled lines; 0: none.", panel=_LOG, shown="a quarter of the steps", low=0
     )
+    log: str = option("none", "Beside metrics.jsonl: tensorboard, wandb, or both with a comma between.", panel=_LOG)
     device: Device = option("auto", "Where to compute; auto: CUDA, else MPS, else the CPU.", panel=_MACHINE)
     dtype: Dtype = option(
         "auto", "Of the matrix products; weights stay float32. auto: bfloat16 where the device is made for it.",

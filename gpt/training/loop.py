@@ -26,7 +26,7 @@ from gpt.model.loss import bits_per_byte
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
 from gpt.text.corpus import open_corpus
-from gpt.training import lora
+from gpt.training import logs, lora
 from gpt.training.guard import LOWER, Guard, Snapshot
 from gpt.training.optim import make_optimizer
 from gpt.training.pace import END_SECONDS, PROBE_SECONDS, PROBE_SHARE, Pace
@@ -35,6 +35,7 @@ from gpt.training.prepare import Data, make_data, open_data, tokenized
 from gpt.training.recipe import Recipe, resolve
 from gpt.training.record import run_record
 from gpt.training.schedule import lr_at
+from gpt.training.speed import Speed
 from gpt.training.start import Start, find_start
 from gpt.training.state import TrainState
 from gpt.training.step import Stepper
@@ -55,6 +56,7 @@ class Result:
     val_loss: float | None  # nats a token
     bits_per_byte: float | None
     tokens_per_second: float  # of steps alone
+    mfu: float | None  # the share of the device's peak that they need, where that is known
     seconds: float  # the whole command
     parameters: int
     device: str
@@ -73,6 +75,7 @@ def train(
     SIGINT or SIGTERM, once the state is saved.
     """
     began = time.perf_counter() if began is None else began
+    logs.check(config.log)
     compute = device.pick(config.device, config.dtype, training=True)
 
     def note(text: str) -> None:
@@ -170,6 +173,7 @@ class Trainer:
         else:
             self.optimizer = make_optimizer(self.model, recipe.optimizer, recipe.weight_decay, compute.dtype)
         self.stepper = Stepper(self.model, self.optimizer, compute, recipe, self.on_halved)
+        self.speed = Speed.of(self.model, recipe, compute)
         self.record: dict[str, Any] | None = None  # what run.json holds
         self.batches = data.batches(recipe.model.block_size, recipe.rows, recipe.seed)
         tokens = min(max(EVAL_TOKENS[0], round(EVAL_SHARE * recipe.steps * recipe.batch_tokens)), EVAL_TOKENS[1])
@@ -189,6 +193,7 @@ class Trainer:
         with disk_errors(self.run, folder.KEPT):
             write_file(self.run / "run.json", to_json(self.record))
             self.metrics = (self.run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self.logs = logs.Logs(config.log, self.run, self.record, self.note)
         shape = self.recipe.model
         self.note(
             f"model {self.recipe.preset}: {breakdown(shape).trainable:,} parameters ({shape.n_layer} layers, "
@@ -239,7 +244,7 @@ class Trainer:
         value, norm = self.update(state.step, lr)
         state.step += 1
         state.step_seconds += time.perf_counter() - started
-        self.emit(events.StepEvent, loss=value, lr=lr, grad_norm=norm, tokens_per_second=self.tokens_per_second())
+        self.emit(events.StepEvent, loss=value, lr=lr, grad_norm=norm, **self.speed.rates(state))
         if self.guard.failed:
             self.roll_back(f"the loss became {value:g} (gradient norm {norm:g})", lr)
 
@@ -382,7 +387,7 @@ class Trainer:
             tokens_seen=self.state.step * self.recipe.batch_tokens,
             val_loss=loss,
             bits_per_byte=bits,
-            tokens_per_second=self.tokens_per_second(),
+            **self.speed.rates(self.state),
             seconds=time.perf_counter() - self.began,
             parameters=breakdown(self.recipe.model).trainable,
             device=self.compute.device.type,
@@ -418,10 +423,6 @@ class Trainer:
         """Whether ``patience`` evaluations in a row were no better."""
         return 0 < self.recipe.patience <= self.state.evals_since_best
 
-    def tokens_per_second(self) -> float:
-        """The rate of the steps alone, from the start."""
-        return self.state.step * self.recipe.batch_tokens / max(self.state.step_seconds, 1e-9)
-
     def emit(self, kind: Callable[..., events.Event], **values: Any) -> None:
         """Tells the listener and ``metrics.jsonl``."""
         state = self.state
@@ -433,6 +434,7 @@ class Trainer:
         )
         with disk_errors(self.run, folder.KEPT):
             self.metrics.write(events.to_json(event) + "\n")
+        self.logs(event)
         self.listen(event)
 
     def note(self, text: str) -> None:
@@ -440,6 +442,7 @@ class Trainer:
         self.listen(events.Note(text))
 
     def close(self) -> None:
-        """Closes the metrics."""
+        """Closes the metrics and the logs."""
+        self.logs.close()
         with disk_errors(self.run, folder.KEPT):
             self.metrics.close()
