@@ -203,7 +203,7 @@ def ours(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
     shape = SHAPES[case.shape]
     config = TrainConfig(
         preset=shape.preset, block_size=shape.block_size, batch_tokens=shape.batch_tokens, optimizer=case.optimizer,
-        steps=1000, dropout=0.0,
+        steps=1000, dropout=0.0, compile=case.compile,
     )  # fmt: skip
     compute = pick(config.device, config.dtype, training=True)
     vocab_size = 128 if case.shape == "tiny" else 50_257
@@ -211,20 +211,27 @@ def ours(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
     with compute.device:
         model = GPT(recipe.model)
     optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype)
-    halved: list[int] = []
-    stepper = Stepper(model, optimizer, compute, recipe, halved.append)
-    x, y = _ids(shape, vocab_size, compute.device)
-    optimizer.set_lr(LR)
-    about = {"config": recipe.model, "device": compute.device, "dtype": compute.dtype_name}
+    stepper = Stepper(model, optimizer, compute, recipe, lambda micro_batch: None)
+    about: dict[str, Any] = {"config": recipe.model, "device": compute.device, "dtype": compute.dtype_name}
+    about["compiled"] = _compiled(stepper) if recipe.compile else "no"
+    x, y = (ids.cpu().numpy() for ids in _ids(shape, vocab_size, compute.device))
 
     def step() -> float:
-        loss, _ = stepper.gradients(x, y)
-        stepper.apply()
-        stepper.clear()
+        loss, _ = stepper.step(x, y, LR).read()
         about["micro_batch"] = stepper.micro_batch
         return loss
 
     return step, about
+
+
+def _compiled(stepper: Any) -> str:
+    """Compiles as `gpt train` does, which goes on without where that fails."""
+    try:
+        stepper.compile()
+    except Exception as error:
+        stepper.uncompile()
+        return f"failed: {error!r:.200}"
+    return "yes"
 
 
 def peer(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
@@ -252,6 +259,7 @@ def peer(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
     call = torch.compile(model) if case.compile != "off" else model
     x, _ = _ids(shape, vocab_size, compute.device)
     about: dict[str, Any] = {"device": compute.device, "dtype": compute.dtype_name, "micro_batch": shape.rows}
+    about["compiled"] = "no" if case.compile == "off" else "yes"
     about["config"] = GPTConfig(vocab_size, shape.block_size, preset.n_layer, preset.n_head, preset.n_embd)
 
     def step() -> float:
@@ -390,7 +398,7 @@ def page(report: dict[str, Any]) -> list[str]:
         "the datasheet's peak and of the fastest product above. `gpt train` chooses its micro-batch itself; "
         "transformers' GPT-2 has SDPA, fused AdamW, autocast and torch.compile with the loss in the graph.",
         "",
-        "| system | model | optimizer | compile | tokens a step | at once | tokens/s | MFU, datasheet | MFU, measured "
+        "| system | model | optimizer | compiled | tokens a step | at once | tokens/s | MFU, datasheet | MFU, measured "
         "| peak memory | until warm |",
         "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
@@ -403,6 +411,7 @@ def _row(case: dict[str, Any], floors: dict[str, Any]) -> str:
     cells = [system, shape.name, case["optimizer"], case["compile"], f"{shape.batch_tokens:,}"]
     if "error" in case:
         return f"| {' | '.join(cells)} | {case['error'].replace('|', ' ')} | | | | | |"
+    cells[3] = case["compiled"].replace("|", " ")
     rate, flops = case["tokens_per_second"], case["flops_per_token"]
     shares = [floors.get(peak) for peak in ("datasheet_peak", "measured_peak")]
     cells += [f"{case['micro_batch']} × {shape.block_size:,}", f"{rate:,.0f}"]

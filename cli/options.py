@@ -48,8 +48,8 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
         @functools.wraps(command)
         def with_options(context: typer.Context, **values: Any) -> Any:
             asked = {name: values.pop(name) for name in names}
-            for pair in getattr(config_class, "EXCLUSIVE", ()):
-                _keep_the_stronger(context, asked, pair)
+            for one, other, _ in getattr(config_class, "EXCLUSIVE", ()):
+                _keep_the_stronger(context, asked, (one, other))
             return command(settings=from_dict(config_class, asked, command.__name__), **values)
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]

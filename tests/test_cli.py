@@ -78,8 +78,8 @@ def test_version(gpt: Gpt) -> None:
 OPTIONS = {
     "train": "--init --pairs --lora-rank --lora-alpha --merge-lora "
     "--out -o --preset --arch --positions --n-layer --n-head --n-embd --block-size --dropout --tokenizer --vocab-size "
-    "--sample-bytes --val-fraction --val-text --field --split-on --encoding --errors --skip-bad --jobs --steps --epochs --minutes --batch-tokens --micro-batch --optimizer --lr --warmup --schedule --decay --weight-decay "
-    "--clip --eval-every --patience --save-every --keep --sample-every --log --device --dtype --seed --config --print-config "
+    "--sample-bytes --val-fraction --val-text --field --split-on --encoding --errors --skip-bad --jobs --steps --epochs --minutes --batch-tokens --micro-batch --batch-ramp --optimizer --lr --warmup --warmup-tokens --schedule --decay --weight-decay "
+    "--clip --eval-every --patience --save-every --keep --sample-every --log --device --dtype --compile --seed --config --print-config "
     "--json --quiet -q",
     "sample": "--model -m --prompt-file --temperature -t --top-k --top-p --greedy --max-tokens -n --min-tokens "
     "--ignore-eot --num -N --seed --no-echo --json --device --dtype",

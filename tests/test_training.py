@@ -398,14 +398,14 @@ def test_a_text_shorter_than_the_context_shrinks_it(workdir: Path) -> None:
 
 
 def test_a_loss_that_is_no_number_stops_the_run(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = stepping.cross_entropy
+    whole = stepping.tied_cross_entropy
     calls = []
 
     def poisoned(*args: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         return whole(*args) * (math.nan if len(calls) > 6 else 1)
 
-    monkeypatch.setattr(stepping, "cross_entropy", poisoned)
+    monkeypatch.setattr(stepping, "tied_cross_entropy", poisoned)
     heard: list[events.Event] = []
     with pytest.raises(WorkError, match="the loss became nan .* at step 9"):
         gpt.train(text, steps=20, eval_every=3, listen=heard.append, **TINY)
@@ -417,14 +417,14 @@ def test_a_loss_that_is_no_number_stops_the_run(text: Path, monkeypatch: pytest.
 
 def test_out_of_memory_halves_what_is_computed_at_once(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, heard_whole = train(text, steps=6, micro_batch="8", dropout=0.0)
-    forward = GPT.forward
+    trunk = GPT.trunk
 
     def limited(self: GPT, idx: torch.Tensor, cache: object = None) -> torch.Tensor:
         if self.training and idx.size(0) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(self, idx, cache)  # type: ignore[arg-type]
+        return trunk(self, idx, cache)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(GPT, "forward", limited)
+    monkeypatch.setattr(GPT, "trunk", limited)
     parts, heard = train(text, steps=6, micro_batch="8", dropout=0.0)
     assert losses(heard) == pytest.approx(losses(heard_whole), rel=1e-4)
     assert json.loads((parts.run / "run.json").read_text())["resolved"]["micro_batch"] == 2
@@ -435,14 +435,14 @@ def test_out_of_memory_halves_what_is_computed_at_once(text: Path, monkeypatch: 
 
 
 def test_a_bad_step_is_left_out_and_the_run_goes_on(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = stepping.cross_entropy
+    whole = stepping.tied_cross_entropy
     calls = []
 
     def poisoned(*args: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         return whole(*args) * (math.nan if len(calls) == 6 else 1)
 
-    monkeypatch.setattr(stepping, "cross_entropy", poisoned)
+    monkeypatch.setattr(stepping, "tied_cross_entropy", poisoned)
     result, heard = train(text, steps=20, eval_every=5)
     assert not any(isinstance(event, events.RollbackEvent) for event in heard)
     assert math.isnan(losses(heard)[5])
@@ -452,14 +452,14 @@ def test_a_bad_step_is_left_out_and_the_run_goes_on(text: Path, monkeypatch: pyt
 
 def test_an_exploded_loss_goes_back_once_with_a_lower_rate(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Going back restores weights and moments: what follows is what a run with that rate would do from there."""
-    whole = stepping.cross_entropy
+    whole = stepping.tied_cross_entropy
     calls: list[int] = []
 
     def exploding(*args: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         return whole(*args) * (1000 if 90 < len(calls) <= 93 else 1)
 
-    monkeypatch.setattr(stepping, "cross_entropy", exploding)
+    monkeypatch.setattr(stepping, "tied_cross_entropy", exploding)
     result, heard = train(text, steps=120, lr=1e-2, eval_every=30, schedule="constant", dropout=0.0)
     (back,) = [event for event in heard if isinstance(event, events.RollbackEvent)]
     assert (back.step, back.failed_step) == (90, 93)

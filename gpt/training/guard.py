@@ -24,14 +24,13 @@ class Guard:
         self.bad = 0  # steps in a row
         self.has_learnt = False  # a loss well below guessing was seen
 
-    def judge(self, loss: float, norm: float, scaled: bool) -> bool:
-        """Whether a step may be applied: its loss and its gradient are numbers. With a scaled loss (float16) an
-        infinite gradient is the scaler's business."""
+    def judge(self, loss: float, norm: float, scaled: bool) -> None:
+        """Counts a step as bad whose loss or gradient is no number, or whose loss has exploded. With a scaled loss
+        (float16) an infinite gradient is the scaler's business."""
         sound = math.isfinite(loss) and (math.isfinite(norm) or scaled)
         self.has_learnt |= loss < self.guessing - MARGIN
         exploded = self.has_learnt and loss > self.guessing + MARGIN
         self.bad = 0 if sound and not exploded else self.bad + 1
-        return sound
 
     @property
     def failed(self) -> bool:

@@ -1,10 +1,7 @@
 """A training run, from texts to a saved checkpoint."""
 
-import contextlib
 import dataclasses
 import math
-import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -25,20 +22,20 @@ from gpt.model.decoder import GPT
 from gpt.model.loss import bits_per_byte
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
-from gpt.text.corpus import open_corpus
 from gpt.training import logs, lora
 from gpt.training.guard import LOWER, Guard, Snapshot
+from gpt.training.opening import discard, open_run
 from gpt.training.optim import make_optimizer
 from gpt.training.pace import END_SECONDS, PROBE_SECONDS, PROBE_SHARE, Pace
-from gpt.training.pairs import PairData, make_pairs
-from gpt.training.prepare import Data, make_data, open_data, tokenized
+from gpt.training.pairs import PairData
+from gpt.training.prepare import Data
 from gpt.training.recipe import Recipe, resolve
 from gpt.training.record import run_record
 from gpt.training.schedule import lr_at
 from gpt.training.speed import Speed
 from gpt.training.start import Start, find_start
 from gpt.training.state import TrainState
-from gpt.training.step import Stepper
+from gpt.training.step import Outcome, Stepper
 
 Listener = Callable[[events.Event | events.Note | events.Plan | events.Progress], None]
 EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)  # held-out tokens of a periodic evaluation: of all, within bounds
@@ -82,7 +79,7 @@ def train(
         listen(events.Note(text))
 
     start = find_start(config)
-    run, data = _open_run(texts, config, compute, start, listen, note)
+    run, data = open_run(texts, config, compute, start, listen, note)
     try:
         held_out = len(data.held_out) > 0
         n_tokens, vocab_size = len(data.train), data.tokenizer.vocab_size
@@ -100,7 +97,7 @@ def train(
         trainer.pace = pace
         trainer.open(texts, config)
     except BaseException:  # nothing was trained yet
-        _discard(run)
+        discard(run)
         raise
     try:
         with StopSignal() as stop:
@@ -112,42 +109,13 @@ def train(
         trainer.close()
 
 
-def _open_run(
-    texts: Sequence[str],
-    config: TrainConfig,
-    compute: Compute,
-    start: Start | None,
-    listen: Listener,
-    note: Callable[[str], None],
-) -> tuple[Path, Data | PairData]:
-    """A new run folder and the data of the run, tokenized into it unless they come tokenized; where that fails, no
-    folder is left."""
-    tokenizer = start.tokenizer if start else None
-    if config.pairs:
-        pairs = make_pairs(texts, config, compute.device.type, note, tokenizer)
-        return folder.create_run(config.out or os.path.join(folder.RUNS, pairs.corpus.name)), pairs
-    path = tokenized(texts)
-    if path is not None:
-        data = open_data(path, config, note, tokenizer)
-        return folder.create_run(config.out or os.path.join(folder.RUNS, path.absolute().name)), data
-    corpus = open_corpus(texts, config, listen)
-    run = folder.create_run(config.out or os.path.join(folder.RUNS, corpus.name))
-    try:
-        return run, make_data(corpus, config, run / "tokens", compute.device.type, listen, note, tokenizer)
-    except Interrupted as stopped:
-        _discard(run)
-        raise Interrupted(stopped.signum, "interrupted before the first step: nothing is left of the run") from None
-    except BaseException:
-        _discard(run)
-        raise
+@dataclass(frozen=True)
+class Pending:
+    """A step that was begun, and maybe not computed yet."""
 
-
-def _discard(run: Path) -> None:
-    """Takes back a run folder, and ``runs/`` where nothing else is in it."""
-    shutil.rmtree(run, ignore_errors=True)
-    if run.parent == Path(folder.RUNS):
-        with contextlib.suppress(OSError):
-            run.parent.rmdir()
+    step: int
+    lr: float
+    outcome: Outcome
 
 
 class Trainer:
@@ -175,7 +143,9 @@ class Trainer:
         self.stepper = Stepper(self.model, self.optimizer, compute, recipe, self.on_halved)
         self.speed = Speed.of(self.model, recipe, compute)
         self.record: dict[str, Any] | None = None  # what run.json holds
-        self.batches = data.batches(recipe.model.block_size, recipe.rows, recipe.seed)
+        if recipe.compile:
+            self.compile()
+        self.batches = data.batches(recipe)
         tokens = min(max(EVAL_TOKENS[0], round(EVAL_SHARE * recipe.steps * recipe.batch_tokens)), EVAL_TOKENS[1])
         wanted = max(1, tokens // recipe.model.block_size)
         self.held_out = data.some_windows(recipe.model.block_size, wanted)
@@ -184,6 +154,7 @@ class Trainer:
         self.measured: tuple[int, float] | None = None  # the newest evaluation's step and loss
         self.guard = Guard(recipe.model.vocab_size)
         self.pace: Pace | None = None  # where the run ends at a time
+        self.pending: Pending | None = None  # the step that a GPU may still compute
         self.first_step = 0.0  # when it began, on the clock of time.perf_counter
 
     def open(self, texts: Sequence[str], config: TrainConfig) -> None:
@@ -201,7 +172,7 @@ class Trainer:
         )
         if self.recipe.lora_rank:
             self.note(lora.describe(self.model))
-        epochs = self.recipe.steps * self.recipe.batch_tokens / len(self.data.train)
+        epochs = self.recipe.tokens(self.recipe.steps) / len(self.data.train)
         self.note(
             f"{self.recipe.steps:,} steps of {self.recipe.batch_tokens:,} tokens, {epochs:.1f} times the text, "
             f"on {self.compute.describe()}; run {self.run}"
@@ -221,6 +192,9 @@ class Trainer:
             self.step()
             if state.step == self.recipe.steps - self.recipe.decay:
                 self.retime()
+            if stop.signum is None and not self.pauses():
+                continue
+            self.settle()
             recipe = self.recipe
             at_end = state.step == recipe.steps
             if at_end or (stop.signum is None and not self.guard.bad):
@@ -233,31 +207,57 @@ class Trainer:
             if stop.signum is not None:
                 self.end_by_signal(stop.signum)
 
+    def pauses(self) -> bool:
+        """Whether there is more to do after this step than the next one."""
+        recipe = self.recipe
+        every = (recipe.steps, recipe.eval_every, recipe.save_every, recipe.sample_every)
+        return any(n and self.state.step % n == 0 for n in every)
+
     def step(self) -> None:
-        """One optimizer step: gradients of the whole batch, accumulated; clipped; applied."""
+        """One optimizer step. A GPU computes it while the one before is told and the next one is prepared."""
         recipe, state = self.recipe, self.state
         started = time.perf_counter()
         lr = state.rate_factor * lr_at(
             state.step + 1, peak=recipe.lr, warmup=recipe.warmup, steps=recipe.steps,
             decay=recipe.decay, schedule=recipe.schedule,
         )  # fmt: skip
-        value, norm = self.update(state.step, lr)
-        state.step += 1
+        outcome = self.stepper.step(*self.batches.global_batch(state.step), lr)
         state.step_seconds += time.perf_counter() - started
-        self.emit(events.StepEvent, loss=value, lr=lr, grad_norm=norm, **self.speed.rates(state))
-        if self.guard.failed:
-            self.roll_back(f"the loss became {value:g} (gradient norm {norm:g})", lr)
+        if self.settle():  # went back, behind what was begun meanwhile
+            return
+        state.step += 1
+        self.pending = Pending(state.step, lr, outcome)
+        if outcome.arrived is None:  # nothing goes on beside this
+            self.settle()
 
-    def update(self, step: int, lr: float) -> tuple[float, float]:
-        """The batch of a step, its gradients and what the optimizer makes of them, unless they are no numbers. Gives
-        loss and gradient norm."""
-        x, y = (torch.from_numpy(a).to(self.compute.device) for a in self.batches.global_batch(step))
-        self.optimizer.set_lr(lr)
-        value, norm = self.stepper.gradients(x, y)
-        if self.guard.judge(value, norm, self.stepper.scaled):
-            self.stepper.apply()
-        self.stepper.clear()
-        return value, norm
+    def settle(self) -> bool:
+        """Waits for the step under way, tells it and judges it; whether the run had to go back."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return False
+        started = time.perf_counter()
+        loss, norm = pending.outcome.read()
+        self.state.step_seconds += time.perf_counter() - started
+        self.guard.judge(loss, norm, self.stepper.scaled)
+        rates = self.speed.rates(self.recipe.tokens(pending.step), self.state.step_seconds)
+        self.emit(events.StepEvent, pending.step, loss=loss, lr=pending.lr, grad_norm=norm, **rates)
+        if self.guard.failed:
+            self.roll_back(f"the loss became {loss:g} (gradient norm {norm:g})", pending.step, pending.lr)
+            return True
+        return False
+
+    def compile(self) -> None:
+        """Compiles; where that fails, the run goes on without."""
+        started = time.perf_counter()
+        try:
+            self.stepper.compile()
+        except Exception as error:  # whatever its layers raise
+            self.stepper.uncompile()
+            self.change(compile=False)
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.listen(events.Note(f"torch.compile failed, so the run goes on without it: {why:.200}", warning=True))
+        else:
+            self.note(f"compiled in {time.perf_counter() - started:.0f} s")
 
     def on_halved(self, micro_batch: int) -> None:
         """The memory was too small for what was computed at once."""
@@ -278,12 +278,13 @@ class Trainer:
         started = time.perf_counter()
         while len(seconds) < 6 or time.perf_counter() - started < min(PROBE_SHARE * 60 * minutes, PROBE_SECONDS):
             before = time.perf_counter()
-            self.update(len(seconds), 0.0)
+            self.stepper.step(*self.batches.global_batch(len(seconds)), 0.0).read()
             seconds.append(time.perf_counter() - before)
         some = self.held_out[: max(1, len(self.held_out) // 4)]
         before = time.perf_counter()
         if some:
-            evaluate.mean_loss(self.model, some, self.compute)
+            with self.stepper.as_written():
+                evaluate.mean_loss(self.model, some, self.compute)
         window = (time.perf_counter() - before) / max(1, len(some))
         targets = sum(len(each.y) - each.skipped for each in self.held_out) / max(1, len(self.held_out))
         whole = self.data.held_out_targets / max(1.0, targets)  # windows
@@ -303,9 +304,9 @@ class Trainer:
         self.change(steps=self.state.step + steps, decay=steps)
         self.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
 
-    def roll_back(self, why: str, lr: float) -> None:
+    def roll_back(self, why: str, failed: int, lr: float) -> None:
         """Goes back to the last good state, once, with a lower rate. Raises `WorkError` the second time."""
-        state, failed = self.state, self.state.step
+        state = self.state
         if state.rate_factor < 1:
             self.end_diverged(why, failed, lr)
         self.good.restore(self.model, self.optimizer)
@@ -318,9 +319,10 @@ class Trainer:
         """The loss on held-out windows, the same ones each time; whether it is the lowest so far."""
         if not self.held_out:
             return False
-        loss = evaluate.mean_loss(self.model, self.held_out, self.compute)
+        with self.stepper.as_written():
+            loss = evaluate.mean_loss(self.model, self.held_out, self.compute)
         if not math.isfinite(loss):
-            self.roll_back(f"the held-out loss became {loss}", self.recipe.lr)
+            self.roll_back(f"the held-out loss became {loss}", self.state.step, self.recipe.lr)
             return False
         self.good = Snapshot.of(self.model, self.optimizer, self.state)
         better = loss < self.state.best_loss
@@ -337,7 +339,7 @@ class Trainer:
         loss = self.measured[1] if self.measured and self.measured[0] == state.step else None
         meta: dict[str, Any] = {
             "step": state.step,
-            "tokens_seen": state.step * self.recipe.batch_tokens,
+            "tokens_seen": self.recipe.tokens(state.step),
             "val_loss": loss,
         }
         if self.start and self.recipe.lora_rank:
@@ -357,7 +359,8 @@ class Trainer:
         eot, prompt = self.data.tokenizer.eot, self.data.prompt
         given = self.data.tokenizer.encode(prompt).tolist()
         how = dataclasses.replace(SAMPLE, greedy=True) if prompt else SAMPLE
-        ids = [token.id for token in generate(Context(model, compute), given, how, eot, self.recipe.seed)]
+        with self.stepper.as_written():
+            ids = [token.id for token in generate(Context(model, compute), given, how, eot, self.recipe.seed)]
         model.train(training)
         return prompt + self.data.tokenizer.decode([id for id in ids if id != eot])
 
@@ -384,10 +387,10 @@ class Trainer:
             run=self.run,
             checkpoint=best,
             steps=self.state.step,
-            tokens_seen=self.state.step * self.recipe.batch_tokens,
+            tokens_seen=self.recipe.tokens(self.state.step),
             val_loss=loss,
             bits_per_byte=bits,
-            **self.speed.rates(self.state),
+            **self.speed.rates(self.recipe.tokens(self.state.step), self.state.step_seconds),
             seconds=time.perf_counter() - self.began,
             parameters=breakdown(self.recipe.model).trainable,
             device=self.compute.device.type,
@@ -410,9 +413,8 @@ class Trainer:
     def end_diverged(self, what: str, step: int, lr: float) -> NoReturn:
         """Stops a run that computes no numbers any more; what was saved before stays as it is."""
         self.end("diverged")
-        saved = (
-            f"the checkpoints in {self.run} are from before" if self.state.saved_step >= 0 else "nothing was saved yet"
-        )
+        older = self.state.saved_step >= 0
+        saved = f"the checkpoints in {self.run} are from before" if older else "nothing was saved yet"
         raise WorkError(f"{what} at step {step:,}, at a learning rate of {lr:.2g}", f"train with a lower --lr; {saved}")
 
     def end(self, reason: str) -> None:
@@ -423,12 +425,12 @@ class Trainer:
         """Whether ``patience`` evaluations in a row were no better."""
         return 0 < self.recipe.patience <= self.state.evals_since_best
 
-    def emit(self, kind: Callable[..., events.Event], **values: Any) -> None:
+    def emit(self, kind: Callable[..., events.Event], step: int | None = None, **values: Any) -> None:
         """Tells the listener and ``metrics.jsonl``."""
-        state = self.state
+        step = self.state.step if step is None else step
         event = kind(
-            step=state.step,
-            tokens=state.step * self.recipe.batch_tokens,
+            step=step,
+            tokens=self.recipe.tokens(step),
             seconds=round(time.perf_counter() - self.began, 3),
             **values,
         )

@@ -26,9 +26,11 @@ class Muon(Optimizer):
 
     As `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, which takes the matrices one by one; here all of one
     shape go through the iteration at once: 16 of 128 by 128 in 4 ms instead of 16 on two cores, 24 of 384 in 105
-    instead of 148. A group's ``parts``
-    says how many matrices lie below each other in a parameter: 3 for the fused query, key and value.
+    instead of 148. A group's ``parts`` says how many matrices lie below each other in a parameter: 3 for the fused
+    query, key and value. Where ``found_inf`` is 1, a step changes nothing, as with torch's fused optimizers.
     """
+
+    found_inf: Tensor | None = None  # 0 or 1, on the parameters' device
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, weight_decay: float, dtype: torch.dtype) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM, "parts": 1})
@@ -38,15 +40,18 @@ class Muon(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
+        applied = 1.0 if self.found_inf is None else 1 - self.found_inf
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
+            momenta = [self._momentum(p) for p in params]
             grads = [p.grad for p in params]
-            momenta = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in params]
+            if self.found_inf is not None:  # the momentum in the gradient's place leaves the momentum as it is
+                grads = [torch.where(self.found_inf > 0, m, g) for m, g in zip(momenta, grads, strict=True)]
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
             updates = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov's
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"] * applied)
             for p, update in zip(params, updates, strict=True):
                 for matrix, part in zip(p.chunk(group["parts"]), update.chunk(group["parts"]), strict=True):
                     wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
@@ -55,8 +60,14 @@ class Muon(Optimizer):
                     )
         for stack in stacks.values():
             directions = orthogonalize(torch.stack([part.to(self.dtype) for _, part, _ in stack]))
-            for (matrix, _, rate), direction in zip(stack, directions, strict=True):
+            for (matrix, _, rate), direction in zip(stack, directions * applied, strict=True):
                 matrix.sub_(direction, alpha=rate)
+
+    def _momentum(self, p: Tensor) -> Tensor:
+        if "momentum" not in self.state[p]:
+            self.state[p]["momentum"] = torch.zeros_like(p)
+        momentum: Tensor = self.state[p]["momentum"]
+        return momentum
 
 
 def orthogonalize(x: Tensor) -> Tensor:
@@ -80,6 +91,12 @@ class Optimizers:
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = lr
+
+    def step(self, unless: Tensor) -> None:
+        """An update of each, unless it is known by then, on the device, that there must be none."""
+        for part in self.parts:
+            part.found_inf = unless.float()  # type: ignore[attr-defined]  # what GradScaler tells fused optimizers
+            part.step()
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""

@@ -10,14 +10,12 @@ from gpt.model.decoder import GPT
 from gpt.model.params import flops_per_token
 from gpt.peaks import peak_flops
 from gpt.training.recipe import Recipe
-from gpt.training.state import TrainState
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a step holds, what a token costs, and what the device could compute in a second."""
+    """What a token costs, and what the device could compute in a second."""
 
-    batch_tokens: int
     flops_per_token: int
     peak: float | None  # FLOP/s; None where it is not known
 
@@ -27,11 +25,11 @@ class Speed:
         adapters = sum(p.numel() for p in model.parameters() if p.requires_grad) if recipe.lora_rank else 0
         flops = flops_per_token(recipe.model, recipe.batch_tokens // recipe.rows, adapters)
         name = torch.cuda.get_device_name(compute.device) if compute.device.type == "cuda" else compute.device.type
-        return cls(recipe.batch_tokens, flops, peak_flops(name, compute.dtype_name))
+        return cls(flops, peak_flops(name, compute.dtype_name))
 
-    def rates(self, state: TrainState) -> dict[str, Any]:
-        """``tokens_per_second`` of the steps alone, from the start, and ``mfu``, model FLOPs utilization: the share of
-        the device's peak that they need, None where the peak is not known."""
-        rate = state.step * self.batch_tokens / max(state.step_seconds, 1e-9)
+    def rates(self, tokens: int, seconds: float) -> dict[str, Any]:
+        """``tokens_per_second``, and ``mfu``, model FLOPs utilization: the share of the device's peak that they need,
+        None where the peak is not known."""
+        rate = tokens / max(seconds, 1e-9)
         mfu = None if self.peak is None else rate * self.flops_per_token / self.peak
         return {"tokens_per_second": rate, "mfu": mfu}
