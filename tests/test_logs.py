@@ -150,7 +150,7 @@ def test_a_run_that_is_cut_off_ends_as_failed(text: Path, wandb: StandIn) -> Non
 def test_the_same_run_has_the_same_name_at_wandb_and_another_has_not(wandb: StandIn) -> None:
     ids = []
     for name, started in (("a", "1"), ("a", "1"), ("a", "2"), ("b", "1")):
-        logs.Wandb(Path("runs") / name, {"started": started, "resolved": {}})
+        logs.Wandb(Path("runs") / name, {"started": started, "resolved": {}}, 0)
         ids.append(wandb.begun["id"])
     assert ids[0] == ids[1]
     assert len(set(ids)) == 3

@@ -34,11 +34,13 @@ def numbers(event: Event) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Curves and samples in ``RUN/tensorboard``: ``tensorboard --logdir runs`` shows them."""
+    """Curves and samples in ``RUN/tensorboard``: ``tensorboard --logdir runs`` shows them. What an earlier process told
+    of steps after ``step``, from which the run goes on, is hidden."""
 
-    def __init__(self, run: Path, record: Mapping[str, Any]) -> None:
-        self.writer = import_module("torch.utils.tensorboard").SummaryWriter(str(run / "tensorboard"))
-        self._write("settings", json.dumps(record["resolved"], indent=1), 0)
+    def __init__(self, run: Path, record: Mapping[str, Any], step: int) -> None:
+        tensorboard = import_module("torch.utils.tensorboard")
+        self.writer = tensorboard.SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
+        self._write("settings", json.dumps(record["resolved"], indent=1), step)
 
     def __call__(self, event: Event) -> None:
         """Writes what an event tells."""
@@ -59,7 +61,7 @@ class TensorBoard:
 class Wandb:
     """A run of Weights & Biases. Project, entity, mode and all else are what its ``WANDB_…`` variables say."""
 
-    def __init__(self, run: Path, record: Mapping[str, Any]) -> None:
+    def __init__(self, run: Path, record: Mapping[str, Any], step: int) -> None:
         self.wandb = import_module("wandb")
         self.run = self.wandb.init(
             project=os.environ.get("WANDB_PROJECT", "gpt"),
@@ -89,7 +91,7 @@ class Wandb:
         self.run.finish(exit_code=0 if self.done else 1)
 
 
-KINDS: dict[str, tuple[str, Callable[[Path, Mapping[str, Any]], Log]]] = {  # and the module that each needs
+KINDS: dict[str, tuple[str, Callable[[Path, Mapping[str, Any], int], Log]]] = {  # and the module that each needs
     "tensorboard": ("torch.utils.tensorboard", TensorBoard),
     "wandb": ("wandb", Wandb),
 }
@@ -120,16 +122,16 @@ def check(asked: str) -> None:
 
 
 class Logs:
-    """All logs of a run. One that fails is closed, which is said, and the run goes on."""
+    """All logs of a run, from ``step`` on. One that fails is closed, which is said, and the run goes on."""
 
     def __init__(
-        self, asked: str, run: Path, record: Mapping[str, Any], note: Callable[[str], None] = lambda text: None
+        self, asked: str, run: Path, record: Mapping[str, Any], note: Callable[[str], None], step: int = 0
     ) -> None:
         self.note = note
         self.logs: dict[str, Log] = {}
         for name in named(asked):
             with self._heeding(name):
-                self.logs[name] = KINDS[name][1](run, record)
+                self.logs[name] = KINDS[name][1](run, record, step)
 
     def __call__(self, event: Event) -> None:
         """Tells each."""

@@ -79,7 +79,7 @@ def train(
         listen(events.Note(text))
 
     start = find_start(config)
-    run, data = open_run(texts, config, compute, start, listen, note)
+    run, data, sized = open_run(texts, config, compute, start, listen, note)
     try:
         held_out = len(data.held_out) > 0
         n_tokens, vocab_size = len(data.train), data.tokenizer.vocab_size
@@ -88,10 +88,10 @@ def train(
         def recipe_for(config: TrainConfig, note: Callable[[str], None] = lambda text: None) -> Recipe:
             return resolve(config, compute, data.bytes, n_tokens, vocab_size, held_out, note, shape, data.rows)
 
-        recipe, pace = recipe_for(config, note), None
+        recipe, pace = recipe_for(sized, note), None
         if config.minutes is not None:
             pace = Trainer(run, data, recipe, compute, listen, began, start).rehearse(config.minutes)
-            recipe = recipe_for(replace(config, minutes=None, steps=pace.steps(time.perf_counter())))
+            recipe = recipe_for(replace(sized, minutes=None, steps=pace.steps(time.perf_counter())))
             note(pace.describe(recipe.batch_tokens))
         trainer = Trainer(run, data, recipe, compute, listen, began, start)
         trainer.pace = pace
