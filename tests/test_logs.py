@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,25 @@ def test_tensorboard_reads_what_the_metrics_say(text: Path) -> None:
     assert [line.removeprefix("    ") for line in samples[6].split("\n")] == result.sample.splitlines()
     (settings,) = board.Tensors("settings/text_summary")
     assert json.loads(settings.tensor_proto.string_val[0])["model"]["n_embd"] == 32
+
+
+def test_steps_that_come_again_replace_those_of_the_process_before(workdir: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def tell(start: int, end: int, loss: float) -> None:
+        log = logs.Logs("tensorboard", Path("run"), {"resolved": {}}, pytest.fail, start)
+        for step in range(start + 1, end + 1):
+            log(events.StepEvent(step, step, 1.0, loss=loss, lr=0.1, grad_norm=1.0, tokens_per_second=1.0))
+        log.close()
+
+    tell(0, 5, loss=1.0)
+    time.sleep(1.1)  # files are ordered by the second that their names hold
+    tell(3, 6, loss=2.0)
+    board = EventAccumulator("run/tensorboard")
+    board.Reload()
+    told = [(each.step, each.value) for each in board.Scalars("step/loss")]
+    assert told == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0)]
 
 
 def test_logs_change_nothing(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
