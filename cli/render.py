@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gpt.api import Sample, Writing
     from gpt.evaluate import Evaluation
     from gpt.text.tokenizer import Tokenizer
-    from gpt.training.loop import Result
+    from gpt.training.result import Result
 
 
 class _Stderr(Console):

@@ -44,7 +44,7 @@ def sample(
         raise UserError(f"num is {num}; it must be 1 or more")
     with progress.starting(quiet=json):
         from gpt import api
-    loaded = api.load(model, device=device, dtype=dtype)
+    loaded = api.load(model, device=device, dtype=dtype, note=render.note)
     drawn = not (settings.greedy or settings.temperature == 0)
     if seed is None:
         seed = render.draw_seed(announce=drawn and not json)

@@ -26,6 +26,7 @@ _HOME = {
     "UserError": "gpt.errors",
     "WorkError": "gpt.errors",
     "load": "gpt.api",
+    "resume": "gpt.api",
     "train": "gpt.api",
 }
 
@@ -40,6 +41,7 @@ __all__ = [
     "UserError",
     "WorkError",
     "load",
+    "resume",
     "train",
 ]
 

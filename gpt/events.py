@@ -69,6 +69,14 @@ class RollbackEvent(Event):
 
 
 @dataclass(frozen=True)
+class ResumeEvent(Event):
+    """The run goes on from a checkpoint; what it had done after it is cut from the metrics, and done again."""
+
+    kind: ClassVar[str] = "resume"
+    checkpoint: str
+
+
+@dataclass(frozen=True)
 class EndEvent(Event):
     """The end of a run and why: ``steps`` (all done), ``patience``, ``signal`` or ``diverged``; the best checkpoint's
     loss over the whole held-out text, null where nothing was held out or the run was cut off."""
@@ -106,7 +114,7 @@ class Plan:
 
 
 KINDS: dict[str, type[Event]] = {
-    cls.kind: cls for cls in (StepEvent, EvalEvent, SampleEvent, SaveEvent, RollbackEvent, EndEvent)
+    cls.kind: cls for cls in (StepEvent, EvalEvent, SampleEvent, SaveEvent, RollbackEvent, ResumeEvent, EndEvent)
 }
 
 

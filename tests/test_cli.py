@@ -10,7 +10,7 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -79,7 +79,7 @@ OPTIONS = {
     "train": "--init --pairs --lora-rank --lora-alpha --merge-lora "
     "--out -o --preset --arch --positions --n-layer --n-head --n-embd --block-size --dropout --tokenizer --vocab-size "
     "--sample-bytes --val-fraction --val-text --field --split-on --encoding --errors --skip-bad --jobs --steps --epochs --minutes --batch-tokens --micro-batch --batch-ramp --optimizer --lr --warmup --warmup-tokens --schedule --decay --weight-decay "
-    "--clip --eval-every --patience --save-every --keep --sample-every --log --device --dtype --compile --seed --config --print-config "
+    "--clip --eval-every --patience --save-every --keep --sample-every --log --device --dtype --compile --seed --resume --config --print-config "
     "--json --quiet -q",
     "sample": "--model -m --prompt-file --temperature -t --top-k --top-p --greedy --max-tokens -n --min-tokens "
     "--ignore-eot --num -N --seed --no-echo --json --device --dtype",
@@ -429,15 +429,17 @@ def test_debug_shows_the_traceback(book: Path) -> None:
 
 def test_a_full_disk_is_status_1(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpt.runs import checkpoint
+    from gpt.training import saving
 
-    whole = checkpoint.write_file
+    whole = checkpoint.write_pieces
 
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, pieces: Iterable[bytes]) -> str:
         if path.name == "model.safetensors":
             raise OSError(28, "No space left on device")
-        whole(path, data)
+        return whole(path, pieces)
 
-    monkeypatch.setattr(checkpoint, "write_file", full)
+    monkeypatch.setattr(checkpoint, "write_pieces", full)
+    monkeypatch.setattr(saving, "ROOM_SECONDS", 0.0)
     done = gpt("train", book, *QUICK)
     one_line_of_what_and_what_next(done, "No space left on device", code=1)
     assert not list(Path("runs").rglob("*.safetensors"))
