@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import gpt
-from gpt.config import GPTConfig, SampleConfig
-from gpt.decoding.generate import Context, generate
+from gpt.config import GPTConfig
+from gpt.decoding.context import Context
+from gpt.decoding.generate import generate
 from gpt.errors import UserError, WorkError
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, folder, hf
+from gpt.sample_config import SampleConfig
 from gpt.text import tokenizer, tokenizer_json
 
 CPU = torch.device("cpu")

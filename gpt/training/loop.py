@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 import torch
 
 from gpt import device, evaluate, events
-from gpt.config import SampleConfig, TrainConfig
-from gpt.decoding.generate import Context, generate
+from gpt.config import TrainConfig
+from gpt.decoding.context import Context
+from gpt.decoding.generate import generate
 from gpt.device import Compute
 from gpt.errors import Interrupted, WorkError
 from gpt.files import disk_errors, to_json, write_file
@@ -25,6 +26,7 @@ from gpt.model.decoder import GPT
 from gpt.model.loss import bits_per_byte
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
+from gpt.sample_config import SampleConfig
 from gpt.text.corpus import open_corpus
 from gpt.training import lora
 from gpt.training.guard import LOWER, Guard, Snapshot
