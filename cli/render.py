@@ -149,6 +149,15 @@ def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bo
     return samples
 
 
+def context_notes(samples: Sequence["Sample"], size: int) -> None:
+    """What the context of ``size`` tokens had no room for."""
+    dropped = max((sample.dropped for sample in samples), default=0)
+    if dropped:
+        note(f"the prompt has {dropped + size:,} tokens, and the context {size:,}: its first {dropped:,} were left out")
+    if any(sample.slid for sample in samples):
+        note(f"the text outgrew the context of {size:,} tokens: what stood further back was forgotten")
+
+
 def json_samples(
     pieces: Iterable["Piece"], prompts: Sequence[str], seed: int | None, tokenizer: "Tokenizer"
 ) -> list["Sample"]:

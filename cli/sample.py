@@ -1,5 +1,6 @@
 """``gpt sample``."""
 
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from .options import OUTPUT, Device, Dtype, Json, given_text, option, takes
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
     from gpt.decoding.prompts import Results
-    from gpt.decoding.write import Sample
 
 MODEL_HELP = (
     "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, a GPT-2 folder of transformers, or hf:NAME of the hub."
@@ -51,10 +51,16 @@ def sample(
         option("--out", "-o", help="Write JSON lines into this file, and go on where one that is there stopped.",
                show_default="stdout", rich_help_panel=OUTPUT),
     ] = None,
+    interactive: Annotated[
+        bool, option("--interactive", "-i", help="Ask for prompt after prompt; /help says what else.")
+    ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:  # fmt: skip
     """Let a model write on after PROMPT."""
+    if interactive:
+        _talk(settings, model, seed, device, dtype, [prompt, prompt_file, prompts, out, json, num > 1])
+        return
     texts = _prompts(prompt, prompt_file, prompts)
     _check(settings, num, as_json=json or out is not None)
     with progress.starting(quiet=json):
@@ -70,7 +76,22 @@ def sample(
         samples = render.json_samples(pieces, texts, _seed(settings, seed), loaded.tokenizer)
     else:
         samples = render.stream(pieces, texts, settings.n_best if settings.beam else num, echo=not no_echo)
-    _tell_of_context(samples, loaded.model.config.block_size)
+    render.context_notes(samples, loaded.model.config.block_size)
+
+
+def _talk(
+    settings: SampleConfig, model: str | None, seed: int | None, device: str, dtype: str, others: list[object]
+) -> None:
+    if any(others):
+        raise UserError("--interactive reads prompts and writes texts as they come", "leave out what says otherwise")
+    from .interactive import Conversation
+
+    with progress.starting(quiet=False):
+        from gpt import api
+    load = functools.partial(api.load, device=device, dtype=dtype)
+    loaded = load(model)
+    seed = render.draw_seed(announce=settings.draws) if seed is None else seed
+    Conversation(loaded, load, settings, seed).run()
 
 
 def _prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> list[str]:
@@ -138,13 +159,3 @@ def _agreed_seed(settings: SampleConfig, seed: int | None, results: "Results") -
     if seed is None:
         seed = results.seed
     return render.draw_seed(announce=settings.draws) if seed is None else seed
-
-
-def _tell_of_context(samples: Sequence["Sample"], size: int) -> None:
-    dropped = max((sample.dropped for sample in samples), default=0)
-    if dropped:
-        render.note(
-            f"the prompt has {dropped + size:,} tokens, and the context {size:,}: its first {dropped:,} were left out"
-        )
-    if any(sample.slid for sample in samples):
-        render.note(f"the text outgrew the context of {size:,} tokens: what stood further back was forgotten")

@@ -142,7 +142,7 @@ def check_options(config: Any) -> None:
         if get_origin(kind) is tuple:  # an option that may be repeated
             words = (value,) if isinstance(value, str) else tuple(value)
             if not all(isinstance(word, str) and word for word in words):
-                raise UserError(f"{name} is {value!r}; it must be a text, or several, none of them empty")
+                raise UserError(f"{name} is {'empty' if '' in words else repr(value)}; it must be a text, or several")
             object.__setattr__(config, each.name, words)
             continue
         fits = (int, float) if kind is float else (kind,)

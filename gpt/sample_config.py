@@ -1,11 +1,12 @@
 """What a user may ask of ``gpt sample``; `gpt.config` says how its fields become options. Imports no torch."""
 
+import contextlib
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_origin, get_type_hints
 
-from gpt.config import check_options, option
-from gpt.errors import UserError
+from gpt.config import check_options, option, without_none
+from gpt.errors import UserError, did_you_mean
 
 _TEXT, _FILTER, _BEAM, _MACHINE, _OUTPUT = "Text", "Choice of the next token", "Beam search", "Machine", "Output"
 MOST_BEAMS = 1024
@@ -95,6 +96,22 @@ class SampleConfig:
     def looks_back(self) -> bool:
         """Whether a filter depends on the tokens before."""
         return self.repetition_penalty not in (0, 1) or self.no_repeat_ngram > 0
+
+    def changed(self, name: str, word: str) -> "SampleConfig":
+        """Itself with the setting ``name`` read from a word, as on the command line. Raises `UserError`."""
+        kinds = {key.replace("_", "-"): kind for key, kind in get_type_hints(SampleConfig).items()}
+        if name not in kinds:
+            raise UserError(f'there is no setting "{name}"', did_you_mean(name, kinds))
+        kind = without_none(kinds[name])
+        value: Any = word
+        if kind is bool:
+            value = {"on": True, "off": False, "true": True, "false": False}.get(word.lower(), word)
+        elif get_origin(kind) is tuple:
+            value = (word,) if word else ()
+        elif kind in (int, float):
+            with contextlib.suppress(ValueError):
+                value = kind(word)
+        return replace(self, **{name.replace("-", "_"): value})
 
     def biases(self) -> list[tuple[str, float]]:
         """Texts of tokens with what is added to their logits."""

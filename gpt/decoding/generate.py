@@ -94,7 +94,7 @@ class Batch:
         x = self.context.fill(len(self._active), [request.prompt for _, request in some])  # (n, T, C)
         rows = range(len(self._active), len(self._active) + len(some))
         ends = self.context.cache.lengths[rows.start : rows.stop] - 1
-        new = [_Row(number, key_of(self._seed, request.index)) for number, request in some]
+        new = [_Row(number, key_of(self._seed, request.index, request.prompt)) for number, request in some]
         if self.config.echo_logprobs:
             for at, (row, (number, request)) in enumerate(zip(rows, some, strict=True)):
                 kept = request.prompt[self.context.dropped[row] :]

@@ -149,9 +149,10 @@ def _shift(x: Tensor, by: int) -> Tensor:
     return x.bitwise_right_shift(by).bitwise_and(2 ** (64 - by) - 1)
 
 
-def key_of(seed: int, index: int) -> int:
-    """The key of sample ``index`` of a request: the same however many samples there are, and beside which."""
-    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
+def key_of(seed: int, index: int, prompt: Sequence[int]) -> int:
+    """The key of sample ``index`` of a prompt: the same however many samples there are, and beside which. It depends on
+    the prompt's ids, so that prompts side by side are not all continued by the same dice."""
+    digest = hashlib.sha256(f"{seed}/{index}/{','.join(map(str, prompt))}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
