@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from gpt import config
-from gpt.config import from_dict, read_toml
 from gpt.errors import UserError, did_you_mean
+from gpt.settings import from_dict, read_toml, without_none
 
 OUTPUT = "Output"
 
@@ -84,7 +84,7 @@ def _as_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") -> i
     kind = get_type_hints(config_class)[field.name]
     flags = [*meta["flags"], "--" + field.name.replace("_", "-")]
     settings = {"help": meta["help"], "rich_help_panel": meta["panel"], "show_default": meta["shown"] or True}
-    choice = config.without_none(kind)
+    choice = without_none(kind)
     default = field.default
     if get_origin(choice) is tuple:
         kind, default, info = list[str], [], option(*flags, **settings)

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -147,6 +148,11 @@ def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bo
             write("\n")
             samples.append(piece.sample)
     return samples
+
+
+def saved_samples(path: Path, count: int) -> None:
+    """The end of ``gpt sample --out``."""
+    stdout().print(Text.assemble(("saved  ", "bold"), f"{path}  ({count:,} samples)"))
 
 
 def context_notes(samples: Sequence["Sample"], size: int) -> None:

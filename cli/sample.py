@@ -67,7 +67,7 @@ def sample(
         from gpt import api
     loaded = api.load(model, device=device, dtype=dtype)
     if out is not None:
-        _into_file(loaded, texts, settings, seed, num, out)
+        _into_file(loaded, texts, settings, seed, num, out, json)
         return
     if seed is None:
         seed = render.draw_seed(announce=settings.draws and not json)
@@ -133,7 +133,13 @@ def _seed(settings: SampleConfig, seed: int) -> int | None:
 
 
 def _into_file(
-    loaded: "LanguageModel", texts: Sequence[str], settings: SampleConfig, seed: int | None, num: int, out: Path
+    loaded: "LanguageModel",
+    texts: Sequence[str],
+    settings: SampleConfig,
+    seed: int | None,
+    num: int,
+    out: Path,
+    json: bool,
 ) -> None:
     from gpt.decoding.prompts import Results
 
@@ -148,6 +154,8 @@ def _into_file(
                 if piece.sample is not None:
                     results.add(render.sample_json(piece, texts[piece.prompt], _seed(settings, seed), loaded.tokenizer))
                     bar.advance(1, total)
+    if not json:
+        render.saved_samples(out, results.count)
 
 
 def _agreed_seed(settings: SampleConfig, seed: int | None, results: "Results") -> int:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from gpt.config import TrainConfig, to_toml
+from gpt.config import TrainConfig
+from gpt.settings import to_toml
 
 from . import progress, render
 from .options import OUTPUT, Json, Quiet, config_file, option, takes

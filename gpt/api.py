@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpt import device as devices
-from gpt.config import ReadConfig, TextConfig, TrainConfig, from_dict
+from gpt.config import ReadConfig, TextConfig, TrainConfig
 from gpt.decoding.write import Piece, Sample, Writer
 from gpt.device import Compute
 from gpt.errors import UserError, did_you_mean
@@ -17,6 +17,7 @@ from gpt.evaluate import Encoded, Evaluation, OnWindow, evaluate
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, folder
 from gpt.sample_config import SampleConfig
+from gpt.settings import from_dict
 from gpt.text.corpus import Listener, open_corpus
 from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer

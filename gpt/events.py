@@ -5,8 +5,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gpt.config import from_dict
 from gpt.errors import UserError
+from gpt.settings import from_dict
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
-"""What a user may ask of ``gpt sample``; `gpt.config` says how its fields become options. Imports no torch."""
+"""What a user may ask of ``gpt sample``; `gpt.settings` says how its fields become options. Imports no torch."""
 
 import contextlib
 import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_origin, get_type_hints
 
-from gpt.config import check_options, option, without_none
 from gpt.errors import UserError, did_you_mean
+from gpt.settings import check_options, option, without_none
 
 _TEXT, _FILTER, _BEAM, _MACHINE, _OUTPUT = "Text", "Choice of the next token", "Beam search", "Machine", "Output"
 MOST_BEAMS = 1024

@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 
 import gpt
 from gpt import events
-from gpt.config import PRESETS, TrainConfig, from_dict, to_toml
+from gpt.config import PRESETS, TrainConfig
 from gpt.device import Compute, pick
 from gpt.errors import UserError, WorkError
 from gpt.model.decoder import GPT
 from gpt.runs import folder, hf
+from gpt.settings import from_dict, to_toml
 from gpt.text.batches import Batches
 from gpt.text.tokens import TokenFolder
 from gpt.training import recipe

@@ -56,6 +56,7 @@ class Results:
         self.path = path
         self.done: set[tuple[int, int]] = set()
         self.seed: int | None = None
+        self.count = 0  # of its lines
         try:
             self._file = path.open("a+b")
         except OSError as error:
@@ -89,12 +90,14 @@ class Results:
         if self.done and seed != self.seed:
             raise UserError(f"{where} has seed {seed}; the lines before have {self.seed}", "name another file")
         self.done.add((number, index))
+        self.count += 1
         self.seed = seed
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Writes a sample, at once."""
         self._file.write(json.dumps(values, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
+        self.count += 1
 
     def __enter__(self) -> Self:
         return self

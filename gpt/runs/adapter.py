@@ -8,12 +8,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from gpt.config import GPTConfig, from_dict
+from gpt.config import GPTConfig
 from gpt.errors import UserError
 from gpt.files import read_json
 from gpt.model import lora
 from gpt.model.decoder import GPT
 from gpt.runs import folder, hub
+from gpt.settings import from_dict
 
 FILE = "adapter.safetensors"
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from gpt.config import from_dict
 from gpt.errors import UserError
 from gpt.files import disk_errors, whole_folder, write_file
+from gpt.settings import from_dict
 from gpt.text import shards
 from gpt.text.corpus import Corpus
 from gpt.text.items import Mark

@@ -18,9 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from gpt.config import from_dict
 from gpt.errors import UserError
 from gpt.files import disk_errors, file_sum, read_json, to_json, whole_file, whole_folder, write_file
+from gpt.settings import from_dict
 from gpt.text.shards import Shard
 from gpt.text.stream import Stream
 from gpt.text.tokenizer import Tokenizer
