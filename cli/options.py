@@ -99,12 +99,15 @@ def _as_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") -> i
     flags = [*meta["flags"], "--" + field.name.replace("_", "-")]
     settings = {"help": meta["help"], "rich_help_panel": meta["panel"], "show_default": meta["shown"] or True}
     choice = without_none(kind)
-    if get_origin(choice) is Literal:
+    default = field.default
+    if get_origin(choice) is tuple:
+        kind, default, info = list[str], [], option(*flags, **settings)
+    elif get_origin(choice) is Literal:
         kind, info = str if choice is kind else str | None, one_of(get_args(choice), *flags, **settings)
     else:
         info = option(*flags, **settings)
     return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[kind, info]
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
     )
 
 

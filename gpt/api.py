@@ -1,7 +1,7 @@
 """The library's front door: `load` a model, let it write and measure texts; `train` one."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from gpt import device as devices
-from gpt.config import ReadConfig, SampleConfig, TextConfig, TrainConfig
-from gpt.decoding.generate import Context, Token, generate
-from gpt.decoding.stream import TextStream
+from gpt.config import ReadConfig, TextConfig, TrainConfig
+from gpt.decoding.write import Piece, Sample, Writer
 from gpt.device import Compute
 from gpt.errors import UserError, did_you_mean
 from gpt.evaluate import Encoded, Evaluation, OnWindow, evaluate
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, folder
+from gpt.sample_config import SampleConfig
 from gpt.settings import from_dict
 from gpt.text.corpus import Listener, open_corpus
 from gpt.text.tokenize import tokenize
@@ -28,45 +28,18 @@ from gpt.training.prepare import tokenized
 from gpt.training.result import Result
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A generated text: ``text`` is without the prompt, ``tokens`` without the end-of-text that ended it, ``logprob``
-    the sum over both, in nats, under the model itself. ``finish_reason`` is ``length`` or ``eot``."""
-
-    text: str
-    tokens: list[int]
-    logprob: float
-    finish_reason: str
-    slid: bool  # whether the text outgrew the context, so that its beginning was forgotten
-
-
 class Writing:
     """A sample being written: iterate over it for pieces of text as they come; ``sample`` is there at the end."""
 
-    def __init__(self, model: "LanguageModel", prompt: str, config: SampleConfig, seed: int, index: int) -> None:
-        self._context = Context(model.model, model.compute)
-        self._tokenizer = model.tokenizer
-        self._config = config
-        ids = model.tokenizer.encode(prompt).tolist()
-        self._tokens: Iterator[Token] = generate(self._context, ids, config, model.tokenizer.eot, seed, index)
+    def __init__(self, pieces: Iterator[Piece]) -> None:
+        self._pieces = pieces
         self.sample: Sample
 
     def __iter__(self) -> Iterator[str]:
-        stream = TextStream(self._tokenizer)
-        pieces: list[str] = []
-        tokens: list[int] = []
-        logprob, reason = 0.0, "length"
-        for token in self._tokens:
-            logprob += token.logprob
-            if token.id == self._tokenizer.eot and not self._config.ignore_eot:
-                reason = "eot"
-                break
-            tokens.append(token.id)
-            pieces.append(stream.push(token.id))
-            yield pieces[-1]
-        pieces.append(stream.flush())
-        yield pieces[-1]
-        self.sample = Sample("".join(pieces), tokens, logprob, reason, self._context.slid)
+        for piece in self._pieces:
+            if piece.sample is not None:
+                self.sample = piece.sample
+            yield piece.text
 
 
 @dataclass(frozen=True)
@@ -80,14 +53,29 @@ class LanguageModel:
 
     def write(self, prompt: str = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0) -> Writing:
         """A sample to iterate over while it is written. Sample ``index`` of a seed is the same whatever came before."""
-        return Writing(self, prompt, config or SampleConfig(), seed, index)
+        writer = Writer(self.model, self.tokenizer, self.compute, config or SampleConfig(), seed)
+        return Writing(writer.write([prompt], [index]))
+
+    def write_all(
+        self,
+        prompts: Sequence[str],
+        config: SampleConfig | None = None,
+        seed: int = 1337,
+        num: int = 1,
+        done: Collection[tuple[int, int]] = (),
+    ) -> Iterator[Piece]:
+        """``num`` samples of each prompt, or its beams, a piece at a time, one text after the other; computed side by
+        side, and the same as one by one. Those that are ``done`` (prompt, index) are left out. Raises `UserError` for
+        what the model cannot do."""
+        writer = Writer(self.model, self.tokenizer, self.compute, config or SampleConfig(), seed)
+        return writer.write(prompts, range(num), done)
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:
-        """``num`` continuations of ``prompt``, without it. ``settings`` are those of `SampleConfig`:
-        ``temperature``, ``top_k``, ``max_tokens`` … Raises `UserError` for others."""
+        """``num`` continuations of ``prompt``, without it; with ``beam`` the ``n_best`` of them. ``settings`` are those
+        of `SampleConfig`: ``temperature``, ``top_k``, ``max_tokens`` … Raises `UserError` for others."""
         config = from_dict(SampleConfig, settings, "generate")
-        writings = [self.write(prompt, config, seed, index) for index in range(num)]
-        return ["".join(writing) for writing in writings]
+        pieces = self.write_all([prompt], config, seed, num)
+        return [piece.sample.text for piece in pieces if piece.sample is not None]
 
     def loss(self, text: str, stride: int | None = None) -> float:
         """The mean loss over ``text``, nats a token, in windows of the context. `UserError` below two tokens."""

@@ -21,13 +21,15 @@ class Event:
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """An optimizer step: loss in nats a token, the gradient's norm before clipping, tokens a second of steps alone."""
+    """An optimizer step: loss in nats a token, the gradient's norm before clipping, tokens a second of steps alone, and
+    the share of the device's peak that they need (`gpt.training.speed`), null where no peak is known."""
 
     kind: ClassVar[str] = "step"
     loss: float
     lr: float
     grad_norm: float
     tokens_per_second: float
+    mfu: float | None = None
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Co
 
 import gpt
 from gpt import files
-from gpt.config import GPTConfig, SampleConfig
-from gpt.decoding.generate import Context, generate
+from gpt.config import GPTConfig
+from gpt.decoding.context import Context
+from gpt.decoding.generate import generate
 from gpt.errors import UserError, WorkError
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, folder, hf
+from gpt.sample_config import SampleConfig
 from gpt.text import tokenizer, tokenizer_json
 
 CPU = torch.device("cpu")

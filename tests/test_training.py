@@ -251,7 +251,7 @@ def test_the_run_folder(text: Path) -> None:
 
 
 SCHEMA = {
-    "step": {"event", "step", "tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second"},
+    "step": {"event", "step", "tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second", "mfu"},
     "eval": {"event", "step", "tokens", "seconds", "val_loss", "best"},
     "sample": {"event", "step", "tokens", "seconds", "text"},
     "save": {"event", "step", "tokens", "seconds", "checkpoint"},

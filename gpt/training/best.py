@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 
 from gpt import device, evaluate
-from gpt.config import SampleConfig
-from gpt.decoding.generate import Context, generate
+from gpt.decoding.context import Context
+from gpt.decoding.generate import generate
 from gpt.device import Compute
 from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
 from gpt.model.loss import bits_per_byte
 from gpt.runs import checkpoint, folder
+from gpt.sample_config import SampleConfig
 from gpt.training.opening import Setting
 from gpt.training.recipe import Recipe
 

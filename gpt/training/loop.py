@@ -18,7 +18,7 @@ from gpt.interrupt import Stopped, StopSignal
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
-from gpt.training import lora
+from gpt.training import logs, lora
 from gpt.training.best import read_best, sample_lines
 from gpt.training.guard import LOWER, Guard
 from gpt.training.keeping import Keeper, size_of
@@ -31,6 +31,7 @@ from gpt.training.record import now, run_record
 from gpt.training.result import Result
 from gpt.training.saving import Saver, check_room, said
 from gpt.training.schedule import lr_at
+from gpt.training.speed import Speed
 from gpt.training.state import Saved, TrainState, read_snapshot
 from gpt.training.step import Outcome, Stepper
 
@@ -61,6 +62,7 @@ class Trainer:
         else:
             self.optimizer = make_optimizer(self.model, recipe.optimizer, recipe.weight_decay, self.compute.dtype)
         self.stepper = Stepper(self.model, self.optimizer, self.compute, recipe, self.on_halved)
+        self.speed = Speed.of(self.model, recipe, self.compute)
         self.record: dict[str, Any] | None = None  # what run.json holds
         if recipe.compile:
             self.compile()
@@ -84,7 +86,7 @@ class Trainer:
             return checkpoint.load(path, place, shape).model.train()
         return self.start.load(shape, place) if self.start else GPT(shape).to(place)
 
-    def open(self, record: dict[str, Any], given: Mapping[str, Any] | None = None) -> None:
+    def open(self, record: dict[str, Any], log: str, given: Mapping[str, Any] | None = None) -> None:
         """Writes ``run.json``, looks for room, and says what is to be done."""
         if self.state.step == 0:
             self.record = run_record(record, self.recipe, self.compute, self.data, self.start)
@@ -95,6 +97,7 @@ class Trainer:
         check_room(self.run, size_of(self.model, self.optimizer, self.tokenizer_files))
         self.change()
         self.metrics = Metrics(self.run, self.setting.warn, self.state.metrics_bytes)
+        self.logs = logs.Logs(log, self.run, self.record, self.note)
         self.saver = Saver(self.run, self.recipe.keep, self.on_saved, self.setting.warn)
         self.keeper = Keeper(
             self.setting, self.model, self.optimizer, self.stepper.scaler, self.state, self.metrics, self.saver,
@@ -129,6 +132,7 @@ class Trainer:
             raise
         finally:
             self.metrics.close()
+            self.logs.close()
 
     def run_steps(self) -> None:
         """Steps, and after each what is due."""
@@ -213,8 +217,7 @@ class Trainer:
         loss, norm = pending.outcome.read()
         self.state.step_seconds += time.perf_counter() - started
         self.guard.judge(loss, norm, self.stepper.scaled)
-        rate = self.tokens_per_second(pending.step)
-        self.emit(events.StepEvent, pending.step, loss=loss, lr=pending.lr, grad_norm=norm, tokens_per_second=rate)
+        self.emit(events.StepEvent, pending.step, loss=loss, lr=pending.lr, grad_norm=norm, **self.rates(pending.step))
         if self.guard.failed:
             self.roll_back(f"the loss became {loss:g} (gradient norm {norm:g})", pending.step, pending.lr)
             return True
@@ -339,7 +342,7 @@ class Trainer:
             tokens_seen=self.recipe.tokens(self.state.step),
             val_loss=loss,
             bits_per_byte=bits,
-            tokens_per_second=self.tokens_per_second(self.state.step),
+            **self.rates(self.state.step),
             seconds=time.perf_counter() - self.began,
             parameters=breakdown(self.recipe.model).trainable,
             device=self.compute.device.type,
@@ -386,9 +389,9 @@ class Trainer:
         """Whether ``patience`` evaluations in a row were no better."""
         return 0 < self.recipe.patience <= self.state.evals_since_best
 
-    def tokens_per_second(self, step: int) -> float:
-        """The rate of the steps alone, from the start."""
-        return self.recipe.tokens(step) / max(self.state.step_seconds, 1e-9)
+    def rates(self, step: int) -> dict[str, Any]:
+        """Tokens a second of the steps alone, from the start, and MFU."""
+        return self.speed.rates(self.recipe.tokens(step), self.state.step_seconds)
 
     def emit(self, kind: Callable[..., events.Event], step: int | None = None, **values: Any) -> None:
         """Tells the listener and ``metrics.jsonl``."""
@@ -400,4 +403,5 @@ class Trainer:
             **values,
         )
         self.metrics.write(events.to_json(event))
+        self.logs(event)
         self.listen(event)

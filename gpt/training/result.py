@@ -18,6 +18,7 @@ class Result:
     val_loss: float | None  # nats a token
     bits_per_byte: float | None
     tokens_per_second: float  # of steps alone
+    mfu: float | None  # the share of the device's peak that they need, where that is known
     seconds: float  # the whole command, or all of them where the run was resumed
     parameters: int
     device: str

@@ -23,7 +23,7 @@ from gpt.training.schedule import lr_at
 from gpt.training.start import Start, find_start
 from gpt.training.state import Machine, Saved, read_saved
 
-MAY_CHANGE = ("steps", "device", "micro_batch", "keep")  # data and result stay, up to rounding
+MAY_CHANGE = ("steps", "device", "micro_batch", "keep", "log")  # data and result stay, up to rounding
 Notes = Callable[[str], None]
 
 

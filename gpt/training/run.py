@@ -10,7 +10,7 @@ from gpt import device, events, files
 from gpt.config import TrainConfig
 from gpt.interrupt import StopSignal
 from gpt.settings import from_dict
-from gpt.training import opening, resume
+from gpt.training import logs, opening, resume
 from gpt.training.loop import Trainer
 from gpt.training.opening import Listener, Setting
 from gpt.training.recipe import Recipe, resolve
@@ -28,6 +28,7 @@ def train(
     SIGINT or SIGTERM, once the state is saved.
     """
     began = time.perf_counter() if began is None else began
+    logs.check(config.log)
     compute = device.pick(config.device, config.dtype, training=True)
 
     def note(text: str) -> None:
@@ -74,6 +75,7 @@ def go_on(
             note(f"{path} is finished")
             return begun.result
         files.recover(path)
+        logs.check(str(given.get("log", begun.config.log)))
         resume.find_checkpoint(begun, note)
         compute = resume.same_compute(begun, given.get("device"), note)
         start = resume.same_start(begun)
@@ -119,5 +121,5 @@ def _begin(
     if saved is not None and recipe.steps > saved.recipe.steps:
         trainer.state.evals_since_best = 0  # patience begins anew
     trainer.pace = pace
-    trainer.open(record, given)
+    trainer.open(record, str(given.get("log", config.log)), given)
     return trainer
