@@ -316,7 +316,7 @@ def small_checkpoint_files(n_embd: int = 64) -> dict[str, Any]:
         idx = torch.randint(257, (2, 33)).numpy()
         stepper.step(idx[:, :-1], idx[:, 1:], 1e-3)
     snapshot = Snapshot()
-    snapshot.take(model, stepper.optimizer, stepper.scaler, TrainState(step=3, settled_step=3))
+    snapshot.take(model, stepper.optimizer, stepper.scaler, TrainState(step=3, settled_step=3, windows=1))
     contents = checkpoint.contents(
         found.model, snapshot.weights, checkpoint.TokenizerFiles(tokenizer, found.model), {"step": 3, "val_loss": 2.0}
     )
@@ -438,7 +438,7 @@ FREE = {
     "lr", "warmup", "decay", "weight_decay", "clip", "eval_every", "patience", "save_every", "keep",
     "sample_every", "seed", "steps", "batch_tokens", "loss_chunk", "lora_alpha", "compile", "merge_lora",
     "preset", "step_seconds", "seconds", "first_step", "metrics_bytes", "settled_step", "measured_step",
-    "measured_loss", "best_loss", "evals_since_best", "rate_factor", "bad_steps", "has_learnt", "threads",
+    "measured_loss", "best_loss", "evals_since_best", "rate_factor", "windows", "bad_steps", "has_learnt", "threads",
     "device", "dtype", "pace", "scaling", "ramp", "step", "val_loss", "numpy_gauss", "numpy_has_gauss",
     "python_gauss", "numpy_position", "dropout", "architectures", "bos_token_id", "eos_token_id",
     "initializer_range", "attn_pdrop", "embd_pdrop", "tokens_seen", "name", "layer_norm_epsilon", "lora_rank",

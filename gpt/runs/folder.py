@@ -46,6 +46,11 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def is_name(name: str) -> bool:
+    """Whether a checkpoint may be called so."""
+    return _STEP.fullmatch(name) is not None
+
+
 def create_run(out: str) -> Path:
     """A new, empty run folder at ``out``, or at the first free of ``out-2``, ``out-3`` … Nothing is overwritten."""
     first = Path(out)  # without a slash at its end
