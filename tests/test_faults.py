@@ -89,9 +89,10 @@ def test_what_the_disk_did_not_keep_is_noticed(tmp_path: Path, monkeypatch: pyte
 
 
 def test_damaged_copies_are_refused(tmp_path: Path) -> None:
-    outcomes, worst = faults.damaged_copies(tmp_path, 150)
-    assert dict(outcomes) == {"refused": 150}
-    assert worst < 2
+    for do in (faults.damaged_copies, faults.damaged_tokens):
+        tried = do(tmp_path, 150)
+        assert dict(tried.outcomes) == {"refused": 150}
+        assert tried.memory < 2
 
 
 ANYTHING = st.recursive(

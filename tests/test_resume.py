@@ -127,7 +127,10 @@ def test_what_stood_behind_the_checkpoint_is_cut(text: Path) -> None:
     with Path("parts/metrics.jsonl").open("a") as file:
         file.write('{"event": "step", "step": 6, "tokens": 1, "seconds": 1}\n{"event": "st')
     (Path("parts") / ".tmp-step-000008").mkdir()
-    library.resume("parts")
+    Path("parts/index.json").unlink()
+    indexed: list[bool] = []
+    library.resume("parts", lambda event: indexed.append(Path("parts/index.json").exists()))
+    assert indexed[-1]
     assert curve(Path("parts")) == curve(whole.run)
     assert not list(Path("parts").rglob(".tmp*"))
 

@@ -146,8 +146,11 @@ def best(entries: list[Entry]) -> Entry:
 
 
 def write_index(run: Path) -> None:
-    """``index.json``: which checkpoint is best, which latest, and their losses."""
+    """``index.json``: which checkpoint is best, which latest, and their losses; from the folders, which are what counts.
+    None where there is no checkpoint."""
     entries = checkpoints(run)
+    if not entries:
+        return
     index = {
         "best": best(entries).name,
         "latest": entries[-1].name,
