@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -96,6 +97,11 @@ def excerpt(text: str, lines: int = 5) -> str:
     """The first lines of a sample, indented."""
     kept = [line for line in text.strip().splitlines() if line.strip()][:lines]
     return "\n".join("    " + line for line in kept)
+
+
+def saved(path: Path, size: int) -> None:
+    """Where a file is that was written."""
+    stdout().print(Text.assemble(("saved  ", "bold"), f"{path}  ({size:,} bytes)"))
 
 
 def result_json(result: "Result") -> dict[str, Any]:
