@@ -36,12 +36,11 @@ function doing(layer, head) {
 }
 
 function drawSmall(canvas, layer, head) {
-  const image = new ImageData(T, T), values = pattern(layer, head), low = ends[0];
-  let at = 0;
-  for (let q = 0; q < T; q++) for (let k = 0; k < T; k++) {
-    const parts = k <= q ? ramp(values[q * (q + 1) / 2 + k]) : low;
-    image.data[at++] = parts[0]; image.data[at++] = parts[1]; image.data[at++] = parts[2]; image.data[at++] = 255;
-  }
+  const image = new ImageData(T, T), pixels = new Uint32Array(image.data.buffer);
+  const one = layer !== AVERAGE && head !== AVERAGE, from = one ? (layer * H + head) * TRIANGLE : 0;
+  const values = one ? weights : pattern(layer, head), scale = one ? 1024 / 65535 : 1024;
+  pixels.fill(pixel(ends[0]));
+  for (let q = 0, at = from; q < T; q++) for (let k = 0; k <= q; k++, at++) pixels[q * T + k] = steps[Math.round(values[at] * scale)];
   canvas.width = canvas.height = T;
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
@@ -208,7 +207,7 @@ texts.forEach((text, q) => strip.append(el("span", { class: "token", role: "butt
     point(to, null);
     strip.children[to].focus();
   } }, shown(text))));
-section("Head", el("div", { class: "row" }, el("div", { class: "scroll" }, big), el("div", {}, facts)), readout);
+section("Head", el("div", { class: "row" }, el("div", { class: "scroll" }, big), facts), readout);
 section("Text", el("p", { class: "soft" }, "Point at a token, or walk with the arrow keys: what it attends to is coloured."), strip, list);
 
 // The logit lens

@@ -35,11 +35,14 @@ function plain(value) {
 
 // Colours of a heat map, between two of the style's; small shares would be invisible on a straight scale.
 let ends = null;
+let steps = null; // the scale in 1,024 steps, as pixels
 function rampEnds() {
   const style = getComputedStyle(document.documentElement);
   const parse = (name) => style.getPropertyValue(name).trim().match(/[0-9a-f]{2}/gi).map((part) => parseInt(part, 16));
   ends = [parse("--low"), parse("--high")];
+  steps = Uint32Array.from({ length: 1025 }, (_, i) => pixel(ramp(i / 1024)));
 }
+const pixel = (parts) => (255 << 24 | parts[2] << 16 | parts[1] << 8 | parts[0]) >>> 0; // as ImageData has them
 function ramp(share) {
   const x = Math.sqrt(Math.min(1, Math.max(0, share)));
   return ends[0].map((low, i) => Math.round(low + (ends[1][i] - low) * x));
