@@ -10,7 +10,7 @@ import os
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +27,11 @@ from gpt.model.params import breakdown as count
 if TYPE_CHECKING:
     import typer
 
-    from gpt.api import Sample, Writing
+    from gpt.decoding.generate import Token
+    from gpt.decoding.write import Piece, Sample
     from gpt.evaluate import Evaluation
     from gpt.text.tokenizer import Tokenizer
-    from gpt.training.loop import Result
+    from gpt.training.result import Result
 
 
 class _Stderr(Console):
@@ -104,10 +105,15 @@ def saved(path: Path, size: int) -> None:
     stdout().print(Text.assemble(("saved  ", "bold"), f"{path}  ({size:,} bytes)"))
 
 
+def percent_of_peak(mfu: float | None) -> str:
+    """What stands behind a rate where the device's peak is known: `` (41.3% MFU)``."""
+    return "" if mfu is None else f" ({mfu:.1%} MFU)"
+
+
 def result_json(result: "Result") -> dict[str, Any]:
     """The last line of ``gpt train --json``."""
     values = asdict(result)
-    del values["sample"], values["prompt"]
+    del values["sample"], values["prompt"], values["mfu"]
     rounded = {"tokens_per_second": round(result.tokens_per_second, 1), "seconds": round(result.seconds, 2)}
     return values | {"run": str(result.run), "checkpoint": str(result.checkpoint)} | rounded
 
@@ -115,7 +121,8 @@ def result_json(result: "Result") -> dict[str, Any]:
 def result(result: "Result", console: Console | None = None) -> None:
     """The end of ``gpt train``."""
     console = console or stdout()
-    length = f"{result.steps:,} steps in {format_seconds(result.seconds)}, {result.tokens_per_second:,.0f} tokens/s"
+    rate = f"{result.tokens_per_second:,.0f} tokens/s{percent_of_peak(result.mfu)}"
+    length = f"{result.steps:,} steps in {format_seconds(result.seconds)}, {rate}"
     console.print(Text.assemble(("saved  ", "bold"), f"{result.checkpoint}  ({length})"))
     if result.val_loss is not None and result.bits_per_byte is not None:
         loss = f"{result.val_loss:.4f} nats a token, {result.bits_per_byte:.4f} bits a byte, on held-out text"
@@ -135,21 +142,58 @@ def draw_seed(announce: bool) -> int:
     return seed
 
 
-def stream(writing: "Writing", prompt: str, index: int, num: int) -> None:
-    """A sample on stdout, piece by piece."""
-    if num > 1:
-        write(f"--- {index + 1} of {num} ---\n")
-    write(prompt)
-    for piece in writing:
-        write(piece)
-    write("\n")
+def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bool) -> list["Sample"]:
+    """Texts on stdout, piece by piece, with a line above each where there are several."""
+    samples = []
+    told = None
+    for piece in pieces:
+        if (piece.prompt, piece.index) != told:
+            told = piece.prompt, piece.index
+            of_prompt = f"prompt {piece.prompt + 1} of {len(prompts)}" if len(prompts) > 1 else ""
+            of_num = f"{piece.index + 1} of {num}" if num > 1 else ""
+            if of_prompt or of_num:
+                write(f"--- {', '.join(filter(None, (of_prompt, of_num)))} ---\n")
+            write(prompts[piece.prompt] if echo else "")
+        write(piece.text)
+        if piece.sample is not None:
+            write("\n")
+            samples.append(piece.sample)
+    return samples
 
 
-def sample_json(sample: "Sample", index: int, prompt: str, seed: int | None) -> dict[str, Any]:
-    """A line of ``gpt sample --json``."""
-    return {
-        "prompt_index": 0,
-        "index": index,
+def saved_samples(path: Path, count: int) -> None:
+    """The end of ``gpt sample --out``."""
+    stdout().print(Text.assemble(("saved  ", "bold"), f"{path}  ({count:,} samples)"))
+
+
+def context_notes(samples: Sequence["Sample"], size: int) -> None:
+    """What the context of ``size`` tokens had no room for."""
+    dropped = max((sample.dropped for sample in samples), default=0)
+    if dropped:
+        note(f"the prompt has {dropped + size:,} tokens, and the context {size:,}: its first {dropped:,} were left out")
+    if any(sample.slid for sample in samples):
+        note(f"the text outgrew the context of {size:,} tokens: what stood further back was forgotten")
+
+
+def json_samples(
+    pieces: Iterable["Piece"], prompts: Sequence[str], seed: int | None, tokenizer: "Tokenizer"
+) -> list["Sample"]:
+    """A line of JSON for each sample."""
+    samples = []
+    for piece in pieces:
+        if piece.sample is not None:
+            json_line(sample_json(piece, prompts[piece.prompt], seed, tokenizer))
+            samples.append(piece.sample)
+    return samples
+
+
+def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Tokenizer") -> dict[str, Any]:
+    """A line of ``gpt sample --json``, for the last piece of a text."""
+    sample = piece.sample
+    assert sample is not None
+    values: dict[str, Any] = {
+        "prompt_index": piece.prompt,
+        "index": piece.index,
         "prompt": prompt,
         "text": sample.text,
         "tokens": sample.tokens,
@@ -157,6 +201,20 @@ def sample_json(sample: "Sample", index: int, prompt: str, seed: int | None) -> 
         "finish_reason": sample.finish_reason,
         "seed": seed,
     }
+    if sample.score is not None:
+        values["score"] = sample.score
+    for name in ("logprobs", "prompt_logprobs"):
+        tokens = getattr(sample, name)
+        if tokens is not None:
+            values[name] = [_token_json(token, tokenizer) for token in tokens]
+    return values
+
+
+def _token_json(token: "Token", tokenizer: "Tokenizer") -> dict[str, Any]:
+    """An id with its log-probability, and the likeliest in its place."""
+    values = {"token": token.id, "text": tokenizer.decode([token.id]), "logprob": token.logprob}
+    top = [{"token": id, "text": tokenizer.decode([id]), "logprob": logprob} for id, logprob in token.top]
+    return values | ({"top": top} if top else {})
 
 
 EVALUATION_KEYS = (

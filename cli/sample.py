@@ -1,15 +1,22 @@
 """``gpt sample``."""
 
+import functools
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpt.config import SampleConfig
 from gpt.errors import UserError
+from gpt.sample_config import SampleConfig
 
 from . import progress, render
 from .options import OUTPUT, Device, Dtype, Json, given_text, option, takes
+
+if TYPE_CHECKING:
+    from gpt.api import LanguageModel
+    from gpt.decoding.prompts import Results
 
 MODEL_HELP = (
     "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, a GPT-2 folder of transformers, or hf:NAME of the hub."
@@ -28,6 +35,10 @@ def sample(
     prompt_file: Annotated[
         Path | None, option(help="Read the prompt from a file; - is stdin.", show_default="none")
     ] = None,
+    prompts: Annotated[
+        Path | None,
+        option(help='Many prompts, a line {"prompt": …} each; - is stdin.', show_default="none"),
+    ] = None,
     num: Annotated[int, option("--num", "-N", help="How many samples.", rich_help_panel="Text")] = 1,
     seed: Annotated[
         int | None,
@@ -35,30 +46,124 @@ def sample(
     ] = None,
     no_echo: Annotated[bool, option("--no-echo", help="Do not print the prompt.", rich_help_panel=OUTPUT)] = False,
     json: Json = False,
+    out: Annotated[
+        Path | None,
+        option("--out", "-o", help="Write JSON lines into this file, and go on where one that is there stopped.",
+               show_default="stdout", rich_help_panel=OUTPUT),
+    ] = None,
+    interactive: Annotated[
+        bool, option("--interactive", "-i", help="Ask for prompt after prompt; /help says what else.")
+    ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
-) -> None:
+) -> None:  # fmt: skip
     """Let a model write on after PROMPT."""
-    text = given_text(prompt, prompt_file, "prompt", "--prompt-file")
-    if num < 1:
-        raise UserError(f"num is {num}; it must be 1 or more")
+    if interactive:
+        _talk(settings, model, seed, device, dtype, [prompt, prompt_file, prompts, out, json, num > 1])
+        return
+    texts = _prompts(prompt, prompt_file, prompts)
+    _check(settings, num, as_json=json or out is not None)
     with progress.starting(quiet=json):
         from gpt import api
-    loaded = api.load(model, device=device, dtype=dtype)
-    drawn = not (settings.greedy or settings.temperature == 0)
+    loaded = api.load(model, device=device, dtype=dtype, note=render.note)
+    if out is not None:
+        _into_file(loaded, texts, settings, seed, num, out, json)
+        return
     if seed is None:
-        seed = render.draw_seed(announce=drawn and not json)
-    if not drawn and (settings.top_k or settings.top_p):
-        render.note("--top-k and --top-p choose what to draw from; greedy draws nothing, so they are not used")
-    slid = False
-    for index in range(num):
-        writing = loaded.write(text, settings, seed, index)
-        if json:
-            list(writing)
-            render.json_line(render.sample_json(writing.sample, index, text, seed if drawn else None))
-        else:
-            render.stream(writing, "" if no_echo else text, index, num)
-        slid = slid or writing.sample.slid
-    if slid:
-        size = loaded.model.config.block_size
-        render.note(f"the text outgrew the context of {size:,} tokens: what stood further back was forgotten")
+        seed = render.draw_seed(announce=settings.draws and not json)
+    pieces = loaded.write_all(texts, settings, seed, num)
+    if json:
+        samples = render.json_samples(pieces, texts, _seed(settings, seed), loaded.tokenizer)
+    else:
+        samples = render.stream(pieces, texts, settings.n_best if settings.beam else num, echo=not no_echo)
+    render.context_notes(samples, loaded.model.config.block_size)
+
+
+def _talk(
+    settings: SampleConfig, model: str | None, seed: int | None, device: str, dtype: str, others: list[object]
+) -> None:
+    if any(others):
+        raise UserError("--interactive reads prompts and writes texts as they come", "leave out what says otherwise")
+    from .interactive import Conversation
+
+    with progress.starting(quiet=False):
+        from gpt import api
+    load = functools.partial(api.load, device=device, dtype=dtype, note=render.note)
+    loaded = load(model)
+    seed = render.draw_seed(announce=settings.draws) if seed is None else seed
+    Conversation(loaded, load, settings, seed).run()
+
+
+def _prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> list[str]:
+    if prompts is None:
+        return [given_text(prompt, prompt_file, "prompt", "--prompt-file")]
+    if prompt is not None or prompt_file is not None:
+        raise UserError("one prompt and --prompts were given", "give one of them")
+    from gpt.decoding.prompts import parse_prompts
+
+    try:
+        data = sys.stdin.buffer.read() if str(prompts) == "-" else prompts.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {prompts}: {error.strerror or error}") from None
+    return parse_prompts(data, str(prompts))
+
+
+def _check(settings: SampleConfig, num: int, as_json: bool) -> None:
+    """Refuses what makes no sense together, and says what has no effect."""
+    if num < 1:
+        raise UserError(f"num is {num}; it must be 1 or more")
+    if settings.beam and num > 1:
+        raise UserError(f"--num {num} samples are drawn, and beams draw nothing", f"the best {num}: --n-best {num}")
+    if (settings.logprobs is not None or settings.echo_logprobs) and not as_json:
+        raise UserError("--logprobs and --echo-logprobs are for programs", "add --json")
+    if settings.draws:
+        return
+    default = SampleConfig()
+    names = [
+        name for name in ("temperature", "top_k", "top_p", "min_p") if getattr(settings, name) != getattr(default, name)
+    ]
+    if names and not (names == ["temperature"] and settings.temperature == 0):
+        said = ", ".join("--" + name.replace("_", "-") for name in names)
+        what = "beams draw" if settings.beam else "greedy draws"
+        render.note(f"what to draw from is not used, since {what} nothing: {said}")
+
+
+def _seed(settings: SampleConfig, seed: int) -> int | None:
+    return seed if settings.draws else None
+
+
+def _into_file(
+    loaded: "LanguageModel",
+    texts: Sequence[str],
+    settings: SampleConfig,
+    seed: int | None,
+    num: int,
+    out: Path,
+    json: bool,
+) -> None:
+    from gpt.decoding.prompts import Results
+
+    with Results(out, texts) as results:
+        seed = _agreed_seed(settings, seed, results)
+        if results.done:
+            render.note(f"{out} has {len(results.done):,} samples; going on")
+        with progress.Bar("wrote", "samples", quiet=False) as bar:
+            total = len(texts) * (settings.n_best if settings.beam else num)
+            bar.skip(len(results.done))
+            for piece in loaded.write_all(texts, settings, seed, num, results.done):
+                if piece.sample is not None:
+                    results.add(render.sample_json(piece, texts[piece.prompt], _seed(settings, seed), loaded.tokenizer))
+                    bar.advance(1, total)
+    if not json:
+        render.saved_samples(out, results.count)
+
+
+def _agreed_seed(settings: SampleConfig, seed: int | None, results: "Results") -> int:
+    """The seed that was asked for, or of the file that is gone on with, or a drawn one."""
+    if results.done and (results.seed is not None) != settings.draws:
+        raise UserError(f"{results.path} was written with other settings", "name another file, or the same settings")
+    if results.seed is not None and seed not in (None, results.seed):
+        raise UserError(f"{results.path} has seed {results.seed}, not {seed}", "name another file")
+    if seed is None:
+        seed = results.seed
+    return render.draw_seed(announce=settings.draws) if seed is None else seed

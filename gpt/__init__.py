@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel, load, train
-    from gpt.config import GPTConfig, SampleConfig, TrainConfig
+    from gpt.config import GPTConfig, TrainConfig
     from gpt.errors import Interrupted, UserError, WorkError
     from gpt.model.decoder import GPT
+    from gpt.sample_config import SampleConfig
     from gpt.text.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
@@ -20,12 +21,13 @@ _HOME = {
     "GPTConfig": "gpt.config",
     "Interrupted": "gpt.errors",
     "LanguageModel": "gpt.api",
-    "SampleConfig": "gpt.config",
+    "SampleConfig": "gpt.sample_config",
     "Tokenizer": "gpt.text.tokenizer",
     "TrainConfig": "gpt.config",
     "UserError": "gpt.errors",
     "WorkError": "gpt.errors",
     "load": "gpt.api",
+    "resume": "gpt.api",
     "train": "gpt.api",
 }
 
@@ -40,6 +42,7 @@ __all__ = [
     "UserError",
     "WorkError",
     "load",
+    "resume",
     "train",
 ]
 

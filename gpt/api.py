@@ -1,7 +1,7 @@
 """The library's front door: `load` a model, let it write and measure texts; `train` one."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -9,62 +9,37 @@ from typing import Any
 import numpy as np
 
 from gpt import device as devices
-from gpt.config import ReadConfig, SampleConfig, TextConfig, TrainConfig
-from gpt.decoding.generate import Context, Token, generate
-from gpt.decoding.stream import TextStream
+from gpt.config import ReadConfig, TextConfig, TrainConfig
+from gpt.decoding.write import Piece, Sample, Writer
 from gpt.device import Compute
 from gpt.errors import UserError, did_you_mean
 from gpt.evaluate import Encoded, Evaluation, OnWindow, evaluate
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, folder
+from gpt.sample_config import SampleConfig
 from gpt.settings import from_dict
 from gpt.text.corpus import Listener, open_corpus
 from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokens import SIDES, TokenFolder
-from gpt.training import loop
+from gpt.training import run as runs
+from gpt.training.opening import Listener as RunListener
 from gpt.training.prepare import tokenized
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A generated text: ``text`` is without the prompt, ``tokens`` without the end-of-text that ended it, ``logprob``
-    the sum over both, in nats, under the model itself. ``finish_reason`` is ``length`` or ``eot``."""
-
-    text: str
-    tokens: list[int]
-    logprob: float
-    finish_reason: str
-    slid: bool  # whether the text outgrew the context, so that its beginning was forgotten
+from gpt.training.result import Result
 
 
 class Writing:
     """A sample being written: iterate over it for pieces of text as they come; ``sample`` is there at the end."""
 
-    def __init__(self, model: "LanguageModel", prompt: str, config: SampleConfig, seed: int, index: int) -> None:
-        self._context = Context(model.model, model.compute)
-        self._tokenizer = model.tokenizer
-        self._config = config
-        ids = model.tokenizer.encode(prompt).tolist()
-        self._tokens: Iterator[Token] = generate(self._context, ids, config, model.tokenizer.eot, seed, index)
+    def __init__(self, pieces: Iterator[Piece]) -> None:
+        self._pieces = pieces
         self.sample: Sample
 
     def __iter__(self) -> Iterator[str]:
-        stream = TextStream(self._tokenizer)
-        pieces: list[str] = []
-        tokens: list[int] = []
-        logprob, reason = 0.0, "length"
-        for token in self._tokens:
-            logprob += token.logprob
-            if token.id == self._tokenizer.eot and not self._config.ignore_eot:
-                reason = "eot"
-                break
-            tokens.append(token.id)
-            pieces.append(stream.push(token.id))
-            yield pieces[-1]
-        pieces.append(stream.flush())
-        yield pieces[-1]
-        self.sample = Sample("".join(pieces), tokens, logprob, reason, self._context.slid)
+        for piece in self._pieces:
+            if piece.sample is not None:
+                self.sample = piece.sample
+            yield piece.text
 
 
 @dataclass(frozen=True)
@@ -78,14 +53,29 @@ class LanguageModel:
 
     def write(self, prompt: str = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0) -> Writing:
         """A sample to iterate over while it is written. Sample ``index`` of a seed is the same whatever came before."""
-        return Writing(self, prompt, config or SampleConfig(), seed, index)
+        writer = Writer(self.model, self.tokenizer, self.compute, config or SampleConfig(), seed)
+        return Writing(writer.write([prompt], [index]))
+
+    def write_all(
+        self,
+        prompts: Sequence[str],
+        config: SampleConfig | None = None,
+        seed: int = 1337,
+        num: int = 1,
+        done: Collection[tuple[int, int]] = (),
+    ) -> Iterator[Piece]:
+        """``num`` samples of each prompt, or its beams, a piece at a time, one text after the other; computed side by
+        side, and the same as one by one. Those that are ``done`` (prompt, index) are left out. Raises `UserError` for
+        what the model cannot do."""
+        writer = Writer(self.model, self.tokenizer, self.compute, config or SampleConfig(), seed)
+        return writer.write(prompts, range(num), done)
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:
-        """``num`` continuations of ``prompt``, without it. ``settings`` are those of `SampleConfig`:
-        ``temperature``, ``top_k``, ``max_tokens`` … Raises `UserError` for others."""
+        """``num`` continuations of ``prompt``, without it; with ``beam`` the ``n_best`` of them. ``settings`` are those
+        of `SampleConfig`: ``temperature``, ``top_k``, ``max_tokens`` … Raises `UserError` for others."""
         config = from_dict(SampleConfig, settings, "generate")
-        writings = [self.write(prompt, config, seed, index) for index in range(num)]
-        return ["".join(writing) for writing in writings]
+        pieces = self.write_all([prompt], config, seed, num)
+        return [piece.sample.text for piece in pieces if piece.sample is not None]
 
     def loss(self, text: str, stride: int | None = None) -> float:
         """The mean loss over ``text``, nats a token, in windows of the context. `UserError` below two tokens."""
@@ -132,17 +122,30 @@ class LanguageModel:
                 stream.release()  # an open file could not be removed on Windows
 
 
-def load(path: str | Path | None = None, *, device: str = "auto", dtype: str = "auto") -> LanguageModel:
+def load(
+    path: str | Path | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    note: Callable[[str], None] = lambda text: None,
+) -> LanguageModel:
     """The model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, a GPT-2 folder of
-    transformers; None: the newest run's best. Raises `UserError` where there is none, or it is damaged."""
-    found = folder.find_checkpoint(None if path is None else str(path))
+    transformers; None: the newest run's best. Raises `UserError` where there is none, or it is damaged; where the
+    latest is, ``note`` is told, and the one before is taken."""
+    found = folder.find_checkpoint(None if path is None else str(path), note)
     compute = devices.pick(device, dtype)
     loaded = checkpoint.load(found, compute.device)
     return LanguageModel(loaded.model, loaded.tokenizer, compute, found)
 
 
-def train(*texts: str | Path, listen: loop.Listener = lambda event: None, **settings: Any) -> loop.Result:
+def train(*texts: str | Path, listen: RunListener = lambda event: None, **settings: Any) -> Result:
     """Trains on files, folders or corpora by name (none: ``pydocs``). ``settings`` are those of `TrainConfig`:
     ``steps``, ``preset``, ``out`` … ``listen`` hears every event. Raises `UserError`, `WorkError`, `Interrupted`."""
     config = from_dict(TrainConfig, settings, "train")
-    return loop.train([str(text) for text in texts], config, listen)
+    return runs.train([str(text) for text in texts], config, listen)
+
+
+def resume(run: str | Path | None = None, listen: RunListener = lambda event: None, **settings: Any) -> Result:
+    """Goes on exactly where ``run`` stopped, or the newest in ``runs/`` that is not finished. ``settings``: ``steps``
+    (more than before), ``device``, ``micro_batch``, ``keep``. Raises as `train` does."""
+    return runs.go_on(None if run is None else str(run), settings, (), listen)

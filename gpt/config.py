@@ -1,8 +1,8 @@
 """Every setting in one place: its name, type, default, bounds and line of help.
 
-``GPTConfig`` is a model's shape, ``TrainConfig`` and ``SampleConfig`` what a user may ask for. The command line
-makes its options from these dataclasses, ``--config`` and ``--print-config`` read and write them as TOML
-(`gpt.settings`). Nothing here imports torch.
+``GPTConfig`` is a model's shape, ``TrainConfig`` and others what a user may ask for (``SampleConfig`` lives in
+`gpt.sample_config`). The command line makes its options from these dataclasses, ``--config`` and ``--print-config``
+read and write them as TOML (`gpt.settings`). Nothing here imports torch.
 """
 
 import codecs
@@ -119,9 +119,13 @@ def find_preset(name: str) -> Preset:
 
 
 # The panels in which options are listed, in this order.
-_RUN, _MODEL, _TUNE, _DATA, _READ, _LENGTH, _OPTIM, _LOG, _MACHINE, _TEXT, _FILTER = PANELS = (
+_RUN, _MODEL, _TUNE, _DATA, _READ, _LENGTH, _OPTIM, _LOG, _MACHINE = (
     "Run", "Model", "Fine-tuning", "Text and tokens", "How TEXT is read", "Length and batch", "Optimizer",
-    "Along the way", "Machine", "Text", "Choice of the next token",
+    "Along the way", "Machine",
+)  # fmt: skip
+PANELS = (
+    _RUN, _MODEL, _TUNE, _DATA, _READ, _LENGTH, _OPTIM, _LOG, "Text", "Choice of the next token", "Beam search",
+    _MACHINE, "Output",
 )  # fmt: skip
 
 
@@ -331,10 +335,16 @@ class TrainConfig(TextConfig):
         None, "Steps between checkpoints; a better held-out loss is always saved.",
         panel=_LOG, shown="as --eval-every", low=1,
     )  # fmt: skip
-    keep: int = option(2, "Newest checkpoints to keep; the best one always stays.", panel=_LOG, low=1)
+    keep: int = option(
+        2,
+        "Newest checkpoints to keep, with what --resume needs; the best one's weights always stay.",
+        panel=_LOG,
+        low=1,
+    )
     sample_every: int | None = option(
         None, "Steps between sampled lines; 0: none.", panel=_LOG, shown="a quarter of the steps", low=0
     )
+    log: str = option("none", "Beside metrics.jsonl: tensorboard, wandb, or both with a comma between.", panel=_LOG)
     device: Device = option("auto", "Where to compute; auto: CUDA, else MPS, else the CPU.", panel=_MACHINE)
     dtype: Dtype = option(
         "auto", "Of the matrix products; weights stay float32. auto: bfloat16 where the device is made for it.",
@@ -364,26 +374,3 @@ class TrainConfig(TextConfig):
         if self.lora_rank is None and (self.lora_alpha is not None or self.merge_lora):
             name = "--merge-lora" if self.merge_lora else "--lora-alpha"
             raise UserError(f"{name} needs --lora-rank", "8 is usual: --lora-rank 8")
-
-
-@dataclass(frozen=True)
-class SampleConfig:
-    """How ids are drawn from logits. Raises `UserError` for values that mean nothing."""
-
-    temperature: float = option(
-        0.8, "Divides the logits: below 1 bolder, above 1 wilder, 0 greedy.", panel=_FILTER, flags=("-t",), low=0
-    )
-    top_k: int = option(0, "Draw from the K likeliest tokens; 0: off.", panel=_FILTER, shown="off", low=0)
-    top_p: float = option(
-        0.0, "Draw from the fewest tokens that hold this probability together; 0: off.",
-        panel=_FILTER, shown="off", low=0,
-    )  # fmt: skip
-    greedy: bool = option(False, "The likeliest token each step.", panel=_FILTER)
-    max_tokens: int = option(200, "Tokens to generate at most.", panel=_TEXT, flags=("-n",), low=0)
-    min_tokens: int = option(0, "End-of-text cannot come before so many tokens.", panel=_TEXT, low=0)
-    ignore_eot: bool = option(False, "End-of-text may come, and does not end the text.", panel=_TEXT)
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        if self.top_p > 1:
-            raise UserError(f"top-p is {self.top_p}; it must lie in (0, 1], or be 0 for off")

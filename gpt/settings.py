@@ -31,6 +31,12 @@ def check_options(config: Any) -> None:
             if value not in get_args(kind):
                 raise UserError(f'there is no {name} "{value}"', did_you_mean(str(value), get_args(kind)))
             continue
+        if get_origin(kind) is tuple:  # an option that may be repeated
+            words = (value,) if isinstance(value, str) else tuple(value)
+            if not all(isinstance(word, str) and word for word in words):
+                raise UserError(f"{name} is {'empty' if '' in words else repr(value)}; it must be a text, or several")
+            object.__setattr__(config, each.name, words)
+            continue
         fits = (int, float) if kind is float else (kind,)
         if type(value) not in fits:
             raise UserError(f"{name} is {value!r}; it must be of the kind {kind.__name__}")

@@ -1,93 +1,93 @@
-"""Filters, sampling, sliding, streaming, against transformers and brute force."""
+"""Rows of ids: the context past its size, seeds, batches, what ends a text."""
 
 import math
-from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
-from conftest import make_text
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+import torch.nn.functional as F
+from torch import Tensor
 
-from gpt.config import GPTConfig, SampleConfig
-from gpt.decoding import logits as filters
-from gpt.decoding.generate import Context, generate
-from gpt.decoding.stream import TextStream
+from gpt.config import GPTConfig
+from gpt.decoding.context import Context
+from gpt.decoding.generate import Batch, Request, Token, generate
+from gpt.decoding.logits import Filters
 from gpt.device import Compute
 from gpt.errors import UserError
+from gpt.model import decoder
 from gpt.model.decoder import GPT
-from gpt.text import tokenizer
+from gpt.sample_config import SampleConfig
 
 CPU = Compute(torch.device("cpu"), torch.float32)
-IDS = torch.zeros(1, 1, dtype=torch.long)
+EOT = 49
 
 
-def tiny_model(block_size: int = 16, positions: str = "learned") -> GPT:
+def tiny_model(block_size: int = 16, positions: str = "learned", arch: str = "gpt2") -> GPT:
     torch.manual_seed(0)
-    model = GPT(GPTConfig(50, block_size, 2, 2, 16, positions=positions)).eval()  # type: ignore[arg-type]
+    model = GPT(GPTConfig(50, block_size, 2, 2, 16, positions=positions, arch=arch)).eval()  # type: ignore[arg-type]
     for parameter in model.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return model
 
 
-def ids_of(model: GPT, prompt: list[int], config: SampleConfig, *, cached: bool = True, **seed: int) -> list[int]:
-    return [token.id for token in generate(Context(model, CPU, cached=cached), prompt, config, eot=49, **seed)]
+def ids_of(model: GPT, prompt: list[int], config: SampleConfig, **seed: int) -> list[int]:
+    return [token.id for token in generate(Context(model, CPU), prompt, config, eot=EOT, **seed)]
 
 
-@settings(max_examples=200, deadline=None)
-@given(seed=st.integers(0, 10**6), k=st.integers(1, 60), p=st.floats(0.01, 0.99), t=st.floats(0.1, 3.0))
-def test_filters_equal_transformers(seed: int, k: int, p: float, t: float) -> None:
-    logits = 3 * torch.randn(1, 50, generator=torch.Generator().manual_seed(seed))
-    ours = filters.warm(logits, t)
-    theirs = TemperatureLogitsWarper(t)(IDS, logits)
-    assert torch.allclose(ours.softmax(-1), theirs.softmax(-1), atol=1e-6)
-    assert torch.equal(filters.keep_top_k(logits, k), TopKLogitsWarper(k)(IDS, logits))
-    kept_ours = filters.keep_top_p(logits, p) > -math.inf
-    kept_theirs = TopPLogitsWarper(p)(IDS, logits) > -math.inf
-    sums = logits.softmax(-1).sort(descending=True).values.cumsum(-1)
-    if (sums - p).abs().min() > 1e-5:  # a sum that lands on p itself may round either way
-        assert torch.equal(kept_ours, kept_theirs)
+def batched(model: GPT, requests: list[Request], config: SampleConfig, rows: int, seed: int = 0) -> list[list[Token]]:
+    """Each request's tokens, of so many at once."""
+    found: list[list[Token]] = [[] for _ in requests]
+    for event in Batch(Context(model, CPU, rows), Filters(config, EOT), requests, seed):
+        found[event.number] += event.tokens
+    return found
 
 
-def test_filters_at_their_edges() -> None:
-    logits = torch.tensor([1.0, 3.0, 2.0])
-    for off in (
-        filters.keep_top_k(logits, 0),
-        filters.keep_top_k(logits, 99),
-        filters.keep_top_p(logits, 0),
-        filters.keep_top_p(logits, 1),
-    ):
-        assert torch.equal(off, logits)
-    assert filters.keep_top_p(logits, 1e-9).argmax() == 1
-    assert torch.isfinite(filters.keep_top_p(logits, 1e-9)).sum() == 1
-    assert torch.isfinite(filters.exclude(logits, [1])).tolist() == [True, False, True]
-    assert torch.equal(filters.exclude(logits[:1], [0]), logits[:1])  # one id always stays
-    warmed = filters.warm(logits, 1e-40)
-    assert warmed.softmax(-1).tolist() == [0, 1, 0]
-
-
-def test_sampling_follows_the_distribution() -> None:
-    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
-    generator = torch.Generator().manual_seed(0)
-    config = SampleConfig(temperature=0.7, top_k=3)
-    counts = Counter(filters.choose(logits, config, generator) for _ in range(20_000))
-    expected = torch.tensor([0.0, 1.0, 2.0, -math.inf]).div(0.7).softmax(-1)
-    for id in range(4):
-        assert counts[id] / 20_000 == pytest.approx(expected[id].item(), abs=0.012)
+def without_cache(model: GPT, prompt: list[int], ids: list[int]) -> Iterator[float]:
+    """The log-probabilities of ``ids``, each from a whole forward of what the context holds: the end of the prompt, and
+    half of the context each time that it is full."""
+    size = model.config.block_size
+    window = (prompt or [EOT])[-size:]
+    for id in ids:
+        with torch.no_grad():
+            yield float(model(torch.tensor([window]))[0, -1].log_softmax(-1)[id])
+        window = [*window, id] if len(window) < size else [*window, id][-max(1, size // 2) :]
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
 @pytest.mark.parametrize("prompt", [[], [3], list(range(15)), list(range(16)), list(range(40))])
-def test_cached_equals_uncached_past_the_context(prompt: list[int], positions: str) -> None:
-    model = tiny_model(16, positions)
-    for config in (
-        SampleConfig(greedy=True, max_tokens=60, ignore_eot=True),
-        SampleConfig(max_tokens=60, ignore_eot=True),
-    ):
-        cached, plain = (ids_of(model, prompt, config, cached=cached, seed=5) for cached in (True, False))
-        assert cached == plain
-        assert len(cached) == 60
+def test_past_the_context_absolute_positions_go_on_from_its_last_half(prompt: list[int], positions: str) -> None:
+    for size in (16, 1, 3):
+        model = tiny_model(size, positions)
+        config = SampleConfig(temperature=1.5, max_tokens=60, ignore_eot=True)
+        found = list(generate(Context(model, CPU), prompt, config, EOT, seed=4))
+        assert len({token.id for token in found}) > 5
+        expected = list(without_cache(model, prompt, [token.id for token in found]))
+        assert [token.logprob for token in found] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+@pytest.mark.parametrize("prompt", [[], [3], list(range(16)), list(range(40))])
+def test_past_the_context_rotary_positions_see_exactly_the_last_ones(
+    prompt: list[int], arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against one forward over everything, in which a mask shows each position the 16 up to itself."""
+    model = tiny_model(16, "rotary", arch)
+    config = SampleConfig(temperature=1.5, max_tokens=60, ignore_eot=True)
+    found = list(generate(Context(model, CPU), prompt, config, EOT, seed=4))
+    assert len({token.id for token in found}) > 5
+    whole = tiny_model(128, "rotary", arch)
+
+    def banded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None) -> Tensor:
+        at = torch.arange(q.size(2))
+        band = (at <= at[:, None]) & (at > at[:, None] - 16)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=band, scale=scale)
+
+    monkeypatch.setattr(decoder, "attend", banded)
+    ids = [*(prompt or [EOT])[-16:], *(token.id for token in found)]
+    with torch.no_grad():
+        logprobs = whole(torch.tensor([ids]))[0].log_softmax(-1)
+    expected = [float(logprobs[at - 1, ids[at]]) for at in range(len(ids) - 60, len(ids))]
+    assert [token.logprob for token in found] == pytest.approx(expected, abs=1e-4)
 
 
 def test_greedy_is_the_argmax_of_the_whole_forward() -> None:
@@ -102,20 +102,63 @@ def test_greedy_is_the_argmax_of_the_whole_forward() -> None:
         assert len(found) == 30 or found[-1] == 49
 
 
-def test_sliding_keeps_the_last_half() -> None:
-    context = Context(tiny_model(16), CPU)
-    context.extend(list(range(16)))
-    assert not context.slid
-    context.extend([20])
-    assert context.slid
-    assert context.ids == [9, 10, 11, 12, 13, 14, 15, 20]
-    long = Context(tiny_model(16), CPU)
-    long.extend(list(range(40)))
-    assert (long.ids, long.slid) == (list(range(24, 40)), True)
-    one = Context(tiny_model(1), CPU)
-    one.extend([1])
-    one.extend([2])
-    assert one.ids == [2]
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_what_a_context_drops_is_counted(positions: str) -> None:
+    context = Context(tiny_model(16, positions), CPU)
+    context.fill(0, [list(range(16))])
+    assert (context.dropped, context.room(0)) == ([0], 0)
+    context.step([[20]])
+    assert context.ids[0] == [*range(16), 20]
+    assert context.dropped == [9 if positions == "learned" else 1]
+    context.fill(0, [list(range(40))])
+    assert context.dropped == [24]
+
+
+def test_rotary_sliding_computes_nothing_anew() -> None:
+    model = tiny_model(16, "rotary")
+    context = Context(model, CPU)
+    context.fill(0, [list(range(16))])
+    seen = []
+    model.register_forward_pre_hook(lambda *_: None)
+    trunk = model.trunk
+    model.trunk = lambda idx, cache: seen.append(idx.numel()) or trunk(idx, cache)  # type: ignore[method-assign,func-returns-value]
+    for _ in range(40):
+        context.step([[7]])
+    assert seen == [1] * 40
+
+
+PROMPTS = [[1, 2, 3], [4], list(range(12)), [9, 9, 9, 9], list(range(30)), [5, 6], [7]]
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    "more", [{}, {"greedy": True}, {"repetition_penalty": 1.3, "no_repeat_ngram": 2, "min_tokens": 4}]
+)
+def test_batched_equals_one_by_one(rows: int, positions: str, more: dict[str, object]) -> None:
+    """Prompts of mixed lengths, some longer than the context, texts that outgrow it, others that end early."""
+    model = tiny_model(16, positions)
+    config = SampleConfig(**{"max_tokens": 25, "temperature": 1.5, **more})  # type: ignore[arg-type]
+    requests = [Request(prompt, index) for index, prompt in enumerate(PROMPTS)]
+    found = batched(model, requests, config, rows, seed=3)
+    for request, tokens in zip(requests, found, strict=True):
+        alone = list(generate(Context(model, CPU), request.prompt, config, EOT, seed=3, index=request.index))
+        assert [token.id for token in tokens] == [token.id for token in alone]
+        assert [token.logprob for token in tokens] == pytest.approx([token.logprob for token in alone], abs=1e-4)
+    if not more:
+        assert len({len(tokens) for tokens in found}) > 1  # some have met an end-of-text
+
+
+def test_whoever_listens_may_end_a_request() -> None:
+    model = tiny_model(16)
+    config = SampleConfig(greedy=True, max_tokens=12, ignore_eot=True)
+    batch = Batch(Context(model, CPU, 2), Filters(config, EOT), [Request(prompt) for prompt in PROMPTS])
+    counts = [0] * len(PROMPTS)
+    for event in batch:
+        counts[event.number] += len(event.tokens)
+        if counts[event.number] == event.number + 1:
+            batch.end(event.number)
+    assert counts == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_sample_depends_on_seed_and_index_alone() -> None:
@@ -143,7 +186,7 @@ def test_end_of_text_ends_unless_told_otherwise() -> None:
 def test_logprob_is_the_models_own() -> None:
     model = tiny_model(64)
     config = SampleConfig(temperature=0.5, top_k=3, max_tokens=12, ignore_eot=True)
-    tokens = list(generate(Context(model, CPU), [1, 2], config, eot=49, seed=3))
+    tokens = list(generate(Context(model, CPU), [1, 2], config, eot=EOT, seed=3))
     ids = [1, 2] + [token.id for token in tokens]
     with torch.no_grad():
         logprobs = model(torch.tensor([ids])).log_softmax(-1)[0]
@@ -167,21 +210,3 @@ def test_logprob_is_the_models_own() -> None:
 def test_settings_that_mean_nothing(settings: dict[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):
         SampleConfig(**settings)  # type: ignore[arg-type]
-
-
-@given(st.text(max_size=30), st.binary(max_size=6))
-def test_streaming_shows_whole_characters_and_loses_nothing(text: str, junk: bytes) -> None:
-    tok = tokenizer.bytes_tokenizer()
-    for data in (text.encode(), text.encode() + junk):
-        stream = TextStream(tok)
-        pieces = [stream.push(byte) for byte in data] + [stream.flush()]
-        assert "".join(pieces) == data.decode("utf-8", "replace")
-    stream = TextStream(tok)
-    assert not any("\ufffd" in stream.push(byte) for byte in "é🐕\u4e2d".encode())
-
-
-def test_a_literal_replacement_character_streams() -> None:
-    tok = tokenizer.learn_tokenizer([make_text()], 300)
-    stream = TextStream(tok)
-    ids = tok.encode("a\ufffdb").tolist()
-    assert "".join(stream.push(id) for id in ids) + stream.flush() == "a\ufffdb"

@@ -48,12 +48,13 @@ def few_steps(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
     Path("chapter.txt").write_bytes(make_text(300, seed=1).encode())
     pairs = [{"prompt": f"{n} and 1 =>", "completion": f" {n + 1}"} for n in range(40)]
     Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    Path("prompts.jsonl").write_text('{"prompt": "Once upon"}\n{"prompt": "the cat"}\n')
     Path("notes").mkdir()
     Path("notes/one.md").write_bytes(make_text(3000, seed=2).encode())
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("page", ["README.md", "docs/finetuning.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/finetuning.md", "docs/sampling.md"])
 def test_commands_of_the_readme(gpt: Callable[..., Done], page: str) -> None:
     """In order, as a reader would type them, each on what the ones before left."""
     import gpt_cli.main

@@ -74,8 +74,9 @@ def test_the_same_seed_gives_the_same_bits(text: Path) -> None:
     assert losses(runs[0][1]) == losses(runs[1][1])
     assert not torch.equal(one["transformer.wte.weight"], other["transformer.wte.weight"])
     checkpoints = [folder.find_checkpoint(str(result.run)) for result, _ in runs[:2]]
-    for path in checkpoints[0].iterdir():
-        assert path.read_bytes() == (checkpoints[1] / path.name).read_bytes()
+    for path in checkpoints[0].iterdir():  # training.json tells how long things took
+        if path.name not in ("training.json", "checksums.json"):
+            assert path.read_bytes() == (checkpoints[1] / path.name).read_bytes()
 
 
 def test_what_is_watched_changes_nothing(text: Path) -> None:
@@ -250,7 +251,7 @@ def test_the_run_folder(text: Path) -> None:
 
 
 SCHEMA = {
-    "step": {"event", "step", "tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second"},
+    "step": {"event", "step", "tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second", "mfu"},
     "eval": {"event", "step", "tokens", "seconds", "val_loss", "best"},
     "sample": {"event", "step", "tokens", "seconds", "text"},
     "save": {"event", "step", "tokens", "seconds", "checkpoint"},
@@ -367,6 +368,10 @@ def test_a_second_signal_ends_at_once_and_tears_nothing(text: Path) -> None:
     with pytest.raises(gpt.Interrupted, match="twice") as stop:
         gpt.train(text, listen=strike, **FAST, steps=20, eval_every=5)
     assert stop.value.exit_code == 143
+    for _ in range(100):  # a process would be gone; here what was being written still becomes whole
+        if Path("runs/book/index.json").exists():
+            break
+        time.sleep(0.1)
     assert gpt.load("runs/book").path.name == "step-000005"
     assert not list(Path("runs").rglob(".tmp*"))
 

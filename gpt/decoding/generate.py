@@ -1,63 +1,156 @@
-"""Ids → more ids: prefill the cache with the prompt, then a step a token. Knows nothing of text."""
+"""Prompts' ids → more ids: rows are filled with prompts, then a step gives each row a token. Knows nothing of text."""
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gpt.config import SampleConfig
-from gpt.decoding import logits as filters
-from gpt.device import Compute
-from gpt.model.cache import KVCache
-from gpt.model.decoder import GPT
+from gpt.decoding.context import Context
+from gpt.decoding.logits import Filters, key_of, step_key
+from gpt.sample_config import SampleConfig
+
+POSITIONS_AT_ONCE = 64  # of a prompt, whose logits are looked at together
 
 
 @dataclass(frozen=True)
 class Token:
-    """A generated id and its log-probability (nats) under the model itself: no filter, temperature 1."""
+    """An id and its log-probability (nats) under the model itself: no filter, temperature 1; None where nothing stands
+    before it. ``top``: the likeliest ids in its place with theirs, if asked for."""
 
     id: int
-    logprob: float
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
 
 
-class Context:
-    """The ids that the next one is predicted from, and the cache of their keys and values.
+@dataclass(frozen=True)
+class Request:
+    """A sample to make: its prompt's ids, of which there is one at least, and its number within the prompt's."""
 
-    Positions are absolute, so a full context cannot move by one: it drops all but its last half and is computed
-    anew, once every block_size / 2 tokens.
+    prompt: Sequence[int]
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Event:
+    """What has become of request ``number``: it begins with its prompt's tokens (where their log-probabilities were
+    asked for), then come ``tokens``, and at the end the ``reason``: ``length`` or ``eot``."""
+
+    number: int
+    tokens: Sequence[Token] = ()
+    prompt: Sequence[Token] | None = None
+    reason: str | None = None
+
+
+@dataclass
+class _Row:
+    number: int
+    key: int
+    count: int = 0  # ids generated so far
+    last: int = 0  # the newest of them, which the context has not taken in
+    ended: bool = False
+
+
+class Batch:
+    """Samples that are made together, as many at once as the context has rows; the others follow as rows get free.
+
+    Iterate over it for events. Whoever listens may end a request with `end`.
     """
 
-    def __init__(self, model: GPT, compute: Compute, *, cached: bool = True) -> None:
-        self.model = model
-        self.compute = compute
-        self.cache = KVCache(model.config, 1, compute.device, compute.dtype) if cached else None
-        self.ids: list[int] = []
-        self.slid = False  # whether anything has been dropped
+    def __init__(self, context: Context, filters: Filters, requests: Iterable[Request], seed: int = 0) -> None:
+        self.context = context
+        self.filters = filters
+        self.config = filters.config
+        self._waiting = enumerate(requests)
+        self._seed = seed
+        self._active: list[_Row] = []  # row r of the context is that of _active[r]
+        self._logits: Tensor | None = None  # (n, V): what follows each active row
+
+    def end(self, number: int) -> None:
+        """Nothing more of this request is wanted."""
+        for row in self._active:
+            row.ended = row.ended or row.number == number
 
     @torch.inference_mode()
-    def extend(self, ids: Sequence[int]) -> Tensor:
-        """Takes in at least one more id and returns the logits (V) of what follows."""
-        size = self.model.config.block_size
-        new = list(ids)
-        if len(self.ids) + len(new) > size:
-            kept = size if not self.ids else max(1, size // 2)  # a long prompt keeps all that fits
-            self.ids, new = [], (self.ids + new)[-kept:]
-            self.slid = True
-            if self.cache is not None:
-                self.cache.clear()
-        self.ids += new
-        todo = self.ids if self.cache is None else new
-        with self.compute.autocast():
-            x = self.model.trunk(torch.tensor([todo], device=self.compute.device), self.cache)
-            return self.model.unembed(x[0, -1]).float()
+    def __iter__(self) -> Iterator[Event]:
+        yield from self._admit()
+        while self._active:
+            yield from self._choose()
+            self._retire()
+            if self._active:
+                x = self.context.step([[row.last] for row in self._active])
+                self._logits = self.context.logits(x[:, -1])
+            yield from self._admit()
+
+    def _admit(self) -> Iterator[Event]:
+        """Fills free rows with waiting requests."""
+        while len(self._active) < self.context.rows:
+            some = [pair for _, pair in zip(range(self.context.rows - len(self._active)), self._waiting, strict=False)]
+            if not some:
+                return
+            yield from self._begin(some)
+
+    def _begin(self, some: list[tuple[int, Request]]) -> Iterator[Event]:
+        x = self.context.fill(len(self._active), [request.prompt for _, request in some])  # (n, T, C)
+        rows = range(len(self._active), len(self._active) + len(some))
+        ends = self.context.cache.lengths[rows.start : rows.stop] - 1
+        new = [_Row(number, key_of(self._seed, request.index, request.prompt)) for number, request in some]
+        if self.config.echo_logprobs:
+            for at, (row, (number, request)) in enumerate(zip(rows, some, strict=True)):
+                kept = request.prompt[self.context.dropped[row] :]
+                yield Event(number, prompt=prompt_tokens(self.context, x[at], kept, self.config.logprobs or 0))
+        if self.config.max_tokens == 0:
+            yield from (Event(row.number, reason="length") for row in new)
+            return
+        logits = self.context.logits(x[range(len(some)), ends])
+        self._logits = logits if self._logits is None else torch.cat([self._logits, logits])
+        self._active += new
+
+    def _choose(self) -> Iterator[Event]:
+        """Gives each active row a token."""
+        assert self._logits is not None
+        past = self.context.ids[: len(self._active)]
+        shaped = self.filters.shape(self._logits, past, [row.count for row in self._active])
+        keys = [step_key(row.key, row.count) for row in self._active] if self.config.draws else []
+        ids = self.filters.choose(shaped, keys).tolist()
+        tokens = read(self._logits.log_softmax(-1), range(len(ids)), ids, self.config.logprobs)
+        for row, token in zip(self._active, tokens, strict=True):
+            row.last = token.id
+            row.count += 1
+            ends = token.id == self.filters.eot and not self.config.ignore_eot
+            reason = "eot" if ends else "length" if row.count == self.config.max_tokens else None
+            row.ended = reason is not None
+            yield Event(row.number, [token], reason=reason)
+
+    def _retire(self) -> None:
+        """Frees the rows of what has ended: the last active row takes the place of one before it."""
+        self._logits = None
+        for at in reversed(range(len(self._active))):
+            if self._active[at].ended:
+                last = self._active.pop()
+                if at < len(self._active):
+                    self._active[at] = last
+                    self.context.copy(len(self._active), at)
 
 
-def seed_of(seed: int, index: int) -> int:
-    """The generator's seed for sample ``index`` of a request: the same however many samples there are."""
-    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+def read(logprobs: Tensor, rows: Sequence[int], ids: Sequence[int], top: int | None = None) -> list[Token]:
+    """Tokens for ids that were chosen in rows of the model's own log-probabilities (n, V)."""
+    chosen = logprobs[rows, ids].tolist()
+    if not top:
+        return [Token(id, value) for id, value in zip(ids, chosen, strict=True)]
+    values, likeliest = logprobs[rows].topk(min(top, logprobs.size(-1)), dim=-1)
+    tops = [tuple(zip(*pair, strict=True)) for pair in zip(likeliest.tolist(), values.tolist(), strict=True)]
+    return [Token(*token) for token in zip(ids, chosen, tops, strict=True)]
+
+
+def prompt_tokens(context: Context, x: Tensor, ids: Sequence[int], top: int) -> list[Token]:
+    """A prompt's tokens, from the residual stream (T, C) of its ids; nothing stands before the first."""
+    tokens = [Token(ids[0], None)]
+    for start in range(0, len(ids) - 1, POSITIONS_AT_ONCE):
+        part = ids[start + 1 : start + 1 + POSITIONS_AT_ONCE]
+        logprobs = context.logits(x[start : start + len(part)]).log_softmax(-1)
+        tokens += read(logprobs, range(len(part)), part, top)
+    return tokens
 
 
 def generate(
@@ -65,15 +158,5 @@ def generate(
 ) -> Iterator[Token]:
     """Yields ids after ``prompt`` until ``max_tokens`` or end-of-text, which is yielded last. An empty prompt starts
     from end-of-text, as a document does."""
-    generator = torch.Generator().manual_seed(seed_of(seed, index))
-    if config.max_tokens == 0:
-        return
-    logits = context.extend(prompt or [eot])
-    for count in range(1, config.max_tokens + 1):
-        allowed = filters.exclude(logits, [eot]) if count <= config.min_tokens else logits
-        chosen = filters.choose(allowed, config, generator)
-        yield Token(chosen, float(logits.log_softmax(-1)[chosen]))
-        if chosen == eot and not config.ignore_eot:
-            return
-        if count < config.max_tokens:
-            logits = context.extend([chosen])
+    for event in Batch(context, Filters(config, eot), [Request(prompt or [eot], index)], seed):
+        yield from event.tokens

@@ -1,9 +1,15 @@
-"""Logits → logits: filters as pure functions, each on (…, V). What they exclude becomes -inf; one id always stays."""
+"""Logits → logits: filters as pure functions, each on (…, V) unless it says otherwise, and how an id is drawn.
+
+What a filter excludes becomes -inf; one id always stays.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from gpt.config import SampleConfig
+from gpt.sample_config import SampleConfig
 
 EXCLUDED = float("-inf")
 
@@ -33,21 +39,124 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(excluded.scatter(-1, order, excluded), EXCLUDED)
 
 
-def exclude(logits: Tensor, ids: list[int]) -> Tensor:
-    """Without ``ids``, unless nothing else is left."""
-    if not ids or logits.size(-1) <= len(ids):
+def keep_min_p(logits: Tensor, p: float) -> Tensor:
+    """Ids at least ``p`` times as likely as the likeliest (Nguyen et al. 2024); 0: all."""
+    if p <= 0:
         return logits
-    index = torch.tensor(ids, device=logits.device)
-    return logits.index_fill(-1, index, EXCLUDED)
+    probabilities = logits.softmax(-1)
+    return logits.masked_fill(probabilities < p * probabilities.amax(-1, keepdim=True), EXCLUDED)
 
 
-def choose(logits: Tensor, config: SampleConfig, generator: torch.Generator) -> int:
-    """An id for logits (V): the likeliest, or drawn after temperature, top-k and top-p, in this order.
+def penalize(logits: Tensor, ids: Iterable[int], penalty: float) -> Tensor:
+    """Logits (V) in which those of ``ids`` are divided by ``penalty`` if above 0 and multiplied by it if not (Keskar et
+    al. 2019); 0 or 1: as they were."""
+    if penalty in (0, 1):
+        return logits
+    index = torch.tensor(sorted(set(ids)), dtype=torch.long, device=logits.device)
+    of_these = logits[index]
+    return logits.index_copy(0, index, torch.where(of_these < 0, of_these * penalty, of_these / penalty))
 
-    Draws happen on the CPU in float32, so that a seed means the same wherever the model is.
+
+def repeats(ids: Sequence[int], n: int) -> list[int]:
+    """Ids that after ``ids`` would end a run of ``n`` that stands in ``ids`` already; 0: none."""
+    if n <= 0 or len(ids) < n:
+        return []
+    tail = list(ids[len(ids) - n + 1 :])
+    return sorted({ids[at + n - 1] for at in range(len(ids) - n + 1) if list(ids[at : at + n - 1]) == tail})
+
+
+def exclude(logits: Tensor, ids: Iterable[int]) -> Tensor:
+    """Without ``ids``, unless nothing else is left."""
+    without = sorted(set(ids))
+    if not without or logits.size(-1) <= len(without):
+        return logits
+    return logits.index_fill(-1, torch.tensor(without, device=logits.device), EXCLUDED)
+
+
+class Filters:
+    """The filters that a request asks for, in the order that `SampleConfig` states. ``bias``: ids and what is added."""
+
+    def __init__(self, config: SampleConfig, eot: int, bias: Sequence[tuple[int, float]] = ()) -> None:
+        self.config = config
+        self.eot = eot
+        self.bias = list(bias)
+
+    def shape(self, logits: Tensor, past: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
+        """Logits (N, V) after what does not depend on how an id is chosen. ``past``: each row's ids, the prompt's
+        included; ``counts``: how many of them were generated."""
+        config = self.config
+        if self.bias:
+            ids, values = zip(*self.bias, strict=True)
+            logits = logits.index_add(-1, _on(ids, logits), _on(values, logits).expand(len(logits), -1))
+        least = any(count < config.min_tokens for count in counts)
+        if not (config.looks_back or least):
+            return logits
+        return torch.stack([self._row(*row) for row in zip(logits, past, counts, strict=True)])
+
+    def _row(self, logits: Tensor, past: Sequence[int], count: int) -> Tensor:
+        logits = penalize(logits, past, self.config.repetition_penalty)
+        without = repeats(past, self.config.no_repeat_ngram)
+        return exclude(logits, [*without, self.eot] if count < self.config.min_tokens else without)
+
+    def keep(self, logits: Tensor) -> Tensor:
+        """Shaped logits (N, V) after temperature, top-k, top-p and min-p: what is drawn from."""
+        warmed = warm(logits.float(), self.config.temperature)
+        return keep_min_p(keep_top_p(keep_top_k(warmed, self.config.top_k), self.config.top_p), self.config.min_p)
+
+    def choose(self, logits: Tensor, keys: Sequence[int]) -> Tensor:
+        """Ids (N) for shaped logits (N, V): the likeliest, or one drawn from what is kept, with the randomness that
+        each row's key names."""
+        if not self.config.draws:
+            return logits.argmax(-1)
+        kept = self.keep(logits)
+        noisy: Tensor = kept + gumbel(keys, kept.size(-1), kept.device)
+        return noisy.argmax(-1)
+
+
+def _on(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, device=like.device)
+
+
+_GOLDEN, _FIRST, _SECOND, _WORD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 2**64
+
+
+def gumbel(keys: Sequence[int], V: int, device: torch.device) -> Tensor:
+    """Gumbel noise (N, V), a function of each row's key (64 bits) and the id alone.
+
+    The argmax of logits and such noise is a draw from their softmax (Gumbel 1954). Since it depends on nothing else, a
+    text is the same whatever is drawn beside it, on any device, and however many of its tokens are looked at at once.
     """
-    if config.greedy or config.temperature == 0:
-        return int(logits.argmax())
-    warmed = warm(logits.float().cpu(), config.temperature)
-    probabilities = keep_top_p(keep_top_k(warmed, config.top_k), config.top_p).softmax(-1)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+    # Rounded as a float is, not to steps of one size, so that small ones keep their precision.
+    uniform = _shift(bits(keys, V, device), 1).float() * 2.0**-63
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def bits(keys: Sequence[int], V: int, device: torch.device) -> Tensor:
+    """SplitMix64's first V words for each key as its state (Steele et al. 2014), (N, V), as int64."""
+    start = torch.tensor([_signed(key) for key in keys], device=device)[:, None]
+    x = start + _signed(_GOLDEN) * torch.arange(1, V + 1, device=device)  # int64 wraps, as SplitMix64 wants
+    x = (x ^ _shift(x, 30)) * _signed(_FIRST)
+    x = (x ^ _shift(x, 27)) * _signed(_SECOND)
+    return x ^ _shift(x, 31)
+
+
+def _signed(word: int) -> int:
+    return (word + _WORD // 2) % _WORD - _WORD // 2
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """int64 shifted right as if it had no sign."""
+    return x.bitwise_right_shift(by).bitwise_and(2 ** (64 - by) - 1)
+
+
+def key_of(seed: int, index: int, prompt: Sequence[int]) -> int:
+    """The key of sample ``index`` of a prompt: the same however many samples there are, and beside which. It depends on
+    the prompt's ids, so that prompts side by side are not all continued by the same dice."""
+    digest = hashlib.sha256(f"{seed}/{index}/{','.join(map(str, prompt))}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def step_key(key: int, step: int) -> int:
+    """A sample's key for its token number ``step``."""
+    digest = hashlib.sha256(key.to_bytes(8, "little") + step.to_bytes(8, "little")).digest()
+    return int.from_bytes(digest[:8], "little")

@@ -1,39 +1,91 @@
-"""Keys and values of the positions seen so far, so that a step computes its own position alone."""
+"""Keys and values of the positions seen so far, so that a step computes its own positions alone."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
 
+Where = slice | Tensor  # positions that all rows share, or (B, T) of them
+
 
 class KVCache:
-    """Room for ``block_size`` positions of every layer, allocated once; ``length`` of them are filled."""
+    """Room for ``room`` positions of ``rows`` sequences in every layer, allocated once; row r has filled
+    ``lengths[r]`` of them, and its position p lies in column p.
 
-    def __init__(self, config: GPTConfig, rows: int, device: torch.device, dtype: torch.dtype) -> None:
-        shape = (config.n_layer, rows, config.n_head, config.block_size, config.n_embd // config.n_head)
+    Rotary positions are relative, so that they may run on past the room: position p then lies in column p modulo the
+    room, in the place of the one that is no longer seen.
+    """
+
+    def __init__(
+        self, config: GPTConfig, rows: int, device: torch.device, dtype: torch.dtype, room: int | None = None
+    ) -> None:
+        self.room = config.block_size if room is None else room
+        shape = (config.n_layer, rows, config.n_head, self.room, config.n_embd // config.n_head)
+        # Zeros, not whatever was there: what a mask hides is still multiplied by a weight of 0.
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.length = 0
+        self.lengths = np.zeros(rows, np.int64)
+        self.where: Where = slice(0, 0)  # the positions that are being computed
+        self.reach = 0  # one more than the last of them
+        self._columns: tuple[Tensor, Tensor] | None = None  # where not a slice: the rows (B, 1) and columns (B, T)
+        self._mask: Tensor | None = None
+
+    def rows(self, start: int, stop: int) -> "KVCache":
+        """Rows ``start`` to ``stop`` as a cache of their own, over the same memory."""
+        part = object.__new__(KVCache)
+        part.room, part.reach, part.where, part._columns, part._mask = self.room, 0, slice(0, 0), None, None
+        part.keys, part.values = self.keys[:, start:stop], self.values[:, start:stop]
+        part.lengths = self.lengths[start:stop]
+        return part
+
+    def place(self, T: int) -> Where:
+        """Says where each row's next T positions lie: a slice of positions if the rows agree, else (B, T) of them."""
+        start = int(self.lengths[0])
+        self.reach = int(self.lengths.max()) + T
+        if self.reach <= self.room and (self.lengths == start).all():
+            self.where, self._columns = slice(start, start + T), None
+            self._mask = None
+            if T > 1 and start > 0:
+                seen = torch.arange(start + T, device=self.keys.device)
+                self._mask = seen <= seen[start:, None]  # (T, start + T)
+            return self.where
+        if T > 1 and self.reach > self.room:
+            raise ValueError(f"{self.reach} positions at once; there is room for {self.room}")
+        device = self.keys.device
+        positions = torch.from_numpy(self.lengths)[:, None] + torch.arange(T)  # (B, T)
+        self.where = positions = positions.to(device)
+        self._columns = torch.arange(len(self.lengths), device=device)[:, None], positions % self.room
+        seen = torch.arange(min(self.reach, self.room), device=device)
+        self._mask = (seen <= positions[..., None])[:, None]  # (B, 1, T, seen)
+        return self.where
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores a layer's new keys and values, (B, H, T, C/H), and returns all of them so far."""
-        end = self.length + k.size(2)
-        self.keys[layer, :, :, self.length : end] = k
-        self.values[layer, :, :, self.length : end] = v
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        """Stores a layer's new keys and values, (B, H, T, C/H), in their places, and returns all of them so far."""
+        keys, values = self.keys[layer], self.values[layer]
+        if self._columns is None:
+            keys[:, :, self.where] = k
+            values[:, :, self.where] = v
+        else:
+            rows, columns = self._columns
+            keys[rows, :, columns] = k.transpose(1, 2).to(keys.dtype)  # (B, T, H, D)
+            values[rows, :, columns] = v.transpose(1, 2).to(values.dtype)
+        end = min(self.reach, self.room)
+        return keys[:, :, :end], values[:, :, :end]
 
-    def mask(self, T: int) -> Tensor | None:
-        """Which of all positions each of the T new ones may see, (T, length + T); None where the causal mask of a
-        square, or none at all, says the same."""
-        if T == 1 or self.length == 0:
-            return None
-        seen = torch.arange(self.length + T, device=self.keys.device)
-        return seen <= seen[self.length :, None]
+    def mask(self) -> Tensor | None:
+        """Which of all positions each of the new ones may see, (…, T, seen); None where the causal mask of a square, or
+        none at all, says the same."""
+        return self._mask
 
     def advance(self, T: int) -> None:
-        """Counts T positions as filled, once every layer has stored them."""
-        self.length += T
+        """Counts T more positions of each row as filled, once every layer has stored them."""
+        self.lengths += T
 
-    def clear(self) -> None:
-        """Forgets everything; the room stays allocated."""
-        self.length = 0
+    def copy(self, source: int, target: int, start: int = 0) -> None:
+        """Makes row ``target`` equal to row ``source``, which it is already before position ``start``."""
+        end = int(self.lengths[source])
+        columns = slice(0, self.room) if end > self.room else slice(start, end)
+        self.keys[:, target, :, columns] = self.keys[:, source, :, columns]
+        self.values[:, target, :, columns] = self.values[:, source, :, columns]
+        self.lengths[target] = end

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt.config import GPTConfig
-from gpt.model.cache import KVCache
+from gpt.model.cache import KVCache, Where
 
 INIT_STD = 0.02  # GPT-2's, for every matrix
 QK_SCALE = 1.2  # what sharpens scores of normalized queries and keys
@@ -43,7 +43,7 @@ class Attention(nn.Module):
         mask = None
         if cache is not None:
             k, v = cache.append(layer, k, v)  # (B, H, seen + T, D)
-            mask = cache.mask(T)
+            mask = cache.mask()
         y = attend(q, k, v, mask, self.dropout if self.training else 0.0, scale)
         y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
         out: Tensor = self.resid_dropout(self.c_proj(y))
@@ -151,16 +151,18 @@ class GPT(nn.Module):
                 return None
 
     def trunk(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Ids (B, T) → the normalized residual stream (B, T, C). With a cache, ``idx`` follows what it has seen."""
-        start = cache.length if cache is not None else 0
+        """Ids (B, T) → the normalized residual stream (B, T, C). With a cache, each row of ``idx`` follows what
+        the cache's row has seen. Raises ValueError past the context, which rotary positions with a cache may leave."""
         T = idx.size(1)
-        if start + T > self.config.block_size:
-            raise ValueError(f"{start + T} positions; the context is {self.config.block_size}")
+        where = slice(0, T) if cache is None else cache.place(T)
+        reach = T if cache is None else cache.reach
+        if reach > self.config.block_size and (cache is None or self.turn is None):
+            raise ValueError(f"{reach} positions; the context is {self.config.block_size}")
         x = self.wte(idx)
         table = self.position_table()
         if table is not None:
-            x = x + table[start : start + T]
-        turn = None if self.turn is None else self.turn[:, start : start + T]
+            x = x + table[where]
+        turn = self.turns(where, reach)
         x = self.drop(x)
         for layer, block in enumerate(self.h):
             x = block(x, layer, turn, cache)
@@ -168,6 +170,16 @@ class GPT(nn.Module):
             cache.advance(T)
         out: Tensor = self.ln_f(x)
         return out
+
+    def turns(self, where: Where, reach: int) -> Tensor | None:
+        """The rotations of positions, (2, 1, T, D/2) or (2, B, 1, T, D/2); None where positions are not rotations. The
+        table grows with ``reach``, since rotary positions may run on past the context."""
+        if self.turn is None:
+            return None
+        if reach > self.turn.size(1):
+            with torch.inference_mode(False):  # it outlives this call, and may be trained with
+                self.turn = rotary_table(2 * reach, 2 * self.turn.size(2)).to(self.turn.device)
+        return self.turn[:, where].unsqueeze(-3)
 
     def unembed(self, x: Tensor) -> Tensor:
         """The residual stream (…, C) → logits (…, V), through the embedding transposed."""
@@ -210,7 +222,7 @@ def rotary_table(block_size: int, width: int) -> Tensor:
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Turns the pairs (i, i + D/2) of (B, H, T, D) by the angles of ``turn``, (2, T, D/2)."""
+    """Turns the pairs (i, i + D/2) of (B, H, T, D) by the angles of ``turn``, (2, 1, T, D/2) or (2, B, 1, T, D/2)."""
     cos, sin = turn.to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)

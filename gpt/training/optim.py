@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -80,11 +80,16 @@ def orthogonalize(x: Tensor) -> Tensor:
     return x
 
 
+# What each remembers of a parameter.
+MEMORY: dict[type[Optimizer], tuple[str, ...]] = {AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum",)}
+
+
 class Optimizers:
     """Several optimizers with one learning rate: what the training loop steps, and a checkpoint saves."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
+        self._of = {p: part for part in self.parts for group in part.param_groups for p in group["params"]}
 
     def set_lr(self, lr: float) -> None:
         """The rate of every group."""
@@ -102,6 +107,33 @@ class Optimizers:
         """Forgets all gradients."""
         for part in self.parts:
             part.zero_grad(set_to_none=True)
+
+    def state(self, model: GPT) -> dict[str, Tensor]:
+        """What the optimizers remember, as it stands: by parameter and word, as ``h.0.ln_1.weight.exp_avg``."""
+        return {
+            f"{name}.{word}": self._of[p].state[p][word]
+            for name, p in model.named_parameters()
+            if p.requires_grad
+            for word in MEMORY[type(self._of[p])]
+            if word in self._of[p].state[p]
+        }
+
+    def shapes(self, model: GPT) -> dict[str, tuple[int, ...]]:
+        """The shapes of `state` after a step."""
+        return {
+            f"{name}.{word}": () if word == "step" else tuple(p.shape)
+            for name, p in model.named_parameters()
+            if p.requires_grad
+            for word in MEMORY[type(self._of[p])]
+        }
+
+    def restore(self, model: GPT, state: Mapping[str, Tensor]) -> None:
+        """Makes `state` what it was; what it did not have is forgotten."""
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                part = self._of[p]
+                words = [word for word in MEMORY[type(part)] if f"{name}.{word}" in state]
+                part.state[p] = {word: state[f"{name}.{word}"].to(p.device, copy=True) for word in words}
 
 
 def make_optimizer(

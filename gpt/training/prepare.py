@@ -118,6 +118,13 @@ def make_data(
     return _open(tokenize(corpus, tokenizer, out, config.jobs, listen=listen), note, corpus)
 
 
+def reopen_data(path: Path) -> Data:
+    """The tokens that a run made for itself. Raises `UserError` where a sum is not what it was."""
+    folder = TokenFolder(path)
+    folder.verify()
+    return Data(folder, folder.tokenizer, folder.stream("train"), folder.stream("val"), found=False)
+
+
 def _open(folder: TokenFolder, note: Callable[[str], None], corpus: Corpus | None = None) -> Data:
     """The two sides of a folder. Raises `UserError` where there is nothing to train on, or something was held out and
     no token of it can be predicted."""

@@ -196,7 +196,7 @@ def _batch(config: TrainConfig, preset: Preset, model: GPTConfig, compute: Compu
     """``pair``: tokens of a pair on average, where these are the rows."""
     T, ramp = model.block_size, None
     rows = _rows(config, preset, T) if pair is None else _pair_rows(config, preset, pair)
-    micro_batch = _micro_batch(config.micro_batch, rows, model, compute)
+    micro_batch = micro_batch_for(config.micro_batch, rows, model, compute)
     if config.batch_ramp is not None:
         first = max(1, min(RAMP_FROM[0] // T, round(rows * RAMP_FROM[1])))
         ramp = Ramp(rows, first, math.ceil(config.batch_ramp / T), micro_batch)
@@ -233,7 +233,7 @@ def auto_dropout(epochs: float) -> float:
     return 0.1 if epochs > 8 else 0.0
 
 
-def _micro_batch(asked: str, rows: int, model: GPTConfig, compute: Compute) -> int:
+def micro_batch_for(asked: str, rows: int, model: GPTConfig, compute: Compute) -> int:
     """Sequences at once: the largest divisor of ``rows`` whose activations fit a part of the device's memory."""
     if asked != "auto":
         if not asked.isascii() or not asked.isdigit() or int(asked) < 1:

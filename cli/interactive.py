@@ -1,0 +1,158 @@
+"""``gpt sample --interactive``: prompt after prompt, with history, settings and models changed on the way."""
+
+import contextlib
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpt.errors import UserError, did_you_mean
+from gpt.sample_config import SampleConfig
+
+from . import render
+
+if TYPE_CHECKING:
+    from gpt.api import LanguageModel
+
+HELP = """\
+TEXT             the model writes on after it; end a line with \\ to go on in the next, or put \"\"\" before and after
+/retry           another text after the same prompt
+/more            on from where the text ended
+/set             all settings; /set NAME VALUE changes one: /set temperature 0.7
+/model PATH      another model
+/help  /quit     this; the end (or Ctrl-D). Ctrl-C ends a text. // at the start of a prompt is one /"""
+QUOTES = '"""'
+HISTORY = 1000  # lines that are remembered
+
+
+class Conversation:
+    """Reads prompts and commands until the input ends."""
+
+    def __init__(
+        self, loaded: "LanguageModel", load: Callable[[str], "LanguageModel"], settings: SampleConfig, seed: int
+    ) -> None:
+        self.loaded, self.load, self.settings, self.seed = loaded, load, settings, seed
+        self.prompt: str | None = None
+        self.index = 0  # which sample of the prompt comes next
+        self.text = ""  # the prompt and what was written after it
+        self.commands: dict[str, Callable[[str], object]] = {
+            "/retry": self._retry, "/more": self._more, "/set": self._set, "/model": self._model,
+            "/help": lambda _: render.write(HELP + "\n"), "/quit": lambda _: sys.exit(0),
+        }  # fmt: skip
+
+    def run(self) -> None:
+        """Until the end of the input."""
+        if sys.stdin.isatty():
+            render.note("/help says what there is besides prompts; Ctrl-D ends")
+        with _history():
+            while (words := read()) is not None:
+                try:
+                    self.take(words)
+                except UserError as error:
+                    render.error(error.message, error.hint)
+                except KeyboardInterrupt:
+                    continue  # it ends the text
+
+    def take(self, words: str) -> None:
+        """A prompt, or a command. Raises `UserError` for one that cannot be followed."""
+        if not words.startswith("/") or words.startswith("//"):
+            self.prompt, self.index = words.removeprefix("/") if words.startswith("//") else words, 0
+            self._write(self.prompt)
+            return
+        name, _, rest = words.partition(" ")
+        if name not in self.commands:
+            raise UserError(f"there is no command {name}", did_you_mean(name, self.commands) or "/help lists them")
+        self.commands[name](rest.strip())
+
+    def _retry(self, _: str) -> None:
+        if self.prompt is None:
+            raise UserError("there is no prompt yet", "write one")
+        self.index += 1
+        self._write(self.prompt)
+
+    def _more(self, _: str) -> None:
+        if self.prompt is None:
+            raise UserError("there is no text yet", "write a prompt")
+        self._write(self.text, echo=False)
+
+    def _write(self, prompt: str, echo: bool = True) -> None:
+        self.text = prompt
+        render.write(prompt if echo else "")
+        writing = self.loaded.write(prompt, self.settings, self.seed, self.index)
+        try:
+            for piece in writing:
+                render.write(piece)
+                self.text += piece
+        finally:
+            render.write("\n")
+        render.context_notes([writing.sample], self.loaded.model.config.block_size)
+
+    def _set(self, words: str) -> None:
+        name, value = (*re.split(r"[\s=]+", words, maxsplit=1), "")[:2]
+        if not name:
+            for field in dataclasses.fields(self.settings):
+                shown = getattr(self.settings, field.name)
+                shown = {True: "on", False: "off"}.get(shown, shown) if isinstance(shown, bool) else shown
+                render.write(f"{field.name.replace('_', '-')} {shown}\n")
+            return
+        self.settings = self.settings.changed(name.replace("_", "-"), value.strip())
+
+    def _model(self, path: str) -> None:
+        if not path:
+            render.write(f"{self.loaded.path}\n")
+            return
+        self.loaded = self.load(path)
+
+
+def read() -> str | None:
+    """The next prompt or command, which may have several lines; None at the end of the input."""
+    lines: list[str] = []
+    block = False
+    while True:
+        try:
+            line = input(("… " if lines or block else "> ") if sys.stdin.isatty() else "")
+        except EOFError:
+            return "\n".join(lines) if lines else None
+        except KeyboardInterrupt:  # what was typed is thrown away
+            render.write("\n")
+            lines, block = [], False
+            continue
+        if not lines and not block and line.startswith(QUOTES):
+            block, line = True, line.removeprefix(QUOTES)
+            if not line:
+                continue
+        if block:
+            end = line.endswith(QUOTES)
+            lines.append(line.removesuffix(QUOTES) if end else line)
+            if end:
+                return "\n".join(lines)
+        elif line.endswith("\\"):
+            lines.append(line.removesuffix("\\"))
+        else:
+            return "\n".join([*lines, line])
+
+
+@contextlib.contextmanager
+def _history() -> Iterator[None]:
+    """Lines typed before, and editing, where there is a terminal and Python has readline."""
+    try:
+        import readline
+    except ImportError:  # Windows
+        yield
+        return
+    path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "gpt" / "history"
+    if not sys.stdin.isatty():
+        yield
+        return
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        readline.read_history_file(path)
+    readline.set_history_length(HISTORY)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            readline.write_history_file(path)

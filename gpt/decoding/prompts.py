@@ -1,0 +1,108 @@
+"""Many prompts from a file of JSON lines, and samples into one that a later call goes on with."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from gpt.errors import UserError, did_you_mean
+
+KEY = "prompt"
+
+
+def parse_prompts(data: bytes, where: str) -> list[str]:
+    """The prompts of lines ``{"prompt": …}``; empty lines are left out. Raises `UserError` naming the line."""
+    prompts = []
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        values = _object(line, f"{where}, line {number}")
+        for key in values:
+            if key != KEY:
+                raise UserError(f'{where}, line {number}: unknown key "{key}"', did_you_mean(key, [KEY]))
+        if not isinstance(values.get(KEY), str):
+            raise UserError(f'{where}, line {number} has no text "{KEY}"', 'a line is {"prompt": "Once upon"}')
+        prompts.append(values[KEY])
+    if not prompts:
+        raise UserError(f"{where} holds no prompt", 'a line is {"prompt": "Once upon"}')
+    return prompts
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        values = json.loads(line.decode("utf-8"))
+        json.dumps(values, ensure_ascii=False).encode("utf-8")  # half a surrogate pair is no character
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start:,}") from None
+    except UnicodeEncodeError:
+        raise UserError(f"{where} has an escape of half a character", "surrogates come in pairs") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON: {error}", 'a line is {"prompt": "Once upon"}') from None
+    if not isinstance(values, dict):
+        raise UserError(f"{where} is not a JSON object", 'a line is {"prompt": "Once upon"}')
+    return values
+
+
+class Results:
+    """A file of samples, a line of JSON each, to which samples are added as they are made. One that is there already is
+    gone on with: ``done`` are its samples (prompt, index), ``seed`` is theirs. A line that was cut off is made anew.
+
+    Raises `UserError` where it holds something else, samples of other prompts or of another seed, or cannot be written.
+    """
+
+    def __init__(self, path: Path, prompts: Sequence[str]) -> None:
+        self.path = path
+        self.done: set[tuple[int, int]] = set()
+        self.seed: int | None = None
+        self.count = 0  # of its lines
+        try:
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror or error}", "name another file") from None
+        try:
+            self._read(prompts)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read(self, prompts: Sequence[str]) -> None:
+        self._file.seek(0)
+        whole = 0
+        for number, line in enumerate(self._file, 1):
+            if not line.endswith(b"\n"):
+                break  # the last, cut off
+            self._take(line, f"{self.path}, line {number}", prompts)
+            whole += len(line)
+        self._file.truncate(whole)
+        self._file.seek(0, os.SEEK_END)
+
+    def _take(self, line: bytes, where: str, prompts: Sequence[str]) -> None:
+        values = _object(line, where)
+        try:
+            number, index, prompt, seed = (values[key] for key in ("prompt_index", "index", KEY, "seed"))
+        except KeyError as error:
+            raise UserError(f"{where} is no sample: it has no {error}", "name another file") from None
+        known = isinstance(number, int) and 0 <= number < len(prompts) and prompts[number] == prompt
+        if not known or not isinstance(index, int):
+            raise UserError(f"{where} is a sample of another prompt", "name another file, or the same prompts")
+        if self.done and seed != self.seed:
+            raise UserError(f"{where} has seed {seed}; the lines before have {self.seed}", "name another file")
+        self.done.add((number, index))
+        self.count += 1
+        self.seed = seed
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Writes a sample, at once."""
+        self._file.write(json.dumps(values, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+        self.count += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

@@ -1,0 +1,128 @@
+"""What a user may ask of ``gpt sample``; `gpt.settings` says how its fields become options. Imports no torch."""
+
+import contextlib
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_origin, get_type_hints
+
+from gpt.errors import UserError, did_you_mean
+from gpt.settings import check_options, option, without_none
+
+_TEXT, _FILTER, _BEAM, _MACHINE, _OUTPUT = "Text", "Choice of the next token", "Beam search", "Machine", "Output"
+MOST_BEAMS = 1024
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """How ids are chosen from logits, and what ends a text. Raises `UserError` for values that mean nothing.
+
+    The filters act in this order: bias, repetition penalty, no-repeat n-gram and least tokens, temperature, top-k,
+    top-p, min-p. Beams are ranked after the first three.
+    """
+
+    temperature: float = option(
+        0.8, "Divides the logits: below 1 bolder, above 1 wilder, 0 greedy.", panel=_FILTER, flags=("-t",), low=0
+    )
+    top_k: int = option(0, "Draw from the K likeliest tokens; 0: off.", panel=_FILTER, shown="off", low=0)
+    top_p: float = option(
+        0.0, "Draw from the fewest tokens that hold this probability together; 0: off.",
+        panel=_FILTER, shown="off", low=0,
+    )  # fmt: skip
+    min_p: float = option(
+        0.0, "Draw from tokens at least so likely as this share of the likeliest; 0: off.",
+        panel=_FILTER, shown="off", low=0,
+    )  # fmt: skip
+    repetition_penalty: float = option(
+        0.0, "Above 1: tokens that stand in the text or its prompt become less likely; 0 or 1: off.",
+        panel=_FILTER, shown="off", low=0,
+    )  # fmt: skip
+    no_repeat_ngram: int = option(
+        0, "No run of N tokens comes twice, the prompt's included; 0: off.", panel=_FILTER, shown="off", low=0
+    )
+    bias: tuple[str, ...] = option(
+        (), "TOKEN=NUMBER, added to the token's logit; may be repeated.", panel=_FILTER, shown="none"
+    )
+    greedy: bool = option(False, "The likeliest token each step.", panel=_FILTER)
+    beam: int = option(
+        0, "Follow the B likeliest texts side by side; 1 is greedy; 0: off.",
+        panel=_BEAM, shown="off", low=0, high=MOST_BEAMS,
+    )  # fmt: skip
+    length_penalty: float = option(
+        1.0, "With --beam: a text is ranked by its log-probability over its length to this power.",
+        panel=_BEAM, low=-100, high=100,
+    )  # fmt: skip
+    early_stopping: Literal["off", "on", "never"] = option(
+        "off", "With --beam: on stops at B finished texts, off when no better one seems likely, never when none is "
+        "possible.",
+        panel=_BEAM,
+    )  # fmt: skip
+    n_best: int = option(1, "With --beam: so many texts, best first.", panel=_BEAM, low=1, high=MOST_BEAMS)
+    max_tokens: int = option(200, "Tokens to generate at most.", panel=_TEXT, flags=("-n",), low=0)
+    min_tokens: int = option(0, "End-of-text cannot come before so many tokens.", panel=_TEXT, low=0)
+    stop: tuple[str, ...] = option(
+        (), "A text that ends the sample, and is not shown; may be repeated.", panel=_TEXT, shown="none"
+    )
+    ignore_eot: bool = option(False, "End-of-text may come, and does not end the text.", panel=_TEXT)
+    batch: int = option(
+        0, "Samples computed at once; the texts are the same for any number.",
+        panel=_MACHINE, shown="by the device", low=0, high=2**16,
+    )  # fmt: skip
+    logprobs: int | None = option(
+        None, "With --json: each token's log-probability, and those of the K likeliest.",
+        panel=_OUTPUT, shown="off", low=0, high=2**20,
+    )  # fmt: skip
+    echo_logprobs: bool = option(False, "With --json: the log-probabilities of the prompt's tokens too.", panel=_OUTPUT)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        for name, value in (("top-p", self.top_p), ("min-p", self.min_p)):
+            if value > 1:
+                raise UserError(f"{name} is {value}; it must lie in (0, 1], or be 0 for off")
+        self.biases()
+        if self.beam and self.greedy:
+            raise UserError("--beam and --greedy both say how to choose", "give one of them; --beam 1 is greedy")
+        if self.n_best > max(1, self.beam):
+            raise UserError(
+                f"n-best is {self.n_best} and beam is {self.beam or 'off'}",
+                f"so many texts need as many beams: --beam {self.n_best}",
+            )
+
+    @property
+    def draws(self) -> bool:
+        """Whether chance has a part in it."""
+        return not (self.greedy or self.beam or self.temperature == 0)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a filter depends on the tokens before."""
+        return self.repetition_penalty not in (0, 1) or self.no_repeat_ngram > 0
+
+    def changed(self, name: str, word: str) -> "SampleConfig":
+        """Itself with the setting ``name`` read from a word, as on the command line. Raises `UserError`."""
+        kinds = {key.replace("_", "-"): kind for key, kind in get_type_hints(SampleConfig).items()}
+        if name not in kinds:
+            raise UserError(f'there is no setting "{name}"', did_you_mean(name, kinds))
+        kind = without_none(kinds[name])
+        value: Any = word
+        if kind is bool:
+            value = {"on": True, "off": False, "true": True, "false": False}.get(word.lower(), word)
+        elif get_origin(kind) is tuple:
+            value = (word,) if word else ()
+        elif kind in (int, float):
+            with contextlib.suppress(ValueError):
+                value = kind(word)
+        return replace(self, **{name.replace("-", "_"): value})
+
+    def biases(self) -> list[tuple[str, float]]:
+        """Texts of tokens with what is added to their logits."""
+        pairs = []
+        for word in self.bias:
+            token, equals, number = word.rpartition("=")
+            try:
+                value = float(number)
+            except ValueError:
+                value = math.nan
+            if not (token and equals and math.isfinite(value)):
+                raise UserError(f'bias is "{word}"; it must be TOKEN=NUMBER', "such as --bias ' the=-2.5'")
+            pairs.append((token, value))
+        return pairs

@@ -1,0 +1,176 @@
+"""Filters and draws, against transformers' processors on random logits."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from gpt.decoding import logits as filters
+from gpt.sample_config import SampleConfig
+
+V = 50
+IDS = torch.zeros(1, 1, dtype=torch.long)
+SEEDS = st.integers(0, 10**6)
+
+
+def random_logits(seed: int, rows: int = 1) -> Tensor:
+    return 3 * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=200, deadline=None)
+@given(SEEDS, st.integers(1, 60), st.floats(0.01, 0.99), st.floats(0.1, 3.0))
+def test_what_is_drawn_from_equals_transformers(seed: int, k: int, p: float, t: float) -> None:
+    logits = random_logits(seed)
+    ours = filters.warm(logits, t)
+    theirs = TemperatureLogitsWarper(t)(IDS, logits)
+    assert torch.allclose(ours.softmax(-1), theirs.softmax(-1), atol=1e-6)
+    assert torch.equal(filters.keep_top_k(logits, k), TopKLogitsWarper(k)(IDS, logits))
+    assert torch.equal(filters.keep_min_p(logits, p), MinPLogitsWarper(p)(IDS, logits))
+    kept_ours = filters.keep_top_p(logits, p) > -math.inf
+    kept_theirs = TopPLogitsWarper(p)(IDS, logits) > -math.inf
+    sums = logits.softmax(-1).sort(descending=True).values.cumsum(-1)
+    if (sums - p).abs().min() > 1e-5:  # a sum that lands on p itself may round either way
+        assert torch.equal(kept_ours, kept_theirs)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    SEEDS,
+    st.lists(st.integers(0, 6), min_size=1, max_size=30),
+    st.floats(0.1, 5.0),
+    st.integers(1, 5),
+    st.dictionaries(st.integers(0, V - 1), st.floats(-9, 9), max_size=5),
+)
+def test_what_looks_back_equals_transformers(
+    seed: int, past: list[int], penalty: float, n: int, bias: dict[int, float]
+) -> None:
+    logits = random_logits(seed)
+    ids = torch.tensor([past])
+    theirs = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
+    assert torch.equal(filters.penalize(logits[0], past, penalty), theirs[0])
+    theirs = NoRepeatNGramLogitsProcessor(n)(ids, logits.clone())
+    assert torch.equal(filters.exclude(logits[0], filters.repeats(past, n)), theirs[0])
+    if bias:
+        theirs = SequenceBiasLogitsProcessor({(id,): value for id, value in bias.items()})(ids, logits.clone())
+        ours = filters.Filters(SampleConfig(), 0, list(bias.items())).shape(logits, [past], [0])
+        assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(SEEDS)
+def test_all_in_the_stated_order_equals_transformers(seed: int) -> None:
+    config = SampleConfig(temperature=0.7, top_k=20, top_p=0.8, min_p=0.05, repetition_penalty=1.5, no_repeat_ngram=2)
+    logits, past = random_logits(seed, 2), [[1, 2, 3, 1], [4, 4, 4, 4]]
+    theirs = SequenceBiasLogitsProcessor({(7,): 2.0})(torch.tensor(past), logits.clone())
+    for step in (
+        RepetitionPenaltyLogitsProcessor(1.5),
+        NoRepeatNGramLogitsProcessor(2),
+        TemperatureLogitsWarper(0.7),
+        TopKLogitsWarper(20),
+        TopPLogitsWarper(0.8),
+        MinPLogitsWarper(0.05),
+    ):
+        theirs = step(torch.tensor(past), theirs)
+    each = filters.Filters(config, 49, [(7, 2.0)])
+    ours = each.keep(each.shape(logits, past, [0, 0]))
+    assert torch.equal(ours > -math.inf, theirs > -math.inf)
+    assert torch.allclose(ours.softmax(-1), theirs.softmax(-1), atol=1e-6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from([0.0, 1.0, -1e30, 1e30, 5.0]), min_size=1, max_size=6),
+    st.floats(0, 1e3),
+    st.integers(0, 9),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.integers(0, 3),
+    st.lists(st.integers(0, 5), max_size=12),
+)
+def test_something_is_always_left(
+    values: list[float], t: float, k: int, p: float, m: float, n: int, past: list[int]
+) -> None:
+    config = SampleConfig(temperature=t, top_k=k, top_p=p, min_p=m, no_repeat_ngram=n, min_tokens=1)
+    past = [id % len(values) for id in past]
+    each = filters.Filters(config, 0)
+    shaped = each.shape(torch.tensor([values]), [past], [0])
+    chosen = int(each.choose(shaped, [3])[0])
+    assert shaped[0, chosen] > -math.inf
+
+
+def test_filters_at_their_edges() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0])
+    for off in (
+        filters.keep_top_k(logits, 0),
+        filters.keep_top_k(logits, 99),
+        filters.keep_top_p(logits, 0),
+        filters.keep_top_p(logits, 1),
+        filters.keep_min_p(logits, 0),
+        filters.penalize(logits, [1], 0),
+        filters.penalize(logits, [1], 1),
+        filters.penalize(logits, [], 2),
+    ):
+        assert torch.equal(off, logits)
+    assert filters.keep_top_p(logits, 1e-9).argmax() == 1
+    assert torch.isfinite(filters.keep_top_p(logits, 1e-9)).sum() == 1
+    assert torch.isfinite(filters.keep_min_p(logits, 1)).tolist() == [False, True, False]
+    assert torch.isfinite(filters.exclude(logits, [1])).tolist() == [True, False, True]
+    assert torch.equal(filters.exclude(logits[:1], [0]), logits[:1])  # one id always stays
+    assert filters.repeats([1, 2, 3], 0) == []
+    assert filters.repeats([1], 2) == []
+    assert filters.repeats([1, 2, 1], 2) == [2]
+    assert filters.repeats([1, 2, 1], 1) == [1, 2]
+    warmed = filters.warm(logits, 1e-40)
+    assert warmed.softmax(-1).tolist() == [0, 1, 0]
+
+
+def draws(logits: Tensor, config: SampleConfig, count: int) -> list[int]:
+    keys = [filters.step_key(filters.key_of(1, number, []), number % 7) for number in range(count)]
+    return filters.Filters(config, 0).choose(logits.expand(count, -1), keys).tolist()
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    counts = Counter(draws(logits, SampleConfig(temperature=0.7, top_k=3), 20_000))
+    expected = torch.tensor([0.0, 1.0, 2.0, -math.inf]).div(0.7).softmax(-1)
+    for id in range(4):
+        assert counts[id] / 20_000 == pytest.approx(expected[id].item(), abs=0.012)
+
+
+def test_draws_from_many_ids_are_even() -> None:
+    """A uniform distribution over 1,000 ids, by chi-square: ids near the end or the start are not favoured."""
+    counts = torch.bincount(torch.tensor(draws(torch.zeros(1000), SampleConfig(temperature=1), 50_000)), minlength=1000)
+    chi = float(((counts - 50) ** 2 / 50).sum())
+    assert abs(chi - 999) < 5 * math.sqrt(2 * 999)
+    assert abs(float(counts[:500].sum()) - 25_000) < 5 * math.sqrt(12_500)
+
+
+def test_consecutive_steps_are_independent() -> None:
+    keys = [[filters.step_key(filters.key_of(1, number, []), step) for number in range(20_000)] for step in (0, 1)]
+    first, second = (filters.gumbel(each, 2, torch.device("cpu")).argmax(-1) for each in keys)
+    both = Counter(zip(first.tolist(), second.tolist(), strict=True))
+    assert all(abs(count - 5000) < 5 * math.sqrt(20_000 * 3 / 16) for count in both.values())
+
+
+def test_noise_is_what_it_was() -> None:
+    """Frozen: a text drawn with a seed must stay the same text. SplitMix64's own first outputs for the state 0."""
+    words = filters.bits([0], 3, torch.device("cpu"))[0].tolist()
+    assert [word % 2**64 for word in words] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    noise = filters.gumbel([0], 3, torch.device("cpu"))[0].tolist()
+    expected = [-math.log(-math.log1p(-(word % 2**64) / 2**64)) for word in words]
+    assert noise == pytest.approx(expected, abs=1e-5)
+    assert filters.key_of(5, 3, [1, 2]) == 0x5B92E44643BFB132
+    assert filters.step_key(filters.key_of(5, 3, [1, 2]), 1) == 0x5DFBDA60E208DBF0

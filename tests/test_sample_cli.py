@@ -1,0 +1,416 @@
+"""``gpt sample``: beams, many prompts, stops, log-probabilities, the context."""
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Done
+
+import gpt as library
+
+Gpt = Callable[..., Done]
+PROMPTS = ["the cat", "Zürich 🐕 and a longer prompt than the others", "", "it"]
+
+
+def lines_of(done: Done) -> list[dict[str, Any]]:
+    assert done.code == 0, done.err
+    return [json.loads(line) for line in done.out.splitlines()]
+
+
+def refused(done: Done, message: str) -> None:
+    assert done.code == 2
+    first, second = done.err.splitlines()[-2:]
+    assert first.startswith("error: ")
+    assert message in first
+    assert second.startswith("hint: ")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS) + "\n", encoding="utf-8")
+    return path
+
+
+# Beams
+
+
+def test_beams_are_told_best_first(gpt: Gpt, run_folder: Path) -> None:
+    args = ["sample", "the cat", "-m", run_folder, "--beam", "4", "--n-best", "3", "-n", "10"]
+    lines = lines_of(gpt(*args, "--json"))
+    assert [line["index"] for line in lines] == [0, 1, 2]
+    for line in lines:
+        assert line["seed"] is None
+        length = len(line["tokens"]) + (line["finish_reason"] == "eot")
+        assert line["score"] == pytest.approx(line["logprob"] / length, abs=1e-5)
+    scores = [line["score"] for line in lines]
+    assert scores == sorted(scores, reverse=True)
+    shown = gpt(*args).out
+    assert shown == "".join(f"--- {i + 1} of 3 ---\nthe cat{line['text']}\n" for i, line in enumerate(lines))
+
+
+def test_one_beam_is_greedy(gpt: Gpt, run_folder: Path) -> None:
+    args = ["sample", "the cat", "-m", run_folder, "-n", "20"]
+    assert gpt(*args, "--beam", "1").out == gpt(*args, "--greedy").out
+
+
+def test_a_beam_ends_at_a_stop_text(gpt: Gpt, run_folder: Path) -> None:
+    args = ["sample", "the cat", "-m", run_folder, "--beam", "3", "-n", "20", "--ignore-eot", "--json"]
+    [whole] = lines_of(gpt(*args))
+    stop = whole["text"][2:4]
+    [cut] = lines_of(gpt(*args, "--stop", stop))
+    assert stop not in cut["text"]
+    [stopped] = lines_of(gpt(*args, "--stop", whole["text"][:1]))
+    assert (stopped["finish_reason"], stopped["text"]) == ("stop", "")
+
+
+def test_what_beams_do_not_use_is_said(gpt: Gpt, run_folder: Path) -> None:
+    done = gpt("sample", "the", "-m", run_folder, "--beam", "2", "-n", "3", "-t", "0.5", "--top-k", "3")
+    assert done.err == "what to draw from is not used, since beams draw nothing: --temperature, --top-k\n"
+    assert gpt("sample", "the", "-m", run_folder, "-t", "0", "-n", "3").err == ""
+
+
+# Many prompts
+
+
+def test_many_prompts_equal_one_by_one(gpt: Gpt, run_folder: Path, prompts: Path) -> None:
+    for how in (["--seed", "3", "-N", "2"], ["--beam", "2", "--n-best", "2"], ["--greedy"]):
+        args = ["-m", run_folder, "-n", "15", "--json", *how]
+        together = lines_of(gpt("sample", "--prompts", prompts, *args))
+        assert len(together) == len(PROMPTS) * (1 if how == ["--greedy"] else 2)
+        for number, prompt in enumerate(PROMPTS):
+            mine = [line for line in together if line["prompt_index"] == number]
+            for line, alone in zip(mine, lines_of(gpt("sample", prompt, *args)), strict=True):
+                assert line["prompt"] == prompt
+                for key in ("logprob", "score"):
+                    assert line.pop(key, 0) == pytest.approx(alone.pop(key, 0), abs=1e-4)
+                assert line == {**alone, "prompt_index": number}
+        for batch in ("1", "3"):
+            some = lines_of(gpt("sample", "--prompts", prompts, *args, "--batch", batch))
+            assert [line["tokens"] for line in some] == [line["tokens"] for line in together]
+
+
+def test_samples_of_a_seed_differ_between_prompts_and_indices(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    args = ["-m", run_folder, "-n", "30", "--seed", "3", "-N", "3", "-t", "5", "--json", "--ignore-eot"]
+    lines = lines_of(gpt("sample", "--prompts", tmp_path / "p.jsonl", *args))
+    assert len({tuple(line["tokens"][-5:]) for line in lines}) == 6
+
+
+def test_prompts_on_a_terminal_have_a_line_above_each(gpt: Gpt, run_folder: Path, prompts: Path) -> None:
+    out = gpt("sample", "--prompts", prompts, "-m", run_folder, "-n", "4", "--greedy").out
+    assert out.startswith("--- prompt 1 of 4 ---\nthe cat")
+    assert out.count("---\n") == 4
+    piped = gpt("sample", "--prompts", "-", "-m", run_folder, "-n", "4", "--greedy", stdin=prompts.read_bytes())
+    assert piped.out == out
+
+
+@pytest.mark.parametrize("how", [["--seed", "3", "-N", "2"], ["--beam", "2", "--n-best", "2"]])
+def test_a_file_of_samples_is_gone_on_with(
+    gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path, how: list[str]
+) -> None:
+    args = ["sample", "--prompts", prompts, "-m", run_folder, "-n", "12", *how]
+    whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
+    assert gpt(*args, "-o", whole, "--batch", "1").code == 0
+    data = whole.read_bytes()
+    assert lines_of(gpt(*args, "--json", "--batch", "1")) == [json.loads(line) for line in data.splitlines()]
+    ends = [match.end() for match in re.finditer(b"\n", data)]
+    for cut in (0, 40, ends[0], ends[2], ends[2] + 7, ends[4], len(data) - 1, len(data)):
+        part.write_bytes(data[:cut])
+        without_seed = [arg for arg in args if arg not in ("--seed", "3")] if cut > ends[0] else args
+        assert gpt(*without_seed, "-o", part, "--batch", "1").code == 0
+        assert part.read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "b", "temperature": 1}', 'line 2: unknown key "temperature"'),
+        ('{"promt": "b"}', 'line 2: unknown key "promt"'),
+        ('{"prompt": 5}', 'line 2 has no text "prompt"'),
+        ("{}", 'line 2 has no text "prompt"'),
+        ("[]", "line 2 is not a JSON object"),
+        ("{", "line 2 is not JSON"),
+        ('{"prompt": "\\ud800"}', "line 2 has an escape of half a character"),
+        ("[" * 100_000, "line 2 is not JSON"),
+    ],
+)
+def test_a_bad_line_of_prompts_is_named(gpt: Gpt, run_folder: Path, tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
+    refused(gpt("sample", "--prompts", tmp_path / "p.jsonl", "-m", run_folder), message)
+
+
+def test_files_that_cannot_be_gone_on_with(gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    args = ["sample", "--prompts", prompts, "-m", run_folder, "-n", "3"]
+    out = tmp_path / "o.jsonl"
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    (tmp_path / "empty.jsonl").write_bytes(b"\n")
+    refused(gpt("sample", "--prompts", tmp_path / "latin.jsonl"), "is not UTF-8: byte 0xe9")
+    refused(gpt("sample", "--prompts", tmp_path / "empty.jsonl"), "holds no prompt")
+    refused(gpt("sample", "--prompts", tmp_path / "none.jsonl"), "cannot read")
+    refused(gpt("sample", "x", "--prompts", prompts), "one prompt and --prompts were given")
+    refused(gpt(*args, "-o", tmp_path / "none" / "o.jsonl"), "cannot write")
+    refused(gpt(*args, "-o", tmp_path), "cannot write")
+    assert gpt(*args, "-o", out, "--seed", "1").code == 0
+    before = out.read_bytes()
+    refused(gpt(*args, "-o", out, "--seed", "2"), "has seed 1, not 2")
+    refused(gpt(*args, "-o", out, "--greedy"), "was written with other settings")
+    refused(gpt("sample", "other", "-m", run_folder, "-o", out), "is a sample of another prompt")
+    refused(gpt(*args, "-o", prompts), "line 1 is no sample: it has no 'prompt_index'")
+    assert out.read_bytes() == before
+    assert len(prompts.read_text(encoding="utf-8").splitlines()) == 5
+
+
+# Stops, filters, bias
+
+
+def test_stop_texts_end_and_are_not_shown(gpt: Gpt, run_folder: Path) -> None:
+    args = ["sample", "the cat", "-m", run_folder, "--seed", "5", "-n", "40", "--ignore-eot"]
+    [whole] = lines_of(gpt(*args, "--json"))
+    for stop in (whole["text"][5:8], whole["text"][10], " "):
+        [cut] = lines_of(gpt(*args, "--json", "--stop", stop, "--stop", "never there"))
+        assert cut["text"] == whole["text"][: whole["text"].index(stop)]
+        assert cut["finish_reason"] == "stop"
+        assert cut["tokens"] == whole["tokens"][: len(cut["tokens"])]
+        assert gpt(*args, "--stop", stop, "--no-echo").out == cut["text"] + "\n"
+
+
+def test_bias_names_a_token(gpt: Gpt, run_folder: Path) -> None:
+    args = ["sample", "the cat", "-m", run_folder, "-n", "5", "--json"]
+    [line] = lines_of(gpt(*args, "--greedy", "--bias", "z=1000"))
+    assert line["text"] == "zzzzz"
+    [line] = lines_of(gpt(*args, "--greedy", "--bias", "<|endoftext|>=1000"))
+    assert (line["tokens"], line["finish_reason"]) == ([], "eot")
+    refused(gpt(*args, "--bias", "qqq=1"), 'bias: "qqq" is 3 tokens')
+    refused(gpt(*args, "--bias", "z"), 'bias is "z"')
+    refused(gpt(*args, "--bias", "z=nan"), 'bias is "z=nan"')
+
+
+def test_no_ngram_comes_twice(gpt: Gpt, run_folder: Path) -> None:
+    [line] = lines_of(
+        gpt(
+            "sample",
+            "the",
+            "-m",
+            run_folder,
+            "--greedy",
+            "-n",
+            "60",
+            "--no-repeat-ngram",
+            "2",
+            "--json",
+            "--ignore-eot",
+        )
+    )
+    pairs = list(zip(line["tokens"], line["tokens"][1:], strict=False))
+    assert len(pairs) == len(set(pairs)) == 59
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--min-p", "1.5"], "min-p is 1.5"),
+        (["--top-p", "-1"], "top-p is -1"),
+        (["-t", "nan"], "temperature is nan"),
+        (["--repetition-penalty", "-1"], "repetition-penalty is -1"),
+        (["--beam", "-1"], "beam is -1"),
+        (["--beam", "2", "--greedy"], "--beam and --greedy"),
+        (["--beam", "2", "--n-best", "3"], "n-best is 3 and beam is 2"),
+        (["--n-best", "2"], "n-best is 2 and beam is off"),
+        (["--beam", "2", "-N", "2"], "--num 2 samples are drawn"),
+        (["--beam", "500"], "beam is 500; the model has 400 tokens"),
+        (["--length-penalty", "inf", "--beam", "2"], "length-penalty is inf"),
+        (["--early-stopping", "nver"], 'there is no early-stopping "nver"'),
+        (["--stop", ""], "stop is empty"),
+        (["--logprobs", "2"], "--logprobs and --echo-logprobs are for programs"),
+        (["--logprobs", "-2", "--json"], "logprobs is -2"),
+    ],
+)
+def test_what_means_nothing_is_refused(gpt: Gpt, run_folder: Path, args: list[str], message: str) -> None:
+    refused(gpt("sample", "the", "-m", run_folder, "-n", "3", *args), message)
+
+
+# Log-probabilities
+
+
+def test_log_probabilities_sum_to_the_samples_and_to_evals(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+    prompt = "the cat sat on the mat in Zürich"
+    for how in (["--seed", "1"], ["--beam", "2"]):
+        [line] = lines_of(
+            gpt("sample", prompt, "-m", run_folder, "-n", "9", "--json", "--logprobs", "3", "--echo-logprobs", *how)
+        )
+        assert sum(token["logprob"] for token in line["logprobs"]) == pytest.approx(line["logprob"], abs=1e-5)
+        ids = [token["token"] for token in line["logprobs"]]
+        assert ids[: len(line["tokens"])] == line["tokens"]
+        (tmp_path / "t.txt").write_text(prompt, encoding="utf-8")
+        values = json.loads(gpt("eval", run_folder, tmp_path / "t.txt", "--json").out)
+        of_prompt = [token["logprob"] for token in line["prompt_logprobs"]]
+        assert of_prompt[0] is None
+        assert -sum(of_prompt[1:]) == pytest.approx(values["loss"] * values["tokens"], abs=1e-3)
+        each = [
+            json.loads(row)["logprob"]
+            for row in gpt("eval", run_folder, tmp_path / "t.txt", "--tokens").out.splitlines()
+        ]
+        assert of_prompt[1:] == pytest.approx(each, abs=1e-4)
+        for token in [*line["logprobs"], *line["prompt_logprobs"][1:]]:
+            top = [other["logprob"] for other in token["top"]]
+            assert len(top) == 3
+            assert top == sorted(top, reverse=True)
+            assert token["logprob"] <= top[0] + 1e-6
+    [line] = lines_of(gpt("sample", prompt, "-m", run_folder, "-n", "0", "--json", "--echo-logprobs", "--seed", "1"))
+    assert (line["tokens"], line["logprob"], line["finish_reason"]) == ([], 0, "length")
+    assert [token["logprob"] for token in line["prompt_logprobs"]] == pytest.approx(of_prompt, abs=1e-4)
+
+
+def test_end_of_text_counts_in_the_sum(gpt: Gpt, run_folder: Path) -> None:
+    [line] = lines_of(
+        gpt("sample", "the", "-m", run_folder, "--greedy", "--bias", "<|endoftext|>=1000", "--json", "--logprobs", "0")
+    )
+    assert line["tokens"] == []
+    assert [token["text"] for token in line["logprobs"]] == ["<|endoftext|>"]
+    assert line["logprob"] == line["logprobs"][0]["logprob"] < 0
+    assert "top" not in line["logprobs"][0]
+
+
+# The context
+
+
+def test_a_long_prompt_keeps_its_end_and_says_so(gpt: Gpt, run_folder: Path) -> None:
+    text = "the cat sat on the mat " * 20
+    loaded = library.load(run_folder)
+    ids = loaded.tokenizer.encode(text).tolist()
+    done = gpt("sample", text, "-m", run_folder, "--greedy", "-n", "3")
+    left_out = len(ids) - 32
+    assert f"the prompt has {len(ids)} tokens, and the context 32: its first {left_out} were left out" in done.err
+    end = loaded.tokenizer.decode(ids[-32:])
+    if loaded.tokenizer.encode(end).tolist() == ids[-32:]:
+        assert gpt("sample", end, "-m", run_folder, "--greedy", "-n", "3", "--no-echo").out == done.out[len(text) :]
+
+
+def test_generate_from_python(run_folder: Path) -> None:
+    model = library.load(run_folder)
+    best = model.generate("the cat", beam=4, n_best=2, max_tokens=8)
+    assert len(best) == 2
+    assert (
+        model.generate("the cat", num=2, seed=3, max_tokens=8)[0] == model.generate("the cat", seed=3, max_tokens=8)[0]
+    )
+    pieces = list(model.write_all(["a", "b"], seed=3))
+    assert [piece.prompt for piece in pieces if piece.sample] == [0, 1]
+    assert all(math.isfinite(piece.sample.logprob) for piece in pieces if piece.sample)
+
+
+# Prompt after prompt
+
+
+def talk(gpt: Gpt, run_folder: Path, *lines: str) -> Done:
+    return gpt(
+        "sample",
+        "-i",
+        "-m",
+        run_folder,
+        "-n",
+        "8",
+        "--seed",
+        "1",
+        stdin="".join(f"{line}\n" for line in lines).encode(),
+    )
+
+
+def test_a_conversation_writes_after_each_prompt(gpt: Gpt, run_folder: Path) -> None:
+    def written(prompt: str, *args: str) -> str:
+        return gpt("sample", prompt, "-m", run_folder, "-n", "8", "--seed", "1", *args).out
+
+    assert talk(gpt, run_folder, "the cat", "it").out == written("the cat") + written("it")
+    done = talk(gpt, run_folder, "the cat", "/retry")
+    second = lines_of(gpt("sample", "the cat", "-m", run_folder, "-n", "8", "--seed", "1", "-N", "2", "--json"))[1]
+    assert done.out == written("the cat") + "the cat" + second["text"] + "\n"
+    more = talk(gpt, run_folder, "the cat", "/more").out
+    first = written("the cat").removesuffix("\n")
+    assert more == first + "\n" + written(first).removeprefix(first)
+    assert talk(gpt, run_folder, "/set temperature 0", "the").out == written("the", "--greedy")
+    assert talk(gpt, run_folder, "/set max-tokens=3", "the").out == written("the", "-n", "3")
+    assert talk(gpt, run_folder, "a\\", "b").out == written("a\nb")
+    assert talk(gpt, run_folder, '"""', "a", "", 'b"""').out == written("a\n\nb")
+    assert talk(gpt, run_folder, "//the").out == written("/the")
+    assert talk(gpt, run_folder, "the", "/quit", "never").out == written("the")
+    assert "temperature 0.8\n" in talk(gpt, run_folder, "/set").out
+    assert "/retry" in talk(gpt, run_folder, "/help").out
+    assert talk(gpt, run_folder, f"/model {run_folder}", "the").out == written("the")
+
+
+@pytest.mark.parametrize(
+    ("line", "message", "hint"),
+    [
+        ("/set temprature 1", 'there is no setting "temprature"', 'did you mean "temperature"?'),
+        ("/set temperature x", "temperature is 'x'", ""),
+        ("/set temperature -1", "temperature is -1.0", ""),
+        ("/retyr", "there is no command /retyr", 'did you mean "/retry"?'),
+        ("/retry", "there is no prompt yet", "write one"),
+        ("/more", "there is no text yet", "write a prompt"),
+        ("/model nowhere", "there is no run or checkpoint nowhere", "train one"),
+    ],
+)
+def test_a_mistake_ends_no_conversation(gpt: Gpt, run_folder: Path, line: str, message: str, hint: str) -> None:
+    done = talk(gpt, run_folder, line, "the")
+    assert done.code == 0
+    assert done.err.startswith(f"error: {message}")
+    assert hint in done.err
+    assert done.out.startswith("the")
+
+
+def test_a_conversation_is_alone(gpt: Gpt, run_folder: Path) -> None:
+    for more in (["--json"], ["x"], ["-o", "o.jsonl"], ["-N", "2"]):
+        refused(gpt("sample", "-i", "-m", run_folder, *more), "--interactive reads prompts")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_on_a_terminal_ctrl_c_ends_the_text_and_not_the_program(run_folder: Path, tmp_path: Path) -> None:
+    import pty
+
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["XDG_STATE_HOME"] = str(tmp_path)
+        os.execv(
+            sys.executable,
+            [
+                sys.executable,
+                "-c",
+                "from gpt_cli.main import run; run()",
+                "sample",
+                "-i",
+                "-m",
+                str(run_folder),
+                "-n",
+                "10000000",
+                "--ignore-eot",
+            ],
+        )
+    shown = b""
+
+    def until(text: bytes) -> None:
+        nonlocal shown
+        shown = b""
+        while text not in shown:
+            shown += os.read(terminal, 4096)
+
+    until(b"> ")
+    os.write(terminal, b"the cat\n")
+    until(b"the cat\r\n")  # what the terminal shows of the typing
+    while len(shown) < 300:
+        shown += os.read(terminal, 4096)
+    os.write(terminal, b"\x03")
+    until(b"> ")
+    os.write(terminal, b"/set max-tokens 3\n")
+    until(b"> ")
+    os.write(terminal, b"it\n")
+    until(b"> ")
+    os.write(terminal, b"\x04")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert (tmp_path / "gpt" / "history").read_text().splitlines()[-3:] == ["the cat", "/set max-tokens 3", "it"]
+    os.close(terminal)
