@@ -12,7 +12,7 @@ import typer
 from gpt import __version__
 from gpt.errors import Interrupted, UserError, is_out_of_memory
 
-from . import data, evaluate, params, render, sample, tokenize, tokenizer, train
+from . import data, evaluate, inspect, params, render, sample, tokenize, tokenizer, train
 
 EPILOG = (
     "Every option has a twin in the environment, GPT_<COMMAND>_<OPTION>: GPT_TRAIN_STEPS=100 is --steps 100. "
@@ -47,6 +47,7 @@ for name, command in COMMANDS.items():
 GROUPS: dict[str, typer.Typer] = {
     "tokenizer": tokenizer.app,
     "data": data.app,
+    "inspect": inspect.app,
 }
 for name, group in GROUPS.items():
     for info in group.registered_commands:

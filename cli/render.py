@@ -100,6 +100,11 @@ def excerpt(text: str, lines: int = 5) -> str:
     return "\n".join("    " + line for line in kept)
 
 
+def saved(path: Path, size: int) -> None:
+    """Where a file is that was written."""
+    stdout().print(Text.assemble(("saved  ", "bold"), f"{path}  ({size:,} bytes)"))
+
+
 def percent_of_peak(mfu: float | None) -> str:
     """What stands behind a rate where the device's peak is known: `` (41.3% MFU)``."""
     return "" if mfu is None else f" ({mfu:.1%} MFU)"

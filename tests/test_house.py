@@ -93,6 +93,7 @@ def test_wheel_holds_our_three_packages_and_nothing_else(wheel: Path) -> None:
         *(str(p.relative_to(ROOT)) for p in (ROOT / "gpt").rglob("*.py")),
         "gpt/py.typed",
         *(f"gpt_cli/{p.name}" for p in (ROOT / "cli").glob("*.py")),
+        *(f"gpt_cli/pages/{p.name}" for p in (ROOT / "cli" / "pages").iterdir()),
         *(f"gpt_data/{p.name}" for p in (ROOT / "data").iterdir() if p.suffix in (".py", ".toml")),
     }
     assert {name for name in names if ".dist-info" not in name} == {name.replace(os.sep, "/") for name in expected}

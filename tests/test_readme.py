@@ -80,7 +80,7 @@ def test_commands_of_the_readme(gpt: Callable[..., Done], page: str) -> None:
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/inspect.md"])
 def test_python_examples(page: str) -> None:
     blocks = python_blocks((ROOT / page).read_text(encoding="utf-8"))
     assert blocks

@@ -39,13 +39,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, layer: int, turn: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """What each position gathers from those it sees: (B, T, C) → (B, T, C). ``turn``: rotary positions' table."""
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
-        scale = None
-        if self.modern:
-            q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
-            scale = QK_SCALE / math.sqrt(q.size(-1))
-        if turn is not None:
-            q, k = rotate(q, turn), rotate(k, turn)
+        q, k, v, scale = self.heads(x, turn)
         mask = None
         if cache is not None:
             k, v = cache.append(layer, k, v)  # (B, H, seen + T, D)
@@ -54,6 +48,19 @@ class Attention(nn.Module):
         y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
         out: Tensor = self.resid_dropout(self.c_proj(y))
         return out
+
+    def heads(self, x: Tensor, turn: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, float | None]:
+        """Queries, keys and values of all heads, (B, H, T, D) each, as they meet, and what scores are multiplied by;
+        None is 1/√D."""
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
+        scale = None
+        if self.modern:
+            q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
+            scale = QK_SCALE / math.sqrt(q.size(-1))
+        if turn is not None:
+            q, k = rotate(q, turn), rotate(k, turn)
+        return q, k, v, scale
 
 
 class MLP(nn.Module):

@@ -94,7 +94,7 @@ class Trainer:
         check_room(self.run, size_of(self.model, self.optimizer, self.tokenizer_files))
         self.change()
         self.metrics = Metrics(self.run, self.setting.warn, self.state.metrics_bytes)
-        self.logs = logs.Logs(log, self.run, self.record, self.note)
+        self.logs = logs.Logs(log, self.run, self.record, self.note, self.state.step)
         self.saver = Saver(self.run, self.recipe.keep, self.on_saved, self.setting.warn)
         self.keeper = Keeper(
             self.setting, self.model, self.optimizer, self.stepper.scaler, self.state, self.metrics, self.saver,

@@ -1,0 +1,191 @@
+"""``gpt inspect attention|neighbors|analogy|positions|tokens``."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpt.errors import UserError
+
+from . import page, png, progress, render
+from .options import Device, Json, given_text, option
+from .page import Forms, Out
+from .sample import MODEL_HELP
+
+if TYPE_CHECKING:
+    from gpt.api import LanguageModel
+
+app = typer.Typer(help="Look inside a model: attention, embeddings, positions, tokens.")
+
+Model = Annotated[str | None, option("--model", "-m", help=MODEL_HELP, show_default="best of the newest run in runs/")]
+Count = Annotated[int, option("--count", "-k", help="How many tokens to list.")]
+
+
+@app.command("attention")
+def attention(
+    prompt: Annotated[
+        str | None, option("--prompt", "-p", help="What the model reads.", show_default="required")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, option(help="Read the prompt from a file; - is stdin.", show_default="none")
+    ] = None,
+    layer: Annotated[int | None, option(help="One layer alone, counted from 0.", show_default="all")] = None,
+    head: Annotated[
+        int | None, option(help="One head alone, counted from 0.", show_default="all; in a terminal the clearest")
+    ] = None,
+    model: Model = None,
+    out: Out = None,
+    json: Json = False,
+    device: Device = "auto",
+) -> None:
+    """Show what each token attends to in every head, what heads do, and what the model would say at each layer."""
+    text = given_text(prompt, prompt_file, "prompt", "--prompt-file")
+    page.check_out(out)
+    loaded = _load(model, device, json)
+    from gpt import inspect
+
+    from . import render_inspect, views
+
+    ids = loaded.tokenizer.encode(text).tolist()
+    look = inspect.look(loaded.model, ids, loaded.tokenizer, layer, head)
+    if look.dropped:
+        render.note(f"the prompt has {len(ids):,} tokens; the last {len(look.ids):,} fit the context and are shown")
+    name, tokenizer = str(loaded.path), loaded.tokenizer
+    forms = Forms(
+        data=lambda: views.attention_data(look, tokenizer, name, text),
+        page=lambda: page.html("attention", f"attention: {name}", views.attention_page(look, tokenizer, name)),
+        png=lambda: png.attention(look, tokenizer, name),
+        terminal=lambda: render_inspect.attention(look, tokenizer),
+    )
+    page.show(forms, out, json)
+
+
+@app.command("neighbors")
+def neighbors(
+    words: Annotated[list[str], typer.Argument(metavar="WORD...", help="Each with a space before it, as in a text.")],
+    count: Count = 10,
+    model: Model = None,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Show the tokens whose embeddings point in nearly the same direction as a word's."""
+    page.check_out(out)
+    _check_count(count)
+    loaded = _load(model, "cpu", json)
+    from gpt import inspect
+
+    from . import views
+
+    table = inspect.Embeddings(loaded.model, loaded.tokenizer)
+    found = [table.find(word) for word in words]
+    data = views.neighbors_data(found, count, table, str(loaded.path))
+    groups = [
+        {"title": word.text.strip(), "note": views.word_note(word, loaded.tokenizer), "near": said["neighbors"]}
+        for word, said in zip(found, data["words"], strict=True)
+    ]
+    _show_near(data, "Neighbours", str(loaded.path), groups, out, json)
+
+
+@app.command("analogy")
+def analogy(
+    words: Annotated[list[str], typer.Argument(metavar="WORD - WORD + WORD", help="A sum, with spaces between.")],
+    count: Count = 10,
+    model: Model = None,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Show the tokens nearest to a sum of words' directions: king - man + woman."""
+    page.check_out(out)
+    _check_count(count)
+    from gpt import inspect  # with torch, which takes its time
+
+    parsed = inspect.parse_analogy(words)
+    loaded = _load(model, "cpu", json)
+    from . import views
+
+    table = inspect.Embeddings(loaded.model, loaded.tokenizer)
+    terms = [(sign, table.find(word)) for sign, word in parsed]
+    data = views.analogy_data(terms, count, table, str(loaded.path))
+    title = " ".join(f"{'+' if sign > 0 else '−'} {word.text.strip()}" for sign, word in terms).removeprefix("+ ")
+    notes = "; ".join(views.word_note(word, loaded.tokenizer) for _, word in terms)
+    groups = [{"title": title, "note": notes, "near": data["nearest"]}]
+    _show_near(data, "Analogy", str(loaded.path), groups, out, json)
+
+
+@app.command("positions")
+def positions(model: Model = None, out: Out = None, json: Json = False) -> None:
+    """Show the table of positions, and how alike two places are by their distance."""
+    page.check_out(out)
+    loaded = _load(model, "cpu", json)
+    from gpt import inspect
+
+    from . import render_inspect, views
+
+    name, found = str(loaded.path), inspect.positions(loaded.model)
+    forms = Forms(
+        data=lambda: views.positions_data(found, name),
+        page=lambda: page.html("positions", f"positions: {name}", views.positions_page(found, name)),
+        png=lambda: png.positions(found, name),
+        terminal=lambda: render_inspect.positions(found),
+    )
+    page.show(forms, out, json)
+
+
+@app.command("tokens")
+def tokens(
+    text: Annotated[str | None, typer.Argument(help="What to cut.")] = None,
+    file: Annotated[Path | None, option(help="Read the text from a file; - is stdin.", show_default="none")] = None,
+    model: Model = None,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Show how a text is cut into tokens."""
+    words = given_text(text, file, "text", "--file")
+    if not words:
+        raise UserError("there is nothing to cut", "give TEXT, or --file")
+    page.check_out(out)
+    from gpt.runs import checkpoint, folder
+
+    from . import render_inspect, views
+
+    path = folder.find_checkpoint(model)
+    _, tokenizer = checkpoint.look(path)
+    data = views.tokens_data(tokenizer.encode(words).tolist(), tokenizer, str(path), words)
+    forms = Forms(
+        data=lambda: data,
+        page=lambda: page.html("tokens", f"tokens: {path}", data),
+        png=lambda: png.tokens(data["pieces"]),
+        terminal=lambda: render_inspect.tokens(data),
+    )
+    page.show(forms, out, json)
+
+
+def _load(model: str | None, device: str, quiet: bool) -> "LanguageModel":
+    """The model, in float32: what is shown is exact."""
+    with progress.starting(quiet=quiet):
+        from gpt import api
+    return api.load(model, device=device, dtype="float32")
+
+
+def _check_count(count: int) -> None:
+    if count < 1:
+        raise UserError(f"count is {count}; it must be 1 or more")
+
+
+def _show_near(
+    data: page.Data, title: str, model: str, groups: Sequence[page.Data], out: Path | None, json: bool
+) -> None:
+    from . import render_inspect
+
+    whole = {"title": title, "model": model, "notes": [_COSINE], "groups": groups}
+    forms = Forms(
+        data=lambda: data,
+        page=lambda: page.html("near", f"{title}: {model}", whole),
+        png=lambda: png.near(groups),
+        terminal=lambda: render_inspect.near(groups),
+    )
+    page.show(forms, out, json)
+
+
+_COSINE = "The cosine of two rows of the embedding: 1 is the same direction, 0 none in common."

@@ -1,0 +1,107 @@
+"""Results in files: one self-contained HTML page, a PNG, or JSON, by the name's ending."""
+
+import base64
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Annotated, Any
+
+from gpt.errors import UserError
+from gpt.files import disk_errors, write_file
+
+from . import png, render
+from .options import OUTPUT, option
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+Data = Mapping[str, Any]
+ENDINGS = (".html", ".png", ".json")
+
+
+def out_option(endings: tuple[str, ...] = ENDINGS) -> Any:
+    """The option ``-o FILE`` of a command that can show its result in these forms."""
+    kinds = {".html": "a page that needs nothing else", ".png": "a picture", ".json": "data"}
+    said = ", ".join(f"{ending} {kinds[ending]}" for ending in endings)
+    return option(
+        "--out", "-o", help=f"Into a file, by its ending: {said}.", show_default="none", rich_help_panel=OUTPUT
+    )
+
+
+Out = Annotated[Path | None, out_option()]
+
+
+@dataclass(frozen=True)
+class Forms:
+    """A result in every form that it has, each made when it is asked for."""
+
+    data: Callable[[], Data]  # for programs
+    terminal: Callable[[], None]
+    page: Callable[[], bytes] | None = None
+    png: Callable[[], bytes] | None = None
+
+
+def check_out(out: Path | None, endings: tuple[str, ...] = ENDINGS) -> None:
+    """Refuses, before any work, a file that could not be written, or of no form that there is."""
+    if out is None:
+        return
+    if out.suffix.lower() not in endings:
+        raise UserError(f'"{out}" has no ending that says what to write', f"end it in {', '.join(endings)}")
+    if out.suffix.lower() == ".png":
+        png.check()
+    if out.is_dir():
+        raise UserError(f"{out} is a folder", "name a file in it")
+    folder = out.absolute().parent
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}", "make it first, or name another place with --out")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"cannot write into {folder}", "name another place with --out")
+
+
+def show(forms: Forms, out: Path | None, as_json: bool) -> None:
+    """Writes the file that was asked for, and prints JSON or, where there is no file, what a terminal shows."""
+    if out is not None:
+        form = {".html": forms.page, ".png": forms.png}.get(out.suffix.lower(), lambda: as_bytes(forms.data()))
+        assert form is not None  # check_out let it pass
+        content = form()
+        with disk_errors(out):
+            write_file(out, content)
+    if as_json:
+        render.json_line(forms.data())
+    elif out is not None:
+        render.saved(out, len(content))
+    else:
+        forms.terminal()
+
+
+def as_bytes(data: Data) -> bytes:
+    """JSON as a file holds it."""
+    return (json.dumps(data, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def html(name: str, title: str, data: Data) -> bytes:
+    """The page ``pages/NAME.js`` over ``data``. Style, script and data stand in it: it asks nobody for anything."""
+    pages = files("gpt_cli") / "pages"
+
+    def read(file: str) -> str:
+        return (pages / file).read_text(encoding="utf-8")
+
+    # Inside a script element only "</script" and "<!--" mean anything, and JSON may spell "<" as it likes.
+    content = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
+    page = Template(read("page.html")).substitute(
+        title=title.replace("&", "&amp;").replace("<", "&lt;"),
+        style=read("page.css"),
+        data=content,
+        script=read("page.js") + "\n" + read(f"{name}.js"),
+    )
+    return page.encode("utf-8", "backslashreplace")
+
+
+def packed(array: "npt.NDArray[Any]") -> str:
+    """Numbers as a page unpacks them: little-endian, in base64."""
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return base64.b64encode(little.tobytes()).decode()

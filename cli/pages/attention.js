@@ -1,0 +1,285 @@
+// Attention of every head for one prompt, the logit lens, and the distribution of the next token.
+const T = data.tokens.length, L = data.layers.length, H = data.heads.length, TRIANGLE = T * (T + 1) / 2;
+const weights = unpacked(data.patterns, Uint16Array); // lower triangles, by layer, head, query
+const texts = data.tokens.map((token) => token.text);
+const AVERAGE = -1;
+const state = { layer: 0, head: H > 1 ? AVERAGE : 0, query: T - 1, key: null };
+const averages = new Map();
+
+// A pattern as T (T + 1) / 2 shares; layer or head -1 is the mean over all of them.
+function pattern(layer, head) {
+  const name = layer + "/" + head;
+  if (averages.has(name)) return averages.get(name);
+  const layers = layer === AVERAGE ? [...Array(L).keys()] : [layer];
+  const heads = head === AVERAGE ? [...Array(H).keys()] : [head];
+  const sum = new Float32Array(TRIANGLE), scale = 1 / (65535 * layers.length * heads.length);
+  for (const l of layers) for (const h of heads) {
+    const from = (l * H + h) * TRIANGLE;
+    for (let i = 0; i < TRIANGLE; i++) sum[i] += weights[from + i] * scale;
+  }
+  averages.set(name, sum);
+  return sum;
+}
+const share = (layer, head, query, key) => key > query ? 0 : pattern(layer, head)[query * (query + 1) / 2 + key];
+const scoreOf = (layer, head) => data.scores[layer * H + head];
+
+function nameOf(layer, head) {
+  if (layer === AVERAGE) return "average of all heads";
+  if (head === AVERAGE) return `layer ${data.layers[layer]}, average of its heads`;
+  return `layer ${data.layers[layer]}, head ${data.heads[head]}`;
+}
+const NAMES = { previous: "previous token", first: "first token", itself: "itself", same: "same token", matching: "matching earlier pattern" };
+function doing(layer, head) {
+  if (layer === AVERAGE || head === AVERAGE) return "";
+  const mostly = scoreOf(layer, head).mostly;
+  return mostly ? NAMES[mostly] : "mixed";
+}
+
+function drawSmall(canvas, layer, head) {
+  const image = new ImageData(T, T), pixels = new Uint32Array(image.data.buffer);
+  const one = layer !== AVERAGE && head !== AVERAGE, from = one ? (layer * H + head) * TRIANGLE : 0;
+  const values = one ? weights : pattern(layer, head), scale = one ? 1024 / 65535 : 1024;
+  pixels.fill(pixel(ends[0]));
+  for (let q = 0, at = from; q < T; q++) for (let k = 0; k <= q; k++, at++) pixels[q * T + k] = steps[Math.round(values[at] * scale)];
+  canvas.width = canvas.height = T;
+  canvas.getContext("2d").putImageData(image, 0, 0);
+}
+
+// Grid of heads: a button each, one of them in the tab order, arrows go from one to the next.
+const cells = [];
+function headButton(layer, head, row, column, words) {
+  const canvas = el("canvas", { "aria-hidden": "true" });
+  const does = doing(layer, head);
+  const button = el("button", {
+    type: "button", "data-layer": layer, "data-head": head, "aria-pressed": "false", tabindex: -1,
+    "aria-label": nameOf(layer, head) + (does ? ": " + does : ""), title: nameOf(layer, head) + (does ? ": " + does : ""),
+    style: `grid-row:${row};grid-column:${column}`,
+    onclick: () => choose(layer, head), onkeydown: (event) => walk(event, row, column),
+  }, canvas, words || does);
+  cells.push({ layer, head, row, column, button });
+  redraws.push(() => drawSmall(canvas, layer, head));
+  drawSmall(canvas, layer, head);
+  return button;
+}
+function walk(event, row, column) {
+  const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+  if (!step) return;
+  event.preventDefault();
+  const next = cells.find((cell) => cell.row === row + step[0] && cell.column === column + step[1]);
+  if (next) { choose(next.layer, next.head); next.button.focus(); }
+}
+
+const grid = el("div", { class: "heads", role: "group", "aria-label": "heads" });
+const big = el("canvas", { id: "map", tabindex: 0, role: "img" });
+const readout = el("p", { id: "readout", "aria-live": "polite" });
+const facts = el("div", { id: "facts" });
+const strip = el("p", { class: "tokens", id: "strip" });
+const list = el("table", { id: "attends" });
+const geometry = {};
+
+function choose(layer, head) {
+  state.layer = layer; state.head = head;
+  for (const cell of cells) {
+    const own = cell.layer === layer && cell.head === head;
+    cell.button.setAttribute("aria-pressed", own);
+    cell.button.tabIndex = own ? 0 : -1;
+  }
+  drawBig(); showFacts(); point(state.query, null);
+}
+
+function drawBig() {
+  const cell = Math.max(4, Math.min(26, Math.floor(620 / T))), labels = cell >= 9, font = Math.min(13, cell);
+  const margin = labels ? 108 : 26, size = margin + cell * T + 4;
+  const context = context2d(big, size, size);
+  const values = pattern(state.layer, state.head);
+  for (let q = 0; q < T; q++) for (let k = 0; k <= q; k++) {
+    context.fillStyle = rgb(ramp(values[q * (q + 1) / 2 + k]));
+    context.fillRect(margin + k * cell, margin + q * cell, cell, cell);
+  }
+  context.strokeStyle = colour("--line");
+  context.strokeRect(margin - 0.5, margin - 0.5, cell * T + 1, cell * T + 1);
+  context.fillStyle = colour("--soft");
+  context.font = `${labels ? font : 11}px ui-monospace, "DejaVu Sans Mono", monospace`;
+  context.textBaseline = "middle";
+  if (labels) for (let i = 0; i < T; i++) {
+    context.textAlign = "right";
+    context.fillText(clip(texts[i]), margin - 4, margin + (i + 0.5) * cell);
+    context.save();
+    context.translate(margin + (i + 0.5) * cell, margin - 4);
+    context.rotate(-Math.PI / 2);
+    context.textAlign = "left";
+    context.fillText(clip(texts[i]), 0, 0);
+    context.restore();
+  } else {
+    context.textAlign = "left";
+    context.fillText("keys →", margin, 12);
+    context.save(); context.translate(12, margin); context.rotate(-Math.PI / 2); context.textAlign = "right";
+    context.fillText("← queries", 0, 0); context.restore();
+  }
+  Object.assign(geometry, { cell, margin });
+  big.setAttribute("aria-label", `attention of ${nameOf(state.layer, state.head)}: queries down, keys across; arrow keys move`);
+}
+const clip = (text) => shown(text).length > 12 ? shown(text).slice(0, 11) + "…" : shown(text);
+
+function mark() { // frames of the query's row and the key's cell, over a fresh map
+  drawBig();
+  const { cell, margin } = geometry, context = big.getContext("2d");
+  context.strokeStyle = colour("--hot");
+  context.lineWidth = 2;
+  context.strokeRect(margin - 1, margin + state.query * cell - 1, cell * (state.query + 1) + 2, cell + 2);
+  if (state.key !== null) context.strokeRect(margin + state.key * cell - 1, margin + state.query * cell - 1, cell + 2, cell + 2);
+}
+
+// What one token attends to: marked on the map, coloured in the text, listed.
+function point(query, key) {
+  state.query = query;
+  state.key = key;
+  mark();
+  [...strip.children].forEach((token, k) => {
+    const parts = ramp(share(state.layer, state.head, query, k));
+    token.style.background = k <= query ? rgb(parts) : "none";
+    token.style.color = k <= query ? readable(parts) : "";
+    token.classList.toggle("query", k === query);
+    token.tabIndex = k === query ? 0 : -1;
+  });
+  const keys = [...Array(query + 1).keys()].sort((a, b) => share(state.layer, state.head, query, b) - share(state.layer, state.head, query, a));
+  list.replaceChildren(el("caption", { class: "soft" }, `“${shown(texts[query])}” (${query}) attends to`),
+    ...keys.slice(0, 8).map((k) => el("tr", {}, el("th", { scope: "row", class: "mono" }, `${shown(texts[k])} (${k})`),
+      el("td", { class: "number" }, short(share(state.layer, state.head, query, k))),
+      el("td", {}, el("span", { class: "bar", style: `width:${(160 * share(state.layer, state.head, query, k)).toFixed(1)}px` })))));
+  const where = key === null ? keys[0] : key;
+  readout.textContent = `${nameOf(state.layer, state.head)}: “${shown(texts[query])}” (${query}) gives ` +
+    `${short(share(state.layer, state.head, query, where))} to “${shown(texts[where])}” (${where})`;
+}
+
+function showFacts() {
+  if (state.layer === AVERAGE || state.head === AVERAGE) {
+    facts.replaceChildren(el("p", { class: "soft" }, "An average over heads has no scores of its own: choose a head above."));
+    return;
+  }
+  const own = scoreOf(state.layer, state.head);
+  const rows = Object.keys(data.kinds).map((kind) => el("tr", { class: own.mostly === kind ? "differs" : "" },
+    el("th", { scope: "row" }, data.kinds[kind]),
+    el("td", { class: "number" }, short(own.prompt[kind])), el("td", { class: "number" }, short(data.chance.prompt[kind])),
+    el("td", { class: "number" }, short(own.probe[kind])), el("td", { class: "number" }, short(data.chance.probe[kind]))));
+  facts.replaceChildren(
+    el("p", {}, "Mostly: ", el("strong", { id: "mostly" }, doing(state.layer, state.head)),
+      `; entropy ${own.entropy.toFixed(2)} bits, ${own.distance.toFixed(1)} tokens back on average`),
+    el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "attention to"), el("th", { class: "number" }, "here"),
+      el("th", { class: "number" }, "even"), el("th", { class: "number" }, "random twice"), el("th", { class: "number" }, "even"))),
+      el("tbody", {}, rows)),
+    el("p", { class: "soft" }, "Shares of a query's attention, the mean over queries that have such a key; “even” is what attention " +
+      "spread evenly would give; “random twice” is measured on random tokens that come twice."));
+}
+
+big.addEventListener("pointermove", (event) => {
+  const box = big.getBoundingClientRect();
+  const k = Math.floor((event.clientX - box.left - geometry.margin) / geometry.cell);
+  const q = Math.floor((event.clientY - box.top - geometry.margin) / geometry.cell);
+  if (q >= 0 && q < T && k >= 0 && k <= q && (q !== state.query || k !== state.key)) point(q, k);
+});
+big.addEventListener("keydown", (event) => {
+  const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+  if (!step) return;
+  event.preventDefault();
+  const q = Math.min(T - 1, Math.max(0, state.query + step[0]));
+  point(q, Math.min(q, Math.max(0, (state.key === null ? q : state.key) + step[1])));
+});
+
+heading("Attention", `${data.model}: ${T} token${T === 1 ? "" : "s"}` + (data.dropped ? `, the last of ${T + data.dropped}: more do not fit the context` : ""));
+for (let l = -1; l < L; l++) {
+  if (l === AVERAGE && L * H === 1) continue;
+  const row = l + 2;
+  grid.append(el("span", { class: "label", style: `grid-row:${row};grid-column:1` }, l === AVERAGE ? "all" : `layer ${data.layers[l]}`));
+  if (l === AVERAGE || H > 1) grid.append(headButton(l, AVERAGE, row, 2, "average"));
+  if (l !== AVERAGE) for (let h = 0; h < H; h++) grid.append(headButton(l, h, row, 3 + h));
+}
+section("Heads", el("p", { class: "soft" }, "Each square is a head: queries down, keys across, darker (in the dark: brighter) is more, on a " +
+  "square-root scale. Layers from top to bottom, heads from left to right, both counted from 0. Click, or arrow keys."),
+  el("div", { class: "scroll" }, grid));
+texts.forEach((text, q) => strip.append(el("span", { class: "token", role: "button", tabindex: -1, "aria-label": `token ${q}: ${shown(text)}`,
+  onpointerenter: () => point(q, null), onfocus: () => { if (state.query !== q) point(q, null); },
+  onkeydown: (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1, Home: -T, End: T }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    const to = Math.min(T - 1, Math.max(0, q + step));
+    point(to, null);
+    strip.children[to].focus();
+  } }, shown(text))));
+section("Head", el("div", { class: "row" }, el("div", { class: "scroll" }, big), facts), readout);
+section("Text", el("p", { class: "soft" }, "Point at a token, or walk with the arrow keys: what it attends to is coloured."), strip, list);
+
+// The logit lens
+const lensTable = el("table", { class: "lens", id: "lens" });
+function drawLens() {
+  const head = el("tr", {}, el("th", {}, ""), texts.map((text) => el("th", { scope: "col", class: "mono" }, shown(text))));
+  const rows = data.lens.ids.map((layer, l) => el("tr", {},
+    el("th", { scope: "row" }, l === 0 ? "embedding" : l === data.lens.ids.length - 1 ? `after ${l - 1}: output` : `after ${l - 1}`),
+    layer.map((ids, t) => {
+      const parts = ramp(data.lens.probabilities[l][t][0] ** 2);
+      const all = ids.map((id, i) => `${shown(data.texts[id])}  ${data.lens.probabilities[l][t][i].toFixed(3)}`).join("\n");
+      return el("td", { class: "mono", title: all, style: `background:${rgb(parts)};color:${readable(parts)}` }, shown(data.texts[ids[0]]));
+    })));
+  lensTable.replaceChildren(el("thead", {}, head), el("tbody", {}, rows));
+}
+redraws.push(drawLens);
+drawLens();
+section("Logit lens", el("p", { class: "soft" }, "The residual stream after each block, read through the last LayerNorm and the unembedding: the " +
+  "likeliest next token after each token (columns), coloured by its probability; the last row is the model's own. Point at one for the first five."),
+  el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "logit lens" }, lensTable));
+
+// The next token
+const logits = unpacked(data.next.logits, Float32Array);
+const order = [...logits.keys()].sort((a, b) => logits[b] - logits[a] || a - b);
+const controls = {};
+function control(name, label, attributes) {
+  const output = el("output", {});
+  const input = el("input", { id: name, type: "range", ...attributes, oninput: () => drawNext() });
+  controls[name] = { input, output };
+  return el("label", { for: name }, label, input, output);
+}
+// Probabilities after temperature, top-k and top-p, in this order, as `gpt sample` has them: by rank.
+function distribution(temperature, k, p) {
+  const greedy = temperature === 0;
+  const warmed = order.map((id) => greedy ? 0 : Math.exp((logits[id] - logits[order[0]]) / temperature));
+  if (greedy) warmed[0] = 1;
+  const why = order.map((id, rank) => k > 0 && k < order.length && logits[id] < logits[order[k - 1]] ? "top-k" : null);
+  const sum = (keep) => warmed.reduce((total, value, rank) => keep(rank) ? total + value : total, 0);
+  const afterK = sum((rank) => why[rank] === null);
+  if (p > 0 && p < 1) {
+    let before = 0;
+    for (let rank = 0; rank < order.length && why[rank] === null; rank++) {
+      if (rank > 0 && before >= p) why[rank] = "top-p";
+      before += warmed[rank] / afterK;
+    }
+  }
+  const total = sum((rank) => why[rank] === null);
+  return { probabilities: warmed.map((value, rank) => why[rank] === null ? value / total : 0), why, kept: greedy ? 1 : why.filter((each) => each === null).length };
+}
+const nextTable = el("table", { id: "next" }), nextFacts = el("p", { id: "next-facts", "aria-live": "polite" });
+function drawNext() {
+  const temperature = +controls.temperature.input.value, k = +controls["top-k"].input.value, p = +controls["top-p"].input.value;
+  const { probabilities, why, kept } = distribution(temperature, k, p);
+  const model = distribution(1, 0, 0).probabilities;
+  controls.temperature.output.textContent = temperature === 0 ? "0: greedy" : temperature.toFixed(2);
+  controls["top-k"].output.textContent = k || "off";
+  controls["top-p"].output.textContent = p > 0 && p < 1 ? p.toFixed(2) : "off";
+  const bits = -probabilities.reduce((total, x) => x > 0 ? total + x * Math.log2(x) : total, 0);
+  nextFacts.textContent = `${withCommas(kept)} of ${withCommas(order.length)} tokens can be drawn, ${Math.abs(bits).toFixed(2)} bits; greedy takes “${shown(data.texts[order[0]])}”`;
+  const rows = order.slice(0, 25).map((id, rank) => el("tr", { "data-id": id },
+    el("th", { scope: "row", class: "mono" }, shown(data.texts[id])),
+    el("td", { class: "number" }, model[rank].toFixed(4)), el("td", { class: "number now" }, probabilities[rank].toFixed(4)),
+    el("td", {}, el("span", { class: "bar" + (why[rank] ? " out" : ""), style: `width:${Math.max(1, 300 * (why[rank] ? model[rank] : probabilities[rank])).toFixed(1)}px` })),
+    el("td", { class: "soft" }, why[rank] ? "left out by " + why[rank] : rank === 0 ? "greedy" : "")));
+  nextTable.replaceChildren(el("thead", {}, el("tr", {}, el("th", {}, "next token"), el("th", { class: "number" }, "model"),
+    el("th", { class: "number" }, "drawn with"), el("th", {}, ""), el("th", {}, ""))), el("tbody", {}, rows));
+}
+section("Next token", el("div", { class: "controls panel" },
+  control("temperature", "temperature", { min: 0, max: 2, step: 0.05, value: 1 }),
+  control("top-k", "top-k", { min: 0, max: Math.min(100, order.length), step: 1, value: 0 }),
+  control("top-p", "top-p", { min: 0, max: 1, step: 0.01, value: 0 })), nextFacts, el("div", { class: "scroll" }, nextTable));
+drawNext();
+redraws.push(() => { showFacts(); point(state.query, state.key); });
+choose(L * H === 1 ? 0 : state.layer, state.head);
+document.body.dataset.ready = "yes";

@@ -1,0 +1,202 @@
+"""What ``gpt inspect`` prints, beside `cli.render`."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.color import Color
+from rich.console import Console
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from . import render
+
+if TYPE_CHECKING:
+    from gpt.inspect import Floats, Look, Positions
+    from gpt.text.tokenizer import Tokenizer
+
+LETTERS = {"previous": "p", "first": "f", "itself": "i", "same": "s", "matching": "m"}
+COLOURS = {"previous": "cyan", "first": "yellow", "itself": "white", "same": "magenta", "matching": "green"}
+LABEL, MOST = 13, 48  # width of a token beside the map, and tokens that a map shows at most
+DARK, BRIGHT = (24, 28, 40), (255, 212, 121)
+TOKEN_COLOURS = ("blue", "magenta", "green", "cyan", "yellow", "red")
+
+
+def shown(text: str) -> str:
+    """A token with the spaces at its ends made visible."""
+    inner = text.strip(" ")
+    left = len(text) - len(text.lstrip(" ")) if inner else len(text)
+    return "·" * left + inner + "·" * (len(text) - left - len(inner))
+
+
+def ramp(share: float) -> tuple[int, int, int]:
+    """The colour of a share of attention, on a square-root scale."""
+    x = min(1.0, max(0.0, share)) ** 0.5
+    red, green, blue = (round(low + (high - low) * x) for low, high in zip(DARK, BRIGHT, strict=True))
+    return red, green, blue
+
+
+def attention(look: "Look", tokenizer: "Tokenizer") -> None:
+    """What heads do, the pattern of one of them, and what the model would say next at each layer."""
+    console = render.stdout()
+    at, column = clearest(look)
+    if len(look.layers) * len(look.heads) > 1:
+        console.print(_heads(look))
+    heat(look, tokenizer, at, column, console)
+    console.print(_next(look, tokenizer))
+
+
+def clearest(look: "Look") -> tuple[int, int]:
+    """The head, by its places in ``look``, that does most clearly something else than look at the first token or at
+    itself; what those do is true of many."""
+
+    def clarity(place: tuple[int, int]) -> float:
+        lifts = [look.here.lift(kind) for kind in ("previous", "same", "matching")]
+        return max((float(lift[place]) for lift in lifts if lift is not None), default=0.0)
+
+    places = [(at, column) for at in range(len(look.layers)) for column in range(len(look.heads))]
+    return max(places, key=clarity)
+
+
+def _heads(look: "Look") -> Table:
+    """A letter a head: what it mostly does."""
+    from gpt import inspect
+
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
+    table.add_column("layer", justify="right")
+    for head in look.heads:
+        table.add_column(str(head), justify="right")
+    for at, layer in enumerate(look.layers):
+        kinds = [inspect.mostly(look.here, look.probe, at, column) for column in range(len(look.heads))]
+        letters = [Text(LETTERS[kind], COLOURS[kind]) if kind else Text("-", "dim") for kind in kinds]
+        table.add_row(str(layer), *letters)
+    said = "  ".join(f"{LETTERS[kind]} {what}" for kind, what in inspect.KINDS.items())
+    table.caption = Text(f"what heads mostly attend to:  {said}  - no one kind", "dim")
+    return table
+
+
+def heat(look: "Look", tokenizer: "Tokenizer", at: int, column: int, console: Console) -> None:
+    """The pattern of a head: queries down, keys across; tenths in digits where there is no colour."""
+    from gpt.inspect import KINDS, mostly, token_text
+
+    kind = mostly(look.here, look.probe, at, column)
+    does = f": mostly {KINDS[kind]}" if kind else ""
+    console.print(Text(f"\nlayer {look.layers[at]}, head {look.heads[column]}{does}", "bold"))
+    fit = min(MOST, console.width - LABEL - 2)
+    T = len(look.ids)
+    first = max(0, T - fit)
+    if first:
+        console.print(Text(f"the last {T - first} of {T} tokens; -o FILE.html shows all", "dim"))
+    wide = 2 if 2 * (T - first) + LABEL + 2 <= console.width else 1
+    pattern = look.patterns[at, column]
+    for query in range(first, T):
+        label = shown(token_text(tokenizer, int(look.ids[query])))
+        line = Text(f"{_fit(label, LABEL)} ")
+        for key in range(first, query + 1):
+            line.append_text(_cell(float(pattern[query, key]), wide, console))
+        console.print(line, no_wrap=True)
+
+
+def _cell(share: float, wide: int, console: Console) -> Text:
+    if console.color_system is None:
+        tenths = "." if share < 0.05 else str(min(9, int(10 * share + 0.5)))
+        return Text(tenths.ljust(wide))
+    return Text(" " * wide, Style(bgcolor=Color.from_rgb(*ramp(share))))
+
+
+def _fit(text: str, width: int) -> str:
+    from rich.cells import cell_len, set_cell_size
+
+    return set_cell_size(text, width - 1) + "…" if cell_len(text) > width else " " * (width - cell_len(text)) + text
+
+
+def _next(look: "Look", tokenizer: "Tokenizer") -> Table:
+    """The likeliest tokens after the last one, as each layer has them."""
+    from gpt.inspect import token_text
+
+    table = Table(
+        box=None, pad_edge=False, title=Text("\nnext token, as read after each block", "bold"), title_justify="left"
+    )
+    table.add_column("block", justify="right")
+    table.add_column("likeliest tokens and their probabilities")
+    last = len(look.lens.ids) - 1
+    for layer, (ids, shares) in enumerate(zip(look.lens.ids[:, -1], look.lens.probabilities[:, -1], strict=True)):
+        said = Text()
+        for id, share in zip(ids, shares, strict=True):
+            said.append(shown(token_text(tokenizer, int(id))), "bold")
+            said.append(f" {share:.3f}   ", "dim")
+        table.add_row("none" if layer == 0 else f"{layer - 1}" + (": output" if layer == last else ""), said)
+    return table
+
+
+def near(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Tokens with their cosines, as bars."""
+    console = render.stdout()
+    for group in groups:
+        console.print(Text.assemble((group["title"], "bold"), (f"   {group['note']}", "dim")))
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(justify="right")
+        for each in group["near"]:
+            bar = Text("█" * round(30 * max(0.0, each["cosine"])), "blue") if console.color_system else Text("")
+            table.add_row(Text(shown(each["text"])), f"{each['cosine']:.4f}", bar)
+        console.print(table)
+
+
+def positions(found: "Positions") -> None:
+    """The table as a map, and similarity by distance."""
+    console = render.stdout()
+    size = len(found.similarity)
+    if found.table is None:
+        console.print("rotary: no table; queries and keys are turned by an angle that grows with the place")
+    else:
+        console.print(
+            Text(f"{found.kind}: {size:,} places (down) of {found.table.shape[1]:,} numbers (across)", "bold")
+        )
+        _table(found.table, console)
+    console.print(Text("\nsimilarity of two places, by the tokens between them", "bold"))
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(justify="right")
+    distances = sorted({0, *(2**n for n in range(30) if 2**n < size), size - 1})
+    for distance in distances:
+        value = float(found.similarity[distance])
+        bar = Text("█" * round(30 * max(0.0, value)), "blue") if console.color_system else Text("")
+        table.add_row(f"{distance:,}", f"{value:.3f}", bar)
+    console.print(table)
+
+
+def _table(table: "Floats", console: Console) -> None:
+    """A picture of at most 24 rows: below zero blue, above red; without colour signs."""
+    import numpy as np
+
+    rows = np.linspace(0, len(table) - 1, min(24, len(table))).round().astype(int)
+    columns = np.linspace(0, table.shape[1] - 1, min(console.width - 8, table.shape[1], 100)).round().astype(int)
+    most = max(float(np.abs(table).max()), 1e-30)
+    for row in rows:
+        line = Text(f"{row:>6,} ", "dim")
+        for value in table[row, columns]:
+            strength = (abs(float(value)) / most) ** 0.5
+            if console.color_system is None:
+                line.append("." if strength < 0.3 else "-" if value < 0 else "+")
+            else:
+                end = (60, 120, 255) if value < 0 else (240, 90, 60)
+                red, green, blue = (round(low + (high - low) * strength) for low, high in zip(DARK, end, strict=True))
+                line.append(" ", Style(bgcolor=Color.from_rgb(red, green, blue)))
+        console.print(line, no_wrap=True)
+
+
+def tokens(data: Mapping[str, Any]) -> None:
+    """The text in its pieces, each in a colour of its own; bars between them where there is none."""
+    console = render.stdout()
+    line = Text()
+    for at, piece in enumerate(data["pieces"]):
+        if console.color_system is None:
+            line.append(("|" if at else "") + piece)
+        else:
+            line.append(shown(piece), f"black on {TOKEN_COLOURS[at % len(TOKEN_COLOURS)]}")
+        if piece.endswith("\\n"):
+            line.append("\n")
+    console.print(line)
+    count = len(data["tokens"])
+    each = data["bytes"] / max(1, count)
+    console.print(Text(f"{count:,} token{'s' * (count != 1)}, {data['bytes']:,} bytes, {each:.2f} each", "dim"))
+    console.print(Text(" ".join(map(str, data["tokens"])), "dim"))

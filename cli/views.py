@@ -1,0 +1,183 @@
+"""What is seen inside a model, as the data of `--json` and of the pages."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpt import inspect
+from gpt.errors import UserError
+
+from .page import packed
+
+if TYPE_CHECKING:
+    from gpt.text.tokenizer import Tokenizer
+
+LARGEST_PAGE = 96 * 2**20  # bytes of patterns in a page; browsers grow slow far below
+NEXT = 100  # likeliest next tokens that are named
+Tree = dict[str, Any]
+
+
+def _rounded(array: Any, digits: int = 6) -> Any:
+    return np.round(np.asarray(array, np.float64), digits).tolist()
+
+
+def _texts(tokenizer: "Tokenizer", ids: Any) -> dict[str, str]:
+    return {str(id): inspect.token_text(tokenizer, id) for id in np.unique(ids).tolist()}
+
+
+def attention_data(look: inspect.Look, tokenizer: "Tokenizer", model: str, prompt: str) -> Tree:
+    """``gpt inspect attention --json``: every number of the page, as nested lists."""
+
+    def text(id: Any) -> str:
+        return inspect.token_text(tokenizer, int(id))
+
+    logits = look.logits.astype(np.float64)
+    probabilities = np.exp(logits - logits.max())
+    probabilities /= probabilities.sum()
+    best = np.argsort(-logits, kind="stable")[:NEXT]
+    return {
+        "model": model,
+        "prompt": prompt,
+        "dropped": look.dropped,
+        "tokens": look.ids.tolist(),
+        "pieces": [text(id) for id in look.ids],
+        "layers": look.layers,
+        "heads": look.heads,
+        "patterns": _rounded(look.patterns),  # layer, head, query, key
+        "scores": _scores(look),
+        "chance": {"prompt": look.here.chance, "probe": look.probe.chance},
+        "lens": [
+            [
+                [
+                    {"token": int(id), "text": text(id), "probability": round(float(p), 6)}
+                    for id, p in zip(ids, shares, strict=True)
+                ]
+                for ids, shares in zip(*layer, strict=True)
+            ]
+            for layer in zip(look.lens.ids, look.lens.probabilities, strict=True)
+        ],
+        "next": [
+            {"token": int(id), "text": text(id), "logit": float(logits[id]), "probability": float(probabilities[id])}
+            for id in best
+        ],
+    }
+
+
+def _scores(look: inspect.Look) -> list[Tree]:
+    found = []
+    for at, layer in enumerate(look.layers):
+        for column, head in enumerate(look.heads):
+            own = {
+                name: {
+                    kind: None if scores is None else round(float(scores[at, column]), 6)
+                    for kind, scores in measured.scores.items()
+                }
+                for name, measured in (("prompt", look.here), ("probe", look.probe))
+            }
+            found.append(
+                {
+                    "layer": layer,
+                    "head": head,
+                    "mostly": inspect.mostly(look.here, look.probe, at, column),
+                    "entropy": round(float(look.here.entropy[at, column]), 6),
+                    "distance": round(float(look.here.distance[at, column]), 6),
+                    **own,
+                }
+            )
+    return found
+
+
+def attention_page(look: inspect.Look, tokenizer: "Tokenizer", model: str) -> Tree:
+    """What ``pages/attention.js`` draws. A weight is 16 bits: a page holds as many as there are pairs of tokens, for
+    every head. Raises `UserError` for a page that no browser would take."""
+    T = len(look.ids)
+    lower = look.patterns[..., np.tri(T, dtype=np.bool_)]  # (layers, heads, T (T + 1) / 2)
+    if 2 * lower.size > LARGEST_PAGE:
+        raise UserError(
+            f"the page would hold {lower.size:,} weights of {T:,} tokens, {8 * lower.size // 3 / 2**20:,.0f} MB",
+            "take a shorter prompt, one --layer, or data: -o FILE.json",
+        )
+    best = np.argsort(-look.logits, kind="stable")[:NEXT]
+    return {
+        "model": model,
+        "dropped": look.dropped,
+        "tokens": [{"id": int(id), "text": inspect.token_text(tokenizer, int(id))} for id in look.ids],
+        "layers": look.layers,
+        "heads": look.heads,
+        "patterns": packed(np.rint(lower * 65535).astype(np.uint16)),
+        "kinds": inspect.KINDS,
+        "scores": _scores(look),
+        "chance": {"prompt": look.here.chance, "probe": look.probe.chance},
+        "lens": {"ids": look.lens.ids.tolist(), "probabilities": _rounded(look.lens.probabilities, 5)},
+        "texts": _texts(tokenizer, np.concatenate([look.lens.ids.ravel(), best])),
+        "next": {"logits": packed(look.logits.astype(np.float32))},
+    }
+
+
+def near_data(found: list[inspect.Near]) -> list[Tree]:
+    """Tokens with their cosines."""
+    return [{"token": near.id, "text": near.text, "cosine": round(near.cosine, 6)} for near in found]
+
+
+def word_data(word: inspect.Word, tokenizer: "Tokenizer") -> Tree:
+    """A word and how it was cut."""
+    return {"word": word.text, "tokens": word.ids, "pieces": [inspect.token_text(tokenizer, id) for id in word.ids]}
+
+
+def word_note(word: inspect.Word, tokenizer: "Tokenizer") -> str:
+    """How a word was taken, for a person."""
+    if len(word.ids) == 1:
+        return f'"{word.text}", one token'
+    pieces = " ".join(f'"{inspect.token_text(tokenizer, id)}"' for id in word.ids)
+    return f'"{word.text}" is {len(word.ids)} tokens: {pieces}; the mean of their directions'
+
+
+def neighbors_data(words: list[inspect.Word], count: int, table: inspect.Embeddings, model: str) -> Tree:
+    """``gpt inspect neighbors --json``."""
+    found = [
+        word_data(word, table.tokenizer) | {"neighbors": near_data(table.neighbors(word, count))} for word in words
+    ]
+    return {"model": model, "words": found}
+
+
+def analogy_data(terms: list[tuple[int, inspect.Word]], count: int, table: inspect.Embeddings, model: str) -> Tree:
+    """``gpt inspect analogy --json``."""
+    said = [{"sign": sign, **word_data(word, table.tokenizer)} for sign, word in terms]
+    return {"model": model, "terms": said, "nearest": near_data(table.analogy(terms, count))}
+
+
+TABLE_PART = 1024  # rows and columns of a table that a page shows at most
+
+
+def positions_data(found: inspect.Positions, model: str) -> Tree:
+    """``gpt inspect positions --json``: the table whole."""
+    return {
+        "model": model,
+        "positions": found.kind,
+        "block_size": len(found.similarity),
+        "similarity": _rounded(found.similarity),
+        "table": None if found.table is None else found.table.astype(np.float64).tolist(),
+    }
+
+
+def positions_page(found: inspect.Positions, model: str) -> Tree:
+    """What ``pages/positions.js`` draws: of a large table evenly spread rows and columns."""
+    table: Tree | None = None
+    if found.table is not None:
+        step = [-(-size // TABLE_PART) for size in found.table.shape]
+        part = found.table[:: step[0], :: step[1]]
+        table = {"shape": list(part.shape), "step": step, "values": packed(np.ascontiguousarray(part))}
+    return {
+        "model": model,
+        "kind": found.kind,
+        "block_size": len(found.similarity),
+        "n_embd": 0 if found.table is None else found.table.shape[1],
+        "similarity": _rounded(found.similarity[:4096], 5),
+        "table": table,
+    }
+
+
+def tokens_data(ids: list[int], tokenizer: "Tokenizer", model: str, text: str) -> Tree:
+    """``gpt inspect tokens --json``."""
+    pieces = [inspect.token_text(tokenizer, id) for id in ids]
+    return {"model": model, "tokens": ids, "pieces": pieces, "bytes": len(text.encode())}

@@ -1,0 +1,364 @@
+"""What goes on inside a decoder, as plain arrays: attention patterns, the residual stream read early (logit lens), what
+heads do, neighbours in the embedding, positions. Nothing here changes the model."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gpt.errors import UserError
+from gpt.model.decoder import GPT, Attention
+from gpt.text.tokenizer import Tokenizer
+from gpt.text.vocabulary import visible
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+Masks = dict[str, npt.NDArray[np.bool_]]
+
+# What a head can be seen to do: each names keys to which attention may go.
+KINDS = {
+    "previous": "the token before",
+    "first": "the first token",
+    "itself": "the token itself",
+    "same": "the same token, where it stood earlier",
+    "matching": "what came after the same token earlier (induction)",
+}
+CLEAR = 0.25  # the lift from which on a head is said to do something
+PROBE_TOKENS = 50  # random ids, which come twice
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a decoder computed for T ids. Rows of a pattern are queries, columns keys; each row sums to one, and what
+    comes later has none of it."""
+
+    ids: Ints  # (T)
+    layers: list[int]  # whose patterns these are
+    patterns: Floats  # (len(layers), H, T, T)
+    residual: Tensor  # (L + 1, T, C): the residual stream after the embedding and after each block
+    logits: Tensor  # (T, V)
+
+
+def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = None) -> Trace:
+    """Runs the model over ids (T) and keeps what it computes on the way. ``layers``: whose patterns to keep (all).
+
+    Patterns are the softmax of the very queries and keys that the model attends with. Raises ValueError past the
+    context.
+    """
+    kept = list(range(model.config.n_layer)) if layers is None else list(layers)
+    idx = torch.as_tensor(np.asarray(ids, np.int64), device=model.wte.weight.device)[None]
+    patterns: dict[int, Tensor] = {}
+    residual: list[Tensor] = []
+
+    def attends(module: Attention, args: tuple[Any, ...]) -> None:
+        x, layer, turn = args[:3]
+        if layer in kept:
+            patterns[layer] = _pattern(module, x, turn)[0].cpu()
+
+    with torch.inference_mode(), _evaluating(model), _hooked(model, attends, residual):
+        logits = model(idx)[0].float()
+    stacked = torch.stack([patterns[layer] for layer in kept]).numpy()
+    return Trace(idx[0].cpu().numpy(), kept, stacked, torch.stack(residual).float(), logits)
+
+
+def _pattern(attention: Attention, x: Tensor, turn: Tensor | None) -> Tensor:
+    """softmax(q kᵀ · scale) with later keys masked, (B, H, T, T)."""
+    q, k, _, scale = attention.heads(x, turn)
+    scores = q.float() @ k.float().transpose(2, 3) * (scale or q.size(-1) ** -0.5)
+    later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu_(1)
+    return scores.masked_fill(later, float("-inf")).softmax(-1)
+
+
+@contextmanager
+def _evaluating(model: GPT) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def _hooked(model: GPT, attends: Any, residual: list[Tensor]) -> Iterator[None]:
+    """While it lasts, ``attends`` sees what each attention gets, and ``residual`` fills with what blocks and the last
+    LayerNorm get."""
+
+    def passes(module: Any, args: tuple[Any, ...]) -> None:
+        residual.append(args[0][0])
+
+    hooks = [block.attn.register_forward_pre_hook(attends) for block in model.h]  # type: ignore[union-attr]
+    hooks += [module.register_forward_pre_hook(passes) for module in (*model.h, model.ln_f)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass(frozen=True)
+class Lens:
+    """The likeliest next tokens as the residual stream has them after the embedding (row 0) and after each block, read
+    through the last LayerNorm and the unembedding (nostalgebraist 2020, "logit lens"). The last row is the model's."""
+
+    ids: Ints  # (L + 1, T, K), likeliest first
+    probabilities: Floats  # (L + 1, T, K)
+
+
+@torch.inference_mode()
+def lens(model: GPT, residual: Tensor, top: int = 5) -> Lens:
+    """Reads the residual stream (L + 1, T, C) early."""
+    ids, probabilities = [], []
+    for x in residual:  # a layer at a time: logits are wide
+        best = model.unembed(model.ln_f(x)).float().softmax(-1).topk(min(top, model.config.vocab_size), dim=-1)
+        ids.append(best.indices.cpu().numpy())
+        probabilities.append(best.values.cpu().numpy())
+    return Lens(np.stack(ids), np.stack(probabilities))
+
+
+@dataclass(frozen=True)
+class HeadScores:
+    """How much of their attention heads (layers, H) give to the keys of a kind: the mean over all queries that have
+    such a key. ``chance`` is what even attention would give; None where no query has such a key."""
+
+    scores: dict[str, Floats | None]
+    chance: dict[str, float | None]
+    entropy: Floats  # (layers, H), bits: the mean of a query's
+    distance: Floats  # (layers, H), tokens: how far back attention goes on average
+
+    def lift(self, kind: str) -> Floats | None:
+        """What lies above chance: 0 for even attention, 1 for all of it."""
+        score, chance = self.scores[kind], self.chance[kind]
+        if score is None or chance is None or chance >= 1:
+            return None
+        lifted: Floats = (score - chance) / (1 - chance)
+        return lifted
+
+
+def head_scores(patterns: Floats, ids: Ints) -> HeadScores:
+    """Measures what heads do: patterns (layers, H, T, T) over ids (T)."""
+    T = len(ids)
+    seen = np.arange(1, T + 1)
+    scores: dict[str, Floats | None] = {}
+    chance: dict[str, float | None] = {}
+    for kind, mask in _masks(ids).items():
+        having = mask.any(axis=1)
+        scores[kind] = chance[kind] = None
+        if having.any():
+            scores[kind] = (patterns * mask).sum(axis=-1)[..., having].mean(axis=-1)
+            chance[kind] = float((mask.sum(axis=1) / seen)[having].mean())
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bits = np.where(patterns > 0, -patterns * np.log2(patterns), 0).sum(axis=-1)
+    back = np.arange(T)[:, None] - np.arange(T)
+    return HeadScores(scores, chance, bits.mean(axis=-1), (patterns * back).sum(axis=-1).mean(axis=-1))
+
+
+def _masks(ids: Ints) -> Masks:
+    """Which keys (columns) are of which kind for each query (rows). The first two queries see too little to tell the
+    kinds apart."""
+    T = len(ids)
+    query, key = np.arange(T)[:, None], np.arange(T)[None]
+    before = (key < query) & (query >= 2)
+    equal = ids[:, None] == ids[None]
+    after_equal = np.zeros((T, T), np.bool_)
+    after_equal[:, 1:] = equal[:, :-1]
+    return {
+        "previous": before & (key == query - 1),
+        "first": before & (key == 0),
+        "itself": (key == query) & (query >= 2),
+        "same": before & equal,
+        "matching": before & after_equal,
+    }
+
+
+def probe_ids(tokenizer: Tokenizer, block_size: int) -> Ints:
+    """Random tokens that come twice: on them a head that looks for repetitions shows it, whatever it is asked to read
+    (Olsson et al. 2022, "In-context Learning and Induction Heads"). At most ``block_size``; always the same ones."""
+    known = np.array(sorted(tokenizer.ranks.values()), np.int64)
+    once = np.random.default_rng(0).choice(known, max(1, min(PROBE_TOKENS, block_size // 2)), replace=False)
+    return np.tile(once, 2)[:block_size]
+
+
+def mostly(here: HeadScores, probe: HeadScores, layer: int, head: int) -> str | None:
+    """The kind whose lift is highest, if that is clear, else None. Kinds that the prompt cannot show are judged by the
+    probe."""
+    lifts = {}
+    for kind in KINDS:
+        lift = here.lift(kind)
+        lift = probe.lift(kind) if lift is None else lift
+        if lift is not None:
+            lifts[kind] = float(lift[layer, head])
+    best = max(lifts, key=lambda kind: lifts[kind], default=None)
+    return best if best is not None and lifts[best] >= CLEAR else None
+
+
+@dataclass(frozen=True)
+class Look:
+    """All that is shown of how a model reads a prompt. Arrays of heads have only the ``layers`` and ``heads`` that were
+    asked for, in this order."""
+
+    ids: Ints  # (T), the end of the prompt where it is longer than the context
+    dropped: int  # how many ids of its beginning did not fit
+    layers: list[int]
+    heads: list[int]
+    patterns: Floats  # (len(layers), len(heads), T, T)
+    here: HeadScores  # over the prompt
+    probe: HeadScores  # over random tokens that come twice
+    lens: Lens
+    logits: Floats  # (V), of what follows
+
+
+def look(
+    model: GPT, ids: Sequence[int] | Ints, tokenizer: Tokenizer, layer: int | None = None, head: int | None = None
+) -> Look:
+    """Reads ids with a model and keeps what goes on in every head, or in one ``layer`` or ``head`` of each layer.
+
+    Raises `UserError` for a layer or head that the model has not, and where there are no ids.
+    """
+    config = model.config
+    layers, heads = _chosen("layer", layer, config.n_layer), _chosen("head", head, config.n_head)
+    whole = np.asarray(ids, np.int64)
+    if not len(whole):
+        raise UserError("there is no prompt to look at", 'give one: --prompt "Once upon a time"')
+    kept = whole[-config.block_size :]
+    seen = trace(model, kept, layers)
+    patterns = seen.patterns[:, heads]
+    probe = trace(model, probe_ids(tokenizer, config.block_size), layers)
+    return Look(
+        ids=kept,
+        dropped=len(whole) - len(kept),
+        layers=layers,
+        heads=heads,
+        patterns=patterns,
+        here=head_scores(patterns, kept),
+        probe=head_scores(probe.patterns[:, heads], probe.ids),
+        lens=lens(model, seen.residual),
+        logits=seen.logits[-1].cpu().numpy(),
+    )
+
+
+def _chosen(what: str, number: int | None, count: int) -> list[int]:
+    if number is None:
+        return list(range(count))
+    if not 0 <= number < count:
+        raise UserError(f"there is no {what} {number}", f"the model has {count}, from 0 to {count - 1}")
+    return [number]
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word as the model knows it. A word of several tokens stands where the mean of their directions does."""
+
+    text: str  # as it was encoded, with its leading space
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Near:
+    """A token and the cosine of its embedding with what was asked for."""
+
+    id: int
+    text: str
+    cosine: float
+
+
+class Embeddings:
+    """The rows of the embedding, which the unembedding shares, at unit length."""
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        table = model.wte.weight.detach().float().cpu().numpy()
+        norms = np.linalg.norm(table, axis=1, keepdims=True)
+        self.rows: Floats = table / np.maximum(norms, 1e-30)
+        known = np.zeros(len(table), np.bool_)
+        known[[*tokenizer.ranks.values(), *tokenizer.all_specials.values()]] = True
+        self.usable = known & (norms[:, 0] > 0)  # ids without a token, and rows that never were, are near nothing
+
+    def find(self, word: str) -> Word:
+        """The word as it stands in running text: with a space before it, unless it is fewer tokens without, or begins
+        with white space itself. Raises `UserError` for an empty one."""
+        if not word.strip():
+            raise UserError("a word is empty", "name a word that has letters")
+        forms = [word] if word[0].isspace() else [" " + word, word]
+        found = [Word(form, self.tokenizer.encode(form).tolist()) for form in forms]
+        return min(found, key=lambda each: len(each.ids))
+
+    def vector(self, word: Word) -> Floats:
+        """Its direction, (C), at unit length; the mean of its tokens' directions where it has several."""
+        return _unit(self.rows[word.ids].mean(axis=0))
+
+    def nearest(self, vector: Floats, count: int, without: Sequence[int] = ()) -> list[Near]:
+        """The ``count`` tokens of highest cosine with a vector (C), ``without`` some ids."""
+        cosines = np.where(self.usable, self.rows @ _unit(vector), -np.inf)
+        cosines[list(without)] = -np.inf
+        order = np.argsort(-cosines, kind="stable")[:count]
+        found = [int(id) for id in order if np.isfinite(cosines[id])]
+        return [Near(id, token_text(self.tokenizer, id), float(cosines[id])) for id in found]
+
+    def neighbors(self, word: Word, count: int) -> list[Near]:
+        """The tokens nearest to a word, without its own."""
+        return self.nearest(self.vector(word), count, word.ids)
+
+    def analogy(self, terms: Sequence[tuple[int, Word]], count: int) -> list[Near]:
+        """The tokens nearest to a sum of words with signs (3CosAdd, Mikolov et al. 2013), without the words' own."""
+        total: Floats = np.sum([sign * self.vector(word) for sign, word in terms], axis=0)
+        return self.nearest(total, count, [id for _, word in terms for id in word.ids])
+
+
+def _unit(vector: Floats) -> Floats:
+    return vector / max(float(np.linalg.norm(vector)), 1e-30)
+
+
+def parse_analogy(words: Sequence[str]) -> list[tuple[int, str]]:
+    """``king - man + woman`` → signs and words. Raises `UserError` where a sign or a word is missing."""
+    hint = "write it like: king - man + woman"
+    parts = re.split(r"(?<!\S)([+-])(?!\S)", " ".join(words).strip())
+    parts = parts if parts[0].strip() else parts[1:]
+    parts = parts if parts and parts[0] in "+-" else ["+", *parts]
+    terms = [(1 if sign == "+" else -1, word.strip()) for sign, word in zip(parts[::2], parts[1::2], strict=False)]
+    if len(parts) % 2 or any(not word for _, word in terms):
+        raise UserError("a sign of the sum has no word after it", hint)
+    if any(" " in word for _, word in terms):
+        raise UserError(f'there is no sign in "{next(word for _, word in terms if " " in word)}"', hint)
+    if len(terms) < 2:
+        raise UserError("a sum needs two words at least", hint)
+    return terms
+
+
+def token_text(tokenizer: Tokenizer, id: int) -> str:
+    """A token in print: escaped where it is no text or cannot be seen, spaces as they are."""
+    return visible(tokenizer.decode_bytes([id]))
+
+
+@dataclass(frozen=True)
+class Positions:
+    """What a decoder knows of places. ``similarity[d]`` is how alike two places d tokens apart are: the mean cosine of
+    their rows; for rotary positions the score of two equal vectors, whose pairs of numbers weigh the same."""
+
+    kind: str  # learned, sinusoidal or rotary
+    table: Floats | None  # (block_size, C), added to the embedding; None for rotary positions
+    similarity: Floats  # (block_size)
+
+
+@torch.inference_mode()
+def positions(model: GPT) -> Positions:
+    """The table of positions, or what rotation does."""
+    table = model.position_table()
+    if table is None:
+        assert model.turn is not None
+        cosines = model.turn[0, : model.config.block_size].float()
+        return Positions(model.config.positions, None, cosines.mean(dim=-1).cpu().numpy())
+    rows = table.detach().float().cpu()
+    unit = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    size = len(unit)
+    # All pairs that are d apart at once: the correlation of each column with itself, by its spectrum.
+    spectrum = torch.fft.rfft(unit.double(), n=2 * size, dim=0).abs().square().sum(dim=1)
+    sums = torch.fft.irfft(spectrum, n=2 * size)[:size]
+    similarity = sums / torch.arange(size, 0, -1)
+    return Positions(model.config.positions, rows.numpy(), similarity.float().numpy())

@@ -1,0 +1,188 @@
+"""``gpt inspect``: what it prints, writes and refuses."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Done
+from test_cli import one_line_of_what_and_what_next
+
+import gpt as library
+from gpt import inspect
+
+Gpt = Callable[..., Done]
+PROMPT = "the cat sat on the mat while the cat"
+
+
+def test_attention_json_is_what_the_model_computes(gpt: Gpt, run_folder: Path) -> None:
+    values = json.loads(gpt("inspect", "attention", "-p", PROMPT, "-m", run_folder, "--json").out)
+    loaded = library.load(run_folder, dtype="float32")
+    ids = loaded.tokenizer.encode(PROMPT).tolist()
+    seen = inspect.trace(loaded.model, ids)
+    assert values["tokens"] == ids
+    assert "".join(values["pieces"]) == PROMPT
+    assert np.abs(np.array(values["patterns"]) - seen.patterns).max() < 1e-6
+    assert values["prompt"] == PROMPT
+    assert values["dropped"] == 0
+    output = seen.logits[-1].softmax(-1)
+    for each in (values["next"][0], values["next"][-1]):
+        assert each["probability"] == pytest.approx(float(output[each["token"]]), abs=1e-6)
+    assert values["lens"][-1][-1][0]["token"] == values["next"][0]["token"] == int(output.argmax())
+    assert [(each["layer"], each["head"]) for each in values["scores"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    by_hand = seen.patterns[1, 0][np.arange(2, len(ids)), np.arange(1, len(ids) - 1)].mean()
+    assert values["scores"][2]["prompt"]["previous"] == pytest.approx(float(by_hand), abs=1e-5)
+
+
+def test_attention_in_a_terminal(gpt: Gpt, run_folder: Path) -> None:
+    done = gpt("inspect", "attention", "-p", PROMPT, "-m", run_folder, "--layer", "1", "--head", "0")
+    assert "layer 1, head 0" in done.out
+    values = json.loads(gpt("inspect", "attention", "-p", PROMPT, "-m", run_folder, "--json").out)
+    rows = re.findall(r"^ *\S+ ((?:[.\d] )+) *$", done.out, re.MULTILINE)
+    assert len(rows) == len(values["tokens"])
+    for row, shares in zip(rows, values["patterns"][1][0], strict=True):
+        tenths = [0 if mark == "." else int(mark) for mark in row.split()]
+        assert len(tenths) == sum(share > 0 for share in shares)
+        assert all(abs(tenth - 10 * share) <= 1 for tenth, share in zip(tenths, shares, strict=False))
+    assert f"{values['next'][0]['probability']:.3f}" in done.out
+    assert "what heads mostly attend to" in gpt("inspect", "attention", "-p", PROMPT, "-m", run_folder).out
+
+
+def test_attention_of_a_prompt_beyond_the_context(gpt: Gpt, run_folder: Path) -> None:
+    done = gpt("inspect", "attention", "-p", PROMPT * 9, "-m", run_folder, "--json")
+    values = json.loads(done.out)
+    assert len(values["tokens"]) == 32
+    assert re.search(r"the prompt has \d+ tokens; the last 32 fit the context and are shown", done.err)
+    whole = library.load(run_folder).tokenizer.encode(PROMPT * 9).tolist()
+    assert values["tokens"] == whole[-32:]
+    assert values["dropped"] == len(whole) - 32
+
+
+def test_attention_reads_files_and_one_token(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
+    Path("p.txt").write_text("z")
+    values = json.loads(gpt("inspect", "attention", "--prompt-file", "p.txt", "-m", run_folder, "--json").out)
+    assert values["patterns"] == [[[[1.0]]] * 2] * 2
+    assert values["scores"][0]["prompt"]["previous"] is None
+    done = gpt("inspect", "attention", "--prompt-file", "-", "-m", run_folder, "-o", "a.html", stdin=b"the cat")
+    assert done.code == 0
+    assert re.fullmatch(r"saved  a\.html  \([\d,]+ bytes\)\n", done.out)
+
+
+def test_neighbors(gpt: Gpt, run_folder: Path) -> None:
+    done = gpt("inspect", "neighbors", "cat", "raining", "-k", "4", "-m", run_folder, "--json")
+    values = json.loads(done.out)
+    loaded = library.load(run_folder)
+    table = inspect.Embeddings(loaded.model, loaded.tokenizer)
+    for word, said in zip(("cat", "raining"), values["words"], strict=True):
+        found = table.neighbors(table.find(word), 4)
+        assert [each["token"] for each in said["neighbors"]] == [near.id for near in found]
+        assert [each["cosine"] for each in said["neighbors"]] == pytest.approx(
+            [near.cosine for near in found], abs=1e-5
+        )
+    text = gpt("inspect", "neighbors", "zzzqx", "-m", run_folder).out
+    assert re.search(r'"zzzqx" is \d tokens: .*; the mean of their directions', text)
+
+
+def test_analogy(gpt: Gpt, run_folder: Path) -> None:
+    typed = ["cat", "-", "dogs", "+", "mat"]
+    values = json.loads(gpt("inspect", "analogy", *typed, "-m", run_folder, "--json").out)
+    assert [term["sign"] for term in values["terms"]] == [1, -1, 1]
+    assert len(values["nearest"]) == 10
+    assert "cat − dogs + mat" in gpt("inspect", "analogy", " ".join(typed), "-m", run_folder).out
+
+
+def test_positions(gpt: Gpt, run_folder: Path) -> None:
+    values = json.loads(gpt("inspect", "positions", "-m", run_folder, "--json").out)
+    table = library.load(run_folder).model.wpe.weight.detach().numpy()
+    assert values["positions"] == "learned"
+    assert np.array_equal(np.array(values["table"], np.float32), table)
+    assert values["similarity"][0] == pytest.approx(1)
+    text = gpt("inspect", "positions", "-m", run_folder).out
+    assert "learned: 32 places (down) of 32 numbers (across)" in text
+    assert f"{values['similarity'][31]:.3f}" in text
+
+
+def test_tokens(gpt: Gpt, run_folder: Path) -> None:
+    values = json.loads(gpt("inspect", "tokens", "Zürich\n\x00 cat", "-m", run_folder, "--json").out)
+    tokenizer = library.load(run_folder).tokenizer
+    assert tokenizer.decode(values["tokens"]) == "Zürich\n\x00 cat"
+    assert values["bytes"] == 13
+    assert "\\x00" in "".join(values["pieces"])
+    done = gpt("inspect", "tokens", "a cat", "-m", run_folder)
+    pieces = [tokenizer.decode([id]) for id in tokenizer.encode("a cat").tolist()]
+    assert done.out.splitlines()[0] == "|".join(pieces)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["attention", "-p", PROMPT], ["attention", "-p", PROMPT, "--layer", "0", "--head", "1"], ["positions"],
+        ["neighbors", "cat", "mat"], ["analogy", "cat - mat"], ["tokens", PROMPT + "\n🐕 <b>"],
+    ],
+    ids=lambda args: " ".join(args)[:20],
+)  # fmt: skip
+def test_every_form_in_a_file(gpt: Gpt, run_folder: Path, workdir: Path, args: list[str]) -> None:
+    from PIL import Image
+
+    said = gpt("inspect", *args, "-m", run_folder, "--json").out
+    for ending in ("html", "PNG", "json"):
+        done = gpt("inspect", *args, "-m", run_folder, "-o", f"out.{ending}")
+        assert done.code == 0, done.err
+        assert done.out.startswith(f"saved  out.{ending}")
+    assert json.loads(Path("out.json").read_bytes()) == json.loads(said)
+    with Image.open("out.PNG") as image:
+        assert image.width > 300
+        assert len(image.convert("RGB").getcolors(2**24) or []) > 10
+    page = Path("out.html").read_text(encoding="utf-8")
+    assert (
+        re.search(r"(src|href)\s*=|url\(|@import|fetch\(|XMLHttpRequest|https?://(?!www\.w3\.org/2000/svg)", page)
+        is None
+    )
+    assert page.count("<script") == page.count("</script") == 2  # the data and the program
+
+
+def test_what_is_refused(gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(message: str, *args: str | Path) -> None:
+        one_line_of_what_and_what_next(gpt("inspect", *args, "-m", run_folder), message)
+
+    refused("there is no layer 2", "attention", "-p", "x", "--layer", "2")
+    refused("there is no head 2", "attention", "-p", "x", "--head", "2")
+    refused("there is no prompt to look at", "attention")
+    refused("a prompt and --prompt-file were given", "attention", "-p", "x", "--prompt-file", "y")
+    refused("a word is empty", "neighbors", "")
+    refused("count is 0", "neighbors", "cat", "-k", "0")
+    refused("a sum needs two words", "analogy", "cat")
+    refused("there is nothing to cut", "tokens")
+    refused("there is no folder", "positions", "-o", "none/x.html")
+    refused("has no ending that says what to write", "positions", "-o", "x.gif")
+    Path("x.html").mkdir()
+    refused("x.html is a folder", "positions", "-o", "x.html")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    refused("a PNG is drawn with the package pillow", "positions", "-o", "x.png")
+    one_line_of_what_and_what_next(gpt("inspect", "tokens", "x", "-m", "nowhere"), "there is no run or checkpoint")
+
+
+def test_a_page_that_no_browser_would_take(
+    gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpt_cli import views
+
+    monkeypatch.setattr(views, "LARGEST_PAGE", 100)
+    done = gpt("inspect", "attention", "-p", PROMPT, "-m", run_folder, "-o", "a.html")
+    one_line_of_what_and_what_next(done, "the page would hold")
+    assert not Path("a.html").exists()
+
+
+def test_narrow_encodings_take_every_token(run_folder: Path) -> None:
+    code = "from gpt_cli.main import run; run()"
+    for args in (["attention", "-p", "Zürich 🐕 cat"], ["tokens", "Zürich 🐕"], ["positions"], ["neighbors", "Zürich"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "inspect", *args, "-m", run_folder],
+            capture_output=True, check=False, env={"PYTHONIOENCODING": "ascii", "PATH": "", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        done.stdout.decode("ascii")
