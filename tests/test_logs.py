@@ -26,6 +26,7 @@ from gpt.model.params import breakdown, flops_per_token
 from gpt.peaks import peak_flops
 from gpt.runs import folder
 from gpt.training import logs, speed
+from gpt.training.run import go_on
 
 FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400}
 
@@ -85,6 +86,26 @@ def test_steps_that_come_again_replace_those_of_the_process_before(workdir: Path
     board.Reload()
     told = [(each.step, each.value) for each in board.Scalars("step/loss")]
     assert told == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0)]
+
+
+def test_a_resumed_run_goes_on_in_its_curves(text: Path) -> None:
+    """What was told after the checkpoint that a run goes on from is told anew, once; `--log` may come later."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def strike(event: Any) -> None:
+        if isinstance(event, events.StepEvent) and event.step == 6:
+            raise RuntimeError("a fault")
+
+    with pytest.raises(RuntimeError):
+        gpt.train(text, listen=strike, steps=8, save_every=4, eval_every=8, log="tensorboard", **FAST)
+    time.sleep(1.1)  # files are ordered by the second that their names hold
+    result = go_on("runs/book")
+    board = EventAccumulator(str(result.run / "tensorboard"))
+    board.Reload()
+    assert [each.step for each in board.Scalars("step/loss")] == list(range(1, 9))
+    told = [each.value for each in board.Scalars("step/loss")]
+    assert told == [pytest.approx(event.loss) for event in metrics(result.run, "step")]
 
 
 def test_logs_change_nothing(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +187,14 @@ def test_a_run_that_is_cut_off_ends_as_failed(text: Path, wandb: StandIn) -> Non
     with pytest.raises(gpt.Interrupted):
         gpt.train(text, listen=strike, steps=5, log="wandb", **FAST)
     assert wandb.ended == [1]
+
+
+def test_a_run_that_is_resumed_may_be_logged_from_then_on(text: Path, wandb: StandIn) -> None:
+    result = gpt.train(text, steps=4, **FAST)
+    assert wandb.begun == {}
+    go_on(str(result.run), {"steps": 6, "log": "wandb"})
+    assert [each["step"] for each in wandb.told if "step/loss" in each] == [5, 6]
+    assert wandb.ended == [0]
 
 
 def test_the_same_run_has_the_same_name_at_wandb_and_another_has_not(wandb: StandIn) -> None:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from gpt import evaluate, events
 from gpt.errors import Interrupted, WorkError
 from gpt.files import disk_errors, to_json, write_file
@@ -32,7 +30,7 @@ from gpt.training.result import Result
 from gpt.training.saving import Saver, check_room, said
 from gpt.training.schedule import lr_at
 from gpt.training.speed import Speed
-from gpt.training.state import Saved, TrainState, read_snapshot
+from gpt.training.state import Saved, TrainState, read_snapshot, seed_all
 from gpt.training.step import Outcome, Stepper
 
 EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)  # held-out tokens of a periodic evaluation: of all, within bounds
@@ -55,7 +53,7 @@ class Trainer:
         self.setting, self.recipe = setting, recipe
         self.run, self.data, self.compute, self.start = setting.run, setting.data, setting.compute, setting.start
         self.listen, self.note, self.began = setting.listen, setting.note, setting.began
-        torch.manual_seed(recipe.seed)
+        seed_all(recipe.seed)
         self.model = self._model(path)
         if recipe.lora_rank:
             self.optimizer = lora.adapt(self.model, recipe)
@@ -96,7 +94,7 @@ class Trainer:
         check_room(self.run, size_of(self.model, self.optimizer, self.tokenizer_files))
         self.change()
         self.metrics = Metrics(self.run, self.setting.warn, self.state.metrics_bytes)
-        self.logs = logs.Logs(log, self.run, self.record, self.note)
+        self.logs = logs.Logs(log, self.run, self.record, self.note, self.state.step)
         self.saver = Saver(self.run, self.recipe.keep, self.on_saved, self.setting.warn)
         self.keeper = Keeper(
             self.setting, self.model, self.optimizer, self.stepper.scaler, self.state, self.metrics, self.saver,

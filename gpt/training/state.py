@@ -203,6 +203,13 @@ def _copied(tensor: Tensor, buffer: Tensor | None) -> Tensor:
     return buffer.copy_(tensor, non_blocking=True)
 
 
+def seed_all(seed: int) -> None:
+    """Begins the random states of Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def _random_state(device: torch.device) -> tuple[dict[str, Tensor], Draws]:
     """The random states of Python, numpy and torch."""
     version, numbers, gauss = random.getstate()
