@@ -23,7 +23,7 @@ Data = Mapping[str, Any]
 ENDINGS = (".html", ".png", ".json")
 
 
-def out_option(endings: tuple[str, ...] = ENDINGS) -> Any:
+def out_option(*endings: str) -> Any:
     """The option ``-o FILE`` of a command that can show its result in these forms."""
     kinds = {".html": "a page that needs nothing else", ".png": "a picture", ".json": "data"}
     said = ", ".join(f"{ending} {kinds[ending]}" for ending in endings)
@@ -32,7 +32,8 @@ def out_option(endings: tuple[str, ...] = ENDINGS) -> Any:
     )
 
 
-Out = Annotated[Path | None, out_option()]
+OutPage = Annotated[Path | None, out_option(".html")]
+Out = Annotated[Path | None, out_option(*ENDINGS)]
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,13 @@ class Forms:
     png: Callable[[], bytes] | None = None
 
 
-def check_out(out: Path | None, endings: tuple[str, ...] = ENDINGS) -> None:
+def check_out(out: Path | None, *endings: str) -> None:
     """Refuses, before any work, a file that could not be written, or of no form that there is."""
     if out is None:
         return
-    if out.suffix.lower() not in endings:
-        raise UserError(f'"{out}" has no ending that says what to write', f"end it in {', '.join(endings)}")
+    known = endings or ENDINGS
+    if out.suffix.lower() not in known:
+        raise UserError(f'"{out}" has no ending that says what to write', f"end it in {', '.join(known)}")
     if out.suffix.lower() == ".png":
         png.check()
     if out.is_dir():
@@ -67,15 +69,19 @@ def show(forms: Forms, out: Path | None, as_json: bool) -> None:
     if out is not None:
         form = {".html": forms.page, ".png": forms.png}.get(out.suffix.lower(), lambda: as_bytes(forms.data()))
         assert form is not None  # check_out let it pass
-        content = form()
-        with disk_errors(out):
-            write_file(out, content)
+        write(out, form(), as_json)
     if as_json:
         render.json_line(forms.data())
-    elif out is not None:
-        render.saved(out, len(content))
-    else:
+    elif out is None:
         forms.terminal()
+
+
+def write(out: Path, content: bytes, quiet: bool) -> None:
+    """The file, whole or not at all; where it is, unless stdout is for JSON."""
+    with disk_errors(out):
+        write_file(out, content)
+    if not quiet:
+        render.saved(out, len(content))
 
 
 def as_bytes(data: Data) -> bytes:

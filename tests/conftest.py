@@ -1,5 +1,7 @@
 import io
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,6 +119,27 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def two_runs(run_folder: Path, workdir: Path) -> list[Path]:
+    """The run, and one like it with another rate, half as long, whose last sample is a piece of the training text."""
+    from gpt import events
+    from gpt.text.tokens import TokenFolder
+
+    shutil.copytree(run_folder, "one")
+    shutil.copytree(run_folder, "two")
+    record = json.loads(Path("two/run.json").read_text())
+    record["resolved"]["lr"] = 0.123
+    Path("two/run.json").write_text(json.dumps(record))
+    folder = TokenFolder("two/tokens")
+    text = folder.tokenizer.decode(folder.stream("train").take(40, 60).tolist())
+    lines = [line for line in Path("two/metrics.jsonl").read_text().splitlines() if json.loads(line)["step"] <= 15]
+    kept = [line for line in lines if json.loads(line)["event"] in ("step", "eval")]
+    kept.append(events.to_json(events.SampleEvent(15, 150, 1.5, "</script><b>Zürich</b>")))
+    kept.append(events.to_json(events.SampleEvent(15, 150, 1.5, text)))
+    Path("two/metrics.jsonl").write_text("".join(line + "\n" for line in kept))
+    return [Path("one"), Path("two")]
 
 
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="../shared is not in a user's checkout")

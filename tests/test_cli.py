@@ -50,7 +50,7 @@ def one_line_of_what_and_what_next(done: Done, message: str, code: int = 2) -> N
         ["--help"], ["train", "--help"], ["sample", "-h"], ["params", "gpt3-175b"], ["params", "--list"],
         ["data", "--help"], ["data", "list", "--help"], ["data", "list"], ["data", "show", "openwebtext"],
         ["tokenizer"], ["tokenizer", "--help"], *(["tokenizer", name, "--help"] for name in ("train", "show", "encode", "decode")),
-        ["inspect"], *(["inspect", name, "--help"] for name in ("attention", "neighbors", "analogy", "positions", "tokens")),
+        ["report", "--help"], ["inspect"], *(["inspect", name, "--help"] for name in ("attention", "neighbors", "analogy", "positions", "tokens")),
     ],
 )  # fmt: skip
 def test_light_commands_import_nothing_heavy(args: list[str]) -> None:
@@ -90,6 +90,7 @@ OPTIONS = {
     "tokenize": "--out -o --resume --part --tokenizer --vocab-size --sample-bytes --val-fraction --val-text --field "
     "--split-on --encoding --errors --skip-bad --jobs --seed --json --quiet -q",
     "params": "--list --n-layer --n-head --n-embd --block-size --vocab-size --positions --arch --json",
+    "report": "--out -o --json --quiet -q",
     "inspect": "",
     "inspect attention": "--prompt -p --prompt-file --layer --head --model -m --out -o --json --device",
     "inspect neighbors": "--count -k --model -m --out -o --json",

@@ -265,3 +265,40 @@ def test_a_large_page_is_small_and_quick(open_page: Any, workdir: Path) -> None:
         assert page.locator(".heads button").count() == 12 * 13 + 1
     print(f"{Path('big.html').stat().st_size:,} bytes, drawn in {min(seconds):.2f} s")
     assert min(seconds) < 8  # 2 on a machine that does nothing else
+
+
+def test_report(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
+    assert gpt("report", *two_runs, "-o", "r.html").code == 0
+    values = [json.loads(line) for line in gpt("report", *two_runs, "--json").out.splitlines()]
+    page = open_page(Path("r.html"))
+    rows = page.locator("#results tbody tr").all()
+    for row, run in zip(rows, values, strict=True):
+        assert row.locator("th").inner_text() == run["name"]
+        cells = row.locator("td").all_inner_texts()
+        assert cells[0] == str(run["steps"]["step"][-1])
+        loss = (run["end"] or {}).get("val_loss") or run["best"]["val_loss"]
+        assert cells[3] == f"{loss:.4f}"
+    charts = "figure[data-chart='loss'] path"
+    assert page.locator(charts).count() == 4  # two runs, training and held out
+    before = page.locator(charts).first.get_attribute("d")
+    page.select_option("#axis", "seconds")
+    assert page.locator(charts).first.get_attribute("d") != before
+    page.locator(".legend button").first.click()
+    assert page.locator(charts).count() == 2
+    chart = page.locator("figure[data-chart='loss'] svg")
+    chart.focus()
+    page.keyboard.press("ArrowRight")
+    assert "two held-out" in page.locator("figure[data-chart='loss'] p").inner_text()
+    assert page.locator("#settings tr.differs th").all_inner_texts() == ["lr"]
+    page.check("#only")
+    assert page.locator("#settings tbody td").all_inner_texts() == [str(run["settings"]["lr"]) for run in values]
+    assert page.locator("[data-sample='1'] mark").inner_text() == values[1]["samples"][-1]["longest_text"].rstrip(
+        "\r\n"
+    )
+    page.evaluate(
+        "() => { const s = document.getElementById('sample-1'); s.value = 0; s.dispatchEvent(new Event('input')); }"
+    )
+    assert page.locator("[data-sample='1']").inner_text() == "</script><b>Zürich</b>"
+    page.locator("#sample-1").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.locator("[data-sample='1'] mark").count() == 1

@@ -114,7 +114,7 @@ function lineChart({ name, x, series, height = 240, format = plain }) {
       svg("text", { x: left - 6, y: sy(v) + 4, "text-anchor": "end" }, format(v))); }),
     marks.map((m) => { const v = x0 + m * (x1 - x0); return svg("text", { x: sx(v), y: height - bottom + 16, "text-anchor": m === 0 ? "start" : m === 1 ? "end" : "middle" }, plain(v)); }),
     svg("text", { x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, x),
-    curves.map((one) => svg("path", { class: "curve", style: `stroke:var(${one.colour})` + (one.dash ? `;stroke-dasharray:${one.dash}` : ""),
+    curves.map((one) => svg("path", { class: one.faint ? "curve faint" : "curve", style: `stroke:var(${one.colour})` + (one.dash ? `;stroke-dasharray:${one.dash}` : ""),
       d: one.points.map((p, i) => `${i ? "L" : "M"}${sx(p[0]).toFixed(1)} ${sy(p[1]).toFixed(1)}`).join("") })),
     curves.filter((one) => one.points.length === 1).map((one) => svg("circle", { cx: sx(one.points[0][0]), cy: sy(one.points[0][1]), r: 3, style: `fill:var(${one.colour})` })),
     cursor);

@@ -19,6 +19,7 @@ from gpt.runs import hub
 
 RUNS = "runs"
 RECORD = "run.json"
+METRICS = "metrics.jsonl"
 CHECKSUMS = "checksums.json"
 META = "gpt.json"
 TRAINING = ("training.json", "training.safetensors")  # what only going on needs; older checkpoints let go of it

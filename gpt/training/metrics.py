@@ -6,9 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpt.files import disk_errors
-from gpt.runs.folder import KEPT
-
-FILE = "metrics.jsonl"
+from gpt.runs.folder import KEPT, METRICS
 
 
 class Metrics:
@@ -17,7 +15,7 @@ class Metrics:
 
     def __init__(self, run: Path, warn: Callable[[str], None], upto: int = 0) -> None:
         """``upto``: what lies behind so many bytes is of a run that was cut off, and is done again."""
-        self.path, self.warn, self.failing = run / FILE, warn, False
+        self.path, self.warn, self.failing = run / METRICS, warn, False
         with disk_errors(run, KEPT):
             self.file = self.path.open("ab", buffering=0)
             whole = self.path.read_bytes()[:upto].rfind(b"\n") + 1 if upto else 0

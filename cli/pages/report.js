@@ -1,0 +1,99 @@
+// Runs: curves laid over each other, settings side by side, samples, copying.
+const runs = data.runs, colours = runs.map((_, i) => `--c${i % 8}`), hidden = new Set();
+const minutes = (seconds) => seconds === null || seconds === undefined ? "–" : seconds < 60 ? `${seconds.toFixed(0)} s` : `${(seconds / 60).toFixed(1)} min`;
+const last = (list) => list.length ? list[list.length - 1] : null;
+heading(runs.length > 1 ? `${runs.length} runs` : runs[0].name, runs.map((run) => run.run).join(", "));
+
+section("Results", el("div", { class: "scroll" }, el("table", { id: "results" },
+  el("thead", {}, el("tr", {}, ["run", "steps", "tokens", "time", "held-out loss", "best at step", "bits a byte", "tokens/s", "end"]
+    .map((name, i) => el("th", { class: i && i < 8 ? "number" : "" }, name)))),
+  el("tbody", {}, runs.map((run, i) => {
+    const end = run.end || {}, best = run.best || {}, loss = end.val_loss ?? best.val_loss;
+    const cells = [withCommas(last(run.steps.step) ?? 0), withCommas(last(run.steps.tokens) ?? 0), minutes(last(run.steps.seconds)),
+      loss === undefined || loss === null ? "–" : loss.toFixed(4), best.step === undefined ? "–" : withCommas(best.step),
+      end.bits_per_byte ? end.bits_per_byte.toFixed(4) : "–", last(run.steps.tokens_per_second) === null ? "–" : withCommas(last(run.steps.tokens_per_second))];
+    return el("tr", {}, el("th", { scope: "row" }, el("span", { class: "swatch", style: `background:var(${colours[i]})` }), run.name),
+      cells.map((cell) => el("td", { class: "number" }, cell)), el("td", {}, end.reason || "none yet"));
+  })))));
+
+const axes = { step: "steps", tokens: "tokens", seconds: "seconds" };
+let axis = "step";
+const place = el("div", { id: "curves" });
+function series(key) {
+  return runs.flatMap((run, i) => {
+    if (hidden.has(i)) return [];
+    const name = runs.length > 1 ? run.name : "";
+    const one = (columns, column, label, dash) => ({ name: label, colour: colours[i], dash, points: columns[axis].map((x, at) => [x, columns[column][at]]) });
+    const found = [one(run.steps, key, name || (key === "loss" ? "training" : key))];
+    if (key === "loss" && run.evals.step.length) {
+      found[0].faint = true; // noise: the held-out curve stands before it
+      const held = one(run.evals, "val_loss", (name + " held-out").trim(), "6 4");
+      if (runs.length === 1) held.colour = "--c1";
+      found.push(held);
+    }
+    return found;
+  });
+}
+function draw() {
+  const charts = [["loss", "Loss, nats a token" + " (dashed: held out)"], ["lr", "Learning rate"], ["grad_norm", "Gradient norm, before clipping"], ["tokens_per_second", "Tokens a second"]];
+  if (runs.some((run) => run.steps.mfu.some((x) => x !== null))) charts.push(["mfu", "Share of the device's peak (MFU)"]);
+  place.replaceChildren(...charts.flatMap(([key, title]) => [el("h3", {}, title),
+    lineChart({ name: key, x: axes[axis], series: series(key), height: key === "loss" ? 320 : 190 })]));
+}
+section("Curves", el("div", { class: "controls" }, el("label", { for: "axis" }, "against",
+  el("select", { id: "axis", onchange: (event) => { axis = event.target.value; draw(); } },
+    Object.entries(axes).map(([key, name]) => el("option", { value: key }, name)))),
+  runs.length > 1 ? el("span", { class: "legend" }, runs.map((run, i) => el("button", { type: "button", "aria-pressed": "true",
+    onclick: (event) => {
+      hidden.has(i) ? hidden.delete(i) : hidden.add(i);
+      event.currentTarget.setAttribute("aria-pressed", !hidden.has(i));
+      draw();
+    } }, el("span", { class: "swatch", style: `background:var(${colours[i]})` }), run.name))) : null), place);
+draw();
+
+const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
+const differs = (key) => data.differing.includes(key);
+const onlyDiffering = el("input", { type: "checkbox", id: "only", onchange: () => settings() });
+const table = el("table", { id: "settings" });
+function settings() {
+  const shownKeys = keys.filter((key) => runs.length > 1 && onlyDiffering.checked ? differs(key) : runs.some((run) => run.settings[key] !== null));
+  table.replaceChildren(el("thead", {}, el("tr", {}, el("th", {}, "setting"), runs.map((run) => el("th", {}, run.name)))),
+    el("tbody", {}, shownKeys.map((key) => el("tr", { class: differs(key) ? "differs" : "" }, el("th", { scope: "row" }, key),
+      runs.map((run) => el("td", { class: "mono" }, run.settings[key] === null || run.settings[key] === undefined ? "–" : String(run.settings[key])))))));
+}
+settings();
+section("Settings", runs.length > 1 ? el("label", { for: "only" }, onlyDiffering, " only what differs (marked)") : null, el("div", { class: "scroll" }, table));
+
+const samples = section("Samples");
+runs.forEach((run, i) => {
+  if (runs.length > 1) samples.append(el("h3", {}, run.name));
+  if (!run.samples.length) { samples.append(el("p", { class: "soft" }, "It kept none.")); return; }
+  const text = el("pre", { "data-sample": i }), said = el("p", { class: "soft" }), output = el("output", {});
+  const slider = el("input", { type: "range", id: `sample-${i}`, min: 0, max: run.samples.length - 1, value: run.samples.length - 1, oninput: () => show() });
+  function show() {
+    const sample = run.samples[+slider.value];
+    output.textContent = `step ${withCommas(sample.step)}`;
+    text.replaceChildren(...marked(sample.text, sample.longest_text));
+    said.textContent = sample.share === undefined ? "" : sample.share === null ? "too short to look for copies" : `${(100 * sample.share).toFixed(1)} % of its 8-grams are in the training text; ` +
+      (sample.longest ? `the longest span that is there has ${sample.longest} tokens (marked)` : "no span of 8 tokens is");
+  }
+  samples.append(el("div", { class: "controls" }, el("label", { for: `sample-${i}` }, "sampled at", slider, output)), text, said);
+  show();
+});
+function marked(text, part) {
+  const at = part ? text.indexOf(part) : -1;
+  return at < 0 ? [text] : [text.slice(0, at), el("mark", {}, part), text.slice(at + part.length)];
+}
+
+section("Copying", runs.map((run) => {
+  const all = run.copying, name = runs.length > 1 ? `${run.name}: ` : "";
+  if (!all) return el("p", { class: "soft" }, name + (run.samples.length ? "not measured: the tokens that it was trained on are not there." : "there are no samples."));
+  const part = all.compared === all.trained ? "" : ` (its first ${withCommas(all.compared)} of ${withCommas(all.trained)} tokens)`;
+  return [el("p", {}, name + (all.share === null ? "" : `${(100 * all.share).toFixed(1)} % of all samples' 8-grams are in the training text${part}; `) +
+    (all.longest ? `the longest span word for word has ${all.longest} tokens, at step ${withCommas(all.step)}:` : "no span of 8 tokens is.")),
+    all.longest ? el("pre", {}, all.text) : null];
+}).flat());
+const told = runs.flatMap((run) => [...run.rollbacks.map((one) => `${run.name} went back to step ${one.step} from ${one.failed_step}: ${one.why}`),
+  ...run.resumes.map((step) => `${run.name} went on from step ${step}`), ...(run.unread_lines ? [`${run.unread_lines} lines of ${run.name}'s metrics could not be read`] : [])]);
+if (told.length) section("Along the way", el("ul", {}, told.map((line) => el("li", {}, line))));
+document.body.dataset.ready = "yes";

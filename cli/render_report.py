@@ -1,0 +1,134 @@
+"""What ``gpt report`` prints, beside `cli.render`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gpt.events import format_seconds
+
+from . import render
+from .render_chart import Series, chart
+
+if TYPE_CHECKING:
+    from gpt.runs.report import Report
+
+POINTS = 300  # of a curve
+SAMPLE_LINES = 8
+SHOWN = (  # of the settings of one run
+    "text", "init", "tokenizer", "train_tokens", "preset", "arch", "positions", "n_layer", "n_head", "n_embd",
+    "block_size", "vocab_size", "dropout", "batch_tokens", "optimizer", "lr", "seed", "device", "dtype",
+)  # fmt: skip
+
+
+def reports(found: "Sequence[Report]") -> None:
+    """Results, curves, settings, samples and what these copy, of one run or several."""
+    from .views_report import report_data
+
+    console = render.stdout()
+    runs = [report_data(each, POINTS) for each in found]
+    console.print(_results(runs))
+    for title, key in (("loss, nats a token", "loss"), ("learning rate", "lr"), ("gradient norm", "grad_norm"),
+                       ("tokens a second", "tokens_per_second")):  # fmt: skip
+        height = 12 if key == "loss" else 6
+        console.print(Text("\n"), end="")
+        console.print(chart(title, "steps", _series(runs, key), console, height), no_wrap=True)
+    console.print(_settings(found))
+    for run in runs:
+        _sample(run, console)
+
+
+def _series(runs: Sequence[dict[str, Any]], key: str) -> list[Series]:
+    """The curves of a column; beside the loss of the batches the held-out one."""
+    found = []
+    for run in runs:
+        name = run["name"] if len(runs) > 1 else ""
+        found.append(Series(name or ("training" if key == "loss" else ""), _points(run["steps"], key)))
+        if key == "loss" and run["evals"]["step"]:
+            found.append(Series(f"{name} held-out".strip(), _points(run["evals"], "val_loss")))
+    return found
+
+
+def _points(columns: dict[str, list[Any]], key: str) -> list[tuple[float, float]]:
+    pairs = zip(columns["step"], columns[key], strict=True)
+    return [(step, value) for step, value in pairs if value is not None]
+
+
+def _results(runs: Sequence[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("run", "steps", "tokens", "time", "held-out loss", "best at step", "bits a byte", "tokens/s", "end"):
+        table.add_column(column, justify="left" if column in ("run", "end") else "right")
+    for run in runs:
+        steps, end, best = run["steps"], run["end"] or {}, run["best"]
+        last = {key: steps[key][-1] if steps[key] else None for key in steps}
+        loss = end.get("val_loss") or (best or {}).get("val_loss")
+        table.add_row(
+            Text(run["name"]),
+            _number(last["step"]),
+            _number(last["tokens"]),
+            "–" if last["seconds"] is None else format_seconds(last["seconds"]),
+            "–" if loss is None else f"{loss:.4f}",
+            "–" if best is None else f"{best['step']:,}",
+            "–" if end.get("bits_per_byte") is None else f"{end['bits_per_byte']:.4f}",
+            _number(last["tokens_per_second"]),
+            end.get("reason") or "none yet",
+        )
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}"
+
+
+def _settings(found: "Sequence[Report]") -> Table:
+    """The main settings of one run; of several what differs."""
+    from gpt.runs.report import differing
+
+    settings = [each.settings for each in found]
+    keys = [key for key in SHOWN if settings[0].get(key) is not None]
+    title = "settings"
+    if len(found) > 1:
+        keys = [key for key in differing(settings) if key != "started"]
+        title = "settings that differ" if keys else "the settings do not differ"
+    table = Table(box=None, pad_edge=False, title=Text(f"\n{title}", "bold"), title_justify="left", show_header=False)
+    if len(found) > 1 and keys:
+        table.add_row("", *(Text(each.name, "bold") for each in found))
+    for key in keys:
+        table.add_row(Text(key, "dim"), *(Text("–" if each.get(key) is None else str(each[key])) for each in settings))
+    return table
+
+
+def _sample(run: dict[str, Any], console: Console) -> None:
+    """The last sample, and what samples share with the training text."""
+    if run["samples"]:
+        last = run["samples"][-1]
+        console.print(Text(f"\n{run['name']}, sample at step {last['step']:,}", "bold"))
+        console.print(Text(render.excerpt(last["text"], SAMPLE_LINES), "italic"))
+    console.print(Text(copying_line(run), "dim"))
+    for each in run["rollbacks"]:
+        console.print(Text(f"went back to step {each['step']:,} from {each['failed_step']:,}: {each['why']}", "yellow"))
+    if run["unread_lines"]:
+        console.print(Text(f"{run['unread_lines']:,} lines of its metrics could not be read", "yellow"))
+
+
+def copying_line(run: dict[str, Any]) -> str:
+    """How much the samples copy, in a sentence."""
+    copying = run["copying"]
+    if not run["samples"]:
+        return "it kept no samples"
+    if copying is None:
+        return "copying was not measured: the tokens that it was trained on are not there"
+    part = "" if copying["compared"] == copying["trained"] else f" (its first {copying['compared']:,} tokens)"
+    share = (
+        ""
+        if copying["share"] is None
+        else f"{copying['share']:.1%} of the samples' 8-grams are in the training text{part}; "
+    )
+    if not copying["longest"]:
+        return f"{share}no span of 8 tokens or more is"
+    text = " ".join(copying["text"].split())
+    shown = text if len(text) <= 90 else text[:89] + "…"
+    return f'{share}the longest span has {copying["longest"]} tokens: "{shown}"'

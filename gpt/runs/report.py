@@ -1,0 +1,209 @@
+"""What a run tells afterwards: its curves, settings and samples, and what these copy from the training text."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpt import events
+from gpt.errors import UserError
+from gpt.files import file_sum, read_json, reading
+from gpt.runs import folder
+from gpt.runs.copying import MOST, Copied, copied
+from gpt.text.tokens import MANIFEST, TokenFolder, is_token_folder
+
+STEP_KEYS = ("step", "tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second", "mfu")
+EVAL_KEYS = ("step", "tokens", "seconds", "val_loss")
+Columns = dict[str, list[float | None]]
+
+
+@dataclass
+class History:
+    """The events of a run as they count in the end: what was done again is there once."""
+
+    steps: list[events.StepEvent] = field(default_factory=list)
+    evals: list[events.EvalEvent] = field(default_factory=list)
+    samples: list[events.SampleEvent] = field(default_factory=list)
+    rollbacks: list[events.RollbackEvent] = field(default_factory=list)
+    resumes: list[events.ResumeEvent] = field(default_factory=list)
+    end: events.EndEvent | None = None
+    unread: int = 0  # lines that are no events: cut off, or of a later version
+
+    def add(self, event: events.Event) -> None:
+        """Takes the next event. One of a step that was there before means that the run has gone back."""
+        match event:
+            case events.StepEvent():
+                self._go_back(event.step - 1)
+                self.steps.append(event)
+            case events.EvalEvent():
+                self._go_back(event.step)
+                self.evals = [each for each in self.evals if each.step < event.step] + [event]
+            case events.SampleEvent():
+                self.samples.append(event)
+            case events.RollbackEvent():
+                self._go_back(event.step)
+                self.rollbacks.append(event)
+            case events.ResumeEvent():
+                self._go_back(event.step)
+                self.resumes.append(event)
+            case events.EndEvent():
+                self.end = event
+
+    def _go_back(self, step: int) -> None:
+        """Forgets what came after a step."""
+        if self.steps and self.steps[-1].step > step:
+            self.steps = [each for each in self.steps if each.step <= step]
+            self.evals = [each for each in self.evals if each.step <= step]
+            self.samples = [each for each in self.samples if each.step <= step]
+        self.end = None
+
+    @property
+    def best(self) -> events.EvalEvent | None:
+        """The lowest held-out loss along the way."""
+        measured = [each for each in self.evals if math.isfinite(each.val_loss)]
+        return min(measured, key=lambda each: each.val_loss, default=None)
+
+
+def read_history(run: Path) -> History:
+    """What ``metrics.jsonl`` tells. Raises `UserError` for a run without it, or with nothing in it."""
+    path, history = run / folder.METRICS, History()
+    if not path.exists():
+        raise UserError(
+            f"the run {run} has no metrics: {folder.METRICS} is not there", "it stopped before its first step"
+        )
+    with reading(path), path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                history.add(events.from_json(line))
+            except UserError:
+                history.unread += 1
+    if not history.steps and not history.evals:
+        raise UserError(f"the run {run} has no metrics: no step is told in {path}", "wait for its first one")
+    return history
+
+
+@dataclass(frozen=True)
+class Copying:
+    """What samples, in order, share with the training text, and how much of that was compared."""
+
+    samples: list[Copied]
+    texts: list[str]  # of each one's longest span
+    compared: int  # tokens of the training text that were looked through
+    trained: int  # tokens of all of it
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that is shown of a run. ``copying`` is None where the training text's tokens are not there any more, as for
+    ``--pairs``, which keeps none."""
+
+    path: Path
+    record: Mapping[str, Any]
+    history: History
+    copying: Copying | None
+
+    @property
+    def name(self) -> str:
+        """The run folder's name."""
+        return self.path.resolve().name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What was settled, flat: how it trained, the shape of the model, the text and the machine."""
+        resolved = dict(self.record.get("resolved") or {})
+        shape, ramp = resolved.pop("model", None) or {}, resolved.pop("ramp", None)
+        compute, tokens = self.record.get("compute") or {}, self.record.get("tokens") or {}
+        init, tokenizer = self.record.get("init") or {}, self.record.get("tokenizer") or {}
+        return {
+            "text": ", ".join(map(str, self.record.get("texts") or [])) or None,
+            "init": init.get("asked"),
+            "tokenizer": tokenizer.get("name"),
+            "train_tokens": tokens.get("train"),
+            "held_out_tokens": tokens.get("held_out"),
+            **{str(key): value for key, value in {**shape, **resolved}.items()},
+            "batch_ramp": None if ramp is None else str(ramp),
+            "device": compute.get("device"),
+            "dtype": compute.get("dtype"),
+            "threads": compute.get("threads"),
+            "started": self.record.get("started"),
+        }
+
+    def columns(self, most: int | None = None) -> tuple[Columns, Columns]:
+        """Steps and evaluations as columns; with ``most``, at most so many steps, each the mean of as many in a row. A
+        number that is not finite is None."""
+        steps, evals = self.history.steps, self.history.evals
+        return _columns(thinned(steps, most), STEP_KEYS), _columns([vars(each) for each in evals], EVAL_KEYS)
+
+
+def thinned(steps: Sequence[events.StepEvent], most: int | None) -> list[dict[str, Any]]:
+    """Steps in ``most`` rows at most: counts and times are those of a row's last step, values the mean of its steps'
+    finite ones."""
+    each = 1 if most is None else -(-len(steps) // most)
+    rows = []
+    for at in range(0, len(steps), max(1, each)):
+        some = [vars(step) for step in steps[at : at + each]]
+        means = {key: _mean([row.get(key) for row in some]) for key in STEP_KEYS[3:]}
+        rows.append({key: some[-1][key] for key in STEP_KEYS[:3]} | means)
+    return rows
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Columns:
+    return {key: [_finite(row[key]) for row in rows] for key in keys}
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The settings that are not the same in all runs, in order."""
+    keys = dict.fromkeys(key for each in settings for key in each)
+    return [key for key in keys if any(each.get(key) != settings[0].get(key) for each in settings)]
+
+
+def find_run(word: str | None) -> Path:
+    """The run folder that is meant; None: the newest with a checkpoint. Raises `UserError` where there is none."""
+    path = folder.newest_run() if word is None else Path(word)
+    if not folder.is_run(path):
+        raise UserError(f"there is no run {path}", folder.known_runs())
+    return path
+
+
+def report(run: Path, each: Callable[[int, int], None] = lambda done, total: None) -> Report:
+    """Reads a run, also one that is still going on. ``each`` hears how far the comparison with the training text is.
+
+    Raises `UserError` where it has no metrics or its ``run.json`` is damaged.
+    """
+    record, history = read_json(run / folder.RECORD), read_history(run)
+    tokens = _training_tokens(run, record)
+    return Report(run, record, history, None if tokens is None else _copying(history, tokens, each))
+
+
+def _training_tokens(run: Path, record: Mapping[str, Any]) -> TokenFolder | None:
+    """The tokens that the run was trained on: its own, or the folder that it names, if that is still the same."""
+    try:
+        if is_token_folder(run / "tokens"):
+            return TokenFolder(run / "tokens")
+        sources = record.get("sources") or []
+        path = Path(sources[0]["name"]) if len(sources) == 1 else None
+        if path is None or not is_token_folder(path) or file_sum(path / MANIFEST) != sources[0]["sha256"]:
+            return None
+        return TokenFolder(path)
+    except (UserError, OSError, KeyError, TypeError):  # gone, damaged or moved: the curves are there all the same
+        return None
+
+
+def _copying(history: History, tokens: TokenFolder, each: Callable[[int, int], None]) -> Copying:
+    tokenizer, stream = tokens.tokenizer, tokens.stream("train")
+    ids = [tokenizer.encode(sample.text).tolist() for sample in history.samples]
+    found = copied(ids, stream, each) if ids else []
+    texts = [
+        tokenizer.decode(whole[one.start : one.start + one.longest]) for whole, one in zip(ids, found, strict=True)
+    ]
+    return Copying(found, texts, min(len(stream), MOST), len(stream))

@@ -1,0 +1,299 @@
+"""``gpt report``: what a run told, each step once; what samples copy, against a search by hand."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Done
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_cli import one_line_of_what_and_what_next
+
+from gpt import events
+from gpt.errors import UserError
+from gpt.runs import copying, report
+from gpt.text.tokens import TokenFolder
+
+Gpt = Callable[..., Done]
+
+
+def step(number: int, loss: float = 1.0) -> events.StepEvent:
+    return events.StepEvent(number, 10 * number, float(number), loss, 0.1, 2.0, 100.0)
+
+
+def held_out(number: int, loss: float) -> events.EvalEvent:
+    return events.EvalEvent(number, 10 * number, float(number), loss, True)
+
+
+def history(*told: events.Event) -> report.History:
+    found = report.History()
+    for event in told:
+        found.add(event)
+    return found
+
+
+# What counts of what was told
+
+
+def test_what_is_done_again_counts_once() -> None:
+    found = history(
+        step(1, 3.0), step(2, 2.0), held_out(2, 2.5), step(3, 9.0), step(2, 1.0), held_out(2, 1.5), step(3, 0.5)
+    )
+    assert [(each.step, each.loss) for each in found.steps] == [(1, 3.0), (2, 1.0), (3, 0.5)]
+    assert [(each.step, each.val_loss) for each in found.evals] == [(2, 1.5)]
+
+
+def test_a_rollback_forgets_what_came_after() -> None:
+    sample = events.SampleEvent(3, 30, 3.0, "gone")
+    back = events.RollbackEvent(1, 10, 4.0, 3, "the loss became nan", 0.5)
+    found = history(step(1), held_out(1, 2.0), step(2), held_out(2, 0.1), step(3, math.nan), sample, back)
+    assert [each.step for each in found.steps] == [1]
+    assert [each.step for each in found.evals] == [1]
+    assert found.samples == []
+    assert found.rollbacks == [back]
+    assert found.best is not None
+    assert found.best.val_loss == 2.0
+
+
+def test_a_resumed_run_has_no_end_yet() -> None:
+    end = events.EndEvent(2, 20, 2.0, "signal", None, None, None)
+    found = history(step(1), step(2), end, events.ResumeEvent(2, 20, 2.0, "step-000002"))
+    assert found.end is None
+    assert [each.step for each in found.resumes] == [2]
+    assert len(found.steps) == 2
+    assert history(step(1), end).end == end
+
+
+def test_an_evaluation_before_the_first_step_is_kept() -> None:
+    assert [each.step for each in history(held_out(0, 3.0), step(1), held_out(1, 2.0)).evals] == [0, 1]
+
+
+def write(run: Path, *lines: str) -> Path:
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "run.json").write_text('{"format": 1, "texts": ["a"]}')
+    (run / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    return run
+
+
+def test_lines_that_are_no_events_are_counted(tmp_path: Path) -> None:
+    run = write(tmp_path / "r", events.to_json(step(1)), '{"event": "of a later version", "step": 1}', '{"event": "st')
+    found = report.read_history(run)
+    assert (len(found.steps), found.unread) == (1, 2)
+
+
+def test_a_rate_without_mfu_and_a_loss_that_is_none(tmp_path: Path) -> None:
+    old = '{"event": "step", "step": 1, "tokens": 8, "seconds": 0.5, "loss": null, "lr": 0.1, "grad_norm": 1.0, "tokens_per_second": 9.0}'
+    found = report.report(write(tmp_path / "r", old, events.to_json(step(2, 2.0))))
+    steps, evals = found.columns()
+    assert steps["loss"] == [None, 2.0]
+    assert steps["mfu"] == [None, None]
+    assert evals == {"step": [], "tokens": [], "seconds": [], "val_loss": []}
+    assert found.copying is None
+    assert found.settings["text"] == "a"
+
+
+def test_thinned_curves_are_means() -> None:
+    steps = [step(n, math.nan if n == 3 else float(n)) for n in range(1, 8)]
+    rows = report.thinned(steps, 3)
+    assert [row["step"] for row in rows] == [3, 6, 7]
+    assert [row["loss"] for row in rows] == [1.5, 5.0, 7.0]
+    assert [row["loss"] for row in report.thinned(steps[:2], 3)] == [1.0, 2.0]
+
+
+def test_settings_that_differ() -> None:
+    assert report.differing([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}]) == ["b", "c"]
+    assert report.differing([{"a": 1}]) == []
+
+
+# Copying
+
+
+class Ids:
+    """What `Stream` is to `copied`."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids = np.array(ids, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def take(self, start: int, length: int) -> Any:
+        assert start + length <= len(self.ids)
+        return self.ids[start : start + length]
+
+    def release(self) -> None:
+        pass
+
+
+def by_hand(text: list[int], training: list[int]) -> tuple[int, float | None]:
+    spans = {tuple(training[at : at + n]) for n in range(8, len(text) + 1) for at in range(len(training) - n + 1)}
+    grams = [tuple(text[at : at + 8]) for at in range(len(text) - 7)]
+    longest = max(
+        (n for n in range(8, len(text) + 1) for at in range(len(text) - n + 1) if tuple(text[at : at + n]) in spans),
+        default=0,
+    )
+    return longest, sum(gram in spans for gram in grams) / len(grams) if grams else None
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_copying_is_a_search_by_hand(data: st.DataObject) -> None:
+    ids = st.integers(0, 2)
+    training = data.draw(st.lists(ids, max_size=60))
+    texts = data.draw(st.lists(st.lists(ids, max_size=20), min_size=1, max_size=3))
+    if training and data.draw(st.booleans()):
+        at = data.draw(st.integers(0, len(training) - 1))
+        texts[0] += training[at : at + 12]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying, "AT_ONCE", data.draw(st.integers(1, 30)))
+        found = copying.copied(texts, Ids(training))  # type: ignore[arg-type]
+    for text, told in zip(texts, found, strict=True):
+        assert (told.longest, told.share) == by_hand(text, training)
+        span = text[told.start : told.start + told.longest]
+        assert not span or any(training[at : at + len(span)] == span for at in range(len(training)))
+
+
+def test_equal_hashes_do_not_pass_for_equal_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_hashes", lambda ids: np.zeros(len(ids) - 7, np.uint64))
+    training = list(range(100, 140))
+    found = copying.copied([[*range(110, 120), 1, 2], list(range(12))], Ids(training))  # type: ignore[arg-type]
+    assert [(each.longest, each.share) for each in found] == [(10, 3 / 5), (0, 0.0)]
+
+
+def test_only_the_beginning_of_a_huge_text_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "MOST", 50)
+    heard: list[tuple[int, int]] = []
+    training = Ids(list(range(100)))
+    found = copying.copied([list(range(30, 45)), list(range(60, 75))], training, lambda *done: heard.append(done))  # type: ignore
+    assert [each.longest for each in found] == [15, 0]
+    assert heard == [(50, 50)]
+
+
+# The command
+
+
+def test_json_is_what_the_metrics_say(gpt: Gpt, run_folder: Path) -> None:
+    values = json.loads(gpt("report", run_folder, "--json").out)
+    told = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [each for each in told if each["event"] == "step"]
+    for key in ("step", "tokens", "loss", "lr", "grad_norm"):
+        assert values["steps"][key] == [each[key] for each in steps]
+    evals = [each for each in told if each["event"] == "eval"]
+    assert values["evals"]["val_loss"] == [each["val_loss"] for each in evals]
+    assert values["best"]["val_loss"] == min(each["val_loss"] for each in evals)
+    assert values["end"]["reason"] == "steps"
+    assert values["samples"][-1]["text"] == next(each["text"] for each in reversed(told) if each["event"] == "sample")
+    assert values["settings"]["n_embd"] == 32
+    assert values["unread_lines"] == 0
+
+
+def test_copying_against_the_training_text(gpt: Gpt, two_runs: list[Path]) -> None:
+    values = json.loads(gpt("report", two_runs[1], "--json").out)
+    first, last = values["samples"]
+    assert (first["longest"], first["share"]) == (0, 0.0)
+    assert last["share"] > 0.7  # ids at the ends may be cut otherwise
+    assert last["longest"] > 40
+    assert last["longest_text"] in last["text"]
+    assert values["copying"]["longest"] == last["longest"]
+    assert (
+        values["copying"]["compared"] == values["copying"]["trained"] == len(TokenFolder("two/tokens").stream("train"))
+    )
+    tokenizer = TokenFolder("two/tokens").tokenizer
+    spans = [len(tokenizer.encode(each["text"])) - 7 for each in (first, last)]
+    expected = sum(share * n for share, n in zip((first["share"], last["share"]), spans, strict=True)) / sum(spans)
+    assert values["copying"]["share"] == pytest.approx(expected)
+    shutil.rmtree("two/tokens")
+    gone = json.loads(gpt("report", "two", "--json").out)
+    assert gone["copying"] is None
+    assert gone["steps"] == values["steps"]
+
+
+def test_a_folder_of_tokens_that_was_changed_is_not_compared(gpt: Gpt, two_runs: list[Path]) -> None:
+    shutil.move("two/tokens", "elsewhere")
+    record = json.loads(Path("two/run.json").read_text())
+    from gpt.files import file_sum
+
+    record["sources"] = [{"name": "elsewhere", "sha256": file_sum(Path("elsewhere/manifest.json"))}]
+    Path("two/run.json").write_text(json.dumps(record))
+    assert json.loads(gpt("report", "two", "--json").out)["copying"]["longest"] > 40
+    record["sources"][0]["sha256"] = "0" * 64
+    Path("two/run.json").write_text(json.dumps(record))
+    assert json.loads(gpt("report", "two", "--json").out)["copying"] is None
+
+
+def test_in_a_terminal(gpt: Gpt, two_runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    done = gpt("report", "one")
+    assert done.code == 0, done.err
+    for words in (
+        "loss, nats a token",
+        "held-out",
+        "learning rate",
+        "gradient norm",
+        "tokens a second",
+        "n_embd",
+        "sample at step 30",
+    ):
+        assert words in done.out
+    both = gpt("report", "one", "two").out
+    assert "settings that differ" in both
+    assert "0.123" in both
+    assert "n_embd" not in both
+    assert "the longest span has" in both
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[" in gpt("report", "one").out
+    monkeypatch.delenv("FORCE_COLOR")
+    assert [json.loads(line)["name"] for line in gpt("report", "one", "two", "--json").out.splitlines()] == [
+        "one",
+        "two",
+    ]
+
+
+def test_the_newest_run_without_a_name(gpt: Gpt, two_runs: list[Path]) -> None:
+    Path("runs").mkdir()
+    Path("one").rename("runs/one")
+    assert json.loads(gpt("report", "--json").out)["name"] == "one"
+
+
+def test_what_is_refused(gpt: Gpt, two_runs: list[Path]) -> None:
+    def refused(message: str, *args: str) -> None:
+        one_line_of_what_and_what_next(gpt("report", *args), message)
+
+    refused("there is no run nowhere", "nowhere")
+    refused("a run is named twice", "one", "one")
+    refused("has no ending that says what to write", "one", "-o", "r.png")
+    refused("there is no folder", "one", "-o", "none/r.html")
+    Path("two/metrics.jsonl").write_text("")
+    refused("has no metrics: no step is told", "two")
+    Path("two/metrics.jsonl").unlink()
+    refused("has no metrics: metrics.jsonl is not there", "two")
+    Path("two/run.json").write_text("{")
+    refused("is damaged", "two")
+
+
+def test_a_curve_in_letters_and_in_dots() -> None:
+    from gpt_cli.render_chart import Series, chart
+    from rich.console import Console
+
+    rising = Series("up", [(float(x), float(x)) for x in range(10)])
+    plain = Console(width=52, color_system=None)
+    lines = chart("t", "x", [rising], plain, height=5).plain.splitlines()
+    assert [line.find("*") for line in lines[1:6]] == sorted((line.find("*") for line in lines[1:6]), reverse=True)
+    assert lines[1].startswith("         9 ")
+    assert lines[5].startswith("         0 *")
+    assert lines[1].rstrip().endswith("*")
+    fine = Console(width=52, color_system="truecolor", force_terminal=True)
+    if (fine.encoding or "").startswith("utf"):
+        assert any(0x2800 < ord(mark) < 0x2900 for mark in chart("t", "x", [rising], fine).plain)
+    assert "nothing was recorded" in chart("t", "x", [Series("", [(1.0, math.nan)])], plain).plain
+    flat = chart("t", "x", [Series("", [(1.0, 2.0)])], plain, height=5).plain  # one point
+    assert flat.count("*") == 1
+
+
+def test_a_missing_run_is_an_error_in_python(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no run"):
+        report.find_run(str(tmp_path))
