@@ -67,6 +67,11 @@ class SampleConfig:
         0, "Samples computed at once; the texts are the same for any number.",
         panel=_MACHINE, shown="by the device", low=0, high=2**16,
     )  # fmt: skip
+    speculate: int = option(
+        0, "Guess up to K tokens from the text so far and check them at once: faster where texts repeat themselves, "
+        "and the same text.",
+        panel=_MACHINE, shown="off", low=0, high=64,
+    )  # fmt: skip
     logprobs: int | None = option(
         None, "With --json: each token's log-probability, and those of the K likeliest.",
         panel=_OUTPUT, shown="off", low=0, high=2**20,

@@ -138,7 +138,7 @@ PROMPTS = [[1, 2, 3], [4], list(range(12)), [9, 9, 9, 9], list(range(30)), [5, 6
 def test_batched_equals_one_by_one(rows: int, positions: str, more: dict[str, object]) -> None:
     """Prompts of mixed lengths, some longer than the context, texts that outgrow it, others that end early."""
     model = tiny_model(16, positions)
-    config = SampleConfig(max_tokens=25, **more)  # type: ignore[arg-type]
+    config = SampleConfig(**{"max_tokens": 25, "temperature": 1.5, **more})  # type: ignore[arg-type]
     requests = [Request(prompt, index) for index, prompt in enumerate(PROMPTS)]
     found = batched(model, requests, config, rows, seed=3)
     for request, tokens in zip(requests, found, strict=True):

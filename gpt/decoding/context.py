@@ -65,7 +65,7 @@ class Context:
 
     def room(self, row: int) -> int:
         """How many more ids the row takes before anything is dropped."""
-        return max(0, self.size - int(self.cache.lengths[row]))
+        return max(0, self.cache.room - int(self.cache.lengths[row]))
 
     def rewind(self, row: int, count: int) -> None:
         """Takes back the row's last ``count`` ids."""
