@@ -116,6 +116,7 @@ class GPT(nn.Module):
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.head: nn.Module | None = None  # the unembedding where it is laid out apart from the embedding
         self.initialize()
 
     @torch.no_grad()
@@ -176,7 +177,7 @@ class GPT(nn.Module):
 
     def unembed(self, x: Tensor) -> Tensor:
         """The residual stream (…, C) → logits (…, V), through the embedding transposed."""
-        return F.linear(x, self.wte.weight)
+        return F.linear(x, self.wte.weight) if self.head is None else self.head(x)
 
     def forward(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Ids (B, T) → logits (B, T, V). Raises ValueError past the context."""

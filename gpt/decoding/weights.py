@@ -1,0 +1,112 @@
+"""Weights laid out for decoding, where a step reads all of them for a few positions: packed, narrow, or in int8.
+
+A model that has been prepared computes logits and nothing else: it is neither trained nor saved.
+"""
+
+import warnings
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from gpt.device import Compute
+from gpt.model.decoder import GPT
+
+LEVELS = 127  # of int8, on either side of 0
+
+
+class PackedLinear(nn.Module):
+    """A linear map on a CPU whose weight lies in the order in which oneDNN reads it: at one position a third faster
+    than rows one after the other, at eight twice as fast."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) → (…, out)."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return out
+
+    @staticmethod
+    def fits(device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether this machine can."""
+        if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+            return False
+        return dtype == torch.float32 or (
+            dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        )
+
+
+class Int8Linear(nn.Module):
+    """A linear map whose weight is rounded to int8, with a scale for each output.
+
+    On x86 CPUs the input is rounded too, to int8 with a scale for each position, so that products are of whole numbers
+    (FBGEMM's kernel); elsewhere it stays in bfloat16.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        weight = weight.detach().float()
+        self.scale = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / LEVELS  # (out)
+        self.bias = bias
+        self.integer = weight.device.type == "cpu" and "fbgemm" in torch.backends.quantized.supported_engines
+        if self.integer:
+            self.levels = LEVELS if has_whole_products() else LEVELS // 2
+            self.weight = _pack(weight, self.scale)
+        else:
+            self.weight = (weight / self.scale[:, None]).round().to(torch.int8)
+            self.scale = self.scale.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) → (…, out), of the input's dtype."""
+        rows = x.reshape(-1, x.size(-1))
+        if self.integer:
+            rows = rows.float()
+            step = rows.abs().amax(-1, keepdim=True).clamp_(min=1e-30).div_(self.levels)  # a position's scale
+            out = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+                rows / step, 1.0, self.levels + 1, self.weight
+            )
+            out = out.mul_(step) if self.bias is None else torch.addcmul(self.bias, out, step)
+        else:
+            out = torch.ops.aten._weight_int8pack_mm(rows.bfloat16(), self.weight, self.scale).to(x.dtype)
+            out = out if self.bias is None else out + self.bias
+        return out.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def has_whole_products() -> bool:
+    """Whether sums of products of bytes are exact on this CPU (AVX-512 or AVX VNNI). Without it pairs of them are
+    summed in 16 bits, which half as many levels cannot overflow."""
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("avx512_vnni") or capabilities.get("avx_vnni"))
+
+
+def _pack(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
+    torch.backends.quantized.engine = "fbgemm"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch means to move these kernels elsewhere
+        zero = torch.zeros(len(scale), dtype=torch.long)
+        rounded = torch.quantize_per_channel(weight, scale, zero, 0, torch.qint8)
+        return torch.ops.quantized.linear_prepack(rounded, None)  # type: ignore[no-any-return]
+
+
+def prepare(model: GPT, compute: Compute, int8: bool = False) -> GPT:
+    """The model, changed in place so that a step is fast: in the arithmetic's dtype, each linear map in the layout that
+    the device reads fastest, or in int8, which keeps embedding, positions and LayerNorms as they are."""
+    if compute.dtype != torch.float32:
+        model.to(compute.dtype)
+    kind: type[PackedLinear | Int8Linear]
+    if int8:
+        kind = Int8Linear
+    elif PackedLinear.fits(compute.device, compute.dtype):
+        kind = PackedLinear
+    else:
+        return model
+    with torch.no_grad():
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, kind(child.weight.detach(), child.bias))
+        model.head = kind(model.wte.weight.detach(), None)
+    return model
