@@ -35,7 +35,7 @@ def evaluate(
     """Measure a model on TEXT: loss, perplexity, bits a byte, in fixed windows over the whole of it."""
     with progress.starting(quiet):
         from gpt import api
-    loaded = api.load(model, device=device, dtype=dtype)
+    loaded = api.load(model, device=device, dtype=dtype, note=render.note)
     with progress.TrainDisplay(quiet) as display, progress.Bar("scored", "tokens", quiet) as bar:
         each = render.token_lines(loaded.tokenizer) if tokens else None
         result = loaded.evaluate_files(text, settings, split, stride, display, bar.watching(each))

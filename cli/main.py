@@ -87,7 +87,7 @@ def main(args: list[str]) -> int:
     render.make_output_safe()
     debug = "--debug" in args or bool(os.environ.get("GPT_DEBUG"))
     try:
-        status = app([arg for arg in args if arg != "--debug"], standalone_mode=False)
+        status = app(_with_values([arg for arg in args if arg != "--debug"]), standalone_mode=False)
         sys.stdout.flush()
         if status == 130:  # typer's way of passing on a Ctrl-C
             render.note("interrupted")
@@ -98,6 +98,15 @@ def main(args: list[str]) -> int:
         if debug and not isinstance(error, (Interrupted, KeyboardInterrupt)):
             traceback.print_exception(error)
         return _report(error, _command(args))
+
+
+def _with_values(args: list[str]) -> list[str]:
+    """``gpt train --resume`` may stand without a value, which the parser has no word for: it becomes an empty one."""
+    if _command(args) != "train" or "--resume" not in args:
+        return args
+    at = args.index("--resume")
+    bare = at + 1 == len(args) or args[at + 1].startswith("-")
+    return [*args[:at], "--resume=", *args[at + 1 :]] if bare else args
 
 
 def _command(args: list[str]) -> str:

@@ -40,19 +40,27 @@ Dtype = Annotated[
 
 
 def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command an option for each field of ``config_class``, and its body the ``settings`` made from them."""
+    """Gives a command an option for each field of ``config_class``, and its body the ``settings`` made from them and,
+    where it has such a parameter, as ``given`` those that the user said something about."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         names = [field.name for field in dataclasses.fields(config_class)]
+        wants_given = "given" in inspect.signature(command).parameters
 
         @functools.wraps(command)
         def with_options(context: typer.Context, **values: Any) -> Any:
             asked = {name: values.pop(name) for name in names}
-            for pair in getattr(config_class, "EXCLUSIVE", ()):
-                _keep_the_stronger(context, asked, pair)
+            for one, other, _ in getattr(config_class, "EXCLUSIVE", ()):
+                _keep_the_stronger(context, asked, (one, other))
+            if wants_given:
+                values["given"] = given_settings(context, asked)
             return command(settings=from_dict(config_class, asked, command.__name__), **values)
 
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
+        own = [
+            p
+            for p in inspect.signature(command, eval_str=True).parameters.values()
+            if p.name not in ("settings", "given")
+        ]
         in_order = sorted(
             dataclasses.fields(config_class), key=lambda field: config.PANELS.index(field.metadata["panel"])
         )
@@ -65,6 +73,12 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
         return with_options
 
     return decorate
+
+
+def given_settings(context: typer.Context, asked: dict[str, Any]) -> dict[str, Any]:
+    """The settings that were given anywhere: as an option, in the environment, in ``--config``."""
+    sources = {name: context.get_parameter_source(name) for name in asked}
+    return {name: asked[name] for name, source in sources.items() if source and source.name != "DEFAULT"}
 
 
 _STRENGTH = ["COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP", "DEFAULT"]  # an option beats its twin, that beats --config

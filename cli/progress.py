@@ -12,7 +12,7 @@ from rich.text import Text
 from gpt import events
 from gpt.events import format_seconds
 
-from .render import excerpt, stderr
+from .render import excerpt, percent_of_peak, stderr
 
 if TYPE_CHECKING:
     from gpt.evaluate import OnWindow
@@ -144,7 +144,7 @@ class TrainDisplay:
         rest = f"  {format_seconds(left)} left" if left is not None else ""
         return (
             f"step {event.step:,}/{self.plan.steps:,}  loss {event.loss:.3f}{self.held_out}  "
-            f"{event.tokens_per_second:,.0f} tokens/s{rest}"
+            f"{event.tokens_per_second:,.0f} tokens/s{percent_of_peak(event.mfu)}{rest}"
         )
 
     def status(self, event: events.StepEvent) -> Text:

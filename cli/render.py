@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gpt.decoding.write import Piece, Sample
     from gpt.evaluate import Evaluation
     from gpt.text.tokenizer import Tokenizer
-    from gpt.training.loop import Result
+    from gpt.training.result import Result
 
 
 class _Stderr(Console):
@@ -100,10 +100,15 @@ def excerpt(text: str, lines: int = 5) -> str:
     return "\n".join("    " + line for line in kept)
 
 
+def percent_of_peak(mfu: float | None) -> str:
+    """What stands behind a rate where the device's peak is known: `` (41.3% MFU)``."""
+    return "" if mfu is None else f" ({mfu:.1%} MFU)"
+
+
 def result_json(result: "Result") -> dict[str, Any]:
     """The last line of ``gpt train --json``."""
     values = asdict(result)
-    del values["sample"], values["prompt"]
+    del values["sample"], values["prompt"], values["mfu"]
     rounded = {"tokens_per_second": round(result.tokens_per_second, 1), "seconds": round(result.seconds, 2)}
     return values | {"run": str(result.run), "checkpoint": str(result.checkpoint)} | rounded
 
@@ -111,7 +116,8 @@ def result_json(result: "Result") -> dict[str, Any]:
 def result(result: "Result", console: Console | None = None) -> None:
     """The end of ``gpt train``."""
     console = console or stdout()
-    length = f"{result.steps:,} steps in {format_seconds(result.seconds)}, {result.tokens_per_second:,.0f} tokens/s"
+    rate = f"{result.tokens_per_second:,.0f} tokens/s{percent_of_peak(result.mfu)}"
+    length = f"{result.steps:,} steps in {format_seconds(result.seconds)}, {rate}"
     console.print(Text.assemble(("saved  ", "bold"), f"{result.checkpoint}  ({length})"))
     if result.val_loss is not None and result.bits_per_byte is not None:
         loss = f"{result.val_loss:.4f} nats a token, {result.bits_per_byte:.4f} bits a byte, on held-out text"

@@ -65,7 +65,7 @@ def sample(
     _check(settings, num, as_json=json or out is not None)
     with progress.starting(quiet=json):
         from gpt import api
-    loaded = api.load(model, device=device, dtype=dtype)
+    loaded = api.load(model, device=device, dtype=dtype, note=render.note)
     if out is not None:
         _into_file(loaded, texts, settings, seed, num, out, json)
         return
@@ -88,7 +88,7 @@ def _talk(
 
     with progress.starting(quiet=False):
         from gpt import api
-    load = functools.partial(api.load, device=device, dtype=dtype)
+    load = functools.partial(api.load, device=device, dtype=dtype, note=render.note)
     loaded = load(model)
     seed = render.draw_seed(announce=settings.draws) if seed is None else seed
     Conversation(loaded, load, settings, seed).run()

@@ -3,7 +3,7 @@
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,9 +17,18 @@ from .options import OUTPUT, Json, Quiet, config_file, option, takes
 @takes(TrainConfig)
 def train(
     settings: TrainConfig,
+    given: dict[str, Any],
     text: Annotated[
         list[str] | None,
         typer.Argument(help="Files, folders, - for stdin, or corpora by name. None: pydocs, which Python carries."),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        option(
+            help="Go on with a run exactly where it stopped; without RUN: the newest one that is not finished. May be "
+            "joined by a longer --steps, --device, --micro-batch, --keep.",
+            metavar="[RUN]", rich_help_panel="Run", show_default="none",
+        ),
     ] = None,
     config: Annotated[Path | None, config_file(TrainConfig)] = None,
     print_config: Annotated[
@@ -27,16 +36,19 @@ def train(
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
-) -> None:
+) -> None:  # fmt: skip
     """Train a decoder on TEXT. Ends with a checkpoint, its loss on held-out text, and a sample."""
     began = time.perf_counter()
     if print_config:
         render.write(to_toml(asdict(settings)))
         return
     with progress.starting(quiet):
-        from gpt.training import loop
+        from gpt.training import run
     with progress.TrainDisplay(quiet) as display:
-        result = loop.train(text or [], settings, display, began)
+        if resume is None:
+            result = run.train(text or [], settings, display, began)
+        else:
+            result = run.go_on(resume or None, given, text or [], display, began)
     if json:
         render.json_line(render.result_json(result))
     else:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from gpt import events
 from gpt.config import TrainConfig
-from gpt.training import loop
+from gpt.training import run
 
 
 class Recorder(progress.TrainDisplay):
@@ -38,7 +38,7 @@ def main() -> None:
     console = Console(record=True, force_terminal=True, width=118, file=io.StringIO(), highlight=False)
     console.print(Text("$ gpt train " + " ".join(sys.argv[1:])))
     display = Recorder(quiet=False, console=console)
-    result = loop.train(sys.argv[1:], TrainConfig(), display)
+    result = run.train(sys.argv[1:], TrainConfig(), display)
     render.result(result, console)
     console.save_svg(str(Path(__file__).parent / "run.svg"), title="gpt train")
 

@@ -27,6 +27,7 @@ _HOME = {
     "UserError": "gpt.errors",
     "WorkError": "gpt.errors",
     "load": "gpt.api",
+    "resume": "gpt.api",
     "train": "gpt.api",
 }
 
@@ -41,6 +42,7 @@ __all__ = [
     "UserError",
     "WorkError",
     "load",
+    "resume",
     "train",
 ]
 

@@ -1,7 +1,7 @@
 """The library's front door: `load` a model, let it write and measure texts; `train` one."""
 
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from gpt.text.corpus import Listener, open_corpus
 from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokens import SIDES, TokenFolder
-from gpt.training import loop
+from gpt.training import run as runs
+from gpt.training.opening import Listener as RunListener
 from gpt.training.prepare import tokenized
+from gpt.training.result import Result
 
 
 class Writing:
@@ -120,17 +122,30 @@ class LanguageModel:
                 stream.release()  # an open file could not be removed on Windows
 
 
-def load(path: str | Path | None = None, *, device: str = "auto", dtype: str = "auto") -> LanguageModel:
+def load(
+    path: str | Path | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    note: Callable[[str], None] = lambda text: None,
+) -> LanguageModel:
     """The model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, a GPT-2 folder of
-    transformers; None: the newest run's best. Raises `UserError` where there is none, or it is damaged."""
-    found = folder.find_checkpoint(None if path is None else str(path))
+    transformers; None: the newest run's best. Raises `UserError` where there is none, or it is damaged; where the
+    latest is, ``note`` is told, and the one before is taken."""
+    found = folder.find_checkpoint(None if path is None else str(path), note)
     compute = devices.pick(device, dtype)
     loaded = checkpoint.load(found, compute.device)
     return LanguageModel(loaded.model, loaded.tokenizer, compute, found)
 
 
-def train(*texts: str | Path, listen: loop.Listener = lambda event: None, **settings: Any) -> loop.Result:
+def train(*texts: str | Path, listen: RunListener = lambda event: None, **settings: Any) -> Result:
     """Trains on files, folders or corpora by name (none: ``pydocs``). ``settings`` are those of `TrainConfig`:
     ``steps``, ``preset``, ``out`` … ``listen`` hears every event. Raises `UserError`, `WorkError`, `Interrupted`."""
     config = from_dict(TrainConfig, settings, "train")
-    return loop.train([str(text) for text in texts], config, listen)
+    return runs.train([str(text) for text in texts], config, listen)
+
+
+def resume(run: str | Path | None = None, listen: RunListener = lambda event: None, **settings: Any) -> Result:
+    """Goes on exactly where ``run`` stopped, or the newest in ``runs/`` that is not finished. ``settings``: ``steps``
+    (more than before), ``device``, ``micro_batch``, ``keep``. Raises as `train` does."""
+    return runs.go_on(None if run is None else str(run), settings, (), listen)

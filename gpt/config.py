@@ -16,6 +16,7 @@ Arch = Literal["gpt2", "modern"]
 Positions = Literal["learned", "sinusoidal", "rotary"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Compile = Literal["auto", "on", "off"]
 
 # Far above GPT-3's 12,288 × 96: a number from a file beyond these is damage or malice, not a model.
 LIMITS = {"vocab_size": 2**24, "block_size": 2**24, "n_layer": 2**14, "n_head": 2**14, "n_embd": 2**20}
@@ -237,10 +238,12 @@ class TokenizeConfig(TextConfig):
 class TrainConfig(TextConfig):
     """What a user may ask of a training run. ``None`` means: chosen from the text's size, the preset or the device."""
 
-    EXCLUSIVE: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("steps", "epochs"),
-        ("steps", "minutes"),
-        ("epochs", "minutes"),
+    EXCLUSIVE: ClassVar[tuple[tuple[str, str, str], ...]] = (
+        ("steps", "epochs", "say how long to train"),
+        ("steps", "minutes", "say how long to train"),
+        ("epochs", "minutes", "say how long to train"),
+        ("warmup", "warmup_tokens", "say how long to warm up"),
+        ("minutes", "batch_ramp", "say how long to train: a growing batch makes steps longer"),
     )
 
     out: str | None = option(
@@ -296,12 +299,19 @@ class TrainConfig(TextConfig):
     micro_batch: str = option(
         "auto", "Sequences computed at once; the rest of the batch is accumulated.", panel=_LENGTH
     )
+    batch_ramp: int | None = option(
+        None, "The batch grows to --batch-tokens over so many tokens, from 32,768 or, where that is less, a sixteenth "
+        "of it (GPT-3's recipe: 4 to 12 billion).", panel=_LENGTH, shown="off", low=1,
+    )  # fmt: skip
     lr: float | None = option(
         None, "Peak learning rate.", panel=_OPTIM,
         shown="by preset; with --init a tenth of it, with --lora-rank all", low=0,
     )  # fmt: skip
     warmup: int | None = option(
         None, "Steps of linear warm-up.", panel=_OPTIM, shown="a twentieth of the steps, at most 2,000", low=0
+    )
+    warmup_tokens: int | None = option(
+        None, "Warm-up as tokens, instead of --warmup (GPT-3's recipe: 375,000,000).", panel=_OPTIM, shown="none", low=0
     )
     optimizer: Literal["muon", "adamw"] = option(
         "muon", "muon: for the matrices of the blocks, with AdamW for the rest; adamw: for all.", panel=_OPTIM
@@ -329,9 +339,14 @@ class TrainConfig(TextConfig):
     sample_every: int | None = option(
         None, "Steps between sampled lines; 0: none.", panel=_LOG, shown="a quarter of the steps", low=0
     )
+    log: str = option("none", "Beside metrics.jsonl: tensorboard, wandb, or both with a comma between.", panel=_LOG)
     device: Device = option("auto", "Where to compute; auto: CUDA, else MPS, else the CPU.", panel=_MACHINE)
     dtype: Dtype = option(
         "auto", "Of the matrix products; weights stay float32. auto: bfloat16 where the device is made for it.",
+        panel=_MACHINE,
+    )  # fmt: skip
+    compile: Compile = option(
+        "auto", "torch.compile for blocks and loss; auto: on a GPU, where the run is long enough to gain by it.",
         panel=_MACHINE,
     )  # fmt: skip
 
@@ -343,9 +358,12 @@ class TrainConfig(TextConfig):
         super().__post_init__()
         if self.preset != "auto":
             find_preset(self.preset)
-        for one, other in self.EXCLUSIVE:
+        for one, other, what in self.EXCLUSIVE:
             if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise UserError(f"--{one} and --{other} both say how long to train", "give one of them")
+                names = f"--{one} and --{other}".replace("_", "-")
+                raise UserError(f"{names} both {what}", "give one of them")
+        if self.pairs and self.batch_ramp is not None:
+            raise UserError("--batch-ramp is for running text, not for --pairs", "leave one of them out")
         if self.lora_rank is not None and self.init is None:
             raise UserError("--lora-rank needs --init", "adapters are made for a model: --init CHECKPOINT")
         if self.lora_rank is None and (self.lora_alpha is not None or self.merge_lora):

@@ -21,13 +21,15 @@ class Event:
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """An optimizer step: loss in nats a token, the gradient's norm before clipping, tokens a second of steps alone."""
+    """An optimizer step: loss in nats a token, the gradient's norm before clipping, tokens a second of steps alone, and
+    the share of the device's peak that they need (`gpt.training.speed`), null where no peak is known."""
 
     kind: ClassVar[str] = "step"
     loss: float
     lr: float
     grad_norm: float
     tokens_per_second: float
+    mfu: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,14 @@ class RollbackEvent(Event):
     failed_step: int
     why: str
     rate_factor: float
+
+
+@dataclass(frozen=True)
+class ResumeEvent(Event):
+    """The run goes on from a checkpoint; what it had done after it is cut from the metrics, and done again."""
+
+    kind: ClassVar[str] = "resume"
+    checkpoint: str
 
 
 @dataclass(frozen=True)
@@ -104,7 +114,7 @@ class Plan:
 
 
 KINDS: dict[str, type[Event]] = {
-    cls.kind: cls for cls in (StepEvent, EvalEvent, SampleEvent, SaveEvent, RollbackEvent, EndEvent)
+    cls.kind: cls for cls in (StepEvent, EvalEvent, SampleEvent, SaveEvent, RollbackEvent, ResumeEvent, EndEvent)
 }
 
 

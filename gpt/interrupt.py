@@ -2,21 +2,29 @@
 
 import signal
 import threading
+from collections.abc import Iterable, Iterator
 from types import FrameType
-from typing import Self
+from typing import Self, TypeVar
 
 from gpt.errors import Interrupted
+
+T = TypeVar("T")
+
+
+class Stopped(Exception):
+    """Work that may be left off was, since a signal came."""
 
 
 class StopSignal:
     """While active, notes the first SIGINT or SIGTERM in ``signum`` instead of dying of it; the second raises
-    `Interrupted` wherever it strikes, which nothing on disk minds.
+    `Interrupted` wherever it strikes, which nothing on disk minds. As long as ``at_once``, the first does.
 
     Outside the main thread, where Python takes no signals, nothing is changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: bool = False) -> None:
         self.signum: int | None = None
+        self.at_once = at_once
         self._before: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> Self:
@@ -29,7 +37,16 @@ class StopSignal:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
 
+    def watching(self, items: Iterable[T]) -> Iterator[T]:
+        """The items, until a signal comes. Raises `Stopped` then."""
+        for item in items:
+            if self.signum is not None:
+                raise Stopped
+            yield item
+
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        if self.signum is not None:
+        first, self.signum = self.signum, signum
+        if self.at_once:
+            raise Interrupted(signum, "interrupted before the first step")
+        if first is not None:
             raise Interrupted(signum, "interrupted twice: ended at once; checkpoints saved before are whole")
-        self.signum = signum

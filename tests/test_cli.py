@@ -10,7 +10,7 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -79,8 +79,8 @@ def test_version(gpt: Gpt) -> None:
 OPTIONS = {
     "train": "--init --pairs --lora-rank --lora-alpha --merge-lora "
     "--out -o --preset --arch --positions --n-layer --n-head --n-embd --block-size --dropout --tokenizer --vocab-size "
-    "--sample-bytes --val-fraction --val-text --field --split-on --encoding --errors --skip-bad --jobs --steps --epochs --minutes --batch-tokens --micro-batch --optimizer --lr --warmup --schedule --decay --weight-decay "
-    "--clip --eval-every --patience --save-every --keep --sample-every --device --dtype --seed --config --print-config "
+    "--sample-bytes --val-fraction --val-text --field --split-on --encoding --errors --skip-bad --jobs --steps --epochs --minutes --batch-tokens --micro-batch --batch-ramp --optimizer --lr --warmup --warmup-tokens --schedule --decay --weight-decay "
+    "--clip --eval-every --patience --save-every --keep --sample-every --log --device --dtype --compile --seed --resume --config --print-config "
     "--json --quiet -q",
     "sample": "--model -m --prompt-file --prompts --temperature -t --top-k --top-p --min-p --repetition-penalty "
     "--no-repeat-ngram --bias --greedy --beam --length-penalty --early-stopping --n-best --max-tokens -n --min-tokens "
@@ -431,15 +431,17 @@ def test_debug_shows_the_traceback(book: Path) -> None:
 
 def test_a_full_disk_is_status_1(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpt.runs import checkpoint
+    from gpt.training import saving
 
-    whole = checkpoint.write_file
+    whole = checkpoint.write_pieces
 
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, pieces: Iterable[bytes]) -> str:
         if path.name == "model.safetensors":
             raise OSError(28, "No space left on device")
-        whole(path, data)
+        return whole(path, pieces)
 
-    monkeypatch.setattr(checkpoint, "write_file", full)
+    monkeypatch.setattr(checkpoint, "write_pieces", full)
+    monkeypatch.setattr(saving, "ROOM_SECONDS", 0.0)
     done = gpt("train", book, *QUICK)
     one_line_of_what_and_what_next(done, "No space left on device", code=1)
     assert not list(Path("runs").rglob("*.safetensors"))

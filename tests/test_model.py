@@ -13,7 +13,7 @@ from gpt.errors import UserError
 from gpt.model import decoder
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT, sine_table
-from gpt.model.loss import bits_per_byte, cross_entropy, token_losses
+from gpt.model.loss import bits_per_byte, tied_cross_entropy, token_losses
 from gpt.model.params import breakdown
 from gpt.runs import hf
 
@@ -53,7 +53,7 @@ def test_gradients_equal_transformers() -> None:
     ours = ours_with(theirs, SMALL)
     idx = torch.randint(97, (2, 24))
     theirs(idx, labels=idx).loss.backward()
-    cross_entropy(ours(idx[:, :-1]), idx[:, 1:]).backward()
+    (tied_cross_entropy(ours.trunk(idx[:, :-1]), ours.wte.weight, idx[:, 1:]) / 46).backward()
     # The tied embedding gets its gradient from both ends.
     assert torch.allclose(ours.wte.weight.grad, theirs.transformer.wte.weight.grad, atol=1e-6)  # type: ignore
     assert torch.allclose(ours.h[1].mlp.c_fc.weight.grad, theirs.transformer.h[1].mlp.c_fc.weight.grad.t(), atol=1e-6)
@@ -174,6 +174,25 @@ def test_dropout_only_in_training() -> None:
     assert torch.equal(model(idx), model(idx))
 
 
+@pytest.mark.parametrize("chunk", [0, 1, 3, 10, 64])
+def test_a_loss_in_chunks_and_of_a_filled_up_vocabulary_is_the_same(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(3)
+    table, targets = torch.randn(11, 4), torch.randint(11, (2, 5))
+    targets[1, 2] = -100
+
+    def gradients(chunk: int) -> list[torch.Tensor]:
+        x, weight = torch.linspace(-1, 1, 40).view(2, 5, 4).requires_grad_(), table.clone().requires_grad_()
+        loss = tied_cross_entropy(x, weight, targets, chunk)
+        return [loss.detach(), *torch.autograd.grad(loss, (x, weight))]
+
+    whole = gradients(0)
+    monkeypatch.setattr("gpt.model.loss.ALIGNED_ON", ("cpu",))
+    for one, other in zip(whole, gradients(chunk), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
 def test_loss_equals_its_definition() -> None:
     torch.manual_seed(7)
     logits, targets = torch.randn(2, 5, 11), torch.randint(11, (2, 5))
@@ -182,7 +201,7 @@ def test_loss_equals_its_definition() -> None:
         for b in range(2)
         for t in range(5)
     ]
-    assert cross_entropy(logits, targets).item() == pytest.approx(sum(naive) / 10, rel=1e-5)
+    assert tied_cross_entropy(logits, torch.eye(11), targets).item() == pytest.approx(sum(naive), rel=1e-5)
     assert token_losses(logits, targets).flatten().tolist() == pytest.approx(naive, rel=1e-4)
     targets[0, 0] = -100
     assert token_losses(logits, targets)[0, 0] == 0

@@ -5,6 +5,7 @@ import os
 import shutil
 import stat
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import gpt
+from gpt import files
 from gpt.config import GPTConfig
 from gpt.decoding.context import Context
 from gpt.decoding.generate import generate
@@ -117,7 +119,7 @@ def test_checkpoint_holds_one_tied_tensor_and_no_pickle(run_folder: Path) -> Non
     assert not any("lm_head" in name for name in names)
     assert {p.name for p in path.iterdir()} == {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
-        "tokenizer.tiktoken", "gpt.json", "checksums.json",
+        "tokenizer.tiktoken", "gpt.json", "checksums.json", "training.json", "training.safetensors",
     }  # fmt: skip
 
 
@@ -216,7 +218,7 @@ def test_sharded_folder(gpt2_folder: Path) -> None:
         ({"n_embd": "24"}, "n_embd is '24'"),
         ({"n_embd": 48}, r"config.json asks for|has the shape"),
         ({"n_layer": 3}, "is missing from the weights|config.json asks for"),
-        ({"n_layer": 1}, "that a GPT-2 has no place for"),
+        ({"n_layer": 1}, "that config.json has no place for"),
         ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon is nan"),
         ({"vocab_size": 1000}, r"no tokenizer, and its 1,000|has the shape"),
     ],
@@ -300,12 +302,12 @@ def test_modes_follow_the_umask(ours: Path) -> None:
 
 
 def test_a_failed_save_leaves_nothing(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, pieces: Iterable[bytes]) -> str:
         if path.name == "model.safetensors":
             raise OSError(28, "No space left on device")
-        path.write_bytes(data)
+        return files.write_pieces(path, pieces)
 
-    monkeypatch.setattr(checkpoint, "write_file", full)
+    monkeypatch.setattr(checkpoint, "write_pieces", full)
     with pytest.raises(WorkError, match="No space left on device") as error:
         save_ours(ours.parent / "second", GPTConfig(257, 16, 1, 2, 16), tokenizer.bytes_tokenizer())
     assert error.value.exit_code == 1
@@ -322,6 +324,7 @@ def fake_run(path: Path, started: str, losses: dict[int, float | None]) -> Path:
         (path / folder.step_name(step)).mkdir()
         (path / folder.step_name(step) / "config.json").write_text("{}")
         (path / folder.step_name(step) / "gpt.json").write_text(json.dumps({"val_loss": loss}))
+        folder.write_sums(path / folder.step_name(step))
     return path
 
 

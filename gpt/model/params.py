@@ -60,3 +60,18 @@ def breakdown(config: GPTConfig) -> Breakdown:
         biases=layers * (3 * c + c + 4 * c + c) * (config.arch == "gpt2"),  # query, key, value; output; up; down
         layer_norms=(2 * layers + 1) * 2 * c,
     )
+
+
+def flops_per_token(config: GPTConfig, context: int, adapters: int = 0) -> int:
+    """Floating-point operations that training needs for a token in sequences of ``context``: 6 N + 12·L·C·T.
+
+    As in PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT: each of the N parameters of a matrix product is
+    multiplied and added once going forward and twice going back; scores and weighted sums of attention add 12·L·C·T,
+    as if every position saw all T. N counts all parameters but the table of positions, which is only added; the
+    embedding counts once, as the unembedding. What is computed anew, or masked out, does not change this number.
+    With ``adapters``, as many parameters are trained and the rest is not: it needs no gradients of its own, 4 N.
+    """
+    parts = breakdown(config)
+    n = parts.trainable - parts.positions
+    attention = 12 * config.n_layer * config.n_embd * context
+    return (4 * n + 6 * adapters if adapters else 6 * n) + attention

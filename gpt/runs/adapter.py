@@ -2,19 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.errors import UserError
-from gpt.files import read_json
+from gpt.files import checked, read_json
 from gpt.model import lora
-from gpt.model.decoder import GPT
 from gpt.runs import folder, hub
-from gpt.settings import from_dict
+from gpt.runs import tensors as files
 
 FILE = "adapter.safetensors"
 
@@ -55,21 +51,12 @@ def read(path: Path) -> Adapter:
     said = read_json(path / folder.META).get("adapter")
     if not isinstance(said, dict):
         raise UserError(f"{path / folder.META} does not say what its adapter belongs to")
-    return from_dict(Adapter, said, str(path / folder.META))
+    adapter = checked(Adapter, said, str(path / folder.META))
+    if adapter.rank < 1:
+        raise UserError(f"{path / folder.META} is damaged: an adapter of rank {adapter.rank}")
+    return adapter
 
 
 def tensors(path: Path, config: GPTConfig, rank: int) -> dict[str, Tensor]:
     """The adapters at ``path``, whose names and shapes are compared with the model's."""
-    try:
-        found = load_file(path / FILE)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path / FILE} is damaged or no safetensors file: {error}", "copy or save it anew") from None
-    if {name: tuple(tensor.shape) for name, tensor in found.items()} != lora.adapter_shapes(config, rank):
-        raise UserError(f"{path / FILE} does not fit the model that {path / 'config.json'} describes")
-    return found
-
-
-def file(model: GPT) -> dict[str, bytes]:
-    """The file of a model's adapters, by name."""
-    found: dict[str, Any] = {name: tensor.float().cpu().contiguous() for name, tensor in lora.adapters(model).items()}
-    return {FILE: save(found, metadata={"format": "pt"})}
+    return files.read([path / FILE], lora.adapter_shapes(config, rank), "the model in config.json")

@@ -6,22 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from gpt.config import GPT2_VOCAB, GPTConfig
 from gpt.errors import UserError
-from gpt.files import disk_errors, read_json, to_json, whole_folder, write_file
+from gpt.files import disk_errors, read_json, to_json, whole_folder, write_pieces
 from gpt.model import lora
 from gpt.model.decoder import GPT, rotary_table
-from gpt.runs import adapter, folder, hf
+from gpt.runs import adapter, folder, hf, tensors
 from gpt.text.tokenizer import Tokenizer, describe, gpt2_tokenizer
 from gpt.text.tokenizer_files import RANKS, read_own, read_transformers, tokenizer_files
 
 FORMAT = 1
 MODEL = "model.safetensors"
-_DTYPES = ("F32", "F16", "BF16")
+MOST_ADAPTERS = 100  # on top of each other; one that names itself as its base would never end
+Files = Mapping[str, bytes | Mapping[str, tensors.Array]]  # a checkpoint's, by name: bytes, or tensors to be written
 
 
 @dataclass(frozen=True)
@@ -41,45 +40,59 @@ class TokenizerFiles:
 
 
 def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str, Any]) -> None:
-    """Writes the checkpoint ``target``, whole or not at all. ``meta`` goes into ``gpt.json`` beside the arch; where it
-    tells of an adapter (`gpt.runs.adapter`), the model's adapters alone are written."""
+    """Writes the checkpoint ``target`` of a model as it stands, whole or not at all. ``meta`` goes into ``gpt.json``
+    beside the arch. Raises `WorkError`."""
+    with disk_errors(target, folder.KEPT):
+        write(target, contents(model.config, {**model.state_dict(), **fixed(model)}, tokenizer, meta))
+
+
+def contents(
+    config: GPTConfig, weights: Mapping[str, Tensor], tokenizer: TokenizerFiles, meta: Mapping[str, Any]
+) -> Files:
+    """The files of a checkpoint. ``weights`` are a model's by our names, on the host, or, where ``meta`` tells of an
+    adapter (`gpt.runs.adapter`), the adapters alone."""
     eot = tokenizer.tokenizer.eot
     own = {
         "format": FORMAT,
-        "arch": model.config.arch,
-        "positions": model.config.positions,
+        "arch": config.arch,
+        "positions": config.positions,
         "tokenizer": describe(tokenizer.tokenizer),
         **meta,
     }
-    weights = adapter.file(model) if "adapter" in meta else {MODEL: to_safetensors(_to_hf(model), {"format": "pt"})}
-    files = {
+    arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in weights.items()}
+    return {
         **tokenizer.files,
-        "config.json": to_json(hf.to_hf_config(model.config, eot)),
+        "config.json": to_json(hf.to_hf_config(config, eot)),
         "generation_config.json": to_json({"bos_token_id": eot, "eos_token_id": eot}),
         folder.META: to_json(own),
-        **weights,
+        adapter.FILE if "adapter" in meta else MODEL: arrays
+        if "adapter" in meta
+        else {hf.PREFIX + name: array.T if hf.is_transposed(name) else array for name, array in arrays.items()},
     }
-    with disk_errors(target, folder.KEPT), whole_folder(target) as beside:
-        for name, data in files.items():
-            write_file(beside / name, data)
-        folder.write_sums(beside)
 
 
-def _to_hf(model: GPT) -> dict[str, Tensor]:
-    state = {name: tensor.detach().float().cpu() for name, tensor in model.state_dict().items()}
+def fixed(model: GPT) -> dict[str, Tensor]:
+    """What a checkpoint stores beside the parameters: a table of positions that is not learned."""
     table = model.position_table()
-    if table is not None:
-        state["wpe.weight"] = table.detach().float().cpu()
-    return {
-        hf.PREFIX + name: (tensor.t() if hf.is_transposed(name) else tensor).contiguous()
-        for name, tensor in sorted(state.items())
-    }
+    return {} if table is None else {"wpe.weight": table.detach()}
 
 
-def load(path: Path, device: torch.device, shape: GPTConfig | None = None) -> Checkpoint:
+def write(target: Path, files: Files) -> None:
+    """Writes a checkpoint, synced, whole or not at all; it is read back from the disk, and its sums compared with those
+    of what was to be written, before it takes its name. Raises OSError."""
+    with whole_folder(target) as beside:
+        sums = {
+            name: write_pieces(beside / name, [data] if isinstance(data, bytes) else tensors.pieces(data))
+            for name, data in sorted(files.items())
+        }
+        folder.write_sums(beside, sums)
+        folder.read_back(beside, sums)
+
+
+def load(path: Path, device: torch.device, shape: GPTConfig | None = None, above: int = 0) -> Checkpoint:
     """The checkpoint at ``path``, ours or transformers', checked before anything is allocated from it. ``shape`` is its
     own but for another dropout or a shorter context, to which a table of positions is cut. An adapter is merged into
-    the weights that it belongs to.
+    the weights that it belongs to; ``above`` counts the adapters to this one.
 
     Raises `UserError` for damage (a sum, a shape, a number), for a model of another kind, and for an adapter to weights
     that are gone.
@@ -87,10 +100,12 @@ def load(path: Path, device: torch.device, shape: GPTConfig | None = None) -> Ch
     config, meta = _describe(path)
     if adapter.is_adapter(path):
         said = adapter.read(path)
-        model = load(said.find_base(path), device, shape or config).model
+        if above == MOST_ADAPTERS:
+            raise UserError(f"{path} ends a chain of more than {MOST_ADAPTERS} adapters", "use --merge-lora in between")
+        model = load(said.find_base(path), device, shape or config, above + 1).model
         lora.merge(model, adapter.tensors(path, config, said.rank), said.scale)
     else:
-        model = _build(shape or config, _open_tensors(path, config), device)
+        model = _build(shape or config, open_tensors(path, config), device)
     return Checkpoint(model, load_tokenizer(path, config, meta))
 
 
@@ -153,31 +168,16 @@ def _weight_files(path: Path) -> list[Path]:
     return [path / name for name in sorted(set(parts.values()))]
 
 
-def _open_tensors(path: Path, config: GPTConfig) -> dict[str, Tensor]:
+def open_tensors(path: Path, config: GPTConfig) -> dict[str, Tensor]:
     """Every tensor by our name, as stored. Names, shapes and dtypes are compared with the configuration first."""
+    files = _weight_files(path)
     _check_size(path, config)
-    expected = hf.parameter_shapes(config)
-    tensors: dict[str, Tensor] = {}
-    for file in _weight_files(path):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                names = {theirs: hf.our_name(theirs) for theirs in opened.keys()}  # noqa: SIM118
-                for theirs, name in names.items():
-                    if name is not None and name != hf.UNEMBEDDING:
-                        _check_tensor(file, theirs, opened.get_slice(theirs), expected.get(name))
-                for theirs, name in names.items():
-                    if name is not None:
-                        tensors[name] = opened.get_tensor(theirs)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is damaged or no safetensors file: {error}", "copy or save it anew") from None
-    missing = sorted(set(expected) - set(tensors))
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"{path}: the tensor {missing[0]}{more} is missing from the weights")
-    unembedding = tensors.pop(hf.UNEMBEDDING, None)
-    if unembedding is not None and not torch.equal(unembedding, tensors["wte.weight"]):
+    unembedding = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)}
+    found = tensors.read(files, hf.parameter_shapes(config), "config.json", ours=hf.our_name, optional=unembedding)
+    other = found.pop(hf.UNEMBEDDING, None)
+    if other is not None and not torch.equal(other, found["wte.weight"]):
         raise UserError(f"{path}: its unembedding is not its embedding; this decoder ties them")
-    return tensors
+    return found
 
 
 def _check_size(path: Path, config: GPTConfig) -> None:
@@ -190,27 +190,17 @@ def _check_size(path: Path, config: GPTConfig) -> None:
         )
 
 
-def _check_tensor(file: Path, name: str, tensor: Any, expected: tuple[int, ...] | None) -> None:
-    if expected is None:
-        raise UserError(f"{file} has a tensor {name} that a GPT-2 has no place for")
-    shape = tuple(tensor.get_shape())
-    if shape != expected:
-        raise UserError(f"{file}: {name} has the shape {shape}; config.json asks for {expected}")
-    if tensor.get_dtype() not in _DTYPES:
-        raise UserError(f"{file}: {name} is {tensor.get_dtype()}; weights are F32, F16 or BF16")
-
-
-def _build(config: GPTConfig, tensors: dict[str, Tensor], device: torch.device) -> GPT:
+def _build(config: GPTConfig, weights: dict[str, Tensor], device: torch.device) -> GPT:
     """A model with these weights, in float32, for evaluation. Nothing is initialized only to be overwritten."""
     with torch.device("meta"):
         model = GPT(config)
-    if "wpe.weight" in tensors:
-        tensors["wpe.weight"] = tensors["wpe.weight"][: config.block_size].clone()
+    if "wpe.weight" in weights:
+        weights["wpe.weight"] = weights["wpe.weight"][: config.block_size].clone()
     if config.positions == "sinusoidal":
-        model.register_buffer("sine", tensors.pop("wpe.weight").float(), persistent=False)
+        model.register_buffer("sine", weights.pop("wpe.weight").float(), persistent=False)
     state = {
         name: (tensor.t() if hf.is_transposed(name) else tensor).float().contiguous()
-        for name, tensor in tensors.items()
+        for name, tensor in weights.items()
     }
     if config.positions == "rotary":
         model.register_buffer("turn", rotary_table(config.block_size, config.n_embd // config.n_head), persistent=False)

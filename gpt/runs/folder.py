@@ -1,23 +1,29 @@
 """Run folders and the checkpoints in them: names, sums, index. Files and JSON only; torch is not imported."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gpt.errors import UserError
-from gpt.files import file_sum, read_json, to_json, write_file
+from gpt.files import TEMPORARY, file_sum, read_json, reading, to_json, write_file
 from gpt.runs import hub
 
 RUNS = "runs"
+RECORD = "run.json"
 CHECKSUMS = "checksums.json"
 META = "gpt.json"
+TRAINING = ("training.json", "training.safetensors")  # what only going on needs; older checkpoints let go of it
 KEPT = "checkpoints saved before, if any, are whole"
+HINT = "take another checkpoint of the run, or copy this one anew"
 _STEP = re.compile(r"step-(\d{6,12})")
 _PART = re.compile(r"(.+):(best|latest|step-\d+)")
 
@@ -61,37 +67,57 @@ def _own_sum(files: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def write_sums(folder: Path) -> None:
-    """Records the sum of every file in ``folder``, and of that record."""
-    sums = {path.name: file_sum(path) for path in sorted(folder.iterdir())}
+def write_sums(folder: Path, sums: Mapping[str, str] | None = None) -> None:
+    """Records the sum of every file in ``folder``, and of that record. ``sums``: those of what was to be written."""
+    if sums is None:
+        sums = {path.name: file_sum(path) for path in sorted(folder.iterdir())}
     write_file(folder / CHECKSUMS, to_json({"sha256": sums, "self": _own_sum(sums)}))
 
 
-def check_sums(folder: Path) -> None:
-    """Raises `UserError` unless every file that the checkpoint was saved with is there, whole and unchanged.
-
-    Training state (``training.*``) may be gone: old checkpoints keep their weights only.
-    """
-    hint = "take another checkpoint of the run, or copy this one anew"
+def read_sums(folder: Path) -> dict[str, str]:
+    """What `write_sums` recorded. Raises `UserError` where that is damaged, or names a file elsewhere."""
     record = read_json(folder / CHECKSUMS) if (folder / CHECKSUMS).exists() else {}
     sums = record.get("sha256")
     if not isinstance(sums, dict) or record.get("self") != _own_sum(sums):
-        raise UserError(f"{folder} is damaged: it has no valid {CHECKSUMS}", hint)
-    for name, expected in sums.items():
-        path = folder / name
+        raise UserError(f"{folder} is damaged: it has no valid {CHECKSUMS}", HINT)
+    for name in sums:
         if Path(name).name != name:
-            raise UserError(f"{folder / CHECKSUMS} names a file outside its folder: {name!r}", hint)
+            raise UserError(f"{folder / CHECKSUMS} names a file outside its folder: {name!r}", HINT)
+    return sums
+
+
+def check_sums(folder: Path, training: bool = False) -> None:
+    """Raises `UserError` unless every file that the checkpoint was saved with is there, whole and unchanged.
+
+    Training state (``training.*``) may be gone, since old checkpoints keep their weights only; where it is not asked
+    for, it is not read.
+    """
+    for name, expected in read_sums(folder).items():
+        path = folder / name
+        if name in TRAINING and not training:
+            continue
         if not path.is_file():
-            if name.startswith("training."):
+            if name in TRAINING:
                 continue
-            raise UserError(f"{folder} is damaged: {name} is missing", hint)
-        if file_sum(path) != expected:
-            raise UserError(f"{path} is damaged: its sha256 is not the one it was saved with", hint)
+            raise UserError(f"{folder} is damaged: {name} is missing", HINT)
+        with reading(path):
+            found = file_sum(path)
+        if found != expected:
+            raise UserError(f"{path} is damaged: its sha256 is not the one it was saved with", HINT)
+
+
+def read_back(folder: Path, sums: Mapping[str, str]) -> None:
+    """Compares what the disk holds with the sums of what was to be written. Raises OSError."""
+    if read_sums(folder) != sums:
+        raise OSError(errno.EIO, "what was written is not what can be read", str(folder / CHECKSUMS))
+    for name, expected in sums.items():
+        if file_sum(folder / name, from_disk=True) != expected:
+            raise OSError(errno.EIO, "what was written is not what can be read", str(folder / name))
 
 
 def weight_sums(folder: Path) -> dict[str, str]:
     """The sha256 of each file of weights in a checkpoint, by name: what tells one model from another."""
-    return {path.name: file_sum(path) for path in sorted(folder.glob("*.safetensors"))}
+    return {path.name: file_sum(path) for path in sorted(folder.glob("*.safetensors")) if path.name not in TRAINING}
 
 
 def checkpoints(run: Path) -> list[Entry]:
@@ -100,10 +126,11 @@ def checkpoints(run: Path) -> list[Entry]:
     for path in run.iterdir():
         match = _STEP.fullmatch(path.name)
         if match and path.is_dir():
-            loss = None
+            loss: Any = None
             with contextlib.suppress(UserError):
                 loss = read_json(path / META).get("val_loss")
-            entries.append(Entry(int(match[1]), loss if isinstance(loss, (int, float)) else None))
+            number = type(loss) in (int, float) and abs(loss) < sys.float_info.max
+            entries.append(Entry(int(match[1]), float(loss) if number else None))
     return sorted(entries, key=lambda entry: entry.step)
 
 
@@ -124,14 +151,31 @@ def write_index(run: Path) -> None:
     write_file(run / "index.json", to_json(index))
 
 
-def prune(run: Path, keep: int) -> None:
-    """Lets go of checkpoints that are neither the best nor among the ``keep`` newest."""
+def prune(run: Path, keep: int, newest: int | None = None) -> None:
+    """Lets go of checkpoints that are neither the best nor among the ``keep`` newest, and of the best one's training
+    state where it is not among these. What lies behind the step ``newest`` goes too: the run went on from before it."""
     entries = checkpoints(run)
+    if newest is not None:
+        for entry in (entry for entry in entries if entry.step > newest):
+            _remove(run / entry.name)
+        entries = [entry for entry in entries if entry.step <= newest]
     for entry in entries[:-keep]:
-        if entry != best(entries):
-            doomed = run / f".tmp-{entry.name}"  # renamed first: half a folder is never called step-N
-            os.replace(run / entry.name, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+        if entry == best(entries):
+            for name in TRAINING:
+                (run / entry.name / name).unlink(missing_ok=True)
+        else:
+            _remove(run / entry.name)
+
+
+def _remove(checkpoint: Path) -> None:
+    doomed = checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}")  # first: half a folder is never called step-N
+    os.replace(checkpoint, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def can_go_on(path: Path) -> bool:
+    """Whether a checkpoint has training state."""
+    return all((path / name).is_file() for name in TRAINING)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -141,7 +185,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def is_run(path: Path) -> bool:
     """Whether a folder looks like a run."""
-    return (path / "run.json").is_file()
+    return (path / RECORD).is_file()
 
 
 def newest_run(runs: Path = Path(RUNS)) -> Path:
@@ -150,7 +194,7 @@ def newest_run(runs: Path = Path(RUNS)) -> Path:
     for path in runs.iterdir() if runs.is_dir() else []:
         if is_run(path) and checkpoints(path):
             with contextlib.suppress(UserError):
-                started.append((str(read_json(path / "run.json").get("started", "")), path))
+                started.append((str(read_json(path / RECORD).get("started", "")), path))
     if not started:
         raise UserError(
             f"there is no run with a checkpoint in {runs}{os.sep} to take a model from",
@@ -159,46 +203,64 @@ def newest_run(runs: Path = Path(RUNS)) -> Path:
     return max(started)[1]
 
 
-def find_checkpoint(model: str | None) -> Path:
+def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text: None) -> Path:
     """The checkpoint folder that ``--model`` means: a run (its best), ``RUN:best|latest|step-N``, a checkpoint, a
-    transformers folder, ``hf:NAME`` of the hub, which is fetched; None: the best of the newest run. Raises `UserError`
-    where there is none."""
+    transformers folder, ``hf:NAME`` of the hub, which is fetched; None: the best of the newest run. A ``latest`` that
+    is damaged falls back to the one before, which ``note`` is told. Raises `UserError` where there is none."""
     if model and hub.is_remote(model):
         return hub.fetch(model)
     match = _PART.fullmatch(model) if model else None
     if match and not Path(match[0]).exists():
-        return _of_run(Path(match[1]), match[2])
+        return _of_run(Path(match[1]), match[2], note)
     path = Path(model) if model else newest_run()
     if is_run(path):
-        return _of_run(path, "best")
+        return _of_run(path, "best", note)
     if is_checkpoint(path):
         return path
     if not path.exists():
-        raise UserError(f"there is no run or checkpoint {path}", _known_runs())
+        raise UserError(f"there is no run or checkpoint {path}", known_runs())
     if path.is_dir() and any(path.glob("pytorch_model*.bin")):
         raise UserError(
             f"{path} holds pickled weights only", "save them as safetensors first; pickles are never opened"
         )
-    raise UserError(f"{path} is no run and no checkpoint: it has neither run.json nor config.json", _known_runs())
+    raise UserError(f"{path} is no run and no checkpoint: it has neither run.json nor config.json", known_runs())
 
 
-def _of_run(run: Path, which: str) -> Path:
+def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
     if not is_run(run):
-        raise UserError(f"there is no run {run}", _known_runs())
+        raise UserError(f"there is no run {run}", known_runs())
     entries = checkpoints(run)
     if not entries:
         raise UserError(f"the run {run} has no checkpoint yet", "wait for its first one, or train again")
     if which == "best":
         return run / best(entries).name
     if which == "latest":
-        return run / entries[-1].name
+        return newest_whole(run, note)
     step = int(which.removeprefix("step-"))
     if step not in [entry.step for entry in entries]:
         raise UserError(f"{run} has no checkpoint {which}", "it has " + ", ".join(entry.name for entry in entries))
     return run / step_name(step)
 
 
-def _known_runs() -> str:
+def newest_whole(run: Path, note: Callable[[str], None], training: bool = False) -> Path:
+    """The newest checkpoint whose sums are right, of those with training state where that is asked for; ``note`` is
+    told of every one that is passed over. Raises `UserError` where none is left."""
+    why = "none can be gone on from" if training else "none is there"
+    for entry in reversed(checkpoints(run)):
+        path = run / entry.name
+        if training and not can_go_on(path):
+            continue
+        try:
+            check_sums(path, training)
+            return path
+        except UserError as error:
+            why = error.message
+            note(f"{why}: the checkpoint before it is taken")
+    raise UserError(f"the run {run} has no whole checkpoint: {why}", HINT)
+
+
+def known_runs() -> str:
+    """A hint: which runs there are."""
     runs = Path(RUNS)
     names = sorted(str(path) for path in runs.iterdir() if is_run(path)) if runs.is_dir() else []
     return "runs here: " + ", ".join(names) if names else "train one: gpt train FILE"

@@ -6,7 +6,9 @@ that borders fall elsewhere. What is left over, less than a window, differs from
 """
 
 import hashlib
+from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -26,13 +28,44 @@ class Ring(Protocol):
 
 
 @dataclass(frozen=True)
+class Ramp:
+    """Batches that grow along a line, from ``first`` rows to ``rows`` by the time that ``over`` of them are read
+    (Brown et al. 2020, appendix B), in multiples of ``unit`` as soon as there is one."""
+
+    rows: int
+    first: int
+    over: int
+    unit: int
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        starts = [0]
+        while starts[-1] < self.over:
+            size = self.first + (self.rows - self.first) * starts[-1] // self.over
+            starts.append(starts[-1] + max(size - size % self.unit, min(size, self.unit)))
+        return starts
+
+    def before(self, step: int) -> int:
+        """Rows of all steps before this one, which is counted from 0."""
+        growing = len(self._starts) - 1
+        return self._starts[min(step, growing)] + max(0, step - growing) * self.rows
+
+    def steps(self, rows: int) -> int:
+        """The fewest steps that take so many rows."""
+        beyond = -(-(rows - self._starts[-1]) // self.rows)
+        return bisect_left(self._starts, rows) if beyond <= 0 else len(self._starts) - 1 + beyond
+
+
+@dataclass(frozen=True)
 class Batches:
-    """Batches of ``rows`` windows of ``block_size`` ids (T) from a stream of at least T ids."""
+    """Batches of ``rows`` windows of ``block_size`` ids (T) from a stream of at least T ids; with a ``ramp`` fewer at
+    first."""
 
     ids: Ring
     block_size: int
     rows: int
     seed: int
+    ramp: Ramp | None = None
 
     def __post_init__(self) -> None:
         assert len(self.ids) >= self.block_size, "the context shrinks to the text before this"
@@ -47,9 +80,11 @@ class Batches:
 
         Of many processes, each takes its rows: disjoint, and together the rows of one.
         """
-        assert self.rows % ranks == 0, "rows are divided evenly before this"
-        first = step * self.rows + rank * (self.rows // ranks)
-        starts = self._starts(np.arange(first, first + self.rows // ranks, dtype=np.int64))
+        first = self.ramp.before(step) if self.ramp else step * self.rows
+        rows = self.ramp.before(step + 1) - first if self.ramp else self.rows
+        assert rows % ranks == 0, "rows are divided evenly before this"
+        share = rows // ranks
+        starts = self._starts(np.arange(first + rank * share, first + (rank + 1) * share, dtype=np.int64))
         windows = np.stack([self.ids.take(start, self.block_size + 1) for start in starts.tolist()])
         return windows[:, :-1], windows[:, 1:]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 
+from gpt import files
 from gpt.errors import UserError
 from gpt.files import disk_errors, whole_folder, write_file
 from gpt.settings import from_dict
@@ -136,18 +136,10 @@ class Writer:
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
     """Holds the folder for this process alone. Raises `UserError` where another one has it."""
-    lock = FileLock(out / ".lock", timeout=0)
-    with disk_errors(out):
-        try:
-            lock.acquire()
-        except Timeout:
-            raise UserError(f"another process is writing {out}", "wait for it, or give another --out") from None
-    try:
+    with files.locked(out, "wait for it, or give another --out"):
         yield
-    finally:
-        lock.release()
         with contextlib.suppress(OSError):  # it is nobody's, or already another's
-            (out / ".lock").unlink()
+            (out / files.LOCK).unlink()
 
 
 def describe(corpus: Corpus, tokenizer: Tokenizer, share: tuple[int, int] | None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,9 +26,11 @@ class Muon(Optimizer):
 
     As `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, which takes the matrices one by one; here all of one
     shape go through the iteration at once: 16 of 128 by 128 in 4 ms instead of 16 on two cores, 24 of 384 in 105
-    instead of 148. A group's ``parts``
-    says how many matrices lie below each other in a parameter: 3 for the fused query, key and value.
+    instead of 148. A group's ``parts`` says how many matrices lie below each other in a parameter: 3 for the fused
+    query, key and value. Where ``found_inf`` is 1, a step changes nothing, as with torch's fused optimizers.
     """
+
+    found_inf: Tensor | None = None  # 0 or 1, on the parameters' device
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, weight_decay: float, dtype: torch.dtype) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM, "parts": 1})
@@ -38,15 +40,18 @@ class Muon(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
+        applied = 1.0 if self.found_inf is None else 1 - self.found_inf
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
+            momenta = [self._momentum(p) for p in params]
             grads = [p.grad for p in params]
-            momenta = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in params]
+            if self.found_inf is not None:  # the momentum in the gradient's place leaves the momentum as it is
+                grads = [torch.where(self.found_inf > 0, m, g) for m, g in zip(momenta, grads, strict=True)]
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
             updates = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov's
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"] * applied)
             for p, update in zip(params, updates, strict=True):
                 for matrix, part in zip(p.chunk(group["parts"]), update.chunk(group["parts"]), strict=True):
                     wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
@@ -55,8 +60,14 @@ class Muon(Optimizer):
                     )
         for stack in stacks.values():
             directions = orthogonalize(torch.stack([part.to(self.dtype) for _, part, _ in stack]))
-            for (matrix, _, rate), direction in zip(stack, directions, strict=True):
+            for (matrix, _, rate), direction in zip(stack, directions * applied, strict=True):
                 matrix.sub_(direction, alpha=rate)
+
+    def _momentum(self, p: Tensor) -> Tensor:
+        if "momentum" not in self.state[p]:
+            self.state[p]["momentum"] = torch.zeros_like(p)
+        momentum: Tensor = self.state[p]["momentum"]
+        return momentum
 
 
 def orthogonalize(x: Tensor) -> Tensor:
@@ -69,11 +80,16 @@ def orthogonalize(x: Tensor) -> Tensor:
     return x
 
 
+# What each remembers of a parameter.
+MEMORY: dict[type[Optimizer], tuple[str, ...]] = {AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum",)}
+
+
 class Optimizers:
     """Several optimizers with one learning rate: what the training loop steps, and a checkpoint saves."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
+        self._of = {p: part for part in self.parts for group in part.param_groups for p in group["params"]}
 
     def set_lr(self, lr: float) -> None:
         """The rate of every group."""
@@ -81,10 +97,43 @@ class Optimizers:
             for group in part.param_groups:
                 group["lr"] = lr
 
+    def step(self, unless: Tensor) -> None:
+        """An update of each, unless it is known by then, on the device, that there must be none."""
+        for part in self.parts:
+            part.found_inf = unless.float()  # type: ignore[attr-defined]  # what GradScaler tells fused optimizers
+            part.step()
+
     def zero_grad(self) -> None:
         """Forgets all gradients."""
         for part in self.parts:
             part.zero_grad(set_to_none=True)
+
+    def state(self, model: GPT) -> dict[str, Tensor]:
+        """What the optimizers remember, as it stands: by parameter and word, as ``h.0.ln_1.weight.exp_avg``."""
+        return {
+            f"{name}.{word}": self._of[p].state[p][word]
+            for name, p in model.named_parameters()
+            if p.requires_grad
+            for word in MEMORY[type(self._of[p])]
+            if word in self._of[p].state[p]
+        }
+
+    def shapes(self, model: GPT) -> dict[str, tuple[int, ...]]:
+        """The shapes of `state` after a step."""
+        return {
+            f"{name}.{word}": () if word == "step" else tuple(p.shape)
+            for name, p in model.named_parameters()
+            if p.requires_grad
+            for word in MEMORY[type(self._of[p])]
+        }
+
+    def restore(self, model: GPT, state: Mapping[str, Tensor]) -> None:
+        """Makes `state` what it was; what it did not have is forgotten."""
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                part = self._of[p]
+                words = [word for word in MEMORY[type(part)] if f"{name}.{word}" in state]
+                part.state[p] = {word: state[f"{name}.{word}"].to(p.device, copy=True) for word in words}
 
 
 def make_optimizer(

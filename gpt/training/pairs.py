@@ -22,7 +22,7 @@ from gpt.text.split import Spread
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokenizer_files import make_tokenizer
 from gpt.text.tokens import is_token_folder
-from gpt.training.recipe import preset_name
+from gpt.training.recipe import Recipe, preset_name
 
 
 class PairSet:
@@ -121,11 +121,11 @@ class PairData:
         """What was read, for the run's record."""
         return self.corpus.sources
 
-    def batches(self, block_size: int, rows: int, seed: int) -> PairBatches:
+    def batches(self, recipe: Recipe) -> PairBatches:
         """The batches to train on. Raises `UserError` for a pair that is longer than the context."""
-        self.train.check(block_size)
-        self.held_out.check(block_size)
-        return PairBatches(self.train, rows, seed)
+        self.train.check(recipe.model.block_size)
+        self.held_out.check(recipe.model.block_size)
+        return PairBatches(self.train, recipe.rows, recipe.seed)
 
     def windows(self, block_size: int) -> Iterator[Window]:
         """All that is held out."""

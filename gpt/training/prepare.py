@@ -17,7 +17,7 @@ from gpt.text.stream import Stream
 from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokens import MANIFEST, TokenFolder, is_token_folder
-from gpt.training.recipe import preset_name
+from gpt.training.recipe import Recipe, preset_name
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Data:
         """Held-out ids that are predicted: all but each document's first."""
         return int(np.maximum(self.held_out.documents.lengths - 1, 0).sum())
 
-    def batches(self, block_size: int, rows: int, seed: int) -> Batches:
+    def batches(self, recipe: Recipe) -> Batches:
         """The batches to train on."""
-        return Batches(self.train, block_size, rows, seed)
+        return Batches(self.train, recipe.model.block_size, recipe.rows, recipe.seed, recipe.ramp)
 
     def windows(self, block_size: int) -> Iterator[Window]:
         """All that is held out."""
@@ -116,6 +116,13 @@ def make_data(
     most = find_preset(preset_name(config, corpus.found.bytes, device)).model.vocab_size
     tokenizer = tokenizer or tokenizer_for(corpus, config, note, most)
     return _open(tokenize(corpus, tokenizer, out, config.jobs, listen=listen), note, corpus)
+
+
+def reopen_data(path: Path) -> Data:
+    """The tokens that a run made for itself. Raises `UserError` where a sum is not what it was."""
+    folder = TokenFolder(path)
+    folder.verify()
+    return Data(folder, folder.tokenizer, folder.stream("train"), folder.stream("val"), found=False)
 
 
 def _open(folder: TokenFolder, note: Callable[[str], None], corpus: Corpus | None = None) -> Data:

@@ -9,11 +9,16 @@ from gpt.config import GPTConfig, Preset, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.params import breakdown
+from gpt.text.batches import Ramp
 from gpt.training import start as starts
 
 Notes = Callable[[str], None]
 DECAY = 0.5  # of the steps
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
+RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
+LOGITS = 12  # bytes of a logit, in bfloat16 and twice in float32: itself, its softmax and its gradient
+COMPILE_FROM = 3e16  # FLOPs of a run from which compiling pays on a GPU: about two minutes at a third of an H100's peak
+LEAST_CHUNK = 128  # positions
 CPU_FLOPS = 1e13  # of a run of default length on a CPU, as 6 a parameter and token
 
 
@@ -43,6 +48,13 @@ class Recipe:
     lora_rank: int = 0  # 0: no adapters, all weights are trained
     lora_alpha: float = 0.0
     merge_lora: bool = False
+    ramp: Ramp | None = None
+    loss_chunk: int = 0  # positions whose logits exist at once; 0: all of a micro-batch
+    compile: bool = False
+
+    def tokens(self, steps: int) -> int:
+        """Tokens of the first so many steps."""
+        return self.ramp.before(steps) * self.model.block_size if self.ramp else steps * self.batch_tokens
 
 
 def auto_preset(n_bytes: int, device: str) -> str:
@@ -85,12 +97,11 @@ def resolve(
     usual = auto_epochs(n_tokens, model, compute.device.type) if start is None else starts.EPOCHS
     if start is not None or pairs:
         preset = starts.tuned(preset, usual, n_tokens)
-    row = n_tokens / pairs if pairs else model.block_size  # tokens, of pairs on average
-    rows = _pair_rows(config, preset, row) if pairs else _rows(config, preset, model.block_size)
-    batch_tokens = round(rows * row)
-    steps = _steps(config, n_tokens, batch_tokens, usual)
+    batch = _batch(config, preset, model, compute, n_tokens / pairs if pairs else None)
+    steps = _steps(config, n_tokens, batch, usual)
+    tokens = batch.read(steps)
     if config.dropout is None:
-        model = replace(model, dropout=auto_dropout(steps * batch_tokens / n_tokens))
+        model = replace(model, dropout=auto_dropout(tokens / n_tokens))
     if config.patience and not held_out:
         note("nothing is held out, so --patience has nothing to go by")
     eval_every = config.eval_every or math.ceil(steps / 20)
@@ -99,11 +110,11 @@ def resolve(
         preset=name,
         model=model,
         steps=steps,
-        batch_tokens=batch_tokens,
-        rows=rows,
-        micro_batch=_micro_batch(config.micro_batch, rows, model, compute),
+        batch_tokens=batch.tokens,
+        rows=batch.rows,
+        micro_batch=batch.micro_batch,
         lr=preset.lr * (MUON_FACTOR if optimizer == "muon" else 1) if config.lr is None else config.lr,
-        warmup=min(2000, round(steps / 20)) if config.warmup is None else config.warmup,
+        warmup=_warmup(config, steps, batch),
         decay=round(DECAY * steps) if config.decay is None else config.decay,
         optimizer=optimizer,
         schedule=config.schedule,
@@ -118,6 +129,9 @@ def resolve(
         lora_rank=config.lora_rank or 0,
         lora_alpha=2.0 * (config.lora_rank or 0) if config.lora_alpha is None else config.lora_alpha,
         merge_lora=config.merge_lora,
+        ramp=batch.ramp,
+        loss_chunk=_loss_chunk(batch.micro_batch, model, compute),
+        compile=_compiles(config, compute, 6 * breakdown(model).trainable * tokens),
     )
 
 
@@ -158,7 +172,44 @@ def _pair_rows(config: TrainConfig, preset: Preset, tokens: float) -> int:
     return max(1, round((config.batch_tokens or preset.batch_tokens) / tokens))
 
 
-def _steps(config: TrainConfig, n_tokens: int, batch_tokens: int, usual_epochs: float) -> int:
+@dataclass(frozen=True)
+class _Batch:
+    """What a step takes, and how many steps take so many tokens."""
+
+    rows: int
+    row: float  # tokens, of pairs on average
+    micro_batch: int
+    ramp: Ramp | None
+
+    @property
+    def tokens(self) -> int:
+        return round(self.rows * self.row)
+
+    def steps(self, tokens: float) -> int:
+        return max(1, self.ramp.steps(math.ceil(tokens / self.row)) if self.ramp else round(tokens / self.tokens))
+
+    def read(self, steps: int) -> float:
+        return self.ramp.before(steps) * self.row if self.ramp else steps * self.tokens
+
+
+def _batch(config: TrainConfig, preset: Preset, model: GPTConfig, compute: Compute, pair: float | None) -> _Batch:
+    """``pair``: tokens of a pair on average, where these are the rows."""
+    T, ramp = model.block_size, None
+    rows = _rows(config, preset, T) if pair is None else _pair_rows(config, preset, pair)
+    micro_batch = micro_batch_for(config.micro_batch, rows, model, compute)
+    if config.batch_ramp is not None:
+        first = max(1, min(RAMP_FROM[0] // T, round(rows * RAMP_FROM[1])))
+        ramp = Ramp(rows, first, math.ceil(config.batch_ramp / T), micro_batch)
+    return _Batch(rows, T if pair is None else pair, micro_batch, ramp)
+
+
+def _warmup(config: TrainConfig, steps: int, batch: _Batch) -> int:
+    if config.warmup_tokens is not None:
+        return batch.steps(config.warmup_tokens) if config.warmup_tokens else 0
+    return min(2000, round(steps / 20)) if config.warmup is None else config.warmup
+
+
+def _steps(config: TrainConfig, n_tokens: int, batch: _Batch, usual_epochs: float) -> int:
     if config.steps is not None:
         return config.steps
     if config.minutes is not None:
@@ -166,7 +217,7 @@ def _steps(config: TrainConfig, n_tokens: int, batch_tokens: int, usual_epochs: 
     epochs = usual_epochs if config.epochs is None else config.epochs
     if epochs <= 0:
         raise UserError(f"epochs is {epochs:g}; it must be more than 0")
-    return max(1, round(epochs * n_tokens / batch_tokens))
+    return batch.steps(epochs * n_tokens)
 
 
 def auto_epochs(n_tokens: int, model: GPTConfig, device: str) -> float:
@@ -182,7 +233,7 @@ def auto_dropout(epochs: float) -> float:
     return 0.1 if epochs > 8 else 0.0
 
 
-def _micro_batch(asked: str, rows: int, model: GPTConfig, compute: Compute) -> int:
+def micro_batch_for(asked: str, rows: int, model: GPTConfig, compute: Compute) -> int:
     """Sequences at once: the largest divisor of ``rows`` whose activations fit a part of the device's memory."""
     if asked != "auto":
         if not asked.isascii() or not asked.isdigit() or int(asked) < 1:
@@ -193,11 +244,34 @@ def _micro_batch(asked: str, rows: int, model: GPTConfig, compute: Compute) -> i
                 "take one of " + ", ".join(map(str, divisors(rows))),
             )
         return int(asked)
-    # About 20 activations of the width a block and 3 of the vocabulary are kept for the backward pass, in 4 bytes.
-    a_sequence = 4 * model.block_size * (20 * model.n_layer * model.n_embd + 3 * model.vocab_size)
-    weights = 16 * breakdown(model).trainable  # with gradients and AdamW's two moments
-    room = (compute.memory() - weights) * (0.25 if compute.device.type == "cpu" else 0.6)
-    return max((d for d in divisors(rows) if d * a_sequence <= room), default=1)
+    a_sequence = model.block_size * (_activations(model) + LOGITS * model.vocab_size)
+    return max((d for d in divisors(rows) if d * a_sequence <= _room(model, compute)), default=1)
+
+
+def _activations(model: GPTConfig) -> int:
+    """Bytes that a position leaves for the backward pass: about 20 numbers of the width a block."""
+    return 4 * 20 * model.n_layer * model.n_embd
+
+
+def _room(model: GPTConfig, compute: Compute) -> float:
+    """Bytes for activations: a part of what weights, gradients and AdamW's two moments leave."""
+    left = compute.memory() - 16 * breakdown(model).trainable
+    return left * (0.25 if compute.device.type == "cpu" else 0.6)
+
+
+def _loss_chunk(micro_batch: int, model: GPTConfig, compute: Compute) -> int:
+    """Positions whose logits are computed at once: all (0), unless they do not fit beside the activations."""
+    positions = micro_batch * model.block_size
+    fit = (_room(model, compute) - positions * _activations(model)) / (LOGITS * model.vocab_size)
+    return 0 if fit >= positions else max(LEAST_CHUNK, int(fit))
+
+
+def _compiles(config: TrainConfig, compute: Compute, flops: float) -> bool:
+    """Whether to compile. ``auto`` does so on a GPU alone: on two CPU cores it took 24 to 34 s and made steps of `nano`
+    0 to 20 % faster, those of a larger model none (docs/defaults.md). Not for pairs, whose batches vary in length."""
+    if config.compile != "auto":
+        return config.compile == "on"
+    return compute.device.type == "cuda" and not config.pairs and flops >= COMPILE_FROM
 
 
 def divisors(n: int) -> list[int]:

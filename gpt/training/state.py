@@ -1,16 +1,223 @@
-"""What a run knows of itself while it goes on."""
+"""All that must survive a restart: what a run knows of itself, and a copy of it in the host's memory.
 
-import math
-from dataclasses import dataclass
+A `Snapshot` is that copy. It is written into checkpoints while training goes on, and it is what a run goes back to when
+its loss explodes. A run that is resumed reads one from the disk.
+"""
+
+import copy
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpt.errors import UserError
+from gpt.files import checked, read_json, to_json
+from gpt.model.decoder import GPT
+from gpt.runs import adapter, checkpoint, folder, tensors
+from gpt.training.optim import Optimizers
+from gpt.training.pace import Pace
+from gpt.training.recipe import Recipe
+
+FORMAT = 1
+MOST = 2**24  # steps in which a batch grows
+STATE, TENSORS = folder.TRAINING
+_WEIGHT, _MEMORY, _RANDOM = "weight:", "optimizer:", "random:"  # before the names of a snapshot's tensors
+_DTYPES = ("F32", "U8", "I64")
 
 
 @dataclass
 class TrainState:
-    """Everything, beside weights and optimizer, that decides what happens next."""
+    """Everything, beside weights, moments, random states and the recipe, that decides what happens next."""
 
     step: int = 0  # optimizer steps done; the next batch is a function of it
-    best_loss: float = math.inf  # lowest held-out loss so far, nats a token
+    settled_step: int = -1  # the newest step after which all that was due is done: evaluation, sample
+    measured_step: int = -1  # the newest evaluation's …
+    measured_loss: float | None = None  # … and its loss, nats a token
+    best_loss: float | None = None  # lowest held-out loss so far
     evals_since_best: int = 0  # for patience
-    saved_step: int = -1  # the newest checkpoint's
     rate_factor: float = 1.0  # of the learning rate; lower once the run had to go back
+    bad_steps: int = 0  # in a row, with a loss that is no number or has exploded
+    has_learnt: bool = False  # a loss well below guessing was seen
     step_seconds: float = 0.0  # spent on steps alone, without evaluation, sampling and saving
+    seconds: float = 0.0  # of all commands so far, up to this state
+    first_step: float = 0.0  # when it began, in those seconds
+    metrics_bytes: int = 0  # of metrics.jsonl, up to this state
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What `torch.amp.GradScaler` remembers; with float16 alone."""
+
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    _growth_tracker: int
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What the random states of Python and numpy hold beside the numbers that are a tensor."""
+
+    python_version: int
+    python_gauss: float | None
+    numpy_position: int
+    numpy_has_gauss: int
+    numpy_gauss: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run computes on, as far as it decides rounding."""
+
+    device: str
+    dtype: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """``training.json``. ``pace``: where the run ends at a time, counted from its start."""
+
+    format: int
+    state: TrainState
+    recipe: Recipe
+    machine: Machine
+    draws: Draws
+    scaling: Scaling | None
+    pace: Pace | None
+
+
+@dataclass
+class Snapshot:
+    """A run as it was at a step. Its tensors lie in buffers of the host's memory that the next `take` uses again."""
+
+    state: TrainState = field(default_factory=TrainState)
+    draws: Draws | None = None
+    scaling: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def take(self, model: GPT, optimizers: Optimizers, scaler: torch.amp.GradScaler, state: TrainState) -> None:
+        """Copies everything that is trained, the moments and the random states. Frozen weights are not copied."""
+        device = model.wte.weight.device
+        numbers, self.draws = _random_state(device)
+        live = {_WEIGHT + name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        live |= {_MEMORY + name: tensor for name, tensor in optimizers.state(model).items()}
+        live |= {_RANDOM + name: tensor for name, tensor in numbers.items()}
+        self.tensors = {name: _copied(tensor, self.tensors.get(name)) for name, tensor in live.items()}
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.scaling = scaler.state_dict()
+        self.state = copy.copy(state)
+
+    def restore(self, model: GPT, optimizers: Optimizers, scaler: torch.amp.GradScaler) -> TrainState:
+        """Makes all of that what it was, weights only where the snapshot has them. Gives the state."""
+        weights = self._named(_WEIGHT)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if name in weights:
+                    p.copy_(weights[name])
+        optimizers.restore(model, self._named(_MEMORY))
+        if self.draws is not None:
+            _set_random_state(self._named(_RANDOM), self.draws, model.wte.weight.device)
+        if scaler.is_enabled() and self.scaling:
+            scaler.load_state_dict(self.scaling)
+        return copy.copy(self.state)
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """What is trained, by name."""
+        return self._named(_WEIGHT)
+
+    def files(self, recipe: Recipe, machine: Machine, pace: Pace | None) -> checkpoint.Files:
+        """What a checkpoint holds beside weights and tokenizer."""
+        assert self.draws is not None, "taken"
+        about = {
+            "format": FORMAT,
+            "state": asdict(self.state),
+            "recipe": asdict(recipe),
+            "machine": asdict(machine),
+            "draws": asdict(self.draws),
+            "scaling": self.scaling or None,
+            "pace": None if pace is None else asdict(pace),
+        }
+        kept = {name: t.numpy() for name, t in self.tensors.items() if not name.startswith(_WEIGHT)}
+        return {STATE: to_json(about), TENSORS: kept}
+
+    def _named(self, prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
+
+
+def read_saved(path: Path) -> Saved:
+    """What a checkpoint says of the run that it is of. Raises `UserError` where that is damaged."""
+    where = path / STATE
+    values = read_json(where)
+    if values.get("format") != FORMAT:
+        raise UserError(
+            f"{where} has format {values.get('format')!r}; this program reads format {FORMAT}", "update gpt"
+        )
+    saved = checked(Saved, values, str(where))
+    step, recipe = saved.state.step, saved.recipe
+    if not (0 <= step <= recipe.steps and recipe.micro_batch >= 1 and recipe.rows % recipe.micro_batch == 0):
+        raise UserError(
+            f"{where} is damaged: step {step} of {recipe.steps}, {recipe.micro_batch} of {recipe.rows} rows"
+        )
+    ramp = recipe.ramp  # one that does not grow, or in too small steps, would never end
+    if ramp and not (1 <= ramp.first <= ramp.rows == recipe.rows and ramp.unit >= 1 and ramp.over <= MOST * ramp.first):
+        raise UserError(f"{where} is damaged: its batches grow from {ramp.first} to {ramp.rows} over {ramp.over} rows")
+    return saved
+
+
+def read_snapshot(path: Path, saved: Saved, model: GPT, optimizers: Optimizers) -> Snapshot:
+    """The snapshot in a checkpoint, to restore. The weights of a model are not in it, being `checkpoint.load`'s; those
+    of adapters are. Names, shapes and dtypes are compared with the model's before anything is read."""
+    expected = {_MEMORY + name: shape for name, shape in optimizers.shapes(model).items()}
+    numbers, _ = _random_state(model.wte.weight.device)
+    drawn = {_RANDOM + name: tuple(tensor.shape) for name, tensor in numbers.items()}
+    elsewhere = {} if "cuda" in numbers else {_RANDOM + "cuda": (16,)}  # the run was on another device
+    found = tensors.read([path / TENSORS], {}, "the model", dtypes=_DTYPES, optional=expected | drawn | elsewhere)
+    whole = set(expected) <= set(found) or not any(name.startswith(_MEMORY) for name in found)
+    if not whole or not all(name in found for name in drawn if name != _RANDOM + "cuda"):
+        raise UserError(f"{path / TENSORS} is damaged: not all of the training state is in it")
+    if adapter.is_adapter(path):
+        added = adapter.tensors(path, saved.recipe.model, saved.recipe.lora_rank)
+        found |= {_WEIGHT + name: tensor for name, tensor in added.items()}
+    scaling = asdict(saved.scaling) if saved.scaling else {}
+    return Snapshot(saved.state, saved.draws, scaling, found)
+
+
+def _copied(tensor: Tensor, buffer: Tensor | None) -> Tensor:
+    if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+        buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return buffer.copy_(tensor, non_blocking=True)
+
+
+def _random_state(device: torch.device) -> tuple[dict[str, Tensor], Draws]:
+    """The random states of Python, numpy and torch."""
+    version, numbers, gauss = random.getstate()
+    _, words, position, has_gauss, numpy_gauss = np.random.get_state()
+    states = {
+        "python": torch.tensor(numbers, dtype=torch.int64),
+        "numpy": torch.from_numpy(np.asarray(words).astype(np.int64)),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states, Draws(version, gauss, int(position), int(has_gauss), float(numpy_gauss))
+
+
+def _set_random_state(states: Mapping[str, Tensor], draws: Draws, device: torch.device) -> None:
+    try:
+        random.setstate((draws.python_version, tuple(states["python"].tolist()), draws.python_gauss))
+        words = states["numpy"].numpy().astype(np.uint32)
+        np.random.set_state(("MT19937", words, draws.numpy_position, draws.numpy_has_gauss, draws.numpy_gauss))
+        torch.set_rng_state(states["torch"].cpu())
+        if device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"].cpu(), device)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise UserError(f"the checkpoint's random states are damaged: {error}", folder.HINT) from None

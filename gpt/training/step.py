@@ -1,17 +1,51 @@
-"""One optimizer step: gradients of a whole batch, accumulated over parts of it, clipped, applied."""
+"""One optimizer step: gradients of a whole batch, accumulated over parts of it, clipped, applied.
 
+Nothing here waits for the device: what a step came to is read when it is wanted (`Outcome.read`), and a step whose
+gradient is no number is left out on the device itself. So the host prepares the next batch while a GPU computes.
+"""
+
+import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from gpt.device import Compute
 from gpt.errors import is_out_of_memory
 from gpt.model.decoder import GPT
-from gpt.model.loss import IGNORED, cross_entropy
+from gpt.model.loss import IGNORED, tied_cross_entropy
 from gpt.training.optim import Optimizers
 from gpt.training.recipe import Recipe, divisors
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Loss and gradient norm of a step, on their way to the host."""
+
+    values: Tensor
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, loss: Tensor, norm: Tensor) -> "Outcome":
+        """Sends them off."""
+        values = torch.stack([loss, norm])
+        if values.device.type != "cuda":
+            return cls(values, None)
+        on_host = torch.empty(2, pin_memory=True).copy_(values, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return cls(on_host, arrived)
+
+    def read(self) -> tuple[float, float]:
+        """Loss, in nats a token, and norm, once the step is computed."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        loss, norm = self.values.tolist()
+        return loss, norm
 
 
 class Stepper:
@@ -21,15 +55,57 @@ class Stepper:
         self, model: GPT, optimizer: Optimizers, compute: Compute, recipe: Recipe, on_halved: Callable[[int], None]
     ) -> None:
         self.model, self.optimizer, self.compute, self.on_halved = model, optimizer, compute, on_halved
-        self.micro_batch, self.clip = recipe.micro_batch, recipe.clip or math.inf
+        self.micro_batch, self.clip, self.chunk = recipe.micro_batch, recipe.clip or math.inf, recipe.loss_chunk
         self.scaler = torch.amp.GradScaler(compute.device.type, enabled=compute.dtype == torch.float16)
+        self.loss: Callable[[Tensor, Tensor, Tensor, int], Tensor] = tied_cross_entropy
+        self.compiled = False
 
     @property
     def scaled(self) -> bool:
         """Whether the loss is scaled, so that an infinite gradient is nothing unusual."""
         return self.scaler.is_enabled()
 
-    def gradients(self, x: Tensor, y: Tensor) -> tuple[float, float]:
+    def compile(self) -> None:
+        """Compiles the blocks and the loss, and tries them on a micro-batch. Raises what the compiler does; `uncompile`
+        undoes it.
+
+        Block by block, since all share one compiled form: a whole stack takes the longer to compile the deeper it is.
+        """
+        self.compiled = True
+        for block in self.model.h:
+            block.compile()
+        self.loss = torch.compile(tied_cross_entropy)
+        state = _random_state(self.compute.device)
+        shape = (self.micro_batch, self.model.config.block_size)
+        idx = torch.zeros(shape, dtype=torch.long, device=self.compute.device)
+        self.gradients(idx, idx)
+        self.optimizer.zero_grad()
+        _set_random_state(self.compute.device, state)
+
+    def uncompile(self) -> None:
+        """Goes back to what runs as it is written."""
+        for block in self.model.h:
+            block._compiled_call_impl = None
+        self.loss = tied_cross_entropy
+        self.compiled = False
+        self.optimizer.zero_grad()
+
+    def as_written(self) -> contextlib.AbstractContextManager[object]:
+        """A context without compiling, for lengths that vary: each would be compiled anew."""
+        return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
+
+    def step(self, x: npt.NDArray[Any], y: npt.NDArray[Any], lr: float) -> Outcome:
+        """One step on inputs x and targets y, (rows, T), unless its loss or gradient is no number: then weights and
+        moments stay as they are."""
+        loss, norm = self.gradients(_on(self.compute.device, x), _on(self.compute.device, y))
+        self.optimizer.set_lr(lr)
+        self.optimizer.step(unless=~(loss.isfinite() & norm.isfinite()))
+        if self.scaled:
+            self.scaler.update()
+        self.optimizer.zero_grad()
+        return Outcome.of(loss, norm)
+
+    def gradients(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Leaves the clipped gradients of the mean loss over all targets that count. Gives that loss, and the
         gradients' norm before clipping.
 
@@ -52,31 +128,25 @@ class Stepper:
             self.micro_batch = max((d for d in smaller if 2 * d <= self.micro_batch), default=1)
             self.on_halved(self.micro_batch)
 
-    def _gradients(self, x: Tensor, y: Tensor) -> tuple[float, float]:
+    def _gradients(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         self.model.train()
         total = torch.zeros((), device=self.compute.device)
         counted = (y != IGNORED).sum()
         for rows in range(0, x.size(0), self.micro_batch):
             part = slice(rows, rows + self.micro_batch)
             with self.compute.autocast():
-                logits = self.model(x[part])
-            loss = cross_entropy(logits, y[part]) * ((y[part] != IGNORED).sum() / counted)
+                loss = self.loss(self.model.trunk(x[part]), self.model.wte.weight, y[part], self.chunk) / counted
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         for part_of in self.optimizer.parts:
             self.scaler.unscale_(part_of)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        return float(total), float(norm)
+        return total, torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
 
-    def apply(self) -> None:
-        """What the optimizer makes of the gradients."""
-        for part in self.optimizer.parts:
-            self.scaler.step(part)
 
-    def clear(self) -> None:
-        """Forgets the gradients."""
-        self.scaler.update()
-        self.optimizer.zero_grad()
+def _on(device: torch.device, array: npt.NDArray[Any]) -> Tensor:
+    """An array's copy on a device; a GPU fetches it from pinned memory while it computes."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,601 @@
+"""Faults: runs killed, interrupted, on disks that fail, and checkpoints that are damaged; and what safety costs.
+
+    python -m benchmarks.faults [--quick] [kills|signals|disk|damage|price]...
+
+Every run that was killed or interrupted is gone on with and must end with the state of one that was not. POSIX only.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+from unittest import mock
+
+from benchmarks.results import SCRIPTS, machine, write_section
+from gpt.errors import UserError
+from gpt.runs import folder
+
+COUNTS = {"kills": 200, "signals": 50, "damage": 5000}
+QUICK = {"kills": 20, "signals": 10, "damage": 500}
+TINY = [
+    "--n-layer", "2", "--n-head", "2", "--n-embd", "64", "--block-size", "32", "--batch-tokens", "256", "--dtype",
+    "float32", "--dropout", "0.1", "--steps", "120", "--eval-every", "10", "--save-every", "5", "--sample-every",
+    "40", "--keep", "2", "--vocab-size", "400", "--quiet",
+]  # fmt: skip
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES)
+
+
+# Runs that end before their time
+
+
+def write_text(path: Path) -> Path:
+    """A text with something to learn."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(300)]
+    path.write_text(" ".join(rng.choice(words) for _ in range(12_000)), encoding="utf-8")
+    return path
+
+
+def start(*words: str, cwd: Path) -> "subprocess.Popen[str]":
+    """The command, on one thread."""
+    return subprocess.Popen(
+        [str(SCRIPTS / "gpt"), *words],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def state_sum(run: Path) -> str:
+    """A sum over all that the newest checkpoint of a run remembers."""
+    path = run / folder.checkpoints(run)[-1].name
+    return hashlib.sha256(b"".join((path / name).read_bytes() for name in STATE_FILES)).hexdigest()
+
+
+STATE_FILES = ("model.safetensors", "training.safetensors")
+
+
+def torn(run: Path) -> list[str]:
+    """Checkpoints that bear a name and are not whole."""
+    bad = []
+    for entry in folder.checkpoints(run):
+        try:
+            folder.check_sums(run / entry.name, training=True)
+        except UserError as error:
+            bad.append(error.message)
+    return bad
+
+
+def in_a_save(run: Path, process: "subprocess.Popen[str]", rng: random.Random) -> None:
+    """Waits until a checkpoint is being written, one of the first or a later one."""
+    seen, wanted = 0, rng.randint(1, 12)
+    was = False
+    while process.poll() is None and seen < wanted:
+        writing = run.is_dir() and any(run.glob(".tmp-step-*"))
+        seen += writing and not was
+        was = writing
+    time.sleep(rng.random() * 0.01)
+
+
+def go_on(place: Path, run: Path, words: list[str]) -> str | None:
+    """Goes on with a run until its end; what went wrong, if anything did."""
+    process = start(*words, cwd=place)
+    _, err = process.communicate(timeout=600)
+    if process.returncode:
+        return f"exit {process.returncode}: {err.strip()[-300:]}"
+    if "Traceback" in err:
+        return err
+    return None if not torn(run) else f"torn: {torn(run)}"
+
+
+def killed(place: Path, text: Path, number: int, seconds: float, expected: str) -> str:
+    """One run that is killed at a random moment, in every other case within a save, and gone on with."""
+    rng = random.Random(number)
+    run = place / f"killed-{number}"
+    train = ["train", str(text), "-o", str(run), *TINY]
+    process = start(*train, cwd=place)
+    if number % 2:
+        in_a_save(run, process, rng)
+    else:
+        time.sleep(rng.random() * seconds)
+    process.kill()
+    process.communicate()
+    when = "finished" if process.returncode == 0 else "before run.json"
+    if folder.is_run(run) and process.returncode:
+        when = "within a save" if any(run.glob(".tmp-step-*")) else "training" if any(run.glob("step-*")) else "begun"
+        if torn(run):
+            return f"torn after the kill: {torn(run)}"
+    words = ["train", "--resume", str(run), "--quiet"] if folder.is_run(run) else train
+    if not folder.is_run(run):
+        shutil.rmtree(run, ignore_errors=True)
+    wrong = go_on(place, run, words)
+    if wrong is None and state_sum(run) != expected:
+        wrong = "another state than that of a run that was not killed"
+    shutil.rmtree(run, ignore_errors=True)
+    return wrong or when
+
+
+def stopped(place: Path, text: Path, number: int, seconds: float, expected: str) -> str:
+    """One run that gets SIGINT or SIGTERM at a random moment, and is gone on with by the command that it prints."""
+    rng = random.Random(1000 + number)
+    run = place / f"stopped-{number}"
+    process = start("train", str(text), "-o", str(run), *TINY, cwd=place)
+    signum = rng.choice([signal.SIGINT, signal.SIGTERM])
+    time.sleep(0.3 * seconds + 0.7 * rng.random() * seconds)  # not while Python starts
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=600)
+    if process.returncode == 0:
+        return "finished" if state_sum(run) == expected else "another state"
+    if process.returncode not in (128 + signum, -signum) or "Traceback" in err:
+        return f"exit {process.returncode}: {err}"
+    command = re.search(r"go on with: gpt (.*)", err)
+    if command is None:
+        return "before the first step" if not folder.is_run(run) else f"no command: {err}"
+    wrong = go_on(place, run, [*shlex.split(command[1]), "--quiet"])
+    if wrong is None and state_sum(run) != expected:
+        wrong = "another state than that of a run that was not interrupted"
+    shutil.rmtree(run, ignore_errors=True)
+    return wrong or "saved and gone on with"
+
+
+def many(one: Callable[..., str], count: int, place: Path) -> Counter[str]:
+    """Outcomes of ``count`` runs, two at a time."""
+    text = write_text(place / "text.txt")
+    began = time.monotonic()
+    whole = start("train", str(text), "-o", str(place / "whole"), *TINY, cwd=place)
+    _, err = whole.communicate(timeout=600)
+    assert whole.returncode == 0, err
+    seconds = time.monotonic() - began
+    expected = state_sum(place / "whole")
+    with ThreadPoolExecutor(2) as pool:
+        return Counter(pool.map(lambda number: one(place, text, number, seconds * 1.3, expected), range(count)))
+
+
+# A disk that fails
+
+
+class FailingDisk:
+    """Lets the n-th write, sync, rename or making below ``root`` fail; counts them all."""
+
+    def __init__(self, root: Path, n: int, code: int) -> None:
+        self.root, self.n, self.code = str(root), n, code
+        self.count = 0
+        self.what = ""
+
+    def __enter__(self) -> Self:
+        self._patches = contextlib.ExitStack()
+        path_open, replace, fsync, mkdir = Path.open, os.replace, os.fsync, Path.mkdir
+
+        def opened(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if "b" in mode and any(c in mode for c in "wax") and self._mine(path):
+                self._maybe_fail(f"open {path.name}")
+                return _File(path_open(path, mode, *args, **kwargs), self, path.name)
+            return path_open(path, mode, *args, **kwargs)
+
+        def replaced(source: Any, target: Any, **kwargs: Any) -> None:
+            if self._mine(target):
+                self._maybe_fail(f"rename to {Path(target).name}")
+            replace(source, target, **kwargs)
+
+        def synced(descriptor: int) -> None:
+            self._maybe_fail("sync")
+            fsync(descriptor)
+
+        def made(path: Path, *args: Any, **kwargs: Any) -> None:
+            if self._mine(path):
+                self._maybe_fail(f"make {path.name}")
+            mkdir(path, *args, **kwargs)
+
+        for target, name, new in (
+            (Path, "open", opened), (os, "replace", replaced), (os, "fsync", synced), (Path, "mkdir", made),
+        ):  # fmt: skip
+            self._patches.enter_context(mock.patch.object(target, name, new))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
+
+    def _mine(self, path: Any) -> bool:
+        return str(path).startswith(self.root)
+
+    def _maybe_fail(self, what: str) -> None:
+        self.count += 1
+        if self.count == self.n:
+            self.what = what
+            raise OSError(self.code, os.strerror(self.code), what)
+
+
+class _File:
+    """A file whose writes may fail."""
+
+    def __init__(self, file: Any, disk: FailingDisk, name: str) -> None:
+        self._file, self._disk, self._name = file, disk, name
+
+    def write(self, data: Any) -> int:
+        self._disk._maybe_fail(f"write {self._name}")
+        return int(self._file.write(data))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def failing_saves(place: Path, errors: tuple[int, ...] = ERRORS) -> Counter[str]:
+    """Every write, sync and rename of a save made to fail in turn: what became of it."""
+    files = small_checkpoint_files()
+    run = place / "run"
+    outcomes: Counter[str] = Counter()
+    from gpt.runs import checkpoint
+
+    for code in errors:
+        n = 0
+        while True:
+            n += 1
+            shutil.rmtree(run, ignore_errors=True)
+            run.mkdir()
+            checkpoint.write(run / folder.step_name(1), files)
+            before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+            failed = None
+            with FailingDisk(run, n, code) as disk:
+                try:
+                    checkpoint.write(run / folder.step_name(2), files)
+                    folder.prune(run, keep=1, newest=2)
+                    folder.write_index(run)
+                except OSError as error:
+                    failed = error
+            if not disk.what:
+                break
+            outcomes[_after_failure(run, before, failed, disk.what)] += 1
+            checkpoint.write(run / folder.step_name(2), files)  # the disk works again
+            assert not torn(run), disk.what
+    return outcomes
+
+
+def _after_failure(run: Path, before: dict[Path, bytes], failed: OSError | None, what: str) -> str:
+    if failed is None:
+        return f"no error: {what}"
+    if torn(run):
+        return f"torn: {what}"
+    names = [entry.name for entry in folder.checkpoints(run)]
+    if folder.step_name(2) not in names and any(not p.exists() or p.read_bytes() != d for p, d in before.items()):
+        return f"the old one is harmed: {what}"
+    return "the old one is intact, the new one " + ("whole" if folder.step_name(2) in names else "not there")
+
+
+# Damage
+
+
+def small_checkpoint_files(n_embd: int = 64) -> dict[str, Any]:
+    """The files of a checkpoint after three steps of a small model, training state and all."""
+    import torch
+
+    from gpt.config import GPTConfig, TrainConfig
+    from gpt.device import Compute
+    from gpt.model.decoder import GPT
+    from gpt.runs import checkpoint
+    from gpt.text.tokenizer import bytes_tokenizer
+    from gpt.training import recipe
+    from gpt.training.optim import make_optimizer
+    from gpt.training.state import Machine, Snapshot, TrainState
+    from gpt.training.step import Stepper
+
+    tokenizer = bytes_tokenizer()
+    compute = Compute(torch.device("cpu"), torch.float32)
+    asked = TrainConfig(n_layer=2, n_head=2, n_embd=n_embd, block_size=32, batch_tokens=64, steps=9)
+    found = recipe.resolve(asked, compute, 9999, 9999, tokenizer.vocab_size, True, lambda note: None)
+    assert isinstance(found.model, GPTConfig)
+    torch.manual_seed(0)
+    model = GPT(found.model)
+    stepper = Stepper(model, make_optimizer(model, "muon", 0.1), compute, found, lambda size: None)
+    for _ in range(3):
+        idx = torch.randint(257, (2, 33)).numpy()
+        stepper.step(idx[:, :-1], idx[:, 1:], 1e-3)
+    snapshot = Snapshot()
+    snapshot.take(model, stepper.optimizer, stepper.scaler, TrainState(step=3, settled_step=3))
+    contents = checkpoint.contents(
+        found.model, snapshot.weights, checkpoint.TokenizerFiles(tokenizer, found.model), {"step": 3, "val_loss": 2.0}
+    )
+    return {**contents, **snapshot.files(found, Machine("cpu", "float32", torch.get_num_threads()), None)}
+
+
+def read_all(path: Path) -> None:
+    """Reads a checkpoint as going on from it does."""
+    import torch
+
+    from gpt.runs import checkpoint
+    from gpt.training.optim import make_optimizer
+    from gpt.training.state import read_saved, read_snapshot
+
+    folder.check_sums(path, training=True)
+    saved = read_saved(path)
+    if checkpoint.look(path)[0] != saved.recipe.model:
+        raise UserError("another shape")
+    model = checkpoint.load(path, torch.device("cpu"), saved.recipe.model).model
+    optimizer = make_optimizer(model, saved.recipe.optimizer, saved.recipe.weight_decay)
+    read_snapshot(path, saved, model, optimizer).restore(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """What was done to a copy. ``signed``: its sums were made to fit, as who forges it would."""
+
+    file: str
+    kind: str
+    data: bytes
+    signed: bool
+
+
+HOSTILE_NUMBERS: list[Any] = [
+    -1, 0, 2**31, 2**63, 10**30, 1e308, -0.5, float("nan"), float("inf"), "7", "", None, [], {}, [[]], True,
+]  # fmt: skip
+HOSTILE_NAMES = ["../../etc/passwd", "/etc/passwd", "a\0b", "x" * 10_000, "model.safetensors/../x"]
+
+
+def damages(good: Path, rng: random.Random) -> Iterator[Damaged]:
+    """Endless damage to the files of a checkpoint."""
+    names = sorted(path.name for path in good.iterdir())
+    while True:
+        name = rng.choice(names)
+        data = (good / name).read_bytes()
+        kind = rng.choice(["cut", "flipped", "swapped", "emptied", "another file", "longer", "zeros", "hostile"])
+        if kind == "hostile":
+            yield from _hostile(good, name, data, rng)
+            continue
+        at, to = sorted(rng.randrange(len(data) + 1) for _ in range(2))
+        if kind == "flipped":
+            at = min(at, len(data) - 1)
+            new = data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+        else:
+            new = {
+                "cut": data[:at],
+                "swapped": data[to:] + data[at:to] + data[:at],
+                "emptied": b"",
+                "another file": (good / rng.choice([other for other in names if other != name])).read_bytes(),
+                "longer": data + data[at:to] + b"\0",
+                "zeros": data[:at] + bytes(to - at) + data[to:],
+            }[kind]
+        if new != data:
+            yield Damaged(name, kind, new, signed=False)
+
+
+def _hostile(good: Path, name: str, data: bytes, rng: random.Random) -> Iterator[Damaged]:
+    if name.endswith(".safetensors"):
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        tensor = rng.choice([key for key in header if key != "__metadata__"])
+        kind = rng.choice(["length", "shape", "offsets", "dtype", "name", "nested", "many"])
+        if kind == "length":
+            yield Damaged(
+                name, kind, struct.pack("<Q", rng.choice([0, 2**63, 2**64 - 1, length * 2, 10**8])) + data[8:], True
+            )
+            return
+        if kind == "nested":
+            text = b'{"a":' * 50_000
+        elif kind == "many":
+            text = json.dumps(
+                {f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(20_000)}
+            ).encode()
+        else:
+            change: dict[str, Any] = {
+                "shape": {"shape": rng.choice([[2**62, 4], [-1], [2**31, 2**31], [0], "x"])},
+                "offsets": {"data_offsets": rng.choice([[0, 2**62], [5, 1], [-4, 0], [2**63, 2**63 + 4]])},
+                "dtype": {"dtype": rng.choice(["F64", "BOOL", "F8_E4M3", "Q9", 7])},
+            }.get(kind, {})
+            about = header.pop(tensor) | change
+            header[tensor if kind != "name" else rng.choice(HOSTILE_NAMES)] = about
+            text = json.dumps(header).encode()
+        yield Damaged(name, kind, struct.pack("<Q", len(text)) + text + data[8 + length :], signed=True)
+    elif name == folder.CHECKSUMS:
+        record = json.loads(data)
+        record["sha256"][rng.choice(HOSTILE_NAMES)] = "0" * 64
+        record["self"] = folder._own_sum(record["sha256"])
+        yield Damaged(name, "names", json.dumps(record).encode(), signed=False)
+    elif name in ("config.json", "training.json", "gpt.json"):
+        record = json.loads(data)
+        nested = rng.random() < 0.1
+        if nested:
+            yield Damaged(name, "nested", b"[" * 200_000, signed=True)
+            return
+        at: Any = record
+        key = rng.choice(sorted(at))
+        while isinstance(at[key], dict) and at[key] and rng.random() < 0.9:
+            at = at[key]
+            key = rng.choice(sorted(at))
+        value = rng.choice(HOSTILE_NUMBERS)
+        if harmless(key, at[key], value):
+            return
+        at[key] = value
+        yield Damaged(name, f"{key} = {str(value)[:20]}", json.dumps(record).encode(), signed=True)
+
+
+# What may hold another value of the same kind, or nothing reads: a forged sum cannot tell it from a true one.
+FREE = {
+    "lr", "warmup", "decay", "weight_decay", "clip", "eval_every", "patience", "save_every", "keep",
+    "sample_every", "seed", "steps", "batch_tokens", "loss_chunk", "lora_alpha", "compile", "merge_lora",
+    "preset", "step_seconds", "seconds", "first_step", "metrics_bytes", "settled_step", "measured_step",
+    "measured_loss", "best_loss", "evals_since_best", "rate_factor", "bad_steps", "has_learnt", "threads",
+    "device", "dtype", "pace", "scaling", "ramp", "step", "val_loss", "numpy_gauss", "numpy_has_gauss",
+    "python_gauss", "numpy_position", "dropout", "architectures", "bos_token_id", "eos_token_id",
+    "initializer_range", "attn_pdrop", "embd_pdrop", "tokens_seen", "name", "layer_norm_epsilon", "lora_rank",
+    "rows", "micro_batch", "optimizer", "schedule", "n_inner", "model_type",
+}  # fmt: skip
+
+
+def harmless(key: str, old: Any, new: Any) -> bool:
+    """Whether a forged value is one that a true file might have."""
+    return new == old or key in FREE
+
+
+def damaged_copies(place: Path, count: int) -> tuple[Counter[str], float]:
+    """Outcomes of reading ``count`` damaged copies, and the most memory that one took, in sizes of its files."""
+    from gpt.runs import checkpoint
+
+    good = place / folder.step_name(3)
+    checkpoint.write(good, small_checkpoint_files())
+    read_all(good)
+    outcomes: Counter[str] = Counter()
+    worst = 0.0
+    size = sum(path.stat().st_size for path in good.iterdir())
+    for number, damage in zip(range(count), damages(good, random.Random(1)), strict=False):
+        bad = place / "bad"
+        shutil.rmtree(bad, ignore_errors=True)
+        bad.mkdir()
+        for path in good.iterdir():
+            if path.name != damage.file:
+                os.link(path, bad / path.name)
+        (bad / damage.file).write_bytes(damage.data)
+        if damage.signed:
+            (bad / folder.CHECKSUMS).unlink()
+            folder.write_sums(bad)
+        before = peak_memory(reset=True)
+        try:
+            read_all(bad)
+            outcome = f"LOADED: {damage.file} {damage.kind}"
+        except UserError as error:
+            outcome = "refused" if "\n" not in error.message and len(error.message) < 500 else f"LONG: {error.message}"
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {damage.file} {damage.kind}: {error}"
+        outcomes[outcome] += 1
+        if number > 20:  # allocators are warm
+            worst = max(worst, (peak_memory() - before) / (size + len(damage.data)))
+    return outcomes, worst
+
+
+def peak_memory(reset: bool = False) -> int:
+    """The most resident memory since the last reset, in bytes; where the system has no such count, 0."""
+    with contextlib.suppress(OSError):
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")
+        found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+        return 1024 * int(found[1]) if found else 0
+    return 0
+
+
+# The price
+
+
+def price(quick: bool) -> list[str]:
+    """What saving costs a run of GPT-2 (124 M parameters), and how long it takes to go on with it."""
+    place = Path(tempfile.mkdtemp(prefix="gpt-faults-"))
+    text = write_text(place / "text.txt")
+    shape = ["--n-layer", "2", "--n-embd", "128"] if quick else []
+    words = [
+        "train", str(text), "--preset", "gpt2", *shape, "--tokenizer", "bytes", "--block-size", "256",
+        "--batch-tokens", "256", "--sample-every", "0", "--val-fraction", "0", "--optimizer", "adamw",
+    ]  # fmt: skip
+    try:
+        return [*_saving(place, words), *_going_on(place, words)]
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _steps(run: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["seconds"]) for line in lines if line["event"] == "step"]
+
+
+def _saving(place: Path, words: list[str]) -> list[str]:
+    """Steps with a save after the tenth, beside those without."""
+    run = place / "saving"
+    process = start(*words, "-o", str(run), "--steps", "40", "--save-every", "20", "--eval-every", "1000", cwd=place)
+    _, err = process.communicate(timeout=3000)
+    assert process.returncode == 0, err
+    ends = _steps(run)
+    took = {step: end - ends[at][1] for at, (step, end) in enumerate(ends[1:])}
+    plain = statistics.median(took[step] for step in range(8, 20))
+    slower = sum(took[step] - plain for step in range(21, 36))
+    size = sum(path.stat().st_size for path in (run / folder.step_name(40)).iterdir())
+    return [
+        f"- checkpoint of {size / 1e6:,.0f} MB; a step of 256 tokens takes {plain:.2f} s",
+        f"- the step after a save takes {took[21] - plain:.2f} s longer; with what the thread that writes takes from "
+        f"the steps beside it, a save costs {slower:.2f} s: {100 * slower / (100 * plain):.1f} % of 100 steps",
+    ]
+
+
+def _going_on(place: Path, words: list[str]) -> list[str]:
+    """From a signal to the end of the command, and from the command that goes on to its first step."""
+    run = place / "going-on"
+    process = start(*words, "-o", str(run), "--steps", "1000", "--save-every", "500", "--eval-every", "1000", cwd=place)
+    while not (run / "metrics.jsonl").exists() or len(_steps(run)) < 5:
+        time.sleep(0.1)
+    sent = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=600)
+    saved = time.monotonic() - sent
+    assert process.returncode == 130, err
+    began, stood = time.monotonic(), len(_steps(run))
+    process = start("train", "--resume", str(run), cwd=place)
+    while len(_steps(run)) <= stood:
+        time.sleep(0.05)
+    first = time.monotonic() - began
+    process.kill()
+    process.communicate()
+    return [
+        f"- from SIGINT to the end of the command, the step that was under way included: {saved:.1f} s",
+        f"- from `gpt train --resume` to the end of its first step: {first:.1f} s",
+    ]
+
+
+def main(words: list[str]) -> None:
+    """Runs the parts that are named, or all."""
+    quick = "--quick" in words
+    parts = [word for word in words if word != "--quick"] or ["kills", "signals", "disk", "damage", "price"]
+    counts = QUICK if quick else COUNTS
+    lines = machine(f"python -m benchmarks.faults {' '.join(words)}".strip())
+    for part in parts:
+        place = Path(tempfile.mkdtemp(prefix="gpt-faults-"))
+        began = time.monotonic()
+        if part in ("kills", "signals"):
+            outcomes = many(killed if part == "kills" else stopped, counts[part], place)
+            lines.append(f"- {counts[part]} {part}: {said(outcomes)}")
+        elif part == "disk":
+            outcomes = failing_saves(place, ERRORS[:1] if quick else ERRORS)
+            lines.append(f"- each write, sync and rename of a save failing, {sum(outcomes.values())}: {said(outcomes)}")
+        elif part == "damage":
+            outcomes, worst = damaged_copies(place, counts["damage"])
+            lines.append(
+                f"- {sum(outcomes.values())} damaged copies: {said(outcomes)}; at most {worst:.2f} times the "
+                "checkpoint's size in memory"
+            )
+        elif part == "price":
+            lines += price(quick)
+        else:
+            raise SystemExit(f"no part {part}")
+        shutil.rmtree(place, ignore_errors=True)
+        print(f"{lines[-1]}  ({time.monotonic() - began:.0f} s)", flush=True)
+    if not quick:
+        write_section("Faults", lines)
+
+
+def said(outcomes: Counter[str]) -> str:
+    """Outcomes with their counts."""
+    return ", ".join(f"{outcome}: {count}" for outcome, count in outcomes.most_common())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

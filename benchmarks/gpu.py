@@ -1,0 +1,424 @@
+"""Training on a GPU: GPT-2 124M, 355M and GPT-3 1.3B at 1,024 tokens of context, ours and transformers', in one go.
+
+    python -m benchmarks.gpu --out FOLDER             measures, in less than eight minutes on one H100
+    python -m benchmarks.gpu --out FOLDER --tiny      the same in seconds on any machine, of no use as a measurement
+    python -m benchmarks.gpu --record FOLDER          puts what was measured into benchmarks/RESULTS.md
+
+It needs torch, transformers, tiktoken, safetensors, typer and rich, no network and nobody to watch. Every case runs in
+a process of its own with a limit, so that one which fails or runs out of memory loses nothing; ``gpu.json`` and
+``gpu.md`` in FOLDER are written anew after each, ``log.txt`` has what they complained of.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any, Literal
+
+ROOT = Path(__file__).resolve().parent.parent
+TITLE = "Training on a GPU"
+MINUTES = 7.5  # of all cases together
+TIMED_SECONDS, TIMED_STEPS = 8.0, (3, 10)  # that are timed: as many steps as fit, within bounds
+LEAST_SECONDS = 5.0  # that are worth starting a case for
+LR = 3e-4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model as it is trained here."""
+
+    name: str
+    preset: str
+    batch_tokens: int
+    rows: int  # sequences at once, for the peer; ours chooses for itself
+    block_size: int = 1024
+
+
+# The batches are those of the GPT-3 paper's table 2.1, a quarter of it for 1.3B so that a step takes a few seconds.
+SHAPES = {
+    "124M": Shape("GPT-2 124M", "gpt2", 524_288, 16),
+    "355M": Shape("GPT-2 355M", "gpt2-medium", 524_288, 16),
+    "1.3B": Shape("GPT-3 1.3B", "gpt3-1.3b", 262_144, 8),
+    "tiny": Shape("nano", "nano", 256, 2, 32),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured in a process of its own."""
+
+    system: Literal["floors", "ours", "transformers"]
+    shape: str = "tiny"
+    optimizer: Literal["muon", "adamw"] = "adamw"
+    compile: str = "auto"
+    seconds: float = 120.0  # its limit
+
+    def title(self) -> str:
+        """For a person."""
+        return f"{self.system} {self.shape} {self.optimizer} compile {self.compile}" if self.shape else self.system
+
+
+# What matters most comes first: time may run out.
+CASES = [
+    Case("floors", "", seconds=60),
+    Case("ours", "124M", "muon"),
+    Case("transformers", "124M"),
+    Case("ours", "124M", "adamw"),
+    Case("ours", "355M", "muon"),
+    Case("transformers", "355M"),
+    Case("ours", "1.3B", "muon"),
+    Case("transformers", "1.3B"),
+    Case("ours", "124M", "muon", compile="off", seconds=60),
+    Case("transformers", "124M", compile="off", seconds=60),
+]
+TINY_CASES = [
+    Case("floors", ""),
+    Case("ours", "tiny", "muon", compile="off"),
+    Case("ours", "tiny", "adamw", compile="off"),
+    Case("transformers", "tiny", compile="off"),
+]
+
+
+# In the process of a case
+
+
+def floors(tiny: bool) -> dict[str, Any]:
+    """The device, and what it does at most: products of bfloat16 matrices of random numbers, and copies in memory."""
+    import torch
+
+    from gpt.device import pick
+    from gpt.peaks import peak_flops
+
+    device = pick(training=True).device
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else platform.processor() or device.type
+    products = {}
+    for size in (128,) if tiny else (4096, 8192, 16_384):
+        a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+        products[size] = 2 * size**3 / _seconds(lambda a=a, b=b: a @ b, device)
+    source = torch.ones(2**16 if tiny else 2**30, device=device)
+    target = torch.empty_like(source)
+    copied = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+    return {
+        "device": name,
+        "memory": torch.cuda.get_device_properties(device).total_memory if is_cuda else None,
+        "cuda": torch.version.cuda,
+        "products": products,
+        "measured_peak": max(products.values()),
+        "datasheet_peak": peak_flops(name, "bfloat16"),
+        "copy_bytes_per_second": copied,
+    }
+
+
+def _seconds(work: Callable[[], object], device: Any) -> float:
+    """The median time of ``work``, once it is warm, over about half a second of it at least."""
+    for _ in range(3):
+        work()
+    times: list[float] = []
+    while len(times) < 5 or (sum(times) < 0.5 and len(times) < 200):
+        times.append(_timed(work, device))
+    return statistics.median(times)
+
+
+def _timed(work: Callable[[], object], device: Any) -> float:
+    _wait(device)
+    started = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - started
+
+
+def _wait(device: Any) -> None:
+    """Until all that was asked of a GPU is done."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def training(case: Case) -> dict[str, Any]:
+    """Steps of a model on random ids: how many tokens a second, and how much memory."""
+    import torch
+
+    from gpt.model.params import breakdown, flops_per_token
+
+    make = ours if case.system == "ours" else peer
+    torch.manual_seed(1337)
+    began = time.perf_counter()
+    step, about = make(case)
+    config, device = about.pop("config"), about.pop("device")
+    losses, times = [step()], []  # the first steps compile and allocate
+    losses.append(step())
+    _wait(device)
+    warm = time.perf_counter() - began
+    least, most = (1, 1) if case.shape == "tiny" else TIMED_STEPS
+    while len(times) < least or (len(times) < most and sum(times) < TIMED_SECONDS):
+        times.append(_timed(lambda: losses.append(step()), device))
+    if not all(map(math.isfinite, losses)):
+        raise ArithmeticError(f"the losses are {losses}")
+    shape = SHAPES[case.shape]
+    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return about | {
+        "parameters": breakdown(config).trainable,
+        "flops_per_token": flops_per_token(config, shape.block_size),
+        "batch_tokens": shape.batch_tokens,
+        "seconds_to_warm": round(warm, 1),
+        "seconds": times,
+        "tokens_per_second": shape.batch_tokens / statistics.median(times),
+        "peak_memory": memory,
+        "losses": losses,
+    }
+
+
+def _ids(shape: Shape, vocab_size: int, device: Any) -> tuple[Any, Any]:
+    """Random ids and what follows each, (rows, T)."""
+    import torch
+
+    ids = torch.randint(vocab_size, (shape.batch_tokens // shape.block_size, shape.block_size + 1), device=device)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def ours(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
+    """`gpt train`'s step, with what it would choose for this model on this device."""
+    from gpt.config import TrainConfig
+    from gpt.device import pick
+    from gpt.model.decoder import GPT
+    from gpt.training.optim import make_optimizer
+    from gpt.training.recipe import resolve
+    from gpt.training.step import Stepper
+
+    shape = SHAPES[case.shape]
+    config = TrainConfig(
+        preset=shape.preset, block_size=shape.block_size, batch_tokens=shape.batch_tokens, optimizer=case.optimizer,
+        steps=1000, dropout=0.0, compile=case.compile,
+    )  # fmt: skip
+    compute = pick(config.device, config.dtype, training=True)
+    vocab_size = 128 if case.shape == "tiny" else 50_257
+    recipe = resolve(config, compute, 10**10, 10**9, vocab_size, True, lambda note: None)
+    with compute.device:
+        model = GPT(recipe.model)
+    optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype)
+    stepper = Stepper(model, optimizer, compute, recipe, lambda micro_batch: None)
+    about: dict[str, Any] = {"config": recipe.model, "device": compute.device, "dtype": compute.dtype_name}
+    about["compiled"] = _compiled(stepper) if recipe.compile else "no"
+    x, y = (ids.cpu().numpy() for ids in _ids(shape, vocab_size, compute.device))
+
+    def step() -> float:
+        loss, _ = stepper.step(x, y, LR).read()
+        about["micro_batch"] = stepper.micro_batch
+        return loss
+
+    return step, about
+
+
+def _compiled(stepper: Any) -> str:
+    """Compiles as `gpt train` does, which goes on without where that fails."""
+    try:
+        stepper.compile()
+    except Exception as error:
+        stepper.uncompile()
+        return f"failed: {error!r:.200}"
+    return "yes"
+
+
+def peer(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
+    """transformers' GPT-2 as it is trained fast: SDPA, autocast, fused AdamW, and the loss in the compiled graph."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from gpt.config import GPTConfig, find_preset
+    from gpt.device import pick
+
+    shape = SHAPES[case.shape]
+    compute = pick("auto", "auto", training=True)
+    preset = find_preset(shape.preset).model
+    vocab_size = 128 if case.shape == "tiny" else 50_257
+    torch.set_float32_matmul_precision("high")
+    settings = GPT2Config(
+        vocab_size=vocab_size, n_positions=shape.block_size, n_layer=preset.n_layer, n_head=preset.n_head,
+        n_embd=preset.n_embd, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        attn_implementation="sdpa", bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    with compute.device:
+        model: Any = GPT2LMHeadModel(settings)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    call = torch.compile(model) if case.compile != "off" else model
+    x, _ = _ids(shape, vocab_size, compute.device)
+    about: dict[str, Any] = {"device": compute.device, "dtype": compute.dtype_name, "micro_batch": shape.rows}
+    about["compiled"] = "no" if case.compile == "off" else "yes"
+    about["config"] = GPTConfig(vocab_size, shape.block_size, preset.n_layer, preset.n_head, preset.n_embd)
+
+    def step() -> float:
+        total = torch.zeros((), device=compute.device)
+        parts = x.split(shape.rows)
+        for part in parts:
+            with compute.autocast():
+                loss = call(input_ids=part, labels=part).loss / len(parts)
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(total)
+
+    return step, about
+
+
+# In the process that watches
+
+
+def main(args: list[str] | None = None) -> None:
+    """Runs the cases one after the other and writes what they give."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where gpu.json, gpu.md and log.txt go")
+    parser.add_argument("--tiny", action="store_true", help="a small model, to see that it runs")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"of all cases together ({MINUTES})")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="put what lies there into RESULTS.md")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    asked = parser.parse_args(args)
+    if asked.case:
+        case = Case(**json.loads(asked.case))
+        print(json.dumps(floors(asked.tiny) if case.system == "floors" else training(case)), flush=True)
+    elif asked.record:
+        from benchmarks.results import write_section
+
+        write_section(TITLE, page(json.loads((asked.record / "gpu.json").read_text(encoding="utf-8"))))
+    elif asked.out:
+        measure(asked.out, asked.tiny, time.monotonic() + 60 * asked.minutes)
+    else:
+        parser.error("--out FOLDER or --record FOLDER")
+
+
+def measure(out: Path, tiny: bool, deadline: float) -> None:
+    """Every case for which there is time, each in a process of its own; the files in ``out`` are whole after each."""
+    out.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {"machine": machine(tiny), "floors": {}, "cases": []}
+    for case in TINY_CASES if tiny else CASES:
+        command = [sys.executable, "-m", "benchmarks.gpu", "--case", json.dumps(asdict(case)), *["--tiny"] * tiny]
+        got = run(command, min(case.seconds, deadline - time.monotonic()), out / "log.txt")
+        if case.system == "floors":
+            report["floors"] = got
+        else:
+            report["cases"].append(asdict(case) | got)
+        _write(out / "gpu.json", json.dumps(report, indent=1) + "\n")
+        _write(out / "gpu.md", "\n".join([f"## {TITLE}", "", *page(report)]) + "\n")
+        print(case.title(), json.dumps({k: v for k, v in got.items() if k not in ("losses", "seconds")}), flush=True)
+    print((out / "gpu.md").read_text(encoding="utf-8"))
+
+
+def _write(path: Path, text: str) -> None:
+    """A whole file or the one before."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+def machine(tiny: bool) -> dict[str, Any]:
+    """What it ran on, and how."""
+    commit = ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "numpy")},
+        "commit": commit or None,
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "command": "python -m benchmarks.gpu" + " --tiny" * tiny,
+    }
+
+
+def run(command: list[str], seconds: float, log: Path) -> dict[str, Any]:
+    """The JSON that a command prints last, or under ``error`` why there is none. What it started dies with it."""
+    if seconds < LEAST_SECONDS:
+        return {"error": "no time left"}
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=stdout, stderr=stderr, start_new_session=True)
+        error = f"not done after {seconds:.0f} s"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(seconds)
+            error = f"exit status {code}" if code else ""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the compiler's workers too
+        process.wait()
+        said, complained = (_all_of(file) for file in (stdout, stderr))
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"$ {' '.join(command)}\n{complained}\n")
+    results = [line for line in said.splitlines() if line.startswith("{")]
+    if error or not results:
+        why = [line for line in complained.splitlines() if "Error" in line][-1:]
+        return {"error": "; ".join([error or "it printed nothing", *(line[:200] for line in why)])}
+    values: dict[str, Any] = json.loads(results[-1])
+    return values
+
+
+def _all_of(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode("utf-8", "replace")
+
+
+def page(report: dict[str, Any]) -> list[str]:
+    """What was measured, in Markdown."""
+    machine, floors = report["machine"], report["floors"]
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    lines = [
+        f"- {floors.get('device', 'unknown device')}, CUDA {floors.get('cuda')}; {machine['cores']} cores; "
+        f"{machine['platform']}; Python {machine['python']}; {versions}",
+        f"- commit {machine['commit']}, {machine['date']}, command `{machine['command']}`",
+    ]
+    if "error" in floors:
+        lines.append(f"- floors: {floors['error']}")
+    else:
+        products = ", ".join(f"{size}³ {rate / 1e12:,.1f}" for size, rate in floors["products"].items())
+        sheet = floors["datasheet_peak"]
+        lines += [
+            f"- bfloat16 matrix product, TFLOP/s: {products}"
+            + (f"; datasheet {sheet / 1e12:,.1f}" if sheet else "; no datasheet"),
+            f"- copying memory, read and written: {floors['copy_bytes_per_second'] / 1e9:,.0f} GB/s",
+        ]
+    lines += [
+        "",
+        "Random ids, 1,024 tokens of context, bfloat16, medians of whole steps. MFU: 6 N + 12·L·C·T FLOPs a token, of "
+        "the datasheet's peak and of the fastest product above. `gpt train` chooses its micro-batch itself; "
+        "transformers' GPT-2 has SDPA, fused AdamW, autocast and torch.compile with the loss in the graph.",
+        "",
+        "| system | model | optimizer | compiled | tokens a step | at once | tokens/s | MFU, datasheet | MFU, measured "
+        "| peak memory | until warm |",
+        "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    return lines + [_row(case, floors) for case in report["cases"]]
+
+
+def _row(case: dict[str, Any], floors: dict[str, Any]) -> str:
+    shape = SHAPES[case["shape"]]
+    system = "`gpt train`'s step" if case["system"] == "ours" else "transformers"
+    cells = [system, shape.name, case["optimizer"], case["compile"], f"{shape.batch_tokens:,}"]
+    if "error" in case:
+        return f"| {' | '.join(cells)} | {case['error'].replace('|', ' ')} | | | | | |"
+    cells[3] = case["compiled"].replace("|", " ")
+    rate, flops = case["tokens_per_second"], case["flops_per_token"]
+    shares = [floors.get(peak) for peak in ("datasheet_peak", "measured_peak")]
+    cells += [f"{case['micro_batch']} × {shape.block_size:,}", f"{rate:,.0f}"]
+    cells += [f"{rate * flops / peak:.1%}" if peak else "" for peak in shares]
+    cells += [f"{case['peak_memory'] / 1e9:.1f} GB" if case["peak_memory"] else "", f"{case['seconds_to_warm']:.0f} s"]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Tensors ↔ safetensors files: written tensor by tensor, and checked before any of them is read."""
+
+import contextlib
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gpt.errors import UserError
+from gpt.files import reading
+
+Array = npt.NDArray[Any]
+Shapes = Mapping[str, tuple[int, ...]]
+WEIGHTS = ("F32", "F16", "BF16")
+HINT = "copy or save it anew"
+_NAMES = {"float32": "F32", "float64": "F64", "int64": "I64", "uint32": "U32", "uint8": "U8"}
+_LENGTH = struct.Struct("<Q")
+_ALIGNED = 8  # bytes to which the header is filled up
+# Of a header: a tensor takes about 100; other programs' may have metadata and masks besides.
+_HEADER_ROOM, _HEADER_EACH = 2**16, 2**10
+
+
+def pieces(tensors: Mapping[str, Array]) -> Iterator[bytes | memoryview]:
+    """What a safetensors file holds, byte for byte as safetensors itself writes it. One tensor at a time is made
+    contiguous, so that no second copy of all of them is in memory."""
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, array in ordered:
+        start, end = end, end + array.nbytes
+        shape = list(array.shape)
+        header[name] = {"dtype": _NAMES[array.dtype.name], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    yield _LENGTH.pack(len(text)) + text
+    for _, array in ordered:
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def nbytes(tensors: Mapping[str, Array]) -> int:
+    """About how large a file of them is."""
+    return sum(array.nbytes for array in tensors.values()) + 128 * len(tensors)
+
+
+def read(
+    files: Sequence[Path],
+    expected: Shapes,
+    where: str,
+    *,
+    ours: Callable[[str], str | None] = lambda name: name,
+    dtypes: Sequence[str] = WEIGHTS,
+    optional: Shapes | None = None,
+) -> dict[str, Tensor]:
+    """All tensors of some files by the name that ``ours`` gives them (None: left out), as they are stored.
+
+    Before any is read, the names, shapes and dtypes of all are compared with what is ``expected`` or ``optional``, and
+    the lengths of headers with that: what a file says of itself allocates nothing. Raises `UserError`; ``where`` names
+    what says what is expected.
+    """
+    shapes = {**(optional or {}), **expected}
+    found = [name for file in files for name in _check(file, shapes, where, ours, dtypes)]
+    missing = sorted(set(expected) - set(found))
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"{files[0].parent}: the tensor {missing[0]}{more} is missing from the weights")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        with _opened(file) as opened:
+            for theirs in opened.keys():  # noqa: SIM118
+                name = ours(theirs)
+                if name is not None:
+                    tensors[name] = opened.get_tensor(theirs)
+    return tensors
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is damaged or no safetensors file: {error}", HINT) from None
+
+
+def _check(
+    file: Path, shapes: Shapes, where: str, ours: Callable[[str], str | None], dtypes: Sequence[str]
+) -> list[str]:
+    """The names in a file, none of which is another than expected."""
+    with reading(file), file.open("rb") as opened_file:
+        start = opened_file.read(_LENGTH.size)
+        size = file.stat().st_size
+    length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else size
+    if length > min(size - _LENGTH.size, _HEADER_ROOM + _HEADER_EACH * len(shapes)):
+        raise UserError(f"{file} is damaged or no safetensors file: its header has {length:,} bytes", HINT)
+    names = []
+    with _opened(file) as opened:
+        for theirs in opened.keys():  # noqa: SIM118
+            name = ours(theirs)
+            if name is None:
+                continue
+            tensor = opened.get_slice(theirs)
+            if name not in shapes:
+                raise UserError(f"{file} has a tensor {theirs[:80]} that {where} has no place for")
+            if tuple(tensor.get_shape()) != shapes[name]:
+                raise UserError(
+                    f"{file}: {theirs} has the shape {tuple(tensor.get_shape())}; {where} asks for {shapes[name]}"
+                )
+            if tensor.get_dtype() not in dtypes:
+                raise UserError(f"{file}: {theirs} is {tensor.get_dtype()}; {', '.join(dtypes)} can be read")
+            names.append(name)
+    return names

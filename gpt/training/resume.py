@@ -1,0 +1,210 @@
+"""Which run ``--resume`` means, how far it came, and what may be changed as it goes on."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt import device
+from gpt.config import TrainConfig
+from gpt.device import Compute
+from gpt.errors import UserError
+from gpt.files import checked, read_json
+from gpt.runs import checkpoint, folder, hub
+from gpt.settings import from_dict
+from gpt.text.tokenizer import Tokenizer
+from gpt.training.recipe import Recipe, micro_batch_for
+from gpt.training.record import FORMAT, versions
+from gpt.training.result import Result
+from gpt.training.schedule import lr_at
+from gpt.training.start import Start, find_start
+from gpt.training.state import Machine, Saved, read_saved
+
+MAY_CHANGE = ("steps", "device", "micro_batch", "keep", "log")  # data and result stay, up to rounding
+Notes = Callable[[str], None]
+
+
+@dataclass
+class Begun:
+    """A run that was begun. ``path``: the checkpoint that it goes on from, ``saved`` what that says; without one it
+    starts at step 0. ``result``: where nothing is left to do."""
+
+    run: Path
+    record: dict[str, Any]  # run.json
+    texts: list[str]
+    config: TrainConfig
+    path: Path | None = None
+    saved: Saved | None = None
+    result: Result | None = None
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """What is done: the checkpoint's, or what the run had settled before its first one. Minutes are counted anew
+        where nothing was saved."""
+        if self.saved is not None:
+            return self.saved.recipe
+        if "resolved" not in self.record or self.config.minutes is not None:
+            return None
+        return checked(Recipe, self.record["resolved"], str(self.run / folder.RECORD))
+
+    @property
+    def machine(self) -> Machine | None:
+        """What it computed on."""
+        if self.saved is not None:
+            return self.saved.machine
+        if "compute" not in self.record:
+            return None
+        return checked(Machine, self.record["compute"], str(self.run / folder.RECORD))
+
+    @property
+    def lengthened(self) -> dict[str, int]:
+        """The steps that were asked for when the run was gone on with before, where its checkpoint is older."""
+        again = self.record.get("resumed")
+        given = [each.get("given") for each in again if isinstance(each, dict)] if isinstance(again, list) else []
+        steps = [each.get("steps") for each in given if isinstance(each, dict)]
+        most = max((n for n in steps if type(n) is int), default=0)
+        return {"steps": most} if self.recipe is not None and self.recipe.steps < most < 2**53 else {}
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Its tokenizer, where there is a checkpoint."""
+        return checkpoint.look(self.path)[1] if self.path else None
+
+
+def find_run(asked: str | None) -> Path:
+    """The run that was asked for; None: the newest in ``runs/`` that is not finished. Raises `UserError` where there is
+    none."""
+    if asked:
+        if not folder.is_run(Path(asked)):
+            raise UserError(f"there is no run {asked} to go on with", folder.known_runs())
+        return Path(asked)
+    runs = Path(folder.RUNS)
+    begun = []
+    for path in runs.iterdir() if runs.is_dir() else []:
+        if folder.is_run(path):
+            with contextlib.suppress(UserError):
+                record = read_json(path / folder.RECORD)
+                if not record.get("ended"):
+                    begun.append((str(record.get("started", "")), path))
+    if not begun:
+        raise UserError("there is no unfinished run in runs/ to go on with", folder.known_runs())
+    return max(begun)[1]
+
+
+def refuse_others(given: Mapping[str, Any], texts: Sequence[str]) -> None:
+    """Raises `UserError` for what cannot be joined to ``--resume``: all but `MAY_CHANGE`."""
+    may = "it may be joined by " + ", ".join(f"--{name.replace('_', '-')}" for name in MAY_CHANGE)
+    if texts:
+        raise UserError(f"a text ({texts[0]}) cannot be given with --resume: the run has its own", may)
+    for name in given:
+        if name not in MAY_CHANGE:
+            raise UserError(
+                f"--{name.replace('_', '-')} cannot be given with --resume: the run goes on exactly as it was begun",
+                may,
+            )
+
+
+def read_begun(run: Path) -> Begun:
+    """What ``run.json`` says. Raises `UserError` where it is damaged or from another version."""
+    where = str(run / folder.RECORD)
+    record = read_json(run / folder.RECORD)
+    if record.get("format") != FORMAT:
+        raise UserError(
+            f"{where} has format {record.get('format')!r}; this program reads format {FORMAT}", "update gpt"
+        )
+    texts, settings = record.get("texts"), record.get("settings")
+    if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts) or not isinstance(settings, dict):
+        raise UserError(f"{where} is damaged: it does not say what the run was asked for", "train again")
+    config = from_dict(TrainConfig, settings, where)
+    begun = Begun(run, record, texts, replace(config, preset=record.get("size", config.preset)))
+    if record.get("ended"):
+        result = record.get("result")
+        begun.result = Result.of(run, result) if isinstance(result, dict) else None
+    return begun
+
+
+def find_checkpoint(begun: Begun, note: Notes) -> None:
+    """The newest whole checkpoint that can be gone on from. Raises `UserError` where there are some, and none is."""
+    run = begun.run
+    entries = folder.checkpoints(run)
+    if not entries:
+        return
+    if not any(folder.can_go_on(run / entry.name) for entry in entries):
+        raise UserError(
+            f"the checkpoints of {run} hold weights alone: there is nothing to go on from",
+            f"fine-tune from them: gpt train TEXT --init {run}",
+        )
+    begun.path = folder.newest_whole(run, note, training=True)
+    begun.saved = read_saved(begun.path)
+    if checkpoint.look(begun.path)[0] != begun.saved.recipe.model:
+        raise UserError(f"{begun.path} is damaged: its training state is of a model of another shape", folder.HINT)
+
+
+def changed(recipe: Recipe, given: Mapping[str, Any], compute: Compute, step: int, note: Notes) -> Recipe:
+    """The recipe with what was changed. Raises `UserError` for fewer steps, and a micro-batch that does not divide."""
+    steps, keep, micro_batch = given.get("steps"), given.get("keep"), given.get("micro_batch")
+    if keep is not None:
+        recipe = replace(recipe, keep=keep)
+    if micro_batch not in (None, "auto"):
+        recipe = replace(recipe, micro_batch=micro_batch_for(micro_batch, recipe.rows, recipe.model, compute))
+        note(f"micro-batch {recipe.micro_batch}: the same sums in another order, so equal to rounding")
+    if steps is not None and steps < recipe.steps:
+        raise UserError(f"the run has {recipe.steps:,} steps; --steps {steps:,} is fewer", "give as many or more")
+    if steps is not None and steps > recipe.steps:
+        longer = replace(recipe, steps=steps)
+        before, after = (_rate(each, step + 1) for each in (recipe, longer))
+        note(
+            f"{steps:,} steps instead of {recipe.steps:,}: from step {step:,} on, the {recipe.schedule} schedule is "
+            f"that of {steps:,} steps, with {recipe.decay:,} of decay at its end; the next rate is {after:.2g}"
+            + (f" instead of {before:.2g}" if step < recipe.steps and before != after else "")
+        )
+        recipe = longer
+    return recipe
+
+
+def _rate(recipe: Recipe, step: int) -> float:
+    return lr_at(
+        step, peak=recipe.lr, warmup=recipe.warmup, steps=recipe.steps, decay=recipe.decay, schedule=recipe.schedule
+    )
+
+
+def same_compute(begun: Begun, asked: str | None, note: Notes) -> Compute:
+    """The device, dtype and threads that the run had, or the device that is asked for. Says what moves rounding."""
+    machine = begun.machine
+    if machine is None:
+        return device.pick(asked or begun.config.device, begun.config.dtype, training=True)
+    where = asked if asked not in (None, "auto") else machine.device
+    compute = device.pick(where, machine.dtype, training=True)
+    if compute.device != torch.device(machine.device):
+        note(f"on {compute.device} instead of {machine.device}: equal to rounding, not bit for bit")
+    elif compute.device.type == "cpu" and torch.get_num_threads() != machine.threads:
+        if not 1 <= machine.threads <= 4096:
+            raise UserError(f"{begun.run} is damaged: it says that it ran on {machine.threads} threads", folder.HINT)
+        note(f"{machine.threads} threads, as before, instead of {torch.get_num_threads()}: sums depend on it")
+        torch.set_num_threads(machine.threads)
+    was = begun.record.get("versions")
+    if isinstance(was, dict) and was.get("torch") != versions()["torch"]:
+        note(f"torch {versions()['torch']} instead of {was.get('torch')}: equal to rounding, not bit for bit")
+    return compute
+
+
+def same_start(begun: Begun) -> Start | None:
+    """The model that the run was begun from, where it is still needed: its weights below adapters, or at step 0. Raises
+    `UserError` where it is gone, or its weights are others."""
+    init = begun.record.get("init")
+    asked = begun.config.init
+    if asked is None or (begun.saved is not None and not begun.saved.recipe.lora_rank):
+        return None
+    if isinstance(init, dict) and isinstance(init.get("path"), str):
+        asked = init["path"]
+        if hub.is_remote(begun.config.init or ""):
+            asked = f"{str(begun.config.init).partition('@')[0]}@{Path(asked).name}"
+    start = find_start(replace(begun.config, init=asked))
+    if start is not None and isinstance(init, dict) and start.sums != init.get("sha256"):
+        raise UserError(
+            f"{begun.run} was begun from {asked}, whose weights are others now", "put them back as they were"
+        )
+    return start

@@ -1,0 +1,94 @@
+"""The benchmark that nobody watches: it runs, and a case that fails loses nothing."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from benchmarks import gpu
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process groups to end")
+
+
+def script(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_the_gpu_benchmark_runs_without_rustbpe(tmp_path: Path) -> None:
+    absent = tmp_path / "absent"
+    absent.mkdir()
+    (absent / "rustbpe.py").write_text("raise ImportError(__name__)")
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(absent), "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=900)
+    report = json.loads((out / "gpu.json").read_text())
+    assert report["floors"]["measured_peak"] > 0
+    assert [(case["system"], case["optimizer"]) for case in report["cases"]] == [
+        ("ours", "muon"), ("ours", "adamw"), ("transformers", "adamw"),
+    ]  # fmt: skip
+    for case in report["cases"]:
+        assert "error" not in case, case
+        assert case["tokens_per_second"] == pytest.approx(256 / case["seconds"][0])
+        assert case["losses"][0] == pytest.approx(math.log(128), abs=0.3)  # both know nothing at first
+        assert len(case["losses"]) == 3
+    assert len({case["parameters"] for case in report["cases"]}) == 1
+    page = (out / "gpu.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith(("| `gpt", "| transformers"))]
+    assert len(rows) == 3
+    assert {row.count("|") for row in rows} == {12}
+
+
+def test_every_case_builds_the_model_that_it_names() -> None:
+    from gpt.config import PRESETS
+    from gpt.model.params import breakdown
+
+    for case in gpu.CASES[1:]:
+        shape = gpu.SHAPES[case.shape]
+        assert shape.batch_tokens % (shape.rows * shape.block_size) == 0
+        assert f"{breakdown(PRESETS[shape.preset].model).trainable / 1e6:.0f}"[:2] == case.shape.replace(".", "")[:2]
+
+
+def test_a_case_gives_its_last_line_of_json(tmp_path: Path) -> None:
+    code = "print('{\"a\": 1}'); print('noise'); print('{\"a\": 2}'); print('more noise')"
+    assert gpu.run(script(code), 60, tmp_path / "log") == {"a": 2}
+
+
+def test_a_case_that_fails_says_why(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    got = gpu.run(script("print('{}'); raise MemoryError('CUDA out of memory')"), 60, log)
+    assert got == {"error": "exit status 1; MemoryError: CUDA out of memory"}
+    assert gpu.run(script("pass"), 60, log) == {"error": "it printed nothing"}
+    assert "Traceback" in log.read_text()
+
+
+def test_a_case_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0)
+    sign = tmp_path / "sign"
+    child = f"import time, pathlib; time.sleep(8); pathlib.Path({str(sign)!r}).touch()"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    began = time.monotonic()
+    assert gpu.run(script(code), 3, tmp_path / "log") == {"error": "not done after 3 s"}
+    assert time.monotonic() - began < 8
+    time.sleep(max(0.0, 9 - (time.monotonic() - began)))
+    assert not sign.exists()
+
+
+def test_no_case_is_started_without_time(tmp_path: Path) -> None:
+    assert gpu.run(["/no/such/program"], 1, tmp_path / "log") == {"error": "no time left"}
+
+
+def test_what_failed_has_a_row_of_its_own() -> None:
+    floors = {"error": "no CUDA | device"}
+    machine = {"python": "", "platform": "", "cores": 1, "versions": {}, "commit": None, "date": "", "command": ""}
+    case = {"system": "ours", "shape": "1.3B", "optimizer": "muon", "compile": "auto", "error": "out of | memory"}
+    lines = gpu.page({"machine": machine, "floors": floors, "cases": [case]})
+    assert "- floors: no CUDA | device" in lines
+    assert lines[-1].count("|") == lines[-2].count("|") == 12
+    assert "out of   memory" in lines[-1]

@@ -1,0 +1,390 @@
+"""Faults: disks that fail, files that are damaged or forged, runs that are killed. `benchmarks/faults.py` does many."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from conftest import TINY, Done, make_text
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
+from test_cli import one_line_of_what_and_what_next
+
+import gpt as library
+from benchmarks import faults
+from gpt import events, files
+from gpt.errors import Interrupted, UserError, WorkError
+from gpt.runs import checkpoint, folder, tensors
+from gpt.training import saving
+from gpt.training.state import Saved
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills and limits are POSIX's")
+Gpt = Callable[..., Done]
+FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400, "steps": 12, "eval_every": 4, "save_every": 4}
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+@pytest.fixture
+def text(workdir: Path) -> Path:
+    path = workdir / "book.txt"
+    path.write_bytes(make_text().encode())
+    return path
+
+
+def test_what_we_write_is_what_safetensors_writes() -> None:
+    some = {
+        "b": torch.arange(6, dtype=torch.float32).view(2, 3),
+        "a.é": torch.tensor(1.5),
+        "c": torch.tensor([1, 2], dtype=torch.int64),
+        "d": torch.tensor([7], dtype=torch.uint8),
+        "e": torch.zeros(0, 4),
+    }
+    ours = b"".join(tensors.pieces({name: tensor.numpy() for name, tensor in some.items()}))
+    assert ours == save(some, {"format": "pt"})
+    turned = b"".join(tensors.pieces({"x": some["b"].numpy().T}))
+    assert turned == save({"x": some["b"].T.contiguous()}, {"format": "pt"})
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC])
+def test_every_write_and_sync_of_a_save_that_fails(tmp_path: Path, code: int) -> None:
+    outcomes = faults.failing_saves(tmp_path, (code,))
+    assert sum(outcomes.values()) > 50
+    assert all(outcome.startswith("the old one is intact") for outcome in outcomes), outcomes
+
+
+def test_what_the_disk_did_not_keep_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes a write and holds something else: the new checkpoint never gets its name."""
+    contents = faults.small_checkpoint_files()
+    whole = files.whole_file.__wrapped__  # type: ignore[attr-defined]
+
+    def lossy(path: Path) -> Any:
+        yield from whole(path)
+        if path.name == "model.safetensors":
+            data = bytearray(path.read_bytes())
+            data[-5] ^= 1
+            path.write_bytes(data)
+
+    import contextlib
+
+    monkeypatch.setattr(files, "whole_file", contextlib.contextmanager(lossy))
+    with pytest.raises(OSError, match="what was written is not what can be read"):
+        checkpoint.write(tmp_path / "step-000001", contents)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_copies_are_refused(tmp_path: Path) -> None:
+    outcomes, worst = faults.damaged_copies(tmp_path, 150)
+    assert dict(outcomes) == {"refused": 150}
+    assert worst < 2
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(scope="module")
+def says() -> dict[str, Any]:
+    return dict(json.loads(faults.small_checkpoint_files()["training.json"]))
+
+
+@given(value=ANYTHING, data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_forged_state_is_of_its_types_or_refused(says: dict[str, Any], value: Any, data: Any) -> None:
+    forged = json.loads(json.dumps(says))
+    at, kind = forged, Saved
+    key = data.draw(st.sampled_from(sorted(at)))
+    while isinstance(at[key], dict) and data.draw(st.booleans()):
+        at = at[key]
+        key = data.draw(st.sampled_from(sorted(at)))
+    at[key] = value
+    try:
+        read = files.checked(kind, forged, "x")
+    except UserError as error:
+        assert "\n" not in error.message
+        return
+    assert isinstance(read.state.step, int)
+    assert isinstance(read.recipe.lr, (int, float))
+    assert abs(read.recipe.lr) < 1e309
+    assert isinstance(read.machine.threads, int)
+
+
+HOSTILE: list[Callable[[dict[str, Any]], object]] = [
+    lambda record: record.clear(),
+    lambda record: record.update(format=2),
+    lambda record: record.update(texts="book.txt"),
+    lambda record: record.update(texts=[1]),
+    lambda record: record.update(settings=[]),
+    lambda record: record["settings"].update(steps=-1),
+    lambda record: record["settings"].update(lr=float("nan")),
+    lambda record: record["settings"].update(unheard_of=1),
+    lambda record: record.update(compute={"device": "cuda:99", "dtype": "float32", "threads": 1}),
+    lambda record: record.update(compute={"device": "../x", "dtype": "float32", "threads": 1}),
+    lambda record: record.update(compute={"device": "cpu", "dtype": "float32", "threads": 10**9}),
+    lambda record: record["resolved"].update(model={"vocab_size": 2**60}),
+    lambda record: record["resolved"].update(rows=None),
+    lambda record: record.update(sources=[{"name": "/etc/passwd"}]),
+    lambda record: record.update(tokenizer={"fingerprint": "0"}),
+]
+
+
+@pytest.mark.parametrize("change", HOSTILE)
+def test_a_forged_record_of_a_run(gpt: Gpt, text: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    run = begun(text)
+    record = json.loads((run / "run.json").read_text())
+    change(record)
+    (run / "run.json").write_text(json.dumps(record))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    done = gpt("train", "--resume", run)
+    assert done.code == 2
+    one_line_of_what_and_what_next(Done(done.code, done.out, "\n".join(done.err.splitlines()[-2:])), "")
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("data", [b"", b"[" * 100_000, b"{", b"null", b'{"format": 1' + b" " * 100, b"\xff\xfe"])
+def test_a_record_that_is_no_json(gpt: Gpt, text: Path, data: bytes) -> None:
+    run = begun(text)
+    (run / "run.json").write_bytes(data)
+    one_line_of_what_and_what_next(gpt("train", "--resume", run), "run.json is damaged")
+
+
+def begun(text: Path) -> Path:
+    """A run that was set up and killed before its first checkpoint."""
+    result = library.train(text, out="runs/x", **{**FAST, "steps": 1})
+    record = json.loads((result.run / "run.json").read_text())
+    del record["ended"], record["result"]
+    (result.run / "run.json").write_text(json.dumps(record))
+    for path in result.run.glob("step-*"):
+        shutil.rmtree(path)
+    (result.run / "index.json").unlink()
+    (result.run / "metrics.jsonl").write_bytes(b"")
+    return result.run
+
+
+def test_a_result_cannot_point_elsewhere(gpt: Gpt, text: Path) -> None:
+    run = library.train(text, out="runs/x", **FAST).run
+    record = json.loads((run / "run.json").read_text())
+    record["result"]["checkpoint"] = "../../../etc"
+    (run / "run.json").write_text(json.dumps(record))
+    done = gpt("train", "--resume", run, "--json")
+    assert json.loads(done.out)["checkpoint"] == "runs/x/etc"
+
+
+# The disk
+
+
+def test_no_room_is_said_before_the_first_step(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 500_000))
+    heard: list[Any] = []
+    with pytest.raises(WorkError, match="a checkpoint needs about .* and 0.5 MB are free"):
+        library.train(text, out="runs/x", listen=heard.append, **FAST)
+    assert not any(isinstance(event, events.StepEvent) for event in heard)
+    assert not Path("runs").exists()
+
+
+def test_a_full_disk_stops_no_training(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps 4 and 8 find no room; step 12 does."""
+    write = checkpoint.write
+    tried: list[str] = []
+
+    def full(target: Path, contents: Any) -> None:
+        tried.append(target.name)
+        if len(tried) < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(target, contents)
+
+    monkeypatch.setattr(checkpoint, "write", full)
+    heard: list[Any] = []
+    result = library.train(text, out="runs/x", listen=heard.append, **FAST)
+    assert result.checkpoint.name == "step-000012"
+    assert tried == ["step-000004", "step-000008", "step-000012"]
+    warnings = [event.text for event in heard if isinstance(event, events.Note) and event.warning]
+    assert warnings == ["step 4 cannot be saved: No space left on device; the run goes on, and tries again"]
+    assert [event.step for event in heard if isinstance(event, events.StepEvent)] == list(range(1, 13))
+
+
+def test_a_disk_that_stays_full_is_status_1(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.train(text, out="runs/one", **{**FAST, "steps": 4})
+    monkeypatch.setattr(saving, "ROOM_SECONDS", 0.3)
+    monkeypatch.setattr(saving, "ROOM_PAUSE", 0.05)
+    write = checkpoint.write
+
+    def full(target: Path, contents: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write", full)
+    done = gpt("train", "--resume", "runs/one", "--steps", "8")
+    assert done.code == 1
+    assert "step 8 could not be saved and is lost: No space left on device" in done.err
+    assert "the newest checkpoint is step-000004" in done.err
+    assert faults.torn(Path("runs/one")) == []
+
+    def room_for_weights(target: Path, contents: Any) -> None:
+        if "training.json" in contents:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(target, contents)
+
+    monkeypatch.setattr(checkpoint, "write", room_for_weights)
+    done = gpt("train", "--resume", "runs/one")
+    assert done.code == 1
+    assert "its weights are in runs/one/step-000008" in done.err
+    assert gpt("sample", "the", "-m", "runs/one:latest", "-n", "3").code == 0
+    monkeypatch.setattr(checkpoint, "write", write)
+    assert gpt("train", "--resume", "runs/one").code == 0
+    assert folder.can_go_on(Path("runs/one/step-000008"))
+
+
+def test_a_signal_that_cannot_be_saved_is_status_1(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(target: Path, contents: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def strike(event: Any) -> None:
+        if isinstance(event, events.StepEvent) and event.step == 5:
+            monkeypatch.setattr(checkpoint, "write", full)
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(WorkError, match="interrupted at step 5, which could not be saved: Input/output error") as error:
+        library.train(text, out="runs/x", listen=strike, **FAST)
+    assert "gpt train --resume runs/x" in error.value.hint
+    monkeypatch.undo()
+
+
+def test_metrics_that_cannot_be_written_have_a_gap(text: Path) -> None:
+    from gpt.training.metrics import Metrics
+
+    class Full:
+        def __init__(self, file: Any) -> None:
+            self.file, self.full = file, False
+
+        def write(self, data: bytes) -> int:
+            return int(self.file.write(data[:5] if self.full else data))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    said: list[str] = []
+    metrics = Metrics(text.parent, said.append)
+    metrics.file = full = Full(metrics.file)  # type: ignore[assignment]
+    metrics.write("one")
+    full.full = True
+    metrics.write("two, which is long")
+    metrics.write("three, which is long")
+    full.full = False
+    metrics.write("four")
+    metrics.close()
+    assert (text.parent / "metrics.jsonl").read_text() == "one\nfour\n"
+    assert len(said) == 1
+
+
+# Writing beside training
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write of step 4 ends only after step 6 is done; what it holds is step 4 all the same."""
+    write = checkpoint.write
+    reached = threading.Event()
+
+    def slow(target: Path, contents: Any) -> None:
+        if target.name == "step-000004":
+            assert reached.wait(60)
+        write(target, contents)
+
+    def watch(event: Any) -> None:
+        heard.append(event)
+        if isinstance(event, events.StepEvent) and event.step == 6:
+            reached.set()
+
+    heard: list[Any] = []
+    plain = library.train(text, out="plain", **FAST, keep=9)
+    monkeypatch.setattr(checkpoint, "write", slow)
+    beside = library.train(text, out="beside", listen=watch, **FAST, keep=9)
+    saves = {event.checkpoint: event.step for event in heard if isinstance(event, events.SaveEvent)}
+    assert saves["step-000004"] >= 6
+    for name in ("model.safetensors", "training.safetensors"):
+        one, other = (run / "step-000004" / name for run in (plain.run, beside.run))
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_the_best_keeps_its_weights_alone_once_it_is_old(text: Path) -> None:
+    result = library.train(text, out="runs/x", **{**FAST, "steps": 60, "lr": 0.5, "warmup": 58, "keep": 1})
+    steps = [entry.step for entry in folder.checkpoints(result.run)]
+    best = result.checkpoint
+    assert len(steps) == 2
+    assert best.name != folder.step_name(60)
+    assert not folder.can_go_on(best)
+    assert folder.can_go_on(result.run / folder.step_name(60))
+    assert library.load(result.run).path == best
+
+
+def test_a_lock_that_a_dead_process_held_is_free(text: Path) -> None:
+    run = begun(text)
+    code = f"from gpt.files import locked; from pathlib import Path; locked(Path({str(run)!r}), '').__enter__(); import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    assert (run / ".lock").exists()
+    assert library.resume(run).steps == 1
+
+
+def test_a_crash_between_two_renames_is_undone(tmp_path: Path) -> None:
+    old, new = tmp_path / "step-000001", tmp_path / ".tmp-step-000001"
+    (tmp_path / ".tmp-was-step-000001").mkdir()
+    (tmp_path / ".tmp-was-step-000001" / "x").write_text("old")
+    new.mkdir()
+    files.recover(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    assert (old / "x").read_text() == "old"
+
+
+# Whole commands
+
+
+def test_killed_runs_go_on(tmp_path: Path) -> None:
+    """One at a random moment, one within a save."""
+    outcomes = faults.many(faults.killed, 2, tmp_path)
+    fine = {"within a save", "training", "begun", "before run.json", "finished"}
+    assert set(outcomes) <= fine, outcomes
+
+
+def test_interrupted_commands_go_on(tmp_path: Path) -> None:
+    outcomes = faults.many(faults.stopped, 2, tmp_path)
+    assert set(outcomes) <= {"saved and gone on with", "before the first step", "finished"}, outcomes
+
+
+def test_a_second_signal_ends_at_once(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a checkpoint is being written that takes long."""
+    write = checkpoint.write
+    let_go = threading.Event()
+
+    def slow(target: Path, contents: Any) -> None:
+        let_go.wait(60)
+        write(target, contents)
+
+    def strike(event: Any) -> None:
+        if isinstance(event, events.StepEvent) and event.step == 4:
+            monkeypatch.setattr(checkpoint, "write", slow)
+        if isinstance(event, events.StepEvent) and event.step == 6:
+            signal.raise_signal(signal.SIGINT)
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    began = time.monotonic()
+    with pytest.raises(Interrupted, match="twice"):
+        library.train(text, out="runs/x", listen=strike, **FAST)
+    assert time.monotonic() - began < 50
+    let_go.set()

@@ -1,0 +1,141 @@
+"""What only a GPU can show. Texts are bytes, so that no vocabulary need be learnt."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, make_text
+from safetensors.torch import load_file
+
+import gpt
+from gpt import events
+from gpt.runs import folder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICE = "cuda"
+SMALL: dict[str, Any] = {
+    "n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "batch_tokens": 2048, "tokenizer": "bytes",
+    "sample_every": 0, "device": DEVICE, "lr": 3e-3,
+}  # fmt: skip
+SMALL_VOCABULARY = 257  # bytes, and end-of-text
+
+
+@pytest.fixture
+def text(workdir: Path) -> Path:
+    path = workdir / "book.txt"
+    path.write_bytes(make_text(8000).encode())
+    return path
+
+
+def train(text: Path, **settings: Any) -> tuple[Any, list[float], list[str]]:
+    heard: list[Any] = []
+    result = gpt.train(text, listen=heard.append, **{**SMALL, **settings})
+    losses = [event.loss for event in heard if isinstance(event, events.StepEvent)]
+    return result, losses, [event.text for event in heard if isinstance(event, events.Note)]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder.find_checkpoint(f"{run}:latest") / "model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_follows_float32(text: Path, dtype: str) -> None:
+    """Under float16 the first steps may be left out, until the scale of the loss is found."""
+    _, whole, _ = train(text, steps=60, dtype="float32")
+    _, half, _ = train(text, steps=60, dtype=dtype)
+    assert half[0] == pytest.approx(whole[0], abs=0.02)
+    assert half[-1] == pytest.approx(whole[-1], abs=0.15)
+    assert half[-1] < half[0] - 1
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+def test_compiled_and_not_learn_the_same(text: Path, arch: str) -> None:
+    runs = {mode: train(text, steps=20, arch=arch, dtype="bfloat16", compile=mode) for mode in ("off", "on")}
+    assert runs["on"][1] == pytest.approx(runs["off"][1], abs=0.05)
+    assert runs["on"][0].val_loss == pytest.approx(runs["off"][0].val_loss, abs=0.05)
+
+
+@pytest.fixture
+def all_memory() -> Iterator[None]:
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.usefixtures("all_memory")
+def test_memory_that_runs_out_halves_what_is_computed_at_once(text: Path) -> None:
+    """The device is made to have room for less than the whole batch and more than an eighth of it."""
+    large = {"n_embd": 256, "n_layer": 4, "n_head": 4, "batch_tokens": 32_768, "steps": 4, "dtype": "float32"}
+
+    def reserved(micro_batch: str) -> tuple[int, list[float]]:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        _, losses, _ = train(text, micro_batch=micro_batch, **large)
+        return torch.cuda.max_memory_reserved(), losses
+
+    most, expected = reserved("512")
+    least, _ = reserved("64")
+    assert most > 1.5 * least
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((most + least) / 2 / total)
+    result, losses, notes = train(text, micro_batch="512", **large)
+    assert any(note.startswith("out of memory: from here on 256 of 512 sequences") for note in notes)
+    assert losses == pytest.approx(expected, rel=1e-3)
+    assert json.loads((result.run / "run.json").read_text())["resolved"]["micro_batch"] < 512
+
+
+TWICE = """
+import sys, torch, gpt
+torch.use_deterministic_algorithms(True)
+for _ in range(2):
+    gpt.train(sys.argv[1], steps=20, dropout=0.1, **{settings})
+"""
+
+
+def test_deterministic_kernels_give_the_same_bits(text: Path) -> None:
+    """In a process of its own: cuBLAS reads its setting when it starts."""
+    code = TWICE.replace("{settings}", repr(SMALL | {"dtype": "bfloat16"}))
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code, str(text)], cwd=text.parent, env=environment, check=True, timeout=600)
+    one, other = (weights(Path("runs") / name) for name in ("book", "book-2"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+def test_from_the_cache_as_without(text: Path, arch: str) -> None:
+    """What a sample says of its ids' log-probabilities, a step a token, is what the whole text at once gives them."""
+    result, _, _ = train(text, steps=60, arch=arch, dtype="float32")
+    model = gpt.load(result.run, device=DEVICE, dtype="float32")
+    prompt = "the cat "
+    writing = model.write(prompt, gpt.SampleConfig(max_tokens=40, ignore_eot=True), seed=1)
+    assert "".join(writing) == writing.sample.text
+    given, written = model.tokenizer.encode(prompt).tolist(), writing.sample.tokens
+    with torch.inference_mode():
+        logits = model.model(torch.tensor([given + written], device=model.compute.device))[0, :, :SMALL_VOCABULARY]
+    told = logits.log_softmax(-1)[len(given) - 1 : -1].cpu()
+    at_once = told.gather(1, torch.tensor(written)[:, None]).sum()
+    assert writing.sample.logprob == pytest.approx(float(at_once), rel=1e-4)
+    assert len(set(written)) > 5
+
+
+def test_mfu_is_told_where_the_datasheet_is_known(text: Path) -> None:
+    from gpt.peaks import peak_flops
+
+    result, _, _ = train(text, steps=5, dtype="bfloat16")
+    known = peak_flops(torch.cuda.get_device_name(), "bfloat16") is not None
+    assert (result.mfu is not None) == known
+    if known:
+        assert 0 < result.mfu < 1

@@ -1,0 +1,382 @@
+"""What else hears a run: TensorBoard, Weights & Biases; and how its speed is stated as a share of the device's."""
+
+import json
+import re
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, Done, make_text
+from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
+
+import gpt
+from gpt import events
+from gpt.config import PRESETS, GPTConfig
+from gpt.device import Compute
+from gpt.model import lora
+from gpt.model.decoder import GPT
+from gpt.model.params import breakdown, flops_per_token
+from gpt.peaks import peak_flops
+from gpt.runs import folder
+from gpt.training import logs, speed
+
+FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400}
+
+
+@pytest.fixture
+def text(workdir: Path) -> Path:
+    path = workdir / "book.txt"
+    path.write_bytes(make_text().encode())
+    return path
+
+
+def metrics(run: Path, kind: str) -> list[Any]:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [event for event in map(events.from_json, lines) if event.kind == kind]
+
+
+# TensorBoard
+
+
+def test_tensorboard_reads_what_the_metrics_say(text: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    result = gpt.train(text, steps=6, eval_every=3, log="tensorboard", **{**FAST, "sample_every": 3})
+    board = EventAccumulator(str(result.run / "tensorboard"), {"scalars": 0, "tensors": 0})
+    board.Reload()
+    for key in ("loss", "lr", "grad_norm", "tokens_per_second"):
+        told = [(each.step, each.value) for each in board.Scalars(f"step/{key}")]
+        assert told == [(event.step, pytest.approx(getattr(event, key))) for event in metrics(result.run, "step")]
+    held_out = [(each.step, each.value) for each in board.Scalars("eval/val_loss")]
+    assert held_out == [(event.step, pytest.approx(event.val_loss)) for event in metrics(result.run, "eval")]
+    assert [each.value for each in board.Scalars("end/bits_per_byte")] == [pytest.approx(result.bits_per_byte)]
+    assert "step/mfu" not in board.Tags()["scalars"]  # a CPU's peak is not known
+    samples = {
+        each.step: each.tensor_proto.string_val[0].decode() for each in board.Tensors("sample/text/text_summary")
+    }
+    assert sorted(samples) == [3, 6]
+    assert [line.removeprefix("    ") for line in samples[6].split("\n")] == result.sample.splitlines()
+    (settings,) = board.Tensors("settings/text_summary")
+    assert json.loads(settings.tensor_proto.string_val[0])["model"]["n_embd"] == 32
+
+
+def test_steps_that_come_again_replace_those_of_the_process_before(workdir: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def tell(start: int, end: int, loss: float) -> None:
+        log = logs.Logs("tensorboard", Path("run"), {"resolved": {}}, pytest.fail, start)
+        for step in range(start + 1, end + 1):
+            log(events.StepEvent(step, step, 1.0, loss=loss, lr=0.1, grad_norm=1.0, tokens_per_second=1.0))
+        log.close()
+
+    tell(0, 5, loss=1.0)
+    time.sleep(1.1)  # files are ordered by the second that their names hold
+    tell(3, 6, loss=2.0)
+    board = EventAccumulator("run/tensorboard")
+    board.Reload()
+    told = [(each.step, each.value) for each in board.Scalars("step/loss")]
+    assert told == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0)]
+
+
+def test_logs_change_nothing(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.setitem(sys.modules, "wandb", StandIn())
+    plain = gpt.train(text, steps=8, dropout=0.1, **FAST)
+    logged = gpt.train(text, steps=8, dropout=0.1, log="tensorboard,wandb", **FAST)
+    one, other = (load_file(folder.find_checkpoint(str(r.run)) / "model.safetensors") for r in (plain, logged))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# Weights & Biases
+
+
+class StandIn(types.ModuleType):
+    """What is used of wandb, and what was done with it."""
+
+    class Error(Exception):
+        """As theirs."""
+
+    def __init__(self, mode: str = "offline") -> None:
+        super().__init__("wandb")
+        self.mode = mode
+        self.begun: dict[str, Any] = {}
+        self.axes: list[tuple[str, str]] = []
+        self.told: list[dict[str, Any]] = []
+        self.ended: list[int] = []
+
+    def setup(self) -> Any:
+        return types.SimpleNamespace(settings=types.SimpleNamespace(mode=self.mode))
+
+    def login(self) -> bool:
+        raise self.Error("No API key configured.")
+
+    def init(self, **settings: Any) -> Any:
+        self.begun = settings
+        return types.SimpleNamespace(
+            define_metric=lambda name, step_metric: self.axes.append((name, step_metric)),
+            log=self.told.append,
+            finish=lambda exit_code: self.ended.append(exit_code),
+        )
+
+    @staticmethod
+    def Settings(**settings: Any) -> Any:  # noqa: N802
+        return settings
+
+    @staticmethod
+    def Html(text: str) -> str:  # noqa: N802
+        return f"html {text}"
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    stand_in = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    monkeypatch.delenv("WANDB_NAME", raising=False)
+    return stand_in
+
+
+def test_wandb_hears_what_the_metrics_say(text: Path, wandb: StandIn) -> None:
+    result = gpt.train(text, steps=4, eval_every=2, log="wandb", **FAST)
+    assert (wandb.begun["project"], wandb.begun["name"], wandb.begun["dir"]) == ("gpt", "book", str(result.run))
+    assert wandb.begun["config"]["steps"] == 4
+    assert wandb.axes == [("*", "step")]
+    for kind, key in (("step", "loss"), ("step", "lr"), ("eval", "val_loss"), ("end", "val_loss")):
+        told = [(each["step"], each[f"{kind}/{key}"]) for each in wandb.told if f"{kind}/{key}" in each]
+        assert told == [(event.step, getattr(event, key)) for event in metrics(result.run, kind)]
+    (sample,) = [each["sample/text"] for each in wandb.told if "sample/text" in each]
+    assert sample.startswith("html <pre>")
+    assert wandb.ended == [0]
+
+
+def test_a_run_that_is_cut_off_ends_as_failed(text: Path, wandb: StandIn) -> None:
+    def strike(event: Any) -> None:
+        if isinstance(event, events.StepEvent) and event.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(gpt.Interrupted):
+        gpt.train(text, listen=strike, steps=5, log="wandb", **FAST)
+    assert wandb.ended == [1]
+
+
+def test_the_same_run_has_the_same_name_at_wandb_and_another_has_not(wandb: StandIn) -> None:
+    ids = []
+    for name, started in (("a", "1"), ("a", "1"), ("a", "2"), ("b", "1")):
+        logs.Wandb(Path("runs") / name, {"started": started, "resolved": {}}, 0)
+        ids.append(wandb.begun["id"])
+    assert ids[0] == ids[1]
+    assert len(set(ids)) == 3
+
+
+def test_what_wandb_itself_writes_offline(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb", reason="wandb is no part of the dev extra")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    result = gpt.train(text, steps=4, log="wandb", **FAST)
+    wandb.teardown()  # as at the end of a program: until then its own process may still write
+    (log,) = (result.run / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"step/grad_norm" in log.read_bytes()
+    assert b"eval/val_loss" in log.read_bytes()
+
+
+# What a user can get wrong
+
+
+@pytest.mark.parametrize(
+    ("log", "message", "hint"),
+    [
+        ("tensorbord", 'there is no log "tensorbord"', 'did you mean "tensorboard"?'),
+        ("tensorboard,,", 'there is no log ""', ""),
+        ("wandb", "--log wandb needs a package: ", "pip install 'gpt[wandb]'"),
+        ("tensorboard", "--log tensorboard needs a package: ", "pip install 'gpt[tensorboard]'"),
+    ],
+)
+def test_a_log_that_is_not_there(
+    text: Path, gpt: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, log: str, message: str, hint: str
+) -> None:
+    for name in ("wandb", "tensorboard", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    done = gpt("train", text, "--steps", "2", "--log", log)
+    assert done.code == 2
+    first, second = done.err.splitlines()
+    assert first.startswith(f"error: {message}")
+    assert second.startswith(f"hint: {hint}")
+    assert not Path("runs").exists()
+
+
+def test_no_account_at_wandb(text: Path, gpt: Callable[..., Done], wandb: StandIn) -> None:
+    wandb.mode = "online"
+    done = gpt("train", text, "--log", "wandb")
+    assert done.code == 2
+    assert done.err.splitlines() == [
+        "error: wandb: No API key configured.",
+        "hint: wandb login, or WANDB_MODE=offline",
+    ]
+
+
+@pytest.mark.parametrize("where", ["init", "Html"])
+def test_a_log_that_fails_ends_no_run(text: Path, wandb: StandIn, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise wandb.Error("the network is gone")
+
+    monkeypatch.setattr(wandb, where, fail, raising=True)
+    heard: list[Any] = []
+    result = gpt.train(text, listen=heard.append, steps=4, log="wandb", **{**FAST, "sample_every": 2})
+    assert result.steps == 4
+    said = [event.text for event in heard if isinstance(event, events.Note) and "--log" in event.text]
+    assert said == ["--log wandb failed, and hears no more of this run: Error: the network is gone"]
+    assert wandb.ended == ([] if where == "init" else [1])
+    assert len(metrics(result.run, "step")) == 4
+
+
+# What a token costs
+
+
+def counted(config: GPTConfig, rank: int = 0) -> float:
+    """FLOPs a token, as torch counts matrix products of a step."""
+    model = GPT(config)
+    if rank:
+        lora.adapt(model, rank, 1.0)
+    x = torch.randint(config.vocab_size, (2, config.block_size))
+    with FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    return counter.get_total_flops() / x.numel()
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])
+def test_flops_are_those_that_torch_counts(arch: Any, positions: Any) -> None:
+    config = GPTConfig(96, 32, 3, 2, 64, arch=arch, positions=positions)
+    parts = breakdown(config)
+    vectors = parts.biases + parts.layer_norms  # in N by convention, and in no matrix product
+    assert flops_per_token(config, 32) - 6 * vectors == counted(config)
+
+
+def test_flops_of_adapters() -> None:
+    config = GPTConfig(96, 32, 8, 2, 64)
+    adapters = sum(p.numel() for p in lora.adapt(GPT(config), 4, 1.0))
+    parts = breakdown(config)
+    told = flops_per_token(config, 32, adapters) - 4 * (parts.biases + parts.layer_norms)
+    assert counted(config, 4) == pytest.approx(told, rel=0.05)  # what lies before the first adapter needs no gradient
+
+
+def test_flops_of_gpt2_are_nanogpts() -> None:
+    """``estimate_mfu`` of nanoGPT: 6 × (124,439,808 − 1,024 × 768) + 12 × 12 layers × 12 heads × 64 × 1,024."""
+    assert flops_per_token(PRESETS["gpt2"].model, 1024) == 855_166_464
+
+
+# What a device can do
+
+# Multiprocessors, operations a clock of each, boost clock in GHz.
+PARTS = {
+    "NVIDIA B200": (148, 8192, 1.855),
+    "NVIDIA GH200 480GB": (132, 4096, 1.83),
+    "NVIDIA H200": (132, 4096, 1.83),
+    "NVIDIA H200 NVL": (132, 4096, 1.545),
+    "NVIDIA H100 80GB HBM3": (132, 4096, 1.83),
+    "NVIDIA H100 PCIe": (114, 4096, 1.62),
+    "NVIDIA H100 NVL": (132, 4096, 1.545),
+    "NVIDIA A100-SXM4-40GB": (108, 2048, 1.41),
+    "NVIDIA A100-SXM4-80GB": (108, 2048, 1.41),
+    "NVIDIA A100-PCIE-40GB": (108, 2048, 1.41),
+    "NVIDIA A100 80GB PCIe": (108, 2048, 1.41),
+    "NVIDIA A40": (84, 1024, 1.74),
+    "NVIDIA A30": (56, 2048, 1.44),
+    "NVIDIA A10": (72, 1024, 1.695),
+    "NVIDIA RTX A6000": (84, 1024, 1.80),
+    "NVIDIA L40S": (142, 1024, 2.49),
+    "NVIDIA L40": (142, 512, 2.49),
+    "NVIDIA L4": (58, 1024, 2.04),
+    "NVIDIA RTX 6000 Ada Generation": (142, 1024, 2.505),
+    "NVIDIA GeForce RTX 5090": (170, 512, 2.407),
+    "NVIDIA GeForce RTX 4090": (128, 512, 2.52),
+    "NVIDIA GeForce RTX 3090": (82, 512, 1.695),
+    "Tesla V100-SXM2-16GB": (80, 1024, 1.53),
+    "Tesla V100-SXM2-32GB": (80, 1024, 1.53),
+    "Tesla V100-PCIE-16GB": (80, 1024, 1.38),
+    "Tesla V100S-PCIE-32GB": (80, 1024, 1.597),
+    "Tesla T4": (40, 1024, 1.59),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_peak_is_what_the_parts_add_up_to(name: str) -> None:
+    processors, operations, gigahertz = PARTS[name]
+    assert peak_flops(name, "float16") == pytest.approx(processors * operations * gigahertz * 1e9, rel=0.01)
+    assert peak_flops(name, "bfloat16") == (None if re.search("V100|T4", name) else peak_flops(name, "float16"))
+    assert peak_flops(name, "float32") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cpu",
+        "mps",
+        "",
+        "NVIDIA A10G",
+        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "AMD Instinct MI300X",
+    ],
+)
+def test_a_peak_that_is_not_known(name: str) -> None:
+    assert peak_flops(name, "bfloat16") is None
+
+
+def test_mfu_where_the_peak_is_known(text: Path, gpt: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "peak_flops", lambda name, dtype: 1e12 if (name, dtype) == ("cpu", "float32") else None)
+    monkeypatch.setattr("gpt_cli.progress.PLAIN_SECONDS", 0)
+    options = [word for name, value in FAST.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    done = gpt("train", text, "--steps", "5", *options)
+    assert done.code == 0, done.err
+    run = Path("runs/book")
+    record = json.loads((run / "run.json").read_text())
+    flops = flops_per_token(GPTConfig(**record["resolved"]["model"]), TINY["block_size"])
+    steps = metrics(run, "step")
+    for step in steps:
+        assert step.mfu == pytest.approx(step.tokens_per_second * flops / 1e12)
+    shown = f"tokens/s ({steps[-1].mfu:.1%} MFU)"
+    assert shown in done.out
+    assert shown in done.err
+    done = gpt("train", text, "--steps", "5", "--json", *options)
+    assert "mfu" not in json.loads(done.out)  # of what scripts depend on
+
+
+def test_no_mfu_where_no_peak_is_known(text: Path, gpt: Callable[..., Done]) -> None:
+    done = gpt("train", text, "--steps", "2", "--preset", "nano")
+    assert "MFU" not in done.out + done.err
+    assert {step.mfu for step in metrics(Path("runs/book"), "step")} == {None}
+
+
+def test_metrics_from_before_mfu_are_read() -> None:
+    line = '{"event": "step", "step": 1, "tokens": 2, "seconds": 3.0, "loss": 4.0, "lr": 0.1, "grad_norm": 1.0, "tokens_per_second": 9.0}'
+    event = events.from_json(line)
+    assert isinstance(event, events.StepEvent)
+    assert event.mfu is None
+
+
+def test_the_context_of_pairs_is_their_mean_length(workdir: Path) -> None:
+    path = workdir / "pairs.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{n} plus {n} is", "completion": f" {2 * n}"}) + "\n" for n in range(300))
+    )
+    result = gpt.train(path, pairs=True, steps=2, **{**FAST, "batch_tokens": 512})
+    resolved = json.loads((result.run / "run.json").read_text())["resolved"]
+    model = GPT(GPTConfig(**resolved["model"]))
+    recipe = types.SimpleNamespace(
+        lora_rank=0, model=model.config, batch_tokens=resolved["batch_tokens"], rows=resolved["rows"]
+    )
+    found = speed.Speed.of(model, recipe, Compute(torch.device("cpu"), torch.float32))  # type: ignore[arg-type]
+    mean = resolved["batch_tokens"] // resolved["rows"]
+    assert mean < model.config.block_size
+    assert found.flops_per_token == flops_per_token(model.config, mean)

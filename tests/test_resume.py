@@ -1,0 +1,436 @@
+"""Going on: N steps are k and N − k, bit for bit, whatever is in between."""
+
+import json
+import math
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, Done, make_text
+from safetensors.torch import load_file
+from test_cli import one_line_of_what_and_what_next
+
+import gpt as library
+from gpt import events
+from gpt.errors import Interrupted, UserError, WorkError
+from gpt.runs import folder
+from gpt.training import step as stepping
+
+Gpt = Callable[..., Done]
+STEPS = 12
+FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400, "steps": STEPS, "dropout": 0.1}
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
+
+
+@pytest.fixture
+def text(workdir: Path) -> Path:
+    path = workdir / "book.txt"
+    path.write_bytes(make_text().encode())
+    return path
+
+
+def interrupted_at(k: int, do: Callable[..., Any], kind: type[events.Event] = events.StepEvent) -> list[Any]:
+    """Lets ``do`` train until an event of step k, and sends SIGINT then."""
+    heard: list[Any] = []
+
+    def strike(event: Any) -> None:
+        heard.append(event)
+        if isinstance(event, kind) and event.step == k:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted, match=f"interrupted at step {k} of"):
+        do(listen=strike)
+    return heard
+
+
+def state_of(run: Path) -> dict[str, torch.Tensor]:
+    """All that the newest checkpoint of a run remembers: weights, moments, random states."""
+    path = run / folder.checkpoints(run)[-1].name
+    weights = next(path / name for name in ("model.safetensors", "adapter.safetensors") if (path / name).exists())
+    return load_file(weights) | load_file(path / "training.safetensors")
+
+
+def assert_same(one: Path, other: Path) -> None:
+    a, b = state_of(one), state_of(other)
+    assert set(a) == set(b)
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+    says = [json.loads((run / folder.checkpoints(run)[-1].name / "training.json").read_text()) for run in (one, other)]
+    for said in says:
+        for key in ("step_seconds", "seconds", "metrics_bytes", "first_step"):
+            del said["state"][key]
+    assert says[0] == says[1]
+
+
+def curve(run: Path) -> list[Any]:
+    """What a run tells of its course, without times."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if line["event"] in ("step", "eval", "sample", "rollback", "end")]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in kept]
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_any_k(text: Path, optimizer: str) -> None:
+    settings: dict[str, Any] = {**FAST, "optimizer": optimizer, "eval_every": 4, "sample_every": 5, "save_every": 3}
+    whole = library.train(text, out="whole", **settings)
+    for k in (1, 2, 4, 5, 7, STEPS - 1, STEPS):
+        run = Path(f"at-{k}")
+        interrupted_at(k, lambda listen, run=run: library.train(text, out=run, listen=listen, **settings))
+        assert folder.checkpoints(run)[-1].step == k
+        result = library.resume(run)
+        assert_same(run, whole.run)
+        assert curve(run) == curve(whole.run)
+        assert (result.val_loss, result.sample, result.steps) == (whole.val_loss, whole.sample, STEPS)
+        assert result.checkpoint.name == whole.checkpoint.name
+
+
+def test_interrupted_again_and_again(text: Path) -> None:
+    whole = library.train(text, out="whole", **FAST)
+    interrupted_at(2, lambda listen: library.train(text, out="parts", listen=listen, **FAST))
+    for k in (3, 7, 8):
+        heard = interrupted_at(k, lambda listen: library.resume("parts", listen))
+        assert any(isinstance(event, events.ResumeEvent) for event in heard)
+    library.resume("parts")
+    assert_same(Path("parts"), whole.run)
+    assert curve(Path("parts")) == curve(whole.run)
+
+
+@pytest.mark.parametrize("kind", [events.EvalEvent, events.SampleEvent, events.SaveEvent])
+def test_interrupted_between_steps(text: Path, kind: type[events.Event]) -> None:
+    settings: dict[str, Any] = {**FAST, "eval_every": 4, "sample_every": 4, "save_every": 4}
+    whole = library.train(text, out="whole", **settings)
+    heard: list[Any] = []
+
+    def strike(event: Any) -> None:
+        heard.append(event)
+        if isinstance(event, kind) and event.step >= 4:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        library.train(text, out="parts", listen=strike, **settings)
+    library.resume("parts")
+    assert_same(Path("parts"), whole.run)
+    assert curve(Path("parts")) == curve(whole.run)
+
+
+def test_what_stood_behind_the_checkpoint_is_cut(text: Path) -> None:
+    """A killed run has written metrics that its newest checkpoint knows nothing of, perhaps half a line."""
+    settings: dict[str, Any] = {**FAST, "eval_every": 4}
+    whole = library.train(text, out="whole", **settings)
+    interrupted_at(5, lambda listen: library.train(text, out="parts", listen=listen, **settings))
+    with Path("parts/metrics.jsonl").open("a") as file:
+        file.write('{"event": "step", "step": 6, "tokens": 1, "seconds": 1}\n{"event": "st')
+    (Path("parts") / ".tmp-step-000008").mkdir()
+    library.resume("parts")
+    assert curve(Path("parts")) == curve(whole.run)
+    assert not list(Path("parts").rglob(".tmp*"))
+
+
+def test_without_a_checkpoint_it_starts_at_the_first_step(text: Path) -> None:
+    whole = library.train(text, out="whole", **FAST)
+    shutil.copytree("whole", "parts")
+    for path in Path("parts").glob("step-*"):
+        shutil.rmtree(path)
+    record = json.loads(Path("parts/run.json").read_text())
+    for key in ("ended", "result"):
+        del record[key]
+    Path("parts/run.json").write_text(json.dumps(record))
+    library.resume("parts")
+    assert_same(Path("parts"), whole.run)
+    for key in ("resolved", "tokens", "tokenizer", "sources", "compute", "versions", "init"):  # while it tokenized
+        del record[key]
+    for path in Path("parts").iterdir():
+        if path.name != "run.json":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    Path("parts/run.json").write_text(json.dumps(record))
+    assert library.resume("parts").val_loss == whole.val_loss
+    assert_same(Path("parts"), whole.run)
+
+
+def test_the_newest_unfinished_run_is_meant(gpt: Gpt, text: Path) -> None:
+    one_line_of_what_and_what_next(gpt("train", "--resume"), "there is no unfinished run")
+    for name in ("one", "two"):
+        run = Path("runs") / name
+        interrupted_at(3, lambda listen, run=run: library.train(text, out=run, listen=listen, **FAST))
+    library.train(text, out="runs/done", **FAST)
+    done = gpt("train", "--resume", "--quiet", "--json")
+    assert done.code == 0
+    assert json.loads(done.out)["run"] == str(Path("runs/two"))
+    assert json.loads(gpt("train", "--resume=", "--json").out)["run"] == str(Path("runs/one"))
+    one_line_of_what_and_what_next(gpt("train", "--json", "--resume"), "there is no unfinished run")
+    again = gpt("train", "--resume", "runs/two", "--json")
+    assert json.loads(again.out) == json.loads(done.out)
+    assert "finished" in again.err
+    plain = gpt("train", "--resume", "runs/two")
+    assert plain.out.startswith("saved  runs/two/step-")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["book.txt"], "a text (book.txt) cannot be given with --resume"),
+        (["--lr", "0.1"], "--lr cannot be given with --resume"),
+        (["--seed", "1337"], "--seed cannot be given"),
+        (["--steps", "4"], "the run has 12 steps; --steps 4 is fewer"),
+        (["--micro-batch", "3"], "a micro-batch of 3 does not divide"),
+        (["--keep", "0"], "keep is 0"),
+        (["--device", "gpu"], 'no device "gpu"'),
+    ],
+)
+def test_what_may_not_be_joined(gpt: Gpt, text: Path, words: list[str], message: str) -> None:
+    interrupted_at(3, lambda listen: library.train(text, out="runs/x", listen=listen, **FAST))
+    before = {path: path.read_bytes() for path in Path("runs/x").rglob("*") if path.is_file()}
+    one_line_of_what_and_what_next(gpt("train", *words, "--resume", "runs/x"), message)
+    one_line_of_what_and_what_next(gpt("train", "--resume", "runs/none"), "there is no run runs/none")
+    assert {path: path.read_bytes() for path in Path("runs/x").rglob("*") if path.is_file()} == before
+
+
+def test_a_twin_in_the_environment_counts(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted_at(3, lambda listen: library.train(text, out="runs/x", listen=listen, **FAST))
+    monkeypatch.setenv("GPT_TRAIN_LR", "0.5")
+    one_line_of_what_and_what_next(gpt("train", "--resume"), "--lr cannot be given with --resume")
+    monkeypatch.delenv("GPT_TRAIN_LR")
+    monkeypatch.setenv("GPT_TRAIN_RESUME", "runs/x")
+    assert gpt("train").code == 0
+
+
+def test_more_steps(text: Path) -> None:
+    """Under a constant rate they are those of a run that was as long from the start."""
+    settings: dict[str, Any] = {**FAST, "schedule": "constant", "warmup": 2, "decay": 6, "eval_every": 4}
+    long = library.train(text, out="long", **{**settings, "steps": 20})
+    library.train(text, out="short", **settings)
+    notes: list[Any] = []
+    result = library.resume("short", notes.append, steps=20)
+    assert_same(result.run, long.run)
+    assert result.val_loss == long.val_loss
+    said = [each.text for each in notes if isinstance(each, events.Note)]
+    assert any("20 steps instead of 12: from step 12 on, the constant schedule" in line for line in said)
+    assert library.resume("short").steps == 20
+
+
+def test_a_linear_schedule_goes_up_again(text: Path) -> None:
+    library.train(text, out="x", **{**FAST, "lr": 1e-2, "decay": 6, "warmup": 0})
+    heard: list[Any] = []
+    library.resume("x", heard.append, steps=24)
+    rates = {event.step: event.lr for event in heard if isinstance(event, events.StepEvent)}
+    assert [rates[step] for step in range(13, 20)] == [1e-2] * 7
+    assert rates[24] == pytest.approx(1e-2 / 6)
+    said = next(e.text for e in heard if isinstance(e, events.Note) and "instead of 12" in e.text)
+    assert "with 6 of decay at its end; the next rate is 0.01" in said
+
+
+def test_another_micro_batch_is_equal_to_rounding(text: Path) -> None:
+    settings: dict[str, Any] = {**FAST, "dropout": 0.0}
+    whole = library.train(text, out="whole", **settings)
+    interrupted_at(4, lambda listen: library.train(text, out="parts", listen=listen, **settings))
+    heard: list[Any] = []
+    result = library.resume("parts", heard.append, micro_batch="2")
+    assert result.val_loss == pytest.approx(whole.val_loss, rel=1e-5)
+    assert any("equal to rounding" in e.text for e in heard if isinstance(e, events.Note))
+    assert json.loads(Path("parts/run.json").read_text())["resolved"]["micro_batch"] == 2
+
+
+def test_pairs(workdir: Path) -> None:
+    lines = [json.dumps({"prompt": f"{n} =>", "completion": f" {n * n}"}) for n in range(60)]
+    Path("pairs.jsonl").write_text("\n".join(lines))
+    settings: dict[str, Any] = {**TINY, "pairs": True, "steps": 8, "dropout": 0.1, "vocab_size": 270}
+    whole = library.train("pairs.jsonl", out="whole", **settings)
+    interrupted_at(3, lambda listen: library.train("pairs.jsonl", out="parts", listen=listen, **settings))
+    result = library.resume("parts")
+    assert_same(result.run, whole.run)
+    assert (result.val_loss, result.sample, result.prompt) == (whole.val_loss, whole.sample, whole.prompt)
+    interrupted_at(3, lambda listen: library.train("pairs.jsonl", out="other", listen=listen, **settings))
+    Path("pairs.jsonl").write_text("\n".join(lines[:-1]))
+    with pytest.raises(UserError, match="the text of other is not what it was"):
+        library.resume("other")
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+def test_fine_tuning(run_folder: Path, text: Path, rank: int | None) -> None:
+    base = Path(shutil.copytree(folder.find_checkpoint(str(run_folder)), "base"))
+    settings: dict[str, Any] = {"init": base, "steps": 8, "dtype": "float32", "lora_rank": rank, "dropout": 0.1}
+    settings["merge_lora"] = rank is not None
+    whole = library.train(text, out="whole", **settings)
+    interrupted_at(3, lambda listen: library.train(text, out="parts", listen=listen, **settings))
+    result = library.resume("parts")
+    assert_same(result.run, whole.run)
+    assert curve(result.run) == curve(whole.run)
+    assert json.loads(Path("parts/run.json").read_text())["init"]["sha256"] == folder.weight_sums(base)
+    if rank is not None:
+        assert (result.run / "merged/model.safetensors").read_bytes() == (
+            whole.run / "merged/model.safetensors"
+        ).read_bytes()
+        interrupted_at(3, lambda listen: library.train(text, out="other", listen=listen, **settings))
+        base.rename("elsewhere")
+        with pytest.raises(UserError, match="base"):
+            library.resume("other")
+
+
+def test_minutes(text: Path) -> None:
+    """The steps, and the time spent, are those of the run before."""
+    settings = {**FAST, "steps": None, "minutes": 0.3}
+    heard = interrupted_at(40, lambda listen: library.train(text, out="parts", listen=listen, **settings))
+    planned = next(event.steps for event in heard if isinstance(event, events.Plan))
+    record = json.loads(Path("parts/run.json").read_text())
+    assert record["resolved"]["steps"] == planned
+    saved = json.loads(Path("parts/step-000040/training.json").read_text())
+    assert 0 < saved["pace"]["deadline"] <= 18.0
+    again: list[Any] = []
+    result = library.resume("parts", again.append)
+    assert next(event.steps for event in again if isinstance(event, events.Plan)) == planned
+    assert 6 < result.seconds < 30
+    assert result.steps > 40
+
+
+def test_a_run_that_went_back(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lower rate is part of the state, and so is the loss that is no number in between."""
+    whole_loss = stepping.tied_cross_entropy
+    calls: list[int] = []
+
+    def poisoned(*args: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return whole_loss(*args) * (math.nan if 6 < len(calls) <= 9 else 1)
+
+    monkeypatch.setattr(stepping, "tied_cross_entropy", poisoned)
+    settings: dict[str, Any] = {**FAST, "eval_every": 3}
+    whole = library.train(text, out="whole", **settings)
+    calls.clear()
+
+    def strike(event: Any) -> None:
+        if isinstance(event, events.StepEvent) and len(calls) == 11:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        library.train(text, out="parts", listen=strike, **settings)
+    result = library.resume("parts")
+    assert_same(result.run, whole.run)
+    assert curve(result.run) == curve(whole.run)
+    assert any(line["event"] == "rollback" for line in curve(result.run))
+
+
+def test_patience_is_remembered(text: Path) -> None:
+    settings: dict[str, Any] = {**FAST, "steps": 200, "eval_every": 2, "lr": 0.5, "warmup": 150, "patience": 3}
+    whole = library.train(text, out="whole", **settings)
+    interrupted_at(whole.steps - 3, lambda listen: library.train(text, out="parts", listen=listen, **settings))
+    assert library.resume("parts").steps == whole.steps
+    assert_same(Path("parts"), whole.run)
+
+
+def test_memory_that_ran_out_is_remembered(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpt.model.decoder import GPT
+
+    trunk = GPT.trunk
+
+    def limited(self: GPT, idx: torch.Tensor, cache: object = None) -> torch.Tensor:
+        if self.training and idx.size(0) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return trunk(self, idx, cache)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(GPT, "trunk", limited)
+    whole = library.train(text, out="whole", **FAST, micro_batch="8")
+    interrupted_at(3, lambda listen: library.train(text, out="parts", listen=listen, **FAST, micro_batch="8"))
+    heard: list[Any] = []
+    library.resume("parts", heard.append)
+    assert not any("out of memory" in e.text for e in heard if isinstance(e, events.Note))
+    assert_same(Path("parts"), whole.run)
+
+
+def test_a_damaged_latest_falls_back(gpt: Gpt, text: Path) -> None:
+    settings: dict[str, Any] = {**FAST, "save_every": 3, "eval_every": 100, "keep": 5}
+    whole = library.train(text, out="whole", **settings)
+    interrupted_at(7, lambda listen: library.train(text, out="runs/x", listen=listen, **settings))
+    for name, file in (("step-000007", "training.safetensors"), ("step-000006", "model.safetensors")):
+        path = Path("runs/x") / name / file
+        data = bytearray(path.read_bytes())
+        data[-9] ^= 1
+        path.write_bytes(data)
+    sampled = gpt("sample", "the", "-m", "runs/x:latest", "--greedy")
+    assert sampled.code == 0
+    assert "damaged" not in sampled.err  # the weights of the latest are whole
+    done = gpt("train", "--resume", "runs/x")
+    assert done.code == 0
+    for step in (7, 6):
+        assert f"step-00000{step}" in done.err
+    assert "from step 3" in done.err
+    assert_same(Path("runs/x"), whole.run)
+    assert [entry.step for entry in folder.checkpoints(Path("runs/x"))] == [3, 6, 9, 12]
+    path = Path("runs/x/step-000012/model.safetensors")
+    path.write_bytes(path.read_bytes()[:-3])
+    sampled = gpt("sample", "the", "-m", "runs/x:latest", "--greedy")
+    assert sampled.code == 0
+    assert "the checkpoint before it is taken" in sampled.err
+    for path in Path("runs/x").glob("step-*/model.safetensors"):
+        path.write_bytes(b"")
+    one_line_of_what_and_what_next(gpt("sample", "-m", "runs/x:latest"), "no whole checkpoint")
+
+
+def test_weights_alone_cannot_be_gone_on_from(gpt: Gpt, text: Path) -> None:
+    interrupted_at(3, lambda listen: library.train(text, out="runs/x", listen=listen, **FAST))
+    for path in Path("runs/x").glob("step-*/training.*"):
+        path.unlink()
+    done = gpt("train", "--resume")
+    one_line_of_what_and_what_next(done, "hold weights alone")
+    assert "--init" in done.err
+
+
+def test_one_writer(gpt: Gpt, text: Path) -> None:
+    met: list[Done] = []
+
+    def meanwhile(event: Any) -> None:
+        if isinstance(event, events.StepEvent) and event.step == 2:
+            met.append(gpt("train", "--resume", "runs/x"))
+
+    library.train(text, out="runs/x", listen=meanwhile, **FAST)
+    one_line_of_what_and_what_next(met[0], "another process is writing runs/x")
+
+
+def test_a_divergence_is_an_end(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = stepping.tied_cross_entropy
+    calls: list[int] = []
+
+    def poisoned(*args: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return whole(*args) * (math.nan if len(calls) > 6 else 1)
+
+    monkeypatch.setattr(stepping, "tied_cross_entropy", poisoned)
+    with pytest.raises(WorkError, match="the loss became nan"):
+        library.train(text, out="runs/x", **FAST, eval_every=3)
+    one_line_of_what_and_what_next(gpt("train", "--resume"), "no unfinished run")
+    monkeypatch.setattr(stepping, "tied_cross_entropy", whole)
+    assert gpt("train", "--resume", "runs/x").code == 0
+
+
+def test_draws_of_python_and_numpy_go_on(text: Path) -> None:
+    """Nothing here draws from them; what a listener or a plug-in draws goes on all the same."""
+    import random
+
+    import numpy as np
+
+    drawn: list[float] = []
+
+    def draw(event: Any) -> None:
+        if isinstance(event, events.StepEvent):
+            drawn.append(random.gauss() + np.random.random())
+            if event.step == 5 and not stopped:
+                stopped.append(1)
+                signal.raise_signal(signal.SIGINT)
+
+    random.seed(3)
+    np.random.seed(3)
+    stopped = [1]
+    library.train(text, out="whole", listen=draw, **FAST)
+    whole, drawn[:] = list(drawn), []
+    random.seed(3)
+    np.random.seed(3)
+    stopped.clear()
+    with pytest.raises(Interrupted):
+        library.train(text, out="parts", listen=draw, **FAST)
+    random.seed(4)
+    library.resume("parts", draw)
+    assert drawn == whole

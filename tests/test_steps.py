@@ -1,0 +1,181 @@
+"""A step by itself: left out where its gradient is no number, told one later on a GPU, compiled, of a growing batch."""
+
+import copy
+import functools
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_batches import Ring
+from test_training import losses, resolved, text, train, weights
+
+import gpt
+from gpt import events
+from gpt.model.decoder import GPT
+from gpt.text.batches import Batches, Ramp
+from gpt.training import step as stepping
+from gpt.training.optim import make_optimizer
+
+__all__ = ["text"]  # a fixture
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_a_step_that_is_left_out_changes_nothing(kind: Literal["muon", "adamw"]) -> None:
+    torch.manual_seed(0)
+    model = GPT(gpt.GPTConfig(50, 8, 2, 2, 16))
+    optimizer = make_optimizer(model, kind, 0.1)
+    optimizer.set_lr(0.1)
+
+    def step(value: float, unless: bool) -> None:
+        for n, p in enumerate(model.parameters()):
+            p.grad = torch.full_like(p, value * (n + 1)) + torch.linspace(0, 1, p.numel()).view_as(p)
+        optimizer.step(torch.tensor(unless))
+
+    step(1.0, False)
+    before = copy.deepcopy([model.state_dict(), *(part.state_dict() for part in optimizer.parts)])
+    step(math.nan, True)
+    after = [model.state_dict(), *(part.state_dict() for part in optimizer.parts)]
+    assert str(before) == str(after)
+    assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+    step(2.0, False)
+    assert not torch.equal(before[0]["h.0.mlp.c_fc.weight"], model.h[0].mlp.c_fc.weight)  # type: ignore[union-attr]
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+class Late:
+    """As a GPU's event: what a step came to is there once it is waited for."""
+
+    def __init__(self) -> None:
+        self.waited = False
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+def late(loss: torch.Tensor, norm: torch.Tensor) -> stepping.Outcome:
+    return stepping.Outcome(torch.stack([loss, norm]), Late())  # type: ignore[arg-type]
+
+
+def test_steps_told_one_later_are_the_same(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"steps": 20, "eval_every": 6, "save_every": 4, "sample_every": 7, "dropout": 0.1}
+    at_once, heard = train(text, **settings)
+    monkeypatch.setattr(stepping.Outcome, "of", late)
+    later, heard_later = train(text, **settings)
+    told, told_later = (
+        [
+            (type(e), getattr(e, "step", 0)) for e in each if not isinstance(e, events.SaveEvent)
+        ]  # by a thread, at any time
+        for each in (heard, heard_later)
+    )
+    assert told == told_later
+    assert losses(heard) == losses(heard_later)
+    assert all(torch.equal(one, weights(later.run)[name]) for name, one in weights(at_once.run).items())
+
+
+def test_going_back_undoes_the_step_that_was_begun_meanwhile(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, calls = stepping.tied_cross_entropy, []
+
+    def poisoned(*args: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return whole(*args) * (math.nan if 7 <= len(calls) <= 10 else 1)  # the tenth is begun before the ninth is told
+
+    monkeypatch.setattr(stepping, "tied_cross_entropy", poisoned)
+    monkeypatch.setattr(stepping.Outcome, "of", late)
+    _, heard = train(text, steps=14, eval_every=6, dropout=0.0)
+    (back,) = [event for event in heard if isinstance(event, events.RollbackEvent)]
+    assert (back.step, back.failed_step) == (6, 9)
+    told = [event for event in heard if isinstance(event, events.StepEvent)]
+    assert [event.step for event in told] == [*range(1, 10), *range(7, 15)]
+    assert all(math.isfinite(event.loss) for event in told[9:])
+
+
+@pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
+def test_compiled_steps_are_the_same_to_rounding(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a backend that compiles nothing, since that takes half a minute: what is tested is what is handed over."""
+    _, plain = train(text, steps=6, sample_every=3, eval_every=3)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    _, compiled = train(text, steps=6, sample_every=3, eval_every=3, compile="on")
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-4)
+    said = [event.text for event in compiled if isinstance(event, events.Note)]
+    assert any(line.startswith("compiled in") for line in said), said
+
+
+def test_where_compiling_fails_the_run_goes_on(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("no C++ compiler\nlong story")
+
+    plain, heard_plain = train(text, steps=6)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
+    result, heard = train(text, steps=6, compile="on")
+    (warning,) = [event for event in heard if isinstance(event, events.Note) and event.warning]
+    assert warning.text.startswith("torch.compile failed, so the run goes on without it: ")
+    assert "long story" not in warning.text
+    assert losses(heard) == losses(heard_plain)
+    assert json.loads((result.run / "run.json").read_text())["resolved"]["compile"] is False
+    assert all(torch.equal(one, weights(result.run)[name]) for name, one in weights(plain.run).items())
+
+
+@given(
+    rows=st.integers(1, 300), first=st.integers(1, 300), over=st.integers(1, 5000), unit=st.integers(1, 40),
+    n=st.integers(1, 20_000),
+)  # fmt: skip
+def test_a_batch_grows_along_its_line(rows: int, first: int, over: int, unit: int, n: int) -> None:
+    first = min(first, rows)
+    ramp = Ramp(rows, first, over, unit)
+    starts = [ramp.before(step) for step in range(200)]
+    sizes = [b - a for a, b in pairwise(starts)]
+    assert starts[0] == 0
+    for start, size in zip(starts, sizes, strict=False):
+        wanted = min(rows, first + (rows - first) * start / over)
+        assert 1 <= size <= rows
+        assert wanted - unit < size <= max(wanted, 1)
+        assert size % unit == 0 or size < unit or start >= over
+    assert sizes == sorted(sizes)
+    assert ramp.before(ramp.steps(n)) >= n > ramp.before(ramp.steps(n) - 1)
+
+
+def test_a_growing_batch_leaves_no_token_out() -> None:
+    ring = Ring(8 * 97)
+    batches = Batches(ring, 8, 10, 5, Ramp(10, 1, 60, 2))
+    seen: list[int] = []
+    step = 0
+    while len(seen) < 97:
+        x, _ = batches.global_batch(step)
+        seen += x[:, 0].tolist()
+        step += 1
+    assert len(set(seen[:97])) == 97
+    assert len(batches.global_batch(0)[0]) == 1
+    assert np.shape(batches.global_batch(step)[0]) == (10, 8)
+
+
+def test_gpt3s_recipe(text: Path) -> None:
+    found = resolved(
+        preset="gpt3-125m", n_tokens=10**12, epochs=0.3, schedule="cosine", warmup_tokens=375_000_000,
+        batch_ramp=4_000_000_000, optimizer="adamw", micro_batch="16",
+    )  # fmt: skip
+    assert found.ramp is not None
+    assert found.ramp.first * 2048 == 32_768
+    assert found.tokens(found.steps) == pytest.approx(3e11, rel=1e-5)
+    assert found.tokens(found.warmup) == pytest.approx(375e6, rel=1e-2)
+    result, heard = train(text, epochs=2, batch_ramp=1500, warmup_tokens=500)
+    told = [event for event in heard if isinstance(event, events.StepEvent)]
+    grown = [b.tokens - a.tokens for a, b in pairwise(told)]
+    assert told[0].tokens < 256  # the whole batch
+    assert grown[-1] == 256
+    assert grown == sorted(grown)
+    assert result.tokens_seen == told[-1].tokens
+    assert told[-1].tokens >= 2 * json.loads((result.run / "run.json").read_text())["tokens"]["train"]
+
+
+def test_logits_in_chunks_where_they_do_not_fit(text: Path) -> None:
+    assert resolved().loss_chunk == 0
+    huge = resolved(preset="gpt2", vocab_size=2**24, n_tokens=10**9, n_layer=1, n_embd=16, n_head=1)
+    assert huge.micro_batch == 1
+    assert 128 <= huge.loss_chunk < 1024
