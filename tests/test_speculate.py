@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_decoding import CPU, EOT, PROMPTS, batched, tiny_model
 
@@ -22,6 +22,7 @@ def last_time(ids: list[int], count: int) -> list[int]:
     return []
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a shared machine may stand still
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.lists(st.integers(1, 5), min_size=1, max_size=9))
 def test_a_guess_is_what_followed_last_time(ids: list[int], steps: list[int]) -> None:
     lookup, end = Lookup(), 0

@@ -4,12 +4,16 @@ A model that has been prepared computes logits and nothing else: it is neither t
 """
 
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
+from gpt.decoding.context import Step
 from gpt.device import Compute
+from gpt.errors import is_out_of_memory
+from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
 
 LEVELS = 127  # of int8, on either side of 0
@@ -32,7 +36,7 @@ class PackedLinear(nn.Module):
     @staticmethod
     def fits(device: torch.device, dtype: torch.dtype) -> bool:
         """Whether this machine can."""
-        if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return False
         return dtype == torch.float32 or (
             dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -49,9 +53,10 @@ class Int8Linear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         weight = weight.detach().float()
+        self.weight: Tensor | torch.ScriptObject
         self.scale = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / LEVELS  # (out)
         self.bias = bias
-        self.integer = weight.device.type == "cpu" and "fbgemm" in torch.backends.quantized.supported_engines
+        self.integer = weight.device.type == "cpu" and has_byte_products()
         if self.integer:
             self.levels = LEVELS if has_whole_products() else LEVELS // 2
             self.weight = _pack(weight, self.scale)
@@ -72,7 +77,13 @@ class Int8Linear(nn.Module):
         else:
             out = torch.ops.aten._weight_int8pack_mm(rows.bfloat16(), self.weight, self.scale).to(x.dtype)
             out = out if self.bias is None else out + self.bias
-        return out.to(x.dtype).view(*x.shape[:-1], -1)
+        whole: Tensor = out.to(x.dtype).view(*x.shape[:-1], -1)
+        return whole
+
+
+def has_byte_products() -> bool:
+    """Whether this build of torch multiplies bytes on the CPU (FBGEMM, on x86)."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def has_whole_products() -> bool:
@@ -91,15 +102,16 @@ def _pack(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
         return torch.ops.quantized.linear_prepack(rounded, None)  # type: ignore[no-any-return]
 
 
-def prepare(model: GPT, compute: Compute, int8: bool = False) -> GPT:
+def prepare(model: GPT, compute: Compute, *, int8: bool = False, packed: bool = True) -> GPT:
     """The model, changed in place so that a step is fast: in the arithmetic's dtype, each linear map in the layout that
-    the device reads fastest, or in int8, which keeps embedding, positions and LayerNorms as they are."""
+    the device reads fastest, or in int8, which keeps embedding, positions and LayerNorms as they are. Without
+    ``packed`` maps stay as they are, for a compiler to lay out."""
     if compute.dtype != torch.float32:
         model.to(compute.dtype)
     kind: type[PackedLinear | Int8Linear]
     if int8:
         kind = Int8Linear
-    elif PackedLinear.fits(compute.device, compute.dtype):
+    elif packed and PackedLinear.fits(compute.device, compute.dtype):
         kind = PackedLinear
     else:
         return model
@@ -110,3 +122,28 @@ def prepare(model: GPT, compute: Compute, int8: bool = False) -> GPT:
                     setattr(parent, name, kind(child.weight.detach(), child.bias))
         model.head = kind(model.wte.weight.detach(), None)
     return model
+
+
+def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:
+    """The model's stack compiled for steps of one position, as CUDA graphs on a GPU; None where weights lie in a form
+    that a compiler cannot look into. Where compiling fails, ``note`` is told and steps are computed as written."""
+    if any(isinstance(module, PackedLinear | Int8Linear) for module in model.modules()):
+        note("weights in int8, and those packed for the CPU, are not compiled: their kernels are")
+        return None
+    mode = "reduce-overhead" if compute.device.type == "cuda" else "default"
+    fast = torch.compile(model.stack, dynamic=False, mode=mode)
+    failed = False
+
+    def step(x: Tensor, turn: Tensor | None, cache: KVCache) -> Tensor:
+        nonlocal failed
+        if not failed:
+            try:
+                return fast(x, turn, cache)
+            except Exception as error:  # the compiler's own, its backend's, or that of a C++ compiler that is not there
+                if is_out_of_memory(error):
+                    raise
+                failed = True
+                note(f"torch.compile failed, so steps are computed without it: {str(error).splitlines()[0]:.200}")
+        return model.stack(x, turn, cache)
+
+    return step

@@ -147,6 +147,14 @@ class GPT(nn.Module):
     def trunk(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Ids (B, T) → the normalized residual stream (B, T, C). With a cache, each row of ``idx`` follows what
         the cache's row has seen. Raises ValueError past the context, which rotary positions with a cache may leave."""
+        x, turn = self.embed(idx, cache)
+        x = self.stack(x, turn, cache)
+        if cache is not None:
+            cache.advance(idx.size(1))
+        return x
+
+    def embed(self, idx: Tensor, cache: KVCache | None = None) -> tuple[Tensor, Tensor | None]:
+        """Ids (B, T) → what the blocks begin with, (B, T, C), and the rotations of their positions."""
         T = idx.size(1)
         where = slice(0, T) if cache is None else cache.place(T)
         reach = T if cache is None else cache.reach
@@ -156,12 +164,12 @@ class GPT(nn.Module):
         table = self.position_table()
         if table is not None:
             x = x + table[where]
-        turn = self.turns(where, reach)
-        x = self.drop(x)
+        return self.drop(x), self.turns(where, reach)
+
+    def stack(self, x: Tensor, turn: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """All blocks and the last LayerNorm: (B, T, C) → (B, T, C)."""
         for layer, block in enumerate(self.h):
             x = block(x, layer, turn, cache)
-        if cache is not None:
-            cache.advance(T)
         out: Tensor = self.ln_f(x)
         return out
 
