@@ -46,11 +46,11 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES)
 # Runs that end before their time
 
 
-def write_text(path: Path) -> Path:
+def write_text(path: Path, count: int = 12_000) -> Path:
     """A text with something to learn."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(300)]
-    path.write_text(" ".join(rng.choice(words) for _ in range(12_000)), encoding="utf-8")
+    path.write_text(" ".join(rng.choice(words) for _ in range(count)), encoding="utf-8")
     return path
 
 
@@ -316,7 +316,7 @@ def small_checkpoint_files(n_embd: int = 64) -> dict[str, Any]:
         idx = torch.randint(257, (2, 33)).numpy()
         stepper.step(idx[:, :-1], idx[:, 1:], 1e-3)
     snapshot = Snapshot()
-    snapshot.take(model, stepper.optimizer, stepper.scaler, TrainState(step=3, settled_step=3))
+    snapshot.take(model, stepper.optimizer, stepper.scaler, TrainState(step=3, settled_step=3, windows=1))
     contents = checkpoint.contents(
         found.model, snapshot.weights, checkpoint.TokenizerFiles(tokenizer, found.model), {"step": 3, "val_loss": 2.0}
     )
@@ -438,7 +438,7 @@ FREE = {
     "lr", "warmup", "decay", "weight_decay", "clip", "eval_every", "patience", "save_every", "keep",
     "sample_every", "seed", "steps", "batch_tokens", "loss_chunk", "lora_alpha", "compile", "merge_lora",
     "preset", "step_seconds", "seconds", "first_step", "metrics_bytes", "settled_step", "measured_step",
-    "measured_loss", "best_loss", "evals_since_best", "rate_factor", "bad_steps", "has_learnt", "threads",
+    "measured_loss", "best_loss", "evals_since_best", "rate_factor", "windows", "bad_steps", "has_learnt", "threads",
     "device", "dtype", "pace", "scaling", "ramp", "step", "val_loss", "numpy_gauss", "numpy_has_gauss",
     "python_gauss", "numpy_position", "dropout", "architectures", "bos_token_id", "eos_token_id",
     "initializer_range", "attn_pdrop", "embd_pdrop", "tokens_seen", "name", "layer_norm_epsilon", "lora_rank",
@@ -451,18 +451,68 @@ def harmless(key: str, old: Any, new: Any) -> bool:
     return new == old or key in FREE
 
 
-def damaged_copies(place: Path, count: int) -> tuple[Counter[str], float]:
-    """Outcomes of reading ``count`` damaged copies, and the most memory that one took, in sizes of its files."""
+@dataclass
+class Tried:
+    """What reading damaged copies came to, and the most memory that one took, in sizes of what was read."""
+
+    outcomes: Counter[str]
+    memory: float = 0.0
+
+
+def damaged_copies(place: Path, count: int) -> Tried:
+    """Reads damaged and forged copies of a checkpoint."""
     from gpt.runs import checkpoint
 
     good = place / folder.step_name(3)
     checkpoint.write(good, small_checkpoint_files())
     read_all(good)
-    outcomes: Counter[str] = Counter()
-    worst = 0.0
+
+    def sign(bad: Path) -> None:
+        (bad / folder.CHECKSUMS).unlink()
+        folder.write_sums(bad)
+
+    return _try(good, damages(good, random.Random(1)), count, read_all, sign)
+
+
+def damaged_tokens(place: Path, count: int) -> Tried:
+    """Reads damaged copies of a folder of tokens; what changes no id may be read."""
+    from gpt.config import TokenizeConfig
+    from gpt.text.tokenize import tokenize_texts
+
+    good = place / "tokens"
+    tokenize_texts([str(write_text(place / "text.txt", 200_000))], TokenizeConfig(out=str(good), tokenizer="bytes"))
+    expected = read_tokens(good)
+
+    def read(path: Path) -> None:
+        if read_tokens(path) == expected:
+            raise UserError("nothing that is read was changed")
+
+    plain = (damage for damage in damages(good, random.Random(2)) if not damage.signed)
+    return _try(good, plain, count, read, lambda bad: None)
+
+
+def read_tokens(path: Path) -> str:
+    """A sum over all ids of a folder, which is verified."""
+    from gpt.text.tokens import SIDES, TokenFolder
+
+    tokens = TokenFolder(path)
+    tokens.verify()
+    digest = hashlib.sha256(tokens.tokenizer.fingerprint.encode())
+    for side in SIDES:
+        stream = tokens.stream(side)
+        for start in range(0, len(stream), 2**16):
+            digest.update(stream.take(start, min(2**16, len(stream) - start)).tobytes())
+        stream.release()
+    return digest.hexdigest()
+
+
+def _try(
+    good: Path, some: Iterator[Damaged], count: int, read: Callable[[Path], None], sign: Callable[[Path], None]
+) -> Tried:
+    tried = Tried(Counter())
     size = sum(path.stat().st_size for path in good.iterdir())
-    for number, damage in zip(range(count), damages(good, random.Random(1)), strict=False):
-        bad = place / "bad"
+    bad = good.with_name("bad")
+    for number, damage in zip(range(count), some, strict=False):
         shutil.rmtree(bad, ignore_errors=True)
         bad.mkdir()
         for path in good.iterdir():
@@ -470,20 +520,22 @@ def damaged_copies(place: Path, count: int) -> tuple[Counter[str], float]:
                 os.link(path, bad / path.name)
         (bad / damage.file).write_bytes(damage.data)
         if damage.signed:
-            (bad / folder.CHECKSUMS).unlink()
-            folder.write_sums(bad)
+            sign(bad)
         before = peak_memory(reset=True)
-        try:
-            read_all(bad)
-            outcome = f"LOADED: {damage.file} {damage.kind}"
-        except UserError as error:
-            outcome = "refused" if "\n" not in error.message and len(error.message) < 500 else f"LONG: {error.message}"
-        except Exception as error:
-            outcome = f"{type(error).__name__}: {damage.file} {damage.kind}: {error}"
-        outcomes[outcome] += 1
+        tried.outcomes[_refused(damage, bad, read)] += 1
         if number > 20:  # allocators are warm
-            worst = max(worst, (peak_memory() - before) / (size + len(damage.data)))
-    return outcomes, worst
+            tried.memory = max(tried.memory, (peak_memory() - before) / (size + len(damage.data)))
+    return tried
+
+
+def _refused(damage: Damaged, bad: Path, read: Callable[[Path], None]) -> str:
+    try:
+        read(bad)
+    except UserError as error:
+        return "refused" if "\n" not in error.message and len(error.message) < 500 else f"LONG: {error.message}"
+    except Exception as error:
+        return f"{type(error).__name__}: {damage.file} {damage.kind}: {error}"
+    return f"LOADED: {damage.file} {damage.kind}"
 
 
 def peak_memory(reset: bool = False) -> int:
@@ -577,11 +629,13 @@ def main(words: list[str]) -> None:
             outcomes = failing_saves(place, ERRORS[:1] if quick else ERRORS)
             lines.append(f"- each write, sync and rename of a save failing, {sum(outcomes.values())}: {said(outcomes)}")
         elif part == "damage":
-            outcomes, worst = damaged_copies(place, counts["damage"])
-            lines.append(
-                f"- {sum(outcomes.values())} damaged copies: {said(outcomes)}; at most {worst:.2f} times the "
-                "checkpoint's size in memory"
-            )
+            for what, do in (("checkpoint", damaged_copies), ("folder of tokens", damaged_tokens)):
+                tried = do(place, counts["damage"])
+                lines.append(
+                    f"- {sum(tried.outcomes.values())} damaged copies of a {what}: {said(tried.outcomes)}; at most "
+                    f"{tried.memory:.2f} times its size in memory"
+                )
+                print(lines[-1], flush=True)
         elif part == "price":
             lines += price(quick)
         else:

@@ -335,7 +335,12 @@ class TrainConfig(TextConfig):
         None, "Steps between checkpoints; a better held-out loss is always saved.",
         panel=_LOG, shown="as --eval-every", low=1,
     )  # fmt: skip
-    keep: int = option(2, "Newest checkpoints to keep; the best one always stays.", panel=_LOG, low=1)
+    keep: int = option(
+        2,
+        "Newest checkpoints to keep, with what --resume needs; the best one's weights always stay.",
+        panel=_LOG,
+        low=1,
+    )
     sample_every: int | None = option(
         None, "Steps between sampled lines; 0: none.", panel=_LOG, shown="a quarter of the steps", low=0
     )

@@ -99,11 +99,13 @@ def checked(cls: type[T], values: Any, where: str) -> T:
     hints = get_type_hints(cls)
     found = dict(values)
     for key, value in values.items():
-        kind = hints.get(str(key))
+        if key not in hints:
+            raise UserError(f"{where} is damaged: it has a key {key[:40]!r}")
+        kind = hints[key]
         inner = without_none(kind)
         if dataclasses.is_dataclass(inner):
             found[key] = None if value is None and inner is not kind else checked(inner, value, where)  # type: ignore[arg-type]
-        elif kind is not None and not _fits(value, kind):
+        elif not _fits(value, kind):
             raise UserError(f"{where} is damaged: {key} is {str(value)[:40]!r}")
     return from_dict(cls, found, where)
 

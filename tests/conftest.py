@@ -1,7 +1,9 @@
 import io
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +88,13 @@ def spawn(*args: str | Path, cwd: Path | None = None, **kwargs: object) -> "subp
         [sys.executable, "-c", code, *map(str, args)],
         cwd=cwd, text=True, encoding="utf-8", stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs,  # type: ignore
     )  # fmt: skip
+
+
+def send(signum: int) -> None:
+    """A signal to this process, handled when this returns: where another thread runs, Python 3.11 may let the main one
+    go on for a while before it looks."""
+    signal.raise_signal(signum)
+    time.sleep(0.001)
 
 
 @pytest.fixture(scope="session")

@@ -187,6 +187,22 @@ def test_long_pieces_are_cut_at_the_same_places_in_parts_and_in_the_whole(
         assert sum(counts) + sum(inside) == count
 
 
+def test_no_part_ends_within_white_space_after_a_piece_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, least in {
+        "LONG_SPACE": 16,
+        "LONG_SPACE_PIECE": 64,
+        "LONG_PIECE": 64,
+        "_UNSETTLED_CHARACTERS": 12,
+    }.items():
+        monkeypatch.setattr(boundaries, limit, least)
+    each = Tokenizer("test", PATTERNS["cl100k"], LONG_RANKS, len(LONG_RANKS))
+    for spaces, marks in (("\t\t\t", 33), ("\t\t", 34)):
+        text = ("\r\n" * 47 + spaces + "\x1c" * marks) * 4
+        chunks = [text[i : i + 7] for i in range(0, len(text), 7)]
+        found = [each.encode_counted(part) for part, _ in boundaries.parts(chunks, PATTERNS["cl100k"], 8)]
+        assert np.concatenate([ids for ids, _ in found]).tolist() == each.encode_counted(text)[0].tolist()
+
+
 def test_a_run_of_white_space_is_cut_where_the_pattern_lets_go_of_it(small_limits: None) -> None:
     assert cuts("x" + " " * 20 + "y", GPT2_PATTERN) == ([20], 0)
     assert cuts("x" + "\n" * 20 + "y", GPT2_PATTERN) == ([20], 0)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import sys
 import time
 import types
@@ -160,7 +161,7 @@ def test_wandb_hears_what_the_metrics_say(text: Path, wandb: StandIn) -> None:
 def test_a_run_that_is_cut_off_ends_as_failed(text: Path, wandb: StandIn) -> None:
     def strike(event: Any) -> None:
         if isinstance(event, events.StepEvent) and event.step == 2:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(gpt.Interrupted):
         gpt.train(text, listen=strike, steps=5, log="wandb", **FAST)

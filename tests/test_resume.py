@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Done, make_text
+from conftest import TINY, Done, make_text, send
 from safetensors.torch import load_file
 from test_cli import one_line_of_what_and_what_next
 
@@ -42,7 +42,7 @@ def interrupted_at(k: int, do: Callable[..., Any], kind: type[events.Event] = ev
     def strike(event: Any) -> None:
         heard.append(event)
         if isinstance(event, kind) and event.step == k:
-            signal.raise_signal(signal.SIGINT)
+            send(signal.SIGINT)
 
     with pytest.raises(Interrupted, match=f"interrupted at step {k} of"):
         do(listen=strike)
@@ -110,7 +110,7 @@ def test_interrupted_between_steps(text: Path, kind: type[events.Event]) -> None
     def strike(event: Any) -> None:
         heard.append(event)
         if isinstance(event, kind) and event.step >= 4:
-            signal.raise_signal(signal.SIGINT)
+            send(signal.SIGINT)
 
     with pytest.raises(Interrupted):
         library.train(text, out="parts", listen=strike, **settings)
@@ -127,7 +127,10 @@ def test_what_stood_behind_the_checkpoint_is_cut(text: Path) -> None:
     with Path("parts/metrics.jsonl").open("a") as file:
         file.write('{"event": "step", "step": 6, "tokens": 1, "seconds": 1}\n{"event": "st')
     (Path("parts") / ".tmp-step-000008").mkdir()
-    library.resume("parts")
+    Path("parts/index.json").unlink()
+    indexed: list[bool] = []
+    library.resume("parts", lambda event: indexed.append(Path("parts/index.json").exists()))
+    assert indexed[-1]
     assert curve(Path("parts")) == curve(whole.run)
     assert not list(Path("parts").rglob(".tmp*"))
 
@@ -304,7 +307,7 @@ def test_a_run_that_went_back(text: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     def strike(event: Any) -> None:
         if isinstance(event, events.StepEvent) and len(calls) == 11:
-            signal.raise_signal(signal.SIGINT)
+            send(signal.SIGINT)
 
     with pytest.raises(Interrupted):
         library.train(text, out="parts", listen=strike, **settings)
@@ -419,7 +422,7 @@ def test_draws_of_python_and_numpy_go_on(text: Path) -> None:
             drawn.append(random.gauss() + np.random.random())
             if event.step == 5 and not stopped:
                 stopped.append(1)
-                signal.raise_signal(signal.SIGINT)
+                send(signal.SIGINT)
 
     random.seed(3)
     np.random.seed(3)
@@ -434,3 +437,22 @@ def test_draws_of_python_and_numpy_go_on(text: Path) -> None:
     random.seed(4)
     library.resume("parts", draw)
     assert drawn == whole
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_any_k_on_a_gpu(text: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With kernels that are deterministic; under float16 the loss scaler goes on too."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        settings: dict[str, Any] = {**FAST, "dtype": dtype, "device": "cuda", "eval_every": 4}
+        whole = library.train(text, out="whole", **settings)
+        for k in (1, 4, 7):
+            run = Path(f"at-{k}")
+            interrupted_at(k, lambda listen, run=run: library.train(text, out=run, listen=listen, **settings))
+            library.resume(run)
+            assert_same(run, whole.run)
+    finally:
+        torch.use_deterministic_algorithms(False)

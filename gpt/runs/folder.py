@@ -46,6 +46,11 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def is_name(name: str) -> bool:
+    """Whether a checkpoint may be called so."""
+    return _STEP.fullmatch(name) is not None
+
+
 def create_run(out: str) -> Path:
     """A new, empty run folder at ``out``, or at the first free of ``out-2``, ``out-3`` … Nothing is overwritten."""
     first = Path(out)  # without a slash at its end
@@ -141,8 +146,11 @@ def best(entries: list[Entry]) -> Entry:
 
 
 def write_index(run: Path) -> None:
-    """``index.json``: which checkpoint is best, which latest, and their losses."""
+    """``index.json``: which checkpoint is best, which latest, and their losses; made from the folders, which count.
+    None where there is no checkpoint."""
     entries = checkpoints(run)
+    if not entries:
+        return
     index = {
         "best": best(entries).name,
         "latest": entries[-1].name,

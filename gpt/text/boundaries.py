@@ -114,11 +114,19 @@ def _last_tried(text: str, pattern: str) -> int:
         cut, before = ends[k], max(0, k - 8)
         if (
             _is_old(text[max(0, cut - 16) : cut + 16])
+            and not _within_spaces_after_a_long_piece(text, cut, ends[before : k + 1])
             and _ends(text, pattern, ends[before], cut) == ends[before + 1 : k + 1]
             and [cut + end for end in _ends(text[cut:], pattern)] == ends[k + 1 :]
         ):
             return cut
     return 0
+
+
+def _within_spaces_after_a_long_piece(text: str, cut: int, ends: list[int]) -> bool:
+    """Whether ``cut`` divides white space, and a piece before it will be cut for its length: what is left of its line
+    ends would be one piece with the white space, if the text ended at ``cut``."""
+    divides = bool(_BLANK.match(text, cut - 1) and _BLANK.match(text, cut))
+    return divides and any(end - start > LONG_SPACE_PIECE for start, end in pairwise(ends))
 
 
 def _is_old(text: str) -> bool:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from gpt import evaluate, events
 from gpt.errors import Interrupted, WorkError
 from gpt.files import disk_errors, to_json, write_file
@@ -23,7 +21,7 @@ from gpt.training.best import read_best, sample_lines
 from gpt.training.guard import LOWER, Guard
 from gpt.training.keeping import Keeper, size_of
 from gpt.training.metrics import Metrics
-from gpt.training.opening import Setting
+from gpt.training.opening import Setting, describe
 from gpt.training.optim import make_optimizer
 from gpt.training.pace import END_SECONDS, PROBE_SECONDS, PROBE_SHARE, Pace
 from gpt.training.recipe import Recipe
@@ -32,7 +30,7 @@ from gpt.training.result import Result
 from gpt.training.saving import Saver, check_room, said
 from gpt.training.schedule import lr_at
 from gpt.training.speed import Speed
-from gpt.training.state import Saved, TrainState, read_snapshot
+from gpt.training.state import Saved, TrainState, read_snapshot, seed_all
 from gpt.training.step import Outcome, Stepper
 
 EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)  # held-out tokens of a periodic evaluation: of all, within bounds
@@ -55,7 +53,7 @@ class Trainer:
         self.setting, self.recipe = setting, recipe
         self.run, self.data, self.compute, self.start = setting.run, setting.data, setting.compute, setting.start
         self.listen, self.note, self.began = setting.listen, setting.note, setting.began
-        torch.manual_seed(recipe.seed)
+        seed_all(recipe.seed)
         self.model = self._model(path)
         if recipe.lora_rank:
             self.optimizer = lora.adapt(self.model, recipe)
@@ -67,17 +65,16 @@ class Trainer:
         if recipe.compile:
             self.compile()
         self.batches = self.data.batches(recipe)
-        tokens = min(max(EVAL_TOKENS[0], round(EVAL_SHARE * recipe.steps * recipe.batch_tokens)), EVAL_TOKENS[1])
-        wanted = max(1, tokens // recipe.model.block_size)
-        self.held_out = self.data.some_windows(recipe.model.block_size, wanted)
         self.tokenizer_files = checkpoint.TokenizerFiles(self.data.tokenizer, recipe.model)
-        self.state = TrainState()
+        tokens = min(max(EVAL_TOKENS[0], round(EVAL_SHARE * recipe.steps * recipe.batch_tokens)), EVAL_TOKENS[1])
+        self.state = TrainState(windows=max(1, tokens // recipe.model.block_size))
         self.guard = Guard(recipe.model.vocab_size, self.state)
         self.pace: Pace | None = None  # where the run ends at a time
         self.pending: Pending | None = None  # the step that a GPU may still compute
         if saved is not None and path is not None:
             before = read_snapshot(path, saved, self.model, self.optimizer)
             vars(self.state).update(vars(before.restore(self.model, self.optimizer, self.stepper.scaler)))
+        self.held_out = self.data.some_windows(recipe.model.block_size, self.state.windows)
 
     def _model(self, path: Path | None) -> GPT:
         """New, or that of the run to go on with, or of the model that is fine-tuned."""
@@ -103,19 +100,8 @@ class Trainer:
             self.setting, self.model, self.optimizer, self.stepper.scaler, self.state, self.metrics, self.saver,
             self.tokenizer_files,
         )  # fmt: skip
-        shape = self.recipe.model
-        self.note(
-            f"model {self.recipe.preset}: {breakdown(shape).trainable:,} parameters ({shape.n_layer} layers, "
-            f"{shape.n_head} heads, {shape.n_embd} wide, context {shape.block_size}, dropout {shape.dropout:g})"
-        )
-        if self.recipe.lora_rank:
-            self.note(lora.describe(self.model))
-        epochs = self.recipe.tokens(self.recipe.steps) / len(self.data.train)
-        self.note(
-            f"{self.recipe.steps:,} steps of {self.recipe.batch_tokens:,} tokens, {epochs:.1f} times the text, "
-            f"on {self.compute.describe()}; run {self.run}"
-            + (f"; from step {self.state.step:,}" if self.state.step else "")
-        )
+        for line in describe(self.setting, self.recipe, self.model, self.state.step):
+            self.note(line)
         self.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
 
     def train(self, stop: StopSignal) -> Result:

@@ -13,12 +13,16 @@ from gpt.config import TrainConfig
 from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
 from gpt.files import disk_errors, locked, to_json, write_file
+from gpt.model.decoder import GPT
+from gpt.model.params import breakdown
 from gpt.runs import folder
 from gpt.text.corpus import Corpus, open_corpus
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokens import MANIFEST
+from gpt.training import lora
 from gpt.training.pairs import PairData, make_pairs
 from gpt.training.prepare import Data, make_data, open_data, reopen_data, tokenized
+from gpt.training.recipe import Recipe
 from gpt.training.record import first_record
 from gpt.training.size import sized
 from gpt.training.start import Start
@@ -143,3 +147,16 @@ def same_data(
             "put it back as it was, or fine-tune on the new text with --init",
         )
     return data
+
+
+def describe(setting: Setting, recipe: Recipe, model: GPT, step: int) -> list[str]:
+    """Lines for whoever watches: the model, and what is done with it from ``step`` on."""
+    shape = recipe.model
+    epochs = recipe.tokens(recipe.steps) / len(setting.data.train)
+    return [
+        f"model {recipe.preset}: {breakdown(shape).trainable:,} parameters ({shape.n_layer} layers, "
+        f"{shape.n_head} heads, {shape.n_embd} wide, context {shape.block_size}, dropout {shape.dropout:g})",
+        *([lora.describe(model)] if recipe.lora_rank else []),
+        f"{recipe.steps:,} steps of {recipe.batch_tokens:,} tokens, {epochs:.1f} times the text, "
+        f"on {setting.compute.describe()}; run {setting.run}" + (f"; from step {step:,}" if step else ""),
+    ]

@@ -1,10 +1,13 @@
 """What a finished run gives, and how ``run.json`` keeps it."""
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gpt.errors import UserError
 from gpt.files import checked
+from gpt.runs import folder
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,10 @@ class Result:
         return asdict(self) | {"run": "", "checkpoint": self.checkpoint.name}
 
     @classmethod
-    def of(cls, run: Path, record: Any) -> "Result":
+    def of(cls, run: Path, record: Mapping[str, Any]) -> "Result":
         """What `record` kept. Raises `UserError` where it is damaged."""
-        where = str(run / "run.json")
-        paths = {key: Path(str(record[key]).replace("\0", "")).name for key in ("run", "checkpoint") if key in record}
-        found = checked(cls, {**record, **{key: Path(name) for key, name in paths.items()}}, where)
-        return replace(found, run=run, checkpoint=run / found.checkpoint)
+        where = str(run / folder.RECORD)
+        name = str(record.get("checkpoint"))
+        if not folder.is_name(name):
+            raise UserError(f"{where} is damaged: {name[:40]!r} is no checkpoint")
+        return checked(cls, {**record, "run": run, "checkpoint": run / name}, where)

@@ -9,6 +9,7 @@ from typing import Any
 from gpt import device, events, files
 from gpt.config import TrainConfig
 from gpt.interrupt import StopSignal
+from gpt.runs import folder
 from gpt.settings import from_dict
 from gpt.training import logs, opening, resume
 from gpt.training.loop import Trainer
@@ -74,7 +75,9 @@ def go_on(
         if begun.result is not None and (given.get("steps") or 0) <= begun.result.steps:
             note(f"{path} is finished")
             return begun.result
-        files.recover(path)
+        with files.disk_errors(path):
+            files.recover(path)
+            folder.write_index(path)
         logs.check(str(given.get("log", begun.config.log)))
         resume.find_checkpoint(begun, note)
         compute = resume.same_compute(begun, given.get("device"), note)

@@ -38,6 +38,7 @@ class TrainState:
     settled_step: int = -1  # the newest step after which all that was due is done: evaluation, sample
     measured_step: int = -1  # the newest evaluation's …
     measured_loss: float | None = None  # … and its loss, nats a token
+    windows: int = 0  # of held-out text that evaluations take, once it is settled
     best_loss: float | None = None  # lowest held-out loss so far
     evals_since_best: int = 0  # for patience
     rate_factor: float = 1.0  # of the learning rate; lower once the run had to go back
@@ -163,7 +164,12 @@ def read_saved(path: Path) -> Saved:
         )
     saved = checked(Saved, values, str(where))
     step, recipe = saved.state.step, saved.recipe
-    if not (0 <= step <= recipe.steps and recipe.micro_batch >= 1 and recipe.rows % recipe.micro_batch == 0):
+    if not (
+        0 <= step <= recipe.steps
+        and saved.state.windows > 0
+        and recipe.micro_batch >= 1
+        and recipe.rows % recipe.micro_batch == 0
+    ):
         raise UserError(
             f"{where} is damaged: step {step} of {recipe.steps}, {recipe.micro_batch} of {recipe.rows} rows"
         )
@@ -195,6 +201,13 @@ def _copied(tensor: Tensor, buffer: Tensor | None) -> Tensor:
     if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
         buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
     return buffer.copy_(tensor, non_blocking=True)
+
+
+def seed_all(seed: int) -> None:
+    """Begins the random states of Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def _random_state(device: torch.device) -> tuple[dict[str, Tensor], Draws]:
