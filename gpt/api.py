@@ -190,17 +190,13 @@ def bench(
     else:
         loaded = load(target, device=device, dtype=dtype, note=note, sampling=sampling)
         model, compute, name = loaded.model, loaded.compute, str(loaded.path)
-    size = model.config.block_size
-    if config.prompt_tokens + config.new_tokens > size:
-        raise UserError(
-            f"{config.prompt_tokens} + {config.new_tokens} tokens do not fit into the context of {size:,}",
-            f"--prompt-tokens {max(1, size // 4)} --new-tokens {max(1, size // 2)} do",
-        )
+    config = config.fitted(model.config.block_size)
     step = compiled(model, compute, note) if compile == "on" else None
     speed = measure(model, compute, config, step)
     kind = "int8" if dtype == "int8" else compute.dtype_name
     count = breakdown(model.config).trainable
-    return Measured(name, count, compute.describe(), kind, step is not None, config, speed)
+    where = compute.describe().removesuffix(f", {compute.dtype_name}")
+    return Measured(name, count, where, kind, step is not None, config, speed)
 
 
 def train(*texts: str | Path, listen: RunListener = lambda event: None, **settings: Any) -> Result:

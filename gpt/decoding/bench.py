@@ -35,20 +35,17 @@ class Speed:
 
 
 def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None = None) -> Speed:
-    """Times greedy texts after prompts of random ids. Raises ValueError where they do not fit into the context."""
-    length = config.prompt_tokens + config.new_tokens
-    if length > model.config.block_size:
-        raise ValueError(f"{length} tokens; the context is {model.config.block_size}")
-    context = Context(model, compute, config.batch, length, step)
-    ids = torch.randint(model.config.vocab_size, (config.batch, config.prompt_tokens)).tolist()
-    rounds = [_round(context, ids, config.new_tokens) for _ in range(config.rounds + 1)][1:]  # the first is warm-up
+    """Times greedy texts after prompts of random ids. Raises `UserError` where they do not fit into the context."""
+    config = config.fitted(model.config.block_size)
+    prompt, new = config.prompt_tokens or 0, config.new_tokens or 0
+    context = Context(model, compute, config.batch, prompt + new, step)
+    ids = torch.randint(model.config.vocab_size, (config.batch, prompt)).tolist()
+    rounds = [_round(context, ids, new) for _ in range(config.rounds + 1)][1:]  # the first is warm-up
     first, each = (statistics.median(times) for times in zip(*rounds, strict=True))
-    read = weight_bytes(model, compute) + config.batch * kv_bytes(
-        model.config, compute, config.prompt_tokens + config.new_tokens // 2
-    )
+    read = weight_bytes(model, compute) + config.batch * kv_bytes(model.config, compute, prompt + new // 2)
     bandwidth = bandwidth_of(compute)
     return Speed(
-        prefill_tokens_per_second=config.batch * config.prompt_tokens / first,
+        prefill_tokens_per_second=config.batch * prompt / first,
         decode_tokens_per_second=config.batch / each,
         first_token_seconds=first,
         memory_bytes=_memory(compute),

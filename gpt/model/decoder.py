@@ -23,6 +23,25 @@ QK_SCALE = 1.2  # what sharpens scores of normalized queries and keys
 PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # positions up to which a CPU attends plainly, and sequences at once
 
 
+class Linear(nn.Linear):
+    """A linear map. On the meta device, where a model awaits weights from a file, there is nothing to initialize; torch
+    would import its compiler to do so, which takes seconds."""
+
+    def reset_parameters(self) -> None:
+        """As torch has it, but for the meta device."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
+class Embedding(nn.Embedding):
+    """A table of rows, initialized as `Linear` is."""
+
+    def reset_parameters(self) -> None:
+        """As torch has it, but for the meta device."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention: softmax(q kᵀ / √d) v in each head (Vaswani et al. 2017, §3.2)."""
 
@@ -32,8 +51,8 @@ class Attention(nn.Module):
         self.dropout = config.dropout
         self.modern = config.arch == "modern"
         biases = not self.modern
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=biases)  # query, key, value of all heads at once
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=biases)  # the value-down map, W_O
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=biases)  # query, key, value of all heads at once
+        self.c_proj = Linear(config.n_embd, config.n_embd, bias=biases)  # the value-down map, W_O
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, layer: int, turn: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
@@ -62,7 +81,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.modern = config.arch == "modern"
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=not self.modern)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=not self.modern)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=not self.modern)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -101,9 +120,9 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # embedding, and unembedding transposed
+        self.wte = Embedding(config.vocab_size, config.n_embd)  # embedding, and unembedding transposed
         if config.positions == "learned":
-            self.wpe = nn.Embedding(config.block_size, config.n_embd)
+            self.wpe = Embedding(config.block_size, config.n_embd)
         elif config.positions == "sinusoidal":
             # The paper scales embeddings up by √C, so that they and the table are both of order one. GPT-2's embeddings
             # are of order 0.02 and stay so; the table is scaled down to them instead.
@@ -123,6 +142,8 @@ class GPT(nn.Module):
     def initialize(self) -> None:
         """GPT-2's initialization: matrices normal with deviation 0.02, those that write to the residual stream scaled
         by 1/√(2·n_layer) for the 2·n_layer of them; biases 0, LayerNorms 1 and 0. Uses torch's global generator."""
+        if self.wte.weight.is_meta:
+            return
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 module.weight.normal_(0.0, INIT_STD)
