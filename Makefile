@@ -31,6 +31,8 @@ fix: $(VENV)/.made-dev
 bench: $(VENV)/.made-dev
 	$(BIN)/python -m benchmarks.run
 	$(BIN)/python -m benchmarks.tokenize
+	$(PIP) -e '.[bench]'
+	$(BIN)/python -m benchmarks.decode
 
 $(VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"gpt needs Python 3.11 or newer; {sys.executable} is {v[0]}.{v[1]}. Name another: make PYTHON=python3.12 ...")'

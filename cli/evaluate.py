@@ -7,7 +7,7 @@ import typer
 from gpt.config import ReadConfig
 
 from . import progress, render
-from .options import OUTPUT, Device, Dtype, Json, Quiet, one_of, option, takes
+from .options import OUTPUT, Device, Json, Quiet, SamplingDtype, one_of, option, takes
 from .sample import MODEL_HELP
 
 
@@ -30,7 +30,7 @@ def evaluate(
     json: Json = False,
     quiet: Quiet = False,
     device: Device = "auto",
-    dtype: Dtype = "auto",
+    dtype: SamplingDtype = "auto",
 ) -> None:  # fmt: skip
     """Measure a model on TEXT: loss, perplexity, bits a byte, in fixed windows over the whole of it."""
     with progress.starting(quiet):

@@ -12,7 +12,7 @@ import typer
 from gpt import __version__
 from gpt.errors import Interrupted, UserError, is_out_of_memory
 
-from . import data, evaluate, inspect, params, render, report, sample, tokenize, tokenizer, train
+from . import bench, data, evaluate, inspect, params, render, report, sample, tokenize, tokenizer, train
 
 EPILOG = (
     "Every option has a twin in the environment, GPT_<COMMAND>_<OPTION>: GPT_TRAIN_STEPS=100 is --steps 100. "
@@ -42,6 +42,7 @@ COMMANDS: dict[str, Callable[..., object]] = {
     "tokenize": tokenize.tokenize,
     "params": params.params,
     "report": report.report,
+    "bench": bench.bench,
 }
 for name, command in COMMANDS.items():
     app.command(name, epilog=_TWINS.format(name.upper()))(command)

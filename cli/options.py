@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from gpt import config
+from gpt import config, sample_config
 from gpt.errors import UserError, did_you_mean
 from gpt.settings import from_dict, read_toml, without_none
 
@@ -35,6 +35,17 @@ Dtype = Annotated[
     str,
     one_of(
         get_args(config.Dtype), help="auto: bfloat16 on newer CUDA devices, else float32.", rich_help_panel="Machine"
+    ),
+]
+
+
+SamplingDtype = Annotated[
+    str,
+    one_of(
+        get_args(sample_config.Dtype),
+        help="auto: bfloat16 on newer CUDA devices, else float32; int8: weights rounded, "
+        "on CPUs activations too: smaller, faster, and a little worse.",
+        rich_help_panel="Machine",
     ),
 ]
 

@@ -27,6 +27,7 @@ from gpt.model.params import breakdown as count
 if TYPE_CHECKING:
     import typer
 
+    from gpt.api import Measured
     from gpt.decoding.generate import Token
     from gpt.decoding.write import Piece, Sample
     from gpt.evaluate import Evaluation
@@ -236,6 +237,28 @@ def evaluation(result: "Evaluation") -> None:
     table.add_row("word perplexity", f"{result.word_perplexity:,.2f}", "a word, as white space cuts them")
     table.add_row("text", f"{result.tokens:,}", f"tokens predicted; {result.bytes:,} bytes, {result.words:,} words")
     table.add_row("windows", f"{result.block_size:,}", f"tokens each, one every {result.stride:,}")
+    stdout().print(table)
+
+
+def speed_json(measured: "Measured") -> dict[str, Any]:
+    """The object of ``gpt bench --json``."""
+    values = {key: getattr(measured, key) for key in ("name", "parameters", "device", "dtype", "compiled")}
+    return values | asdict(measured.settings) | asdict(measured.speed)
+
+
+def speed(measured: "Measured") -> None:
+    """What ``gpt bench`` has found, with units."""
+    found, asked = measured.speed, measured.settings
+    table = Table(box=None, show_header=False, pad_edge=False)
+    how = f"{measured.parameters:,} parameters, {measured.device}, {measured.dtype}"
+    table.add_row("model", measured.name, how + (", compiled" if measured.compiled else ""))
+    texts = f"{asked.batch} texts" if asked.batch > 1 else "a text"
+    table.add_row("reading", f"{found.prefill_tokens_per_second:,.0f}", f"tokens/s: {asked.prompt_tokens} of {texts}")
+    table.add_row("first token", f"{1000 * found.first_token_seconds:,.1f}", "ms after the prompt")
+    table.add_row("writing", f"{found.decode_tokens_per_second:,.1f}", f"tokens/s: {asked.new_tokens} of {texts}")
+    share = f"% of {found.bandwidth_bytes_per_second / 1e9:,.1f} GB/s, which this memory reads; a step reads "
+    table.add_row("bandwidth", f"{100 * found.bandwidth_share:.0f}", share + f"{found.read_bytes / 1e6:,.0f} MB")
+    table.add_row("memory", f"{found.memory_bytes / 1e6:,.0f}", "MB at most")
     stdout().print(table)
 
 

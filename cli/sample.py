@@ -12,7 +12,7 @@ from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
 
 from . import progress, render
-from .options import OUTPUT, Device, Dtype, Json, given_text, option, takes
+from .options import OUTPUT, Device, Json, SamplingDtype, given_text, option, takes
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
@@ -55,7 +55,7 @@ def sample(
         bool, option("--interactive", "-i", help="Ask for prompt after prompt; /help says what else.")
     ] = False,
     device: Device = "auto",
-    dtype: Dtype = "auto",
+    dtype: SamplingDtype = "auto",
 ) -> None:  # fmt: skip
     """Let a model write on after PROMPT."""
     if interactive:
@@ -65,7 +65,7 @@ def sample(
     _check(settings, num, as_json=json or out is not None)
     with progress.starting(quiet=json):
         from gpt import api
-    loaded = api.load(model, device=device, dtype=dtype, note=render.note)
+    loaded = api.load(model, device=device, dtype=dtype, note=render.note, sampling=settings)
     if out is not None:
         _into_file(loaded, texts, settings, seed, num, out, json)
         return
@@ -88,7 +88,7 @@ def _talk(
 
     with progress.starting(quiet=False):
         from gpt import api
-    load = functools.partial(api.load, device=device, dtype=dtype, note=render.note)
+    load = functools.partial(api.load, device=device, dtype=dtype, note=render.note, sampling=settings)
     loaded = load(model)
     seed = render.draw_seed(announce=settings.draws) if seed is None else seed
     Conversation(loaded, load, settings, seed).run()

@@ -7,14 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from gpt import device as devices
-from gpt.config import ReadConfig, TextConfig, TrainConfig
+from gpt.bench_config import BenchConfig
+from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
+from gpt.decoding.bench import Speed, measure
+from gpt.decoding.weights import compiled, prepare
 from gpt.decoding.write import Piece, Sample, Writer
 from gpt.device import Compute
 from gpt.errors import UserError, did_you_mean
 from gpt.evaluate import Encoded, Evaluation, OnWindow, evaluate
 from gpt.model.decoder import GPT
+from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
 from gpt.sample_config import SampleConfig
 from gpt.settings import from_dict
@@ -50,10 +55,11 @@ class LanguageModel:
     tokenizer: Tokenizer
     compute: Compute
     path: Path
+    note: Callable[[str], None] = lambda text: None
 
     def write(self, prompt: str = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0) -> Writing:
         """A sample to iterate over while it is written. Sample ``index`` of a seed is the same whatever came before."""
-        writer = Writer(self.model, self.tokenizer, self.compute, config or SampleConfig(), seed)
+        writer = Writer(self.model, self.tokenizer, self.compute, config or SampleConfig(), seed, self.note)
         return Writing(writer.write([prompt], [index]))
 
     def write_all(
@@ -67,7 +73,7 @@ class LanguageModel:
         """``num`` samples of each prompt, or its beams, a piece at a time, one text after the other; computed side by
         side, and the same as one by one. Those that are ``done`` (prompt, index) are left out. Raises `UserError` for
         what the model cannot do."""
-        writer = Writer(self.model, self.tokenizer, self.compute, config or SampleConfig(), seed)
+        writer = Writer(self.model, self.tokenizer, self.compute, config or SampleConfig(), seed, self.note)
         return writer.write(prompts, range(num), done)
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:
@@ -128,14 +134,69 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     note: Callable[[str], None] = lambda text: None,
+    sampling: SampleConfig | None = None,
 ) -> LanguageModel:
     """The model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, a GPT-2 folder of
     transformers; None: the newest run's best. Raises `UserError` where there is none, or it is damaged; where the
-    latest is, ``note`` is told, and the one before is taken."""
+    latest is, ``note`` is told, and the one before is taken.
+
+    For settings that it will be ``sampling`` with, weights are laid out for steps of one token (in ``dtype`` itself,
+    not cast at each product); ``dtype`` "int8" rounds them. Such a model is neither trained nor saved.
+    """
     found = folder.find_checkpoint(None if path is None else str(path), note)
-    compute = devices.pick(device, dtype)
-    loaded = checkpoint.load(found, compute.device)
-    return LanguageModel(loaded.model, loaded.tokenizer, compute, found)
+    int8 = dtype == "int8"
+    compute = devices.pick(device, "auto" if int8 else dtype)
+    narrow = compute.dtype if sampling is not None and not int8 else torch.float32
+    loaded = checkpoint.load(found, compute.device, dtype=narrow)
+    if sampling is not None or int8:
+        packed = sampling is not None and sampling.compile != "on"
+        prepare(loaded.model, compute, int8=int8, packed=packed)
+    if int8:
+        note("int8 rounds the weights: gpt eval TEXT with and without --dtype int8 says what it costs this model")
+    return LanguageModel(loaded.model, loaded.tokenizer, compute, found, note)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `bench` has found, and on what."""
+
+    name: str
+    parameters: int
+    device: str
+    dtype: str
+    compiled: bool
+    settings: BenchConfig
+    speed: Speed
+
+
+def bench(
+    target: str | Path | None = None,
+    config: BenchConfig | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    compile: str = "off",
+    note: Callable[[str], None] = lambda text: None,
+) -> Measured:
+    """How fast the model ``target`` samples: a preset, with random weights, or what `load` takes."""
+    config = config or BenchConfig()
+    sampling = SampleConfig(compile="on" if compile == "on" else "off")
+    if isinstance(target, str) and target in PRESETS:
+        compute = devices.pick(device, "auto" if dtype == "int8" else dtype)
+        with compute.device:
+            model = GPT(PRESETS[target].model).eval()
+        prepare(model, compute, int8=dtype == "int8", packed=compile != "on")
+        name = target
+    else:
+        loaded = load(target, device=device, dtype=dtype, note=note, sampling=sampling)
+        model, compute, name = loaded.model, loaded.compute, str(loaded.path)
+    config = config.fitted(model.config.block_size)
+    step = compiled(model, compute, note) if compile == "on" else None
+    speed = measure(model, compute, config, step)
+    kind = "int8" if dtype == "int8" else compute.dtype_name
+    count = breakdown(model.config).trainable
+    where = compute.describe().removesuffix(f", {compute.dtype_name}")
+    return Measured(name, count, where, kind, step is not None, config, speed)
 
 
 def train(*texts: str | Path, listen: RunListener = lambda event: None, **settings: Any) -> Result:

@@ -12,6 +12,9 @@ _TEXT, _FILTER, _BEAM, _MACHINE, _OUTPUT = "Text", "Choice of the next token", "
 MOST_BEAMS = 1024
 
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+
+
 @dataclass(frozen=True)
 class SampleConfig:
     """How ids are chosen from logits, and what ends a text. Raises `UserError` for values that mean nothing.
@@ -66,6 +69,15 @@ class SampleConfig:
     batch: int = option(
         0, "Samples computed at once; the texts are the same for any number.",
         panel=_MACHINE, shown="by the device", low=0, high=2**16,
+    )  # fmt: skip
+    speculate: int = option(
+        0, "Guess up to K tokens from the text so far and check them at once: faster where texts repeat themselves, "
+        "and the same text.",
+        panel=_MACHINE, shown="off", low=0, high=64,
+    )  # fmt: skip
+    compile: Literal["auto", "on", "off"] = option(
+        "auto", "torch.compile for steps of one token, on GPUs as CUDA graphs; auto: on a GPU, for long requests.",
+        panel=_MACHINE,
     )  # fmt: skip
     logprobs: int | None = option(
         None, "With --json: each token's log-probability, and those of the K likeliest.",

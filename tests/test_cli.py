@@ -85,7 +85,7 @@ OPTIONS = {
     "--json --quiet -q",
     "sample": "--model -m --prompt-file --prompts --temperature -t --top-k --top-p --min-p --repetition-penalty "
     "--no-repeat-ngram --bias --greedy --beam --length-penalty --early-stopping --n-best --max-tokens -n --min-tokens "
-    "--interactive -i --stop --ignore-eot --num -N --seed --no-echo --json --out -o --logprobs --echo-logprobs --batch --device --dtype",
+    "--interactive -i --stop --ignore-eot --num -N --seed --no-echo --json --out -o --logprobs --echo-logprobs --batch --speculate --compile --device --dtype",
     "eval": "--field --split-on --encoding --errors --skip-bad --stride --split --tokens --json --quiet -q --device --dtype",
     "tokenize": "--out -o --resume --part --tokenizer --vocab-size --sample-bytes --val-fraction --val-text --field "
     "--split-on --encoding --errors --skip-bad --jobs --seed --json --quiet -q",
@@ -97,6 +97,7 @@ OPTIONS = {
     "inspect analogy": "--count -k --model -m --out -o --json",
     "inspect positions": "--model -m --out -o --json",
     "inspect tokens": "--file --model -m --out -o --json",
+    "bench": "--prompt-tokens --new-tokens -n --batch --rounds --json --device --dtype --compile",
     "data": "",
     "data list": "--json",
     "data show": "--verify --json --quiet -q",

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
@@ -30,7 +30,7 @@ def random_logits(seed: int, rows: int = 1) -> Tensor:
     return 3 * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SEEDS, st.integers(1, 60), st.floats(0.01, 0.99), st.floats(0.1, 3.0))
 def test_what_is_drawn_from_equals_transformers(seed: int, k: int, p: float, t: float) -> None:
     logits = random_logits(seed)
@@ -46,7 +46,7 @@ def test_what_is_drawn_from_equals_transformers(seed: int, k: int, p: float, t: 
         assert torch.equal(kept_ours, kept_theirs)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     SEEDS,
     st.lists(st.integers(0, 6), min_size=1, max_size=30),
@@ -69,7 +69,7 @@ def test_what_looks_back_equals_transformers(
         assert torch.allclose(ours, theirs, atol=1e-6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SEEDS)
 def test_all_in_the_stated_order_equals_transformers(seed: int) -> None:
     config = SampleConfig(temperature=0.7, top_k=20, top_p=0.8, min_p=0.05, repetition_penalty=1.5, no_repeat_ngram=2)
@@ -90,7 +90,7 @@ def test_all_in_the_stated_order_equals_transformers(seed: int) -> None:
     assert torch.allclose(ours.softmax(-1), theirs.softmax(-1), atol=1e-6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.sampled_from([0.0, 1.0, -1e30, 1e30, 5.0]), min_size=1, max_size=6),
     st.floats(0, 1e3),

@@ -44,7 +44,7 @@ def test_ranges_here_and_pins_in_constraints() -> None:
     )
     assert pins["torch"] == "2.13.0"
     extras = PROJECT["project"]["optional-dependencies"]
-    for requirement in [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["hf"]]:
+    for requirement in [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["hf"], *extras["bench"]]:
         name = re.split(r"[\[<>=]", requirement)[0]
         assert "==" not in requirement
         assert name == "gpt" or name in pins, name
@@ -53,7 +53,7 @@ def test_ranges_here_and_pins_in_constraints() -> None:
 def test_dependencies_earn_their_place_in_the_docs() -> None:
     docs = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
     extras = PROJECT["project"]["optional-dependencies"]
-    for requirement in [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["hf"]]:
+    for requirement in [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["hf"], *extras["bench"]]:
         name = re.split(r"[\[<>=]", requirement)[0]
         assert name == "gpt" or f"`{name}`" in docs
 

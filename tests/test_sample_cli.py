@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -414,3 +415,15 @@ def test_on_a_terminal_ctrl_c_ends_the_text_and_not_the_program(run_folder: Path
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert (tmp_path / "gpt" / "history").read_text().splitlines()[-3:] == ["the cat", "/set max-tokens 3", "it"]
     os.close(terminal)
+
+
+def test_sampling_starts_without_a_compiler(run_folder: Path) -> None:
+    """torch's compiler takes seconds to import, and nobody has asked for it."""
+    code = (
+        "import sys\nfrom gpt_cli.main import main\n"
+        f"assert main(['sample', 'the', '-m', {str(run_folder)!r}, '-n', '2', '--seed', '1']) == 0\n"
+        "heavy = {'torch._dynamo', 'torch._inductor', 'sympy', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 from conftest import make_text
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gpt.decoding.stream import TextStream
@@ -12,6 +12,7 @@ from gpt.text import tokenizer
 from gpt.text.tokenizer import Tokenizer
 
 BYTES = tokenizer.bytes_tokenizer()
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a shared machine may stand still
 
 
 def streamed(ids: Sequence[int], stops: Sequence[str] = (), tok: Tokenizer = BYTES) -> list[str]:
@@ -25,6 +26,7 @@ def streamed(ids: Sequence[int], stops: Sequence[str] = (), tok: Tokenizer = BYT
     return [*pieces, stream.flush()]
 
 
+@PATIENT
 @given(st.text(max_size=30), st.binary(max_size=6))
 def test_streaming_shows_whole_characters_and_loses_nothing(text: str, junk: bytes) -> None:
     for data in (text.encode(), text.encode() + junk):
@@ -50,6 +52,7 @@ def up_to_a_stop(text: str, stops: Sequence[str]) -> str:
 LETTERS = st.text("ab🐕", min_size=1, max_size=4)
 
 
+@PATIENT
 @given(st.text("ab🐕", max_size=20), st.lists(LETTERS, max_size=4))
 @example("aab", ["ab"])
 @example("abab🐕", ["aba🐕", "b🐕"])
@@ -64,6 +67,7 @@ def test_nothing_of_a_stop_text_is_shown(text: str, stops: list[str]) -> None:
         assert expected.startswith(shown)
 
 
+@PATIENT
 @given(st.text("ab ", max_size=30), st.lists(st.text("ab ", min_size=1, max_size=5), max_size=3))
 def test_stop_texts_do_not_see_where_tokens_end(text: str, stops: list[str]) -> None:
     tok = tokenizer.learn_tokenizer(["ab aab abb bab aba " * 50], 264)

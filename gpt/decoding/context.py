@@ -1,6 +1,7 @@
 """What the next ids are predicted from: rows of ids, and the cache of their keys and values."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +9,8 @@ from torch import Tensor
 from gpt.device import Compute
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
+
+Step = Callable[[Tensor, Tensor | None, KVCache], Tensor]  # what `GPT.stack` computes
 
 
 class Context:
@@ -18,11 +21,20 @@ class Context:
     positions are relative: the window moves on by one and nothing is computed anew.
     """
 
-    def __init__(self, model: GPT, compute: Compute, rows: int = 1, room: int | None = None) -> None:
+    def __init__(
+        self, model: GPT, compute: Compute, rows: int = 1, room: int | None = None, step: "Step | None" = None
+    ) -> None:
         self.model = model
         self.compute = compute
         self.size = model.config.block_size
         self.cache = KVCache(model.config, rows, compute.device, compute.dtype, min(self.size, room or self.size))
+        self._step = step
+        if step is not None:
+            self.cache.fixed = True
+            torch._dynamo.mark_static_address(self.cache.keys)
+            torch._dynamo.mark_static_address(self.cache.values)
+        narrow = model.wte.weight.dtype == compute.dtype  # then there is nothing to cast at each product
+        self._autocast = contextlib.nullcontext if narrow else compute.autocast
         self.ids: list[list[int]] = [[] for _ in range(rows)]  # all of them, also what is no longer seen
         self.dropped = [0] * rows  # how many of a row's first ids are no longer seen
 
@@ -55,17 +67,19 @@ class Context:
             if self.cache.lengths[row] + len(new) > self.size:
                 self._slide(row, len(new))
             self.ids[row] += new
+        if self._step is not None and len(ids[0]) == 1:
+            return self._fixed(ids)
         return self._trunk(torch.tensor(ids, device=self.compute.device), self.cache.rows(0, len(ids)))
 
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
         """The residual stream (…, C) → logits (…, V) in float32."""
-        with self.compute.autocast():
+        with self._autocast():
             return self.model.unembed(x).float()
 
     def room(self, row: int) -> int:
         """How many more ids the row takes before anything is dropped."""
-        return max(0, self.size - int(self.cache.lengths[row]))
+        return max(0, self.cache.room - int(self.cache.lengths[row]))
 
     def rewind(self, row: int, count: int) -> None:
         """Takes back the row's last ``count`` ids."""
@@ -94,8 +108,19 @@ class Context:
         if kept:
             self._trunk(torch.tensor([self.ids[row][-kept:]], device=self.compute.device), part)
 
+    def _fixed(self, ids: Sequence[Sequence[int]]) -> Tensor:
+        """A step of all rows, of which those after the first n are idle, so that shapes are the same every time."""
+        assert self._step is not None
+        n = len(ids)
+        self.cache.lengths[n:] = 0
+        every = torch.tensor([*ids, *[[0]] * (self.rows - n)], device=self.compute.device)
+        with self._autocast():
+            x = self._step(*self.model.embed(every, self.cache), self.cache)
+        self.cache.lengths[:n] += 1
+        return x[:n]
+
     def _trunk(self, ids: Tensor, cache: KVCache) -> Tensor:
-        with self.compute.autocast():
+        with self._autocast():
             return self.model.trunk(ids, cache)
 
 

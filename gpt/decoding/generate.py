@@ -1,13 +1,14 @@
 """Prompts' ids → more ids: rows are filled with prompts, then a step gives each row a token. Knows nothing of text."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gpt.decoding.context import Context
 from gpt.decoding.logits import Filters, key_of, step_key
+from gpt.decoding.lookup import Lookup
 from gpt.sample_config import SampleConfig
 
 POSITIONS_AT_ONCE = 64  # of a prompt, whose logits are looked at together
@@ -48,6 +49,10 @@ class _Row:
     key: int
     count: int = 0  # ids generated so far
     last: int = 0  # the newest of them, which the context has not taken in
+    guessed: list[int] = field(default_factory=list)  # what may follow it
+    taken: int = 1  # ids that the context has taken in at once, of which the first is certain
+    right: int = 0  # guesses among them that have turned out right
+    lookup: Lookup = field(default_factory=Lookup)
     ended: bool = False
 
 
@@ -64,7 +69,7 @@ class Batch:
         self._waiting = enumerate(requests)
         self._seed = seed
         self._active: list[_Row] = []  # row r of the context is that of _active[r]
-        self._logits: Tensor | None = None  # (n, V): what follows each active row
+        self._logits: Tensor | None = None  # (n, T, V): what follows each active row's last T ids
 
     def end(self, number: int) -> None:
         """Nothing more of this request is wanted."""
@@ -78,8 +83,8 @@ class Batch:
             yield from self._choose()
             self._retire()
             if self._active:
-                x = self.context.step([[row.last] for row in self._active])
-                self._logits = self.context.logits(x[:, -1])
+                self._guess()
+                self._step()
             yield from self._admit()
 
     def _admit(self) -> Iterator[Event]:
@@ -102,24 +107,65 @@ class Batch:
         if self.config.max_tokens == 0:
             yield from (Event(row.number, reason="length") for row in new)
             return
-        logits = self.context.logits(x[range(len(some)), ends])
-        self._logits = logits if self._logits is None else torch.cat([self._logits, logits])
+        logits = self.context.logits(x[range(len(some)), ends])[:, None]  # (n, 1, V)
+        if self._logits is not None:
+            wide = logits.new_zeros(len(new), self._logits.size(1), logits.size(-1))
+            wide[:, :1] = logits
+            logits = torch.cat([self._logits, wide])
+        self._logits = logits
         self._active += new
 
+    def _guess(self) -> None:
+        """Has the context look ahead, where the text so far says what may come; a wrong guess changes no text."""
+        if not self.config.speculate:
+            return
+        room = min(self.context.room(at) for at in range(len(self._active))) - 1
+        for at, row in enumerate(self._active):
+            most = min(room, self.config.speculate, self.config.max_tokens - row.count - 1)
+            row.guessed = row.lookup.guess([*self.context.ids[at], row.last], most) if most > 0 else []
+
+    def _step(self) -> None:
+        """Has the context take in each row's last id and guesses, all rows padded to the longest."""
+        most = max(len(row.guessed) for row in self._active)
+        ids = [[row.last, *row.guessed, *[0] * (most - len(row.guessed))] for row in self._active]
+        self._logits = self.context.logits(self.context.step(ids))
+        for row in self._active:
+            row.taken = most + 1
+
     def _choose(self) -> Iterator[Event]:
-        """Gives each active row a token."""
+        """Gives each active row a token, and one more for each guess that was right."""
         assert self._logits is not None
-        past = self.context.ids[: len(self._active)]
-        shaped = self.filters.shape(self._logits, past, [row.count for row in self._active])
-        keys = [step_key(row.key, row.count) for row in self._active] if self.config.draws else []
+        going = self._active
+        for t in range(self._logits.size(1)):
+            yield from self._choose_after(t, going)
+            going = [row for row in going if not row.ended and row.guessed[t : t + 1] == [row.last]]
+            if not going:
+                break
+            for row in going:
+                row.right = t + 1
+        for at, row in enumerate(self._active):
+            self.context.rewind(at, row.taken - 1 - row.right)
+            row.taken, row.right, row.guessed = 1, 0, []
+
+    def _choose_after(self, t: int, going: Sequence[_Row]) -> Iterator[Event]:
+        """Gives rows their token after the first ``t`` guesses."""
+        assert self._logits is not None
+        logits = self._logits[:, t]
+        past: Sequence[Sequence[int]] = [()] * len(going)
+        if len(going) < len(self._active) or self.config.looks_back:
+            rows = [at for at, row in enumerate(self._active) if any(row is each for each in going)]
+            logits = logits[rows]
+            past = [self.context.ids[at][: len(self.context.ids[at]) - self._active[at].taken + 1 + t] for at in rows]
+        shaped = self.filters.shape(logits, past, [row.count for row in going])
+        keys = [step_key(row.key, row.count) for row in going] if self.config.draws else []
         ids = self.filters.choose(shaped, keys).tolist()
-        tokens = read(self._logits.log_softmax(-1), range(len(ids)), ids, self.config.logprobs)
-        for row, token in zip(self._active, tokens, strict=True):
+        tokens = read(logits.log_softmax(-1), range(len(ids)), ids, self.config.logprobs)
+        for row, token in zip(going, tokens, strict=True):
             row.last = token.id
             row.count += 1
             ends = token.id == self.filters.eot and not self.config.ignore_eot
             reason = "eot" if ends else "length" if row.count == self.config.max_tokens else None
-            row.ended = reason is not None
+            row.ended = row.ended or reason is not None
             yield Event(row.number, [token], reason=reason)
 
     def _retire(self) -> None:

@@ -1,7 +1,7 @@
 """Prompts → texts: samples or beams, many at once, each piece of text as it comes and in order."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gpt.decoding.beam import BeamBatch, Hypothesis
@@ -9,6 +9,7 @@ from gpt.decoding.context import Context
 from gpt.decoding.generate import Batch, Request, Token
 from gpt.decoding.logits import Filters
 from gpt.decoding.stream import TextStream
+from gpt.decoding.weights import compiled
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.decoder import GPT
@@ -16,6 +17,8 @@ from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import Tokenizer
 
 ROWS = {"cpu": 16, "cuda": 64, "mps": 16}  # computed at once: what memory can be read for once
+COMPILED_FROM = 2000  # steps from which compiling, which takes half a minute, gains time
+ROOMS = 256  # positions: a compiled step has room for a multiple of them
 CACHE_SHARE = 0.25  # of the device's memory that keys and values may take
 
 
@@ -67,7 +70,16 @@ class _Text:
 class Writer:
     """What writes texts with one model, as one request asks. Raises `UserError` for what the model cannot do."""
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, compute: Compute, config: SampleConfig, seed: int) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        compute: Compute,
+        config: SampleConfig,
+        seed: int,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.note = note
         self.model, self.tokenizer, self.compute, self.config, self.seed = model, tokenizer, compute, config, seed
         if config.beam > model.config.vocab_size:
             raise UserError(
@@ -104,7 +116,16 @@ class Writer:
         row = 2 * shape.n_layer * shape.n_embd * room * self.compute.dtype.itemsize * width
         fitting = int(CACHE_SHARE * self.compute.memory() / row)
         at_once = self.config.batch or max(1, min(ROWS[self.compute.device.type] // width, fitting))
-        return Context(self.model, self.compute, width * max(1, min(at_once, count)), room)
+        rows = max(1, min(at_once, count))
+        step = None
+        if self.config.compile == "on" or (
+            self.config.compile == "auto"
+            and self.compute.device.type == "cuda"
+            and self.config.max_tokens * count >= COMPILED_FROM * rows
+        ):
+            step = compiled(self.model, self.compute, self.note)
+            room = min(-(-room // ROOMS) * ROOMS, shape.block_size)  # few lengths, each of which is compiled
+        return Context(self.model, self.compute, width * rows, room, step)
 
     def _draw(self, ids: list[list[int]], wanted: list[tuple[int, int]]) -> Iterator[Piece]:
         context = self._context([ids[number] for number, _ in wanted], len(wanted), 1)

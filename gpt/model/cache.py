@@ -26,8 +26,10 @@ class KVCache:
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.lengths = np.zeros(rows, np.int64)
+        self.fixed = False  # whether steps of one position look at all columns: the same shapes every time
         self.where: Where = slice(0, 0)  # the positions that are being computed
         self.reach = 0  # one more than the last of them
+        self._end = 0  # columns that are looked at
         self._columns: tuple[Tensor, Tensor] | None = None  # where not a slice: the rows (B, 1) and columns (B, T)
         self._mask: Tensor | None = None
 
@@ -35,6 +37,7 @@ class KVCache:
         """Rows ``start`` to ``stop`` as a cache of their own, over the same memory."""
         part = object.__new__(KVCache)
         part.room, part.reach, part.where, part._columns, part._mask = self.room, 0, slice(0, 0), None, None
+        part.fixed, part._end = False, 0
         part.keys, part.values = self.keys[:, start:stop], self.values[:, start:stop]
         part.lengths = self.lengths[start:stop]
         return part
@@ -43,7 +46,8 @@ class KVCache:
         """Says where each row's next T positions lie: a slice of positions if the rows agree, else (B, T) of them."""
         start = int(self.lengths[0])
         self.reach = int(self.lengths.max()) + T
-        if self.reach <= self.room and (self.lengths == start).all():
+        self._end = self.room if self.fixed and T == 1 else min(self.reach, self.room)
+        if self.reach <= self._end and not (self.fixed and T == 1) and (self.lengths == start).all():
             self.where, self._columns = slice(start, start + T), None
             self._mask = None
             if T > 1 and start > 0:
@@ -56,7 +60,7 @@ class KVCache:
         positions = torch.from_numpy(self.lengths)[:, None] + torch.arange(T)  # (B, T)
         self.where = positions = positions.to(device)
         self._columns = torch.arange(len(self.lengths), device=device)[:, None], positions % self.room
-        seen = torch.arange(min(self.reach, self.room), device=device)
+        seen = torch.arange(self._end, device=device)
         self._mask = (seen <= positions[..., None])[:, None]  # (B, 1, T, seen)
         return self.where
 
@@ -70,8 +74,7 @@ class KVCache:
             rows, columns = self._columns
             keys[rows, :, columns] = k.transpose(1, 2).to(keys.dtype)  # (B, T, H, D)
             values[rows, :, columns] = v.transpose(1, 2).to(values.dtype)
-        end = min(self.reach, self.room)
-        return keys[:, :, :end], values[:, :, :end]
+        return keys[:, :, : self._end], values[:, :, : self._end]
 
     def mask(self) -> Tensor | None:
         """Which of all positions each of the new ones may see, (…, T, seen); None where the causal mask of a square, or

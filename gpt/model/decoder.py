@@ -23,6 +23,25 @@ QK_SCALE = 1.2  # what sharpens scores of normalized queries and keys
 PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # positions up to which a CPU attends plainly, and sequences at once
 
 
+class Linear(nn.Linear):
+    """A linear map. On the meta device, where a model awaits weights from a file, there is nothing to initialize; torch
+    would import its compiler to do so, which takes seconds."""
+
+    def reset_parameters(self) -> None:
+        """As torch has it, but for the meta device."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
+class Embedding(nn.Embedding):
+    """A table of rows, initialized as `Linear` is."""
+
+    def reset_parameters(self) -> None:
+        """As torch has it, but for the meta device."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention: softmax(q kᵀ / √d) v in each head (Vaswani et al. 2017, §3.2)."""
 
@@ -32,8 +51,8 @@ class Attention(nn.Module):
         self.dropout = config.dropout
         self.modern = config.arch == "modern"
         biases = not self.modern
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=biases)  # query, key, value of all heads at once
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=biases)  # the value-down map, W_O
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=biases)  # query, key, value of all heads at once
+        self.c_proj = Linear(config.n_embd, config.n_embd, bias=biases)  # the value-down map, W_O
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, layer: int, turn: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
@@ -69,7 +88,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.modern = config.arch == "modern"
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=not self.modern)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=not self.modern)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=not self.modern)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -108,9 +127,9 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # embedding, and unembedding transposed
+        self.wte = Embedding(config.vocab_size, config.n_embd)  # embedding, and unembedding transposed
         if config.positions == "learned":
-            self.wpe = nn.Embedding(config.block_size, config.n_embd)
+            self.wpe = Embedding(config.block_size, config.n_embd)
         elif config.positions == "sinusoidal":
             # The paper scales embeddings up by √C, so that they and the table are both of order one. GPT-2's embeddings
             # are of order 0.02 and stay so; the table is scaled down to them instead.
@@ -123,12 +142,15 @@ class GPT(nn.Module):
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.head: nn.Module | None = None  # the unembedding where it is laid out apart from the embedding
         self.initialize()
 
     @torch.no_grad()
     def initialize(self) -> None:
         """GPT-2's initialization: matrices normal with deviation 0.02, those that write to the residual stream scaled
         by 1/√(2·n_layer) for the 2·n_layer of them; biases 0, LayerNorms 1 and 0. Uses torch's global generator."""
+        if self.wte.weight.is_meta:
+            return
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 module.weight.normal_(0.0, INIT_STD)
@@ -153,6 +175,14 @@ class GPT(nn.Module):
     def trunk(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Ids (B, T) → the normalized residual stream (B, T, C). With a cache, each row of ``idx`` follows what
         the cache's row has seen. Raises ValueError past the context, which rotary positions with a cache may leave."""
+        x, turn = self.embed(idx, cache)
+        x = self.stack(x, turn, cache)
+        if cache is not None:
+            cache.advance(idx.size(1))
+        return x
+
+    def embed(self, idx: Tensor, cache: KVCache | None = None) -> tuple[Tensor, Tensor | None]:
+        """Ids (B, T) → what the blocks begin with, (B, T, C), and the rotations of their positions."""
         T = idx.size(1)
         where = slice(0, T) if cache is None else cache.place(T)
         reach = T if cache is None else cache.reach
@@ -162,12 +192,12 @@ class GPT(nn.Module):
         table = self.position_table()
         if table is not None:
             x = x + table[where]
-        turn = self.turns(where, reach)
-        x = self.drop(x)
+        return self.drop(x), self.turns(where, reach)
+
+    def stack(self, x: Tensor, turn: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """All blocks and the last LayerNorm: (B, T, C) → (B, T, C)."""
         for layer, block in enumerate(self.h):
             x = block(x, layer, turn, cache)
-        if cache is not None:
-            cache.advance(T)
         out: Tensor = self.ln_f(x)
         return out
 
@@ -183,7 +213,7 @@ class GPT(nn.Module):
 
     def unembed(self, x: Tensor) -> Tensor:
         """The residual stream (…, C) → logits (…, V), through the embedding transposed."""
-        return F.linear(x, self.wte.weight)
+        return F.linear(x, self.wte.weight) if self.head is None else self.head(x)
 
     def forward(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Ids (B, T) → logits (B, T, V). Raises ValueError past the context."""

@@ -89,10 +89,17 @@ def write(target: Path, files: Files) -> None:
         folder.read_back(beside, sums)
 
 
-def load(path: Path, device: torch.device, shape: GPTConfig | None = None, above: int = 0) -> Checkpoint:
+def load(
+    path: Path,
+    device: torch.device,
+    shape: GPTConfig | None = None,
+    above: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Checkpoint:
     """The checkpoint at ``path``, ours or transformers', checked before anything is allocated from it. ``shape`` is its
     own but for another dropout or a shorter context, to which a table of positions is cut. An adapter is merged into
-    the weights that it belongs to; ``above`` counts the adapters to this one.
+    the weights that it belongs to; ``above`` counts the adapters to this one. Weights come from the disk straight to
+    ``dtype``; with an adapter they are float32.
 
     Raises `UserError` for damage (a sum, a shape, a number), for a model of another kind, and for an adapter to weights
     that are gone.
@@ -105,7 +112,7 @@ def load(path: Path, device: torch.device, shape: GPTConfig | None = None, above
         model = load(said.find_base(path), device, shape or config, above + 1).model
         lora.merge(model, adapter.tensors(path, config, said.rank), said.scale)
     else:
-        model = _build(shape or config, open_tensors(path, config), device)
+        model = _build(shape or config, open_tensors(path, config), device, dtype)
     return Checkpoint(model, load_tokenizer(path, config, meta))
 
 
@@ -190,16 +197,16 @@ def _check_size(path: Path, config: GPTConfig) -> None:
         )
 
 
-def _build(config: GPTConfig, weights: dict[str, Tensor], device: torch.device) -> GPT:
-    """A model with these weights, in float32, for evaluation. Nothing is initialized only to be overwritten."""
+def _build(config: GPTConfig, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> GPT:
+    """A model with these weights, for evaluation. Nothing is initialized only to be overwritten."""
     with torch.device("meta"):
         model = GPT(config)
     if "wpe.weight" in weights:
         weights["wpe.weight"] = weights["wpe.weight"][: config.block_size].clone()
     if config.positions == "sinusoidal":
-        model.register_buffer("sine", weights.pop("wpe.weight").float(), persistent=False)
+        model.register_buffer("sine", weights.pop("wpe.weight").to(dtype), persistent=False)
     state = {
-        name: (tensor.t() if hf.is_transposed(name) else tensor).float().contiguous()
+        name: (tensor.t() if hf.is_transposed(name) else tensor).to(dtype).contiguous()
         for name, tensor in weights.items()
     }
     if config.positions == "rotary":

@@ -1,0 +1,35 @@
+"""``gpt bench``."""
+
+from typing import Annotated
+
+import typer
+
+from gpt.bench_config import BenchConfig
+
+from . import progress, render
+from .options import Device, Json, SamplingDtype, one_of, takes
+
+
+@takes(BenchConfig)
+def bench(
+    settings: BenchConfig,
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="[PRESET|MODEL]", help="A preset with random weights, or what `gpt sample -m` takes.",
+                       show_default="best of the newest run in runs/"),
+    ] = None,
+    json: Json = False,
+    device: Device = "auto",
+    dtype: SamplingDtype = "auto",
+    compile: Annotated[
+        str, one_of(("on", "off"), help="torch.compile for steps, on GPUs as CUDA graphs.", rich_help_panel="Machine")
+    ] = "off",
+) -> None:  # fmt: skip
+    """Measure how fast a model reads a prompt and writes on, beside what this machine's memory allows."""
+    with progress.starting(quiet=json):
+        from gpt import api
+    measured = api.bench(target, settings, device=device, dtype=dtype, compile=compile, note=render.note)
+    if json:
+        render.json_line(render.speed_json(measured))
+    else:
+        render.speed(measured)

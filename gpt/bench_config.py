@@ -1,0 +1,36 @@
+"""What a user may ask of ``gpt bench``. Imports no torch."""
+
+from dataclasses import dataclass, replace
+
+from gpt.errors import UserError
+from gpt.settings import check_options, option
+
+_PROMPT, _NEW = 32, 128  # tokens, where a context has room for them
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What ``gpt bench`` measures. Raises `UserError` for values that mean nothing."""
+
+    prompt_tokens: int | None = option(
+        None, "Tokens of each prompt.", panel="Text", shown="32, or a quarter of the context", low=1
+    )
+    new_tokens: int | None = option(
+        None, "Tokens that are written after it.", panel="Text", flags=("-n",), shown="128, or what fits", low=1
+    )
+    batch: int = option(1, "Texts at once.", panel="Text", low=1)
+    rounds: int = option(3, "Times that all of it is done; medians are shown.", panel="Text", low=1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def fitted(self, block_size: int) -> "BenchConfig":
+        """With the tokens that a context has room for. Raises `UserError` where it has none for those asked for."""
+        prompt = self.prompt_tokens or max(1, min(_PROMPT, block_size // 4))
+        new = self.new_tokens or max(1, min(_NEW, block_size - prompt))
+        if prompt + new > block_size:
+            raise UserError(
+                f"{prompt} + {new} tokens do not fit into the context of {block_size:,}",
+                "leave out --prompt-tokens or --new-tokens, and what fits is taken",
+            )
+        return replace(self, prompt_tokens=prompt, new_tokens=new)

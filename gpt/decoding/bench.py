@@ -1,0 +1,105 @@
+"""How fast a model reads a prompt and writes on, beside how fast this machine reads memory."""
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from gpt.bench_config import BenchConfig
+from gpt.config import GPTConfig
+from gpt.decoding.context import Context, Step
+from gpt.decoding.weights import Int8Linear
+from gpt.device import Compute
+from gpt.model.decoder import GPT
+from gpt.model.params import breakdown
+
+_PROBE_BYTES = 2**29  # that are read to measure the memory's speed: far more than a cache holds
+_WARM = 3  # steps before those that are timed
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What was measured. Rates are tokens a second of all texts together."""
+
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+    first_token_seconds: float  # from ids to the first token's
+    memory_bytes: int  # the most that was taken: of the device, or of the process on a CPU
+    read_bytes: int  # that a step reads at least: weights, and keys and values at half the new tokens
+    bandwidth_bytes_per_second: float  # of this machine's memory, measured
+    bandwidth_share: float  # of that, what the steps' reading comes to
+
+
+def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None = None) -> Speed:
+    """Times greedy texts after prompts of random ids. Raises `UserError` where they do not fit into the context."""
+    config = config.fitted(model.config.block_size)
+    prompt, new = config.prompt_tokens or 0, config.new_tokens or 0
+    context = Context(model, compute, config.batch, prompt + new, step)
+    ids = torch.randint(model.config.vocab_size, (config.batch, prompt)).tolist()
+    rounds = [_round(context, ids, new) for _ in range(config.rounds + 1)][1:]  # the first is warm-up
+    first, each = (statistics.median(times) for times in zip(*rounds, strict=True))
+    read = weight_bytes(model, compute) + config.batch * kv_bytes(model.config, compute, prompt + new // 2)
+    bandwidth = bandwidth_of(compute)
+    return Speed(
+        prefill_tokens_per_second=config.batch * prompt / first,
+        decode_tokens_per_second=config.batch / each,
+        first_token_seconds=first,
+        memory_bytes=_memory(compute),
+        read_bytes=read,
+        bandwidth_bytes_per_second=bandwidth,
+        bandwidth_share=read / each / bandwidth,
+    )
+
+
+def _round(context: Context, prompts: list[list[int]], count: int) -> tuple[float, float]:
+    """Seconds to the first tokens, and for each step after."""
+    started = time.perf_counter()
+    x = context.fill(0, prompts)
+    ids = context.logits(x[:, -1]).argmax(-1).tolist()
+    first = time.perf_counter() - started
+    times = []
+    for _ in range(count - 1):
+        started = time.perf_counter()
+        ids = context.logits(context.step([[id] for id in ids])[:, -1]).argmax(-1).tolist()
+        times.append(time.perf_counter() - started)
+    return first, statistics.mean(times[_WARM:] or times or [first])
+
+
+def weight_bytes(model: GPT, compute: Compute) -> int:
+    """What a step reads of the weights: each matrix once, the embedding as the unembedding."""
+    parts = breakdown(model.config)
+    matrices = parts.total_weights - parts.tied
+    size = 1 if any(isinstance(module, Int8Linear) for module in model.modules()) else compute.dtype.itemsize
+    return matrices * size + (parts.biases + parts.layer_norms) * compute.dtype.itemsize
+
+
+def kv_bytes(config: GPTConfig, compute: Compute, length: int) -> int:
+    """Keys and values of a text of so many positions."""
+    return 2 * config.n_layer * config.n_embd * length * compute.dtype.itemsize
+
+
+def bandwidth_of(compute: Compute) -> float:
+    """Bytes a second that the device reads from its memory: the best of five sums over half a gibibyte."""
+    big = torch.ones(_PROBE_BYTES // 4, device=compute.device)
+    return big.nbytes / min(_seconds(lambda: float(big.sum())) for _ in range(5))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _memory(compute: Compute) -> int:
+    if compute.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(compute.device)
+    with contextlib.suppress(ImportError):  # Windows
+        import resource
+
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
+    return 0

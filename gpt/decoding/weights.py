@@ -1,0 +1,149 @@
+"""Weights laid out for decoding, where a step reads all of them for a few positions: packed, narrow, or in int8.
+
+A model that has been prepared computes logits and nothing else: it is neither trained nor saved.
+"""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from gpt.decoding.context import Step
+from gpt.device import Compute
+from gpt.errors import is_out_of_memory
+from gpt.model.cache import KVCache
+from gpt.model.decoder import GPT
+
+LEVELS = 127  # of int8, on either side of 0
+
+
+class PackedLinear(nn.Module):
+    """A linear map on a CPU whose weight lies in the order in which oneDNN reads it: at one position a third faster
+    than rows one after the other, at eight twice as fast."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) → (…, out)."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return out
+
+    @staticmethod
+    def fits(device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether this machine can."""
+        if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            return False
+        return dtype == torch.float32 or (
+            dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        )
+
+
+class Int8Linear(nn.Module):
+    """A linear map whose weight is rounded to int8, with a scale for each output.
+
+    On x86 CPUs the input is rounded too, to int8 with a scale for each position, so that products are of whole numbers
+    (FBGEMM's kernel); elsewhere it stays in bfloat16.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        weight = weight.detach().float()
+        self.weight: Tensor | torch.ScriptObject
+        self.scale = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / LEVELS  # (out)
+        self.bias = bias
+        self.integer = weight.device.type == "cpu" and has_byte_products()
+        if self.integer:
+            self.levels = LEVELS if has_whole_products() else LEVELS // 2
+            self.weight = _pack(weight, self.scale)
+        else:
+            self.weight = (weight / self.scale[:, None]).round().to(torch.int8)
+            self.scale = self.scale.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) → (…, out), of the input's dtype."""
+        rows = x.reshape(-1, x.size(-1))
+        if self.integer:
+            rows = rows.float()
+            step = rows.abs().amax(-1, keepdim=True).clamp_(min=1e-30).div_(self.levels)  # a position's scale
+            out = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+                rows / step, 1.0, self.levels + 1, self.weight
+            )
+            out = out.mul_(step) if self.bias is None else torch.addcmul(self.bias, out, step)
+        else:
+            out = torch.ops.aten._weight_int8pack_mm(rows.bfloat16(), self.weight, self.scale).to(x.dtype)
+            out = out if self.bias is None else out + self.bias
+        whole: Tensor = out.to(x.dtype).view(*x.shape[:-1], -1)
+        return whole
+
+
+def has_byte_products() -> bool:
+    """Whether this build of torch multiplies bytes on the CPU (FBGEMM, on x86)."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
+def has_whole_products() -> bool:
+    """Whether sums of products of bytes are exact on this CPU (AVX-512 or AVX VNNI). Without it pairs of them are
+    summed in 16 bits, which half as many levels cannot overflow."""
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("avx512_vnni") or capabilities.get("avx_vnni"))
+
+
+def _pack(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
+    torch.backends.quantized.engine = "fbgemm"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch means to move these kernels elsewhere
+        zero = torch.zeros(len(scale), dtype=torch.long)
+        rounded = torch.quantize_per_channel(weight, scale, zero, 0, torch.qint8)
+        return torch.ops.quantized.linear_prepack(rounded, None)  # type: ignore[no-any-return]
+
+
+def prepare(model: GPT, compute: Compute, *, int8: bool = False, packed: bool = True) -> GPT:
+    """The model, changed in place so that a step is fast: in the arithmetic's dtype, each linear map in the layout that
+    the device reads fastest, or in int8, which keeps embedding, positions and LayerNorms as they are. Without
+    ``packed`` maps stay as they are, for a compiler to lay out."""
+    if compute.dtype != torch.float32:
+        model.to(compute.dtype)
+    kind: type[PackedLinear | Int8Linear]
+    if int8:
+        kind = Int8Linear
+    elif packed and PackedLinear.fits(compute.device, compute.dtype):
+        kind = PackedLinear
+    else:
+        return model
+    with torch.no_grad():
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, kind(child.weight.detach(), child.bias))
+        model.head = kind(model.wte.weight.detach(), None)
+    return model
+
+
+def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:
+    """The model's stack compiled for steps of one position, as CUDA graphs on a GPU; None where weights lie in a form
+    that a compiler cannot look into. Where compiling fails, ``note`` is told and steps are computed as written."""
+    if any(isinstance(module, PackedLinear | Int8Linear) for module in model.modules()):
+        note("weights in int8, and those packed for the CPU, are not compiled: their kernels are")
+        return None
+    mode = "reduce-overhead" if compute.device.type == "cuda" else "default"
+    fast = torch.compile(model.stack, dynamic=False, mode=mode)
+    failed = False
+
+    def step(x: Tensor, turn: Tensor | None, cache: KVCache) -> Tensor:
+        nonlocal failed
+        if not failed:
+            try:
+                return fast(x, turn, cache)
+            except Exception as error:  # the compiler's own, its backend's, or that of a C++ compiler that is not there
+                if is_out_of_memory(error):
+                    raise
+                failed = True
+                note(f"torch.compile failed, so steps are computed without it: {str(error).splitlines()[0]:.200}")
+        return model.stack(x, turn, cache)
+
+    return step

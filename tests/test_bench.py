@@ -1,0 +1,67 @@
+"""``gpt bench``: what it tells, and what a step reads."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Done
+
+from gpt.bench_config import BenchConfig
+from gpt.config import PRESETS, GPTConfig
+from gpt.decoding.bench import kv_bytes, measure, weight_bytes
+from gpt.decoding.weights import prepare
+from gpt.device import Compute
+from gpt.errors import UserError
+from gpt.model.decoder import GPT
+
+Gpt = Callable[..., Done]
+CPU = Compute(torch.device("cpu"), torch.float32)
+
+
+def test_json_has_every_figure(gpt: Gpt, run_folder: Path) -> None:
+    done = gpt("bench", run_folder, "--json", "--rounds", "1", "--batch", "2")
+    values = json.loads(done.out)
+    assert list(values) == [
+        "name", "parameters", "device", "dtype", "compiled", "prompt_tokens", "new_tokens", "batch", "rounds",
+        "prefill_tokens_per_second", "decode_tokens_per_second", "first_token_seconds", "memory_bytes", "read_bytes",
+        "bandwidth_bytes_per_second", "bandwidth_share",
+    ]  # fmt: skip
+    assert (values["prompt_tokens"], values["new_tokens"], values["batch"]) == (8, 24, 2)
+    assert values["first_token_seconds"] * values["prefill_tokens_per_second"] == pytest.approx(16)
+    share = values["decode_tokens_per_second"] / 2 * values["read_bytes"] / values["bandwidth_bytes_per_second"]
+    assert values["bandwidth_share"] == pytest.approx(share)
+    assert values["memory_bytes"] > values["read_bytes"] > 0
+
+
+def test_a_preset_gets_random_weights(gpt: Gpt) -> None:
+    shown = gpt("bench", "nano", "-n", "3", "--rounds", "1", "--dtype", "int8").out
+    assert "nano" in shown
+    assert "int8" in shown
+    assert "GB/s" in shown
+    done = gpt("bench", "nanoo")
+    assert done.code == 2
+    done = gpt("bench", "nano", "-n", "60")
+    assert "16 + 60 tokens do not fit into the context of 64" in done.err
+
+
+def test_a_step_reads_each_matrix_once() -> None:
+    """GPT-2 124M: all but the table of positions, in each arithmetic."""
+    config = GPTConfig(50, 16, 2, 2, 8)
+    model = GPT(config)
+    all_but_positions = sum(parameter.numel() for parameter in model.parameters()) - 16 * 8
+    assert weight_bytes(model, CPU) == 4 * all_but_positions
+    assert weight_bytes(model, Compute(CPU.device, torch.bfloat16)) == 2 * all_but_positions
+    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2) - 16 * 8
+    assert weight_bytes(prepare(model, CPU, int8=True), CPU) == matrices + 4 * (all_but_positions - matrices)
+    assert kv_bytes(PRESETS["gpt2"].model, CPU, 10) == 2 * 12 * 768 * 10 * 4
+
+
+def test_tokens_that_fit() -> None:
+    assert (BenchConfig().fitted(1024).prompt_tokens, BenchConfig().fitted(1024).new_tokens) == (32, 128)
+    assert (BenchConfig().fitted(64).prompt_tokens, BenchConfig().fitted(64).new_tokens) == (16, 48)
+    with pytest.raises(UserError, match="60 \\+ 5 tokens"):
+        BenchConfig(prompt_tokens=60, new_tokens=5).fitted(64)
+    with pytest.raises(UserError):
+        measure(GPT(GPTConfig(9, 8, 1, 1, 4)), CPU, BenchConfig(prompt_tokens=9))

@@ -1,0 +1,204 @@
+"""Weights laid out for decoding compute what the model computes; int8 nearly so; compiled steps the same."""
+
+import copy
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Done
+from test_decoding import CPU, EOT, PROMPTS, batched, tiny_model
+from torch import nn
+
+import gpt as library
+from gpt.config import GPTConfig
+from gpt.decoding import weights
+from gpt.decoding.context import Context
+from gpt.decoding.generate import Batch, Request
+from gpt.decoding.logits import Filters
+from gpt.decoding.weights import Int8Linear, PackedLinear, compiled, prepare
+from gpt.device import Compute
+from gpt.model.decoder import GPT
+from gpt.sample_config import SampleConfig
+
+Gpt = Callable[..., Done]
+BF16 = Compute(torch.device("cpu"), torch.bfloat16)
+
+
+def logits(model: GPT) -> torch.Tensor:
+    idx = torch.randint(50, (3, 12), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        return model(idx).float()
+
+
+@pytest.mark.parametrize(("arch", "positions"), [("gpt2", "learned"), ("modern", "rotary")])
+def test_packed_weights_compute_the_same(arch: str, positions: str) -> None:
+    plain = tiny_model(40, positions, arch)
+    packed = prepare(copy.deepcopy(plain), CPU)
+    assert not any(isinstance(module, nn.Linear) for module in packed.modules())
+    assert sum(isinstance(module, PackedLinear) for module in packed.modules()) == 4 * 2 + 1
+    assert torch.allclose(logits(packed), logits(plain), atol=1e-5)
+    config = SampleConfig(max_tokens=30, ignore_eot=True)
+    requests = [Request(prompt) for prompt in PROMPTS]
+    for rows in (1, 3):
+        one, other = (batched(model, requests, config, rows) for model in (plain, packed))
+        assert [[token.id for token in tokens] for tokens in one] == [
+            [token.id for token in tokens] for tokens in other
+        ]
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+def test_bfloat16_weights_are_nearly_the_same(arch: str) -> None:
+    plain = tiny_model(40, "learned" if arch == "gpt2" else "rotary", arch)
+    narrow = prepare(copy.deepcopy(plain), BF16)
+    assert narrow.wte.weight.dtype == torch.bfloat16
+    assert (logits(narrow) - logits(plain)).abs().max() < 0.05 * logits(plain).abs().max()
+    found = list(
+        Batch(Context(narrow, BF16, 2), Filters(SampleConfig(max_tokens=50), EOT), [Request([1]), Request([2, 3])])
+    )
+    assert found
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """int8 a channel, in floating point."""
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    return (weight / scale).round() * scale
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_int8_products_are_those_of_rounded_numbers(whole: bool, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the same rounding in floating point; rows of very different size, each with a scale of its own."""
+    if not whole:
+        monkeypatch.setattr(weights, "has_byte_products", lambda: False)
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 33, bias=bias)
+    x = torch.randn(2, 5, 64) * torch.tensor([1e-4, 1.0, 1e4, 3.0, 0.0])[:, None]
+    ours = Int8Linear(layer.weight.detach(), layer.bias)
+    assert ours.integer == weights.has_byte_products()
+    with torch.no_grad():
+        y = ours(x)
+        if ours.integer:
+            step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / ours.levels
+            x = (x / step).round() * step
+        expected = nn.functional.linear(x, rounded(layer.weight), layer.bias)
+    size = expected.abs().amax(-1, keepdim=True)
+    assert ((y - expected).abs() <= (1e-5 if ours.integer else 2e-2) * size + 1e-6).all()
+
+
+def test_int8_rows_do_not_see_each_other() -> None:
+    """The scale is a position's own: beside a large one, a small one is rounded no more coarsely."""
+    torch.manual_seed(0)
+    layer = Int8Linear(torch.randn(20, 32), None)
+    x = torch.randn(4, 32)
+    alone = torch.cat([layer(row[None]) for row in x])
+    assert torch.equal(layer(torch.cat([x, 1e6 * torch.randn(1, 32)]))[:4], alone)
+
+
+def test_int8_is_a_little_worse(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_bytes("the cat sat on the mat in Zürich\n".encode() * 20)
+    exact, near = (
+        json.loads(gpt("eval", run_folder, tmp_path / "t.txt", "--json", "--dtype", dtype).out)["loss"]
+        for dtype in ("float32", "int8")
+    )
+    assert exact != near
+    assert abs(exact - near) < 0.01 * exact
+    done = gpt("sample", "the cat", "-m", run_folder, "--dtype", "int8", "-n", "10", "--greedy")
+    assert done.code == 0
+    assert "int8" in done.err
+    args = ["-m", run_folder, "--dtype", "int8", "-n", "12", "--seed", "3", "-N", "5", "--json", "--ignore-eot"]
+    together = [json.loads(line)["tokens"] for line in gpt("sample", "the", *args).out.splitlines()]
+    assert together == [
+        json.loads(line)["tokens"] for line in gpt("sample", "the", *args, "--batch", "1").out.splitlines()
+    ]
+
+
+def test_weights_come_straight_to_their_dtype(run_folder: Path) -> None:
+    config = SampleConfig()
+    assert library.load(run_folder, dtype="bfloat16", sampling=config).model.wte.weight.dtype == torch.bfloat16
+    assert library.load(run_folder, dtype="bfloat16").model.wte.weight.dtype == torch.float32
+    plain = library.load(run_folder)
+    assert plain.model.head is None
+    loaded = library.load(run_folder, sampling=config)
+    assert torch.allclose(logits(loaded.model), logits(plain.model), atol=1e-4)
+
+
+def test_a_fixed_cache_computes_the_same() -> None:
+    """What a compiled step needs: the same shapes every time, idle rows among them."""
+    for positions in ("learned", "rotary"):
+        model = tiny_model(40, positions)
+        config = SampleConfig(max_tokens=60)
+        requests = [Request(prompt, index) for index, prompt in enumerate(PROMPTS)]
+        shapes: set[object] = set()
+
+        def step(
+            x: torch.Tensor, turn: torch.Tensor | None, cache: object, model: GPT = model, shapes: set[object] = shapes
+        ) -> torch.Tensor:
+            shapes.add((x.shape, None if turn is None else turn.shape, cache.mask().shape))  # type: ignore[attr-defined]
+            return model.stack(x, turn, cache)  # type: ignore[arg-type]
+
+        found: list[list[int]] = [[] for _ in requests]
+        for event in Batch(Context(model, CPU, 3, step=step), Filters(config, EOT), requests):
+            found[event.number] += [token.id for token in event.tokens]
+        expected = [[token.id for token in tokens] for tokens in batched(model, requests, config, 3)]
+        assert found == expected
+        assert len(shapes) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None or sys.platform == "win32", reason="torch.compile needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_steps_are_the_same_and_compiled_once() -> None:
+    model = tiny_model(64)
+    notes: list[str] = []
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    step = compiled(model, CPU, notes.append)
+    config = SampleConfig(max_tokens=20, ignore_eot=True)
+    for prompt in ([1], list(range(9)), list(range(30))):
+        fast = Batch(Context(model, CPU, 2, 64, step), Filters(config, EOT), [Request(prompt), Request([3, 4])])
+        found: list[list[int]] = [[], []]
+        for event in fast:
+            found[event.number] += [token.id for token in event.tokens]
+        expected = batched(model, [Request(prompt), Request([3, 4])], config, 2)
+        assert found == [[token.id for token in tokens] for tokens in expected]
+    assert notes == []
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_where_compiling_fails_steps_are_computed_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object, **__: object) -> Callable[..., torch.Tensor]:
+        def step(*_: object) -> torch.Tensor:
+            raise RuntimeError("no compiler here\nand more")
+
+        return step
+
+    monkeypatch.setattr(torch, "compile", refuses)
+    model, notes = tiny_model(40), []
+    step = compiled(model, CPU, notes.append)
+    config = SampleConfig(max_tokens=9, ignore_eot=True)
+    events = list(Batch(Context(model, CPU, step=step), Filters(config, EOT), [Request([1, 2])]))
+    assert sum(len(event.tokens) for event in events) == 9
+    assert notes == ["torch.compile failed, so steps are computed without it: no compiler here"]
+    notes.clear()
+    assert compiled(prepare(tiny_model(40), CPU, int8=True), CPU, notes.append) is None
+    assert len(notes) == 1
+
+
+def test_without_vector_instructions_for_bytes_half_the_levels_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "has_whole_products", lambda: False)
+    layer = Int8Linear(torch.randn(8, 16), None)
+    if layer.integer:
+        assert layer.levels == 63
+    x = torch.randn(3, 16)
+    assert torch.isfinite(layer(x)).all()
+
+
+def test_a_config_of_one_head_packs() -> None:
+    model = prepare(GPT(GPTConfig(11, 8, 1, 1, 4)).eval(), CPU)
+    with torch.inference_mode():
+        assert model(torch.tensor([[1, 2]])).shape == (1, 2, 11)
