@@ -95,11 +95,8 @@ def test_damaged_copies_are_refused(tmp_path: Path) -> None:
         assert tried.memory < 2
 
 
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
+SIMPLE = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+ANYTHING = SIMPLE | st.lists(SIMPLE, max_size=3) | st.dictionaries(st.text(max_size=5), SIMPLE, max_size=3)
 
 
 @pytest.fixture(scope="module")

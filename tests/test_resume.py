@@ -424,13 +424,9 @@ def test_draws_of_python_and_numpy_go_on(text: Path) -> None:
                 stopped.append(1)
                 send(signal.SIGINT)
 
-    random.seed(3)
-    np.random.seed(3)
     stopped = [1]
     library.train(text, out="whole", listen=draw, **FAST)
     whole, drawn[:] = list(drawn), []
-    random.seed(3)
-    np.random.seed(3)
     stopped.clear()
     with pytest.raises(Interrupted):
         library.train(text, out="parts", listen=draw, **FAST)

@@ -147,8 +147,8 @@ def best(entries: list[Entry]) -> Entry:
 
 
 def write_index(run: Path) -> None:
-    """``index.json``: which checkpoint is best, which latest, and their losses; made from the folders, which count.
-    None where there is no checkpoint."""
+    """``index.json``, where there is a checkpoint: which is best, which latest, and their losses; from the folders,
+    which are what counts."""
     entries = checkpoints(run)
     if not entries:
         return

@@ -204,7 +204,7 @@ def _copied(tensor: Tensor, buffer: Tensor | None) -> Tensor:
 
 
 def seed_all(seed: int) -> None:
-    """Begins the random states of Python, numpy and torch."""
+    """Seeds every generator whose state is saved, so that equal runs have equal checkpoints."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
