@@ -1,5 +1,6 @@
 """``gpt params``."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -9,15 +10,19 @@ from gpt.config import GPT2_VOCAB, PRESETS, Arch, GPTConfig, Positions
 from gpt.errors import UserError, did_you_mean
 from gpt.model.params import breakdown
 
-from . import render
+from . import page, render, render_params
 from .options import Json, one_of, option
+from .page import OutPage
 
 _SHAPE = "Shape"
 
 
 def params(
-    target: Annotated[
-        str | None, typer.Argument(metavar="[PRESET|CHECKPOINT]", help="A preset, a run, a checkpoint or hf:NAME.")
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PRESET|CHECKPOINT]...", help="A preset, a run, a checkpoint or hf:NAME; several: side by side."
+        ),
     ] = None,
     list_presets: Annotated[bool, option("--list", help="All presets.")] = False,
     n_layer: Annotated[int | None, option(help="Blocks.", rich_help_panel=_SHAPE)] = None,
@@ -29,6 +34,7 @@ def params(
         str | None, one_of(get_args(Positions), help="Learned count, the others do not.", rich_help_panel=_SHAPE)
     ] = None,
     arch: Annotated[str | None, one_of(get_args(Arch), help="modern has no biases.", rich_help_panel=_SHAPE)] = None,
+    out: OutPage = None,
     json: Json = False,
 ) -> None:
     """Show where every parameter sits, in the form of the GPT-3 table. Allocates nothing."""
@@ -37,12 +43,28 @@ def params(
         "block_size": block_size, "vocab_size": vocab_size, "positions": positions, "arch": arch,
     }  # fmt: skip
     shape: dict[str, object] = {key: value for key, value in asked.items() if value is not None}
-    if list_presets or (target is None and not shape):
-        render.presets(PRESETS, json)
+    page.check_out(out, ".html")
+    every = list_presets or (not targets and not shape)
+    if every and out is None:
+        render_params.presets(PRESETS, json)
         return
+    wanted: Sequence[str | None] = list(PRESETS) if every else targets or [None]
+    shapes = [_counted(target, {} if every else shape) for target in wanted]
+    if json:
+        for each in shapes:
+            render.json_line(each.data())
+    if out is not None:
+        title = ", ".join(each.name for each in shapes)
+        data = {"shapes": [{**each.data(), "note": each.note} for each in shapes], "names": render_params.NAMES}
+        page.write(out, page.html("params", f"parameters: {title}", data), json)
+    elif not json:
+        render_params.breakdown(shapes[0]) if len(shapes) == 1 else render_params.side_by_side(shapes)
+
+
+def _counted(target: str | None, shape: dict[str, object]) -> render_params.Shape:
     name, config = _shape(target, shape)
     note = PRESETS[name].note if name in PRESETS and not shape else ""
-    render.breakdown(name, config, breakdown(config), note, json)
+    return render_params.Shape(name, config, breakdown(config), note)
 
 
 def _shape(target: str | None, shape: dict[str, object]) -> tuple[str, GPTConfig]:

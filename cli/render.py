@@ -19,10 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gpt.config import GPTConfig, Preset
 from gpt.events import format_seconds
-from gpt.model.params import Breakdown
-from gpt.model.params import breakdown as count
 
 if TYPE_CHECKING:
     import typer
@@ -60,6 +57,12 @@ def make_output_safe() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def bar(share: float, width: int, console: Console) -> Text:
+    """A bar of at most ``width`` columns for a share of one."""
+    mark = "█" if (console.encoding or "").lower().startswith("utf") else "#"
+    return Text(mark * round(width * min(1.0, max(0.0, share))), "blue")
 
 
 def write(text: str) -> None:
@@ -279,69 +282,3 @@ def token_lines(tokenizer: "Tokenizer") -> Callable[[Any, Any], None]:
             )
 
     return each
-
-
-def breakdown(name: str, config: GPTConfig, parts: Breakdown, remark: str, as_json: bool) -> None:
-    """The GPT-3 table of a shape, and below it what is tied and what is added."""
-    if as_json:
-        json_line(
-            {
-                "name": name,
-                "config": asdict(config),
-                "rows": [asdict(row) for row in parts.rows],
-                "total_weights": parts.total_weights,
-                "tied": parts.tied,
-                "positions": parts.positions,
-                "biases": parts.biases,
-                "layer_norms": parts.layer_norms,
-                "trainable": parts.trainable,
-            }
-        )
-        return
-    from rich import box
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=Text(name, "bold"), title_justify="left", show_footer=True)
-    table.add_column("Matrix", footer="Total weights")
-    table.add_column("Dimensions")
-    table.add_column("Parameters", f"{parts.total_weights:,}", justify="right")
-    for row in parts.rows:
-        table.add_row(row.matrix, row.dimensions, f"{row.parameters:,}")
-    console = stdout()
-    console.print(table)
-    sums = Table(box=None, show_header=False, pad_edge=False)
-    sums.add_column(justify="right")
-    fixed = " (a fixed sine table has none)" if config.positions == "sinusoidal" else ""
-    sums.add_row(f"−{parts.tied:,}", "tied: the unembedding is the embedding transposed")
-    sums.add_row(f"+{parts.positions:,}", f"positions: {config.block_size:,} × {config.n_embd:,}{fixed}")
-    sums.add_row(f"+{parts.biases:,}", "biases of the linear layers")
-    sums.add_row(f"+{parts.layer_norms:,}", "LayerNorms, γ and β")
-    sums.add_row(Text(f"{parts.trainable:,}", "bold"), Text("trainable", "bold"))
-    console.print(sums)
-    console.print(
-        Text(
-            "\nValue-Up is W_V and Value-Down is W_O in the usual names: a head's two factors of its value map.", "dim"
-        )
-    )
-    if remark:
-        console.print(Text(f"{remark}.", "dim"))
-
-
-def presets(all_presets: Mapping[str, Preset], as_json: bool) -> None:
-    """Every preset with its shape and size."""
-    if as_json:
-        for name, preset in all_presets.items():
-            json_line({"name": name, "config": asdict(preset.model), "trainable": count(preset.model).trainable})
-        return
-    from rich import box
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("Preset")
-    for column in ("layers", "heads", "width", "context", "ids", "parameters"):
-        table.add_column(column, justify="right")
-    table.add_column("")
-    for name, preset in all_presets.items():
-        c = preset.model
-        numbers = (c.n_layer, c.n_head, c.n_embd, c.block_size, c.vocab_size, count(c).trainable)
-        remark = preset.note if preset.note.startswith("for") else ""
-        table.add_row(name, *(f"{number:,}" for number in numbers), Text(remark, "dim"))
-    stdout().print(table)

@@ -137,8 +137,7 @@ def near(groups: Sequence[Mapping[str, Any]]) -> None:
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column(justify="right")
         for each in group["near"]:
-            bar = Text("█" * round(30 * max(0.0, each["cosine"])), "blue") if console.color_system else Text("")
-            table.add_row(Text(shown(each["text"])), f"{each['cosine']:.4f}", bar)
+            table.add_row(Text(shown(each["text"])), f"{each['cosine']:.4f}", render.bar(each["cosine"], 30, console))
         console.print(table)
 
 
@@ -159,8 +158,7 @@ def positions(found: "Positions") -> None:
     distances = sorted({0, *(2**n for n in range(30) if 2**n < size), size - 1})
     for distance in distances:
         value = float(found.similarity[distance])
-        bar = Text("█" * round(30 * max(0.0, value)), "blue") if console.color_system else Text("")
-        table.add_row(f"{distance:,}", f"{value:.3f}", bar)
+        table.add_row(f"{distance:,}", f"{value:.3f}", render.bar(value, 30, console))
     console.print(table)
 
 

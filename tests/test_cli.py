@@ -89,7 +89,7 @@ OPTIONS = {
     "eval": "--field --split-on --encoding --errors --skip-bad --stride --split --tokens --json --quiet -q --device --dtype",
     "tokenize": "--out -o --resume --part --tokenizer --vocab-size --sample-bytes --val-fraction --val-text --field "
     "--split-on --encoding --errors --skip-bad --jobs --seed --json --quiet -q",
-    "params": "--list --n-layer --n-head --n-embd --block-size --vocab-size --positions --arch --json",
+    "params": "--list --n-layer --n-head --n-embd --block-size --vocab-size --positions --arch --out -o --json",
     "report": "--out -o --json --quiet -q",
     "inspect": "",
     "inspect attention": "--prompt -p --prompt-file --layer --head --model -m --out -o --json --device",
@@ -614,6 +614,29 @@ def test_params_json_is_the_contracts(gpt: Gpt, run_folder: Path) -> None:
     assert by_hand["rows"][0]["parameters"] == 72
     sine = json.loads(gpt("params", "gpt2", "--positions", "sinusoidal", "--json").out)
     assert (sine["positions"], sine["trainable"]) == (0, 124_439_808 - 1024 * 768)
+
+
+def test_params_have_a_bar_a_matrix(gpt: Gpt) -> None:
+    lines = gpt("params", "gpt3-175b").out.splitlines()
+    bars = {line.split()[0]: (line.count("█"), line) for line in lines if "%" in line}
+    assert len(bars) == 8
+    assert bars["Up-Projection"][0] == bars["Down-Projection"][0] == 20
+    assert bars["Key"][0] == 5  # a quarter
+    assert " 8.3%" in bars["Key"][1] and "33.1%" in bars["Up-Projection"][1]
+
+
+def test_params_side_by_side(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
+    out = gpt("params", "gpt2", "gpt3-125m", run_folder).out
+    heading, *rows = [line.split() for line in out.splitlines() if line.strip() and "─" not in line]
+    assert heading == ["Matrix", "gpt2", "gpt3-125m", str(run_folder)]
+    trainable = next(row for row in rows if row[0] == "trainable")
+    assert trainable[1:3] == ["124,439,808", "125,226,240"]
+    said = [json.loads(line) for line in gpt("params", "gpt2", "gpt3-125m", "--json").out.splitlines()]
+    assert said == [json.loads(gpt("params", name, "--json").out) for name in ("gpt2", "gpt3-125m")]
+    assert gpt("params", "--list", "-o", "all.html").code == 0
+    assert gpt("params", "gpt2", "-o", "one.html").out.startswith("saved  one.html")
+    one_line_of_what_and_what_next(gpt("params", "gpt2", "gtp3-125m"), 'no preset, run or checkpoint "gtp3-125m"')
+    one_line_of_what_and_what_next(gpt("params", "gpt2", "-o", "x.png"), "has no ending that says what to write")
 
 
 def test_params_list(gpt: Gpt) -> None:

@@ -302,3 +302,22 @@ def test_report(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
     page.locator("#sample-1").focus()
     page.keyboard.press("ArrowRight")
     assert page.locator("[data-sample='1'] mark").count() == 1
+
+
+def test_params(open_page: Any, gpt: Gpt, workdir: Path) -> None:
+    assert gpt("params", "gpt2", "gpt3-175b", "-o", "p.html").code == 0
+    page = open_page(Path("p.html"))
+    for name in ("gpt2", "gpt3-175b"):
+        values = json.loads(gpt("params", name, "--json").out)
+        rows = page.locator(f"section[data-shape='{name}'] tbody tr").all()
+        assert [row.locator("td.number").first.inner_text() for row in rows] == [
+            f"{row['parameters']:,}" for row in values["rows"]
+        ]
+        widths = [row.locator(".bar").bounding_box()["width"] for row in rows]
+        largest = max(row["parameters"] for row in values["rows"])
+        assert widths == pytest.approx([max(widths) * row["parameters"] / largest for row in values["rows"]], abs=1.1)
+        assert f"{values['trainable']:,} trainable" in page.locator(f"section[data-shape='{name}']").inner_text()
+    assert page.locator("#compared tbody tr").count() == 2
+    assert page.locator("#compared tbody td.number").first.inner_text() == "124,439,808"
+    gpt("params", "--list", "-o", "all.html")
+    assert open_page(Path("all.html")).locator("#compared tbody tr").count() == 16

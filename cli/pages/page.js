@@ -9,7 +9,7 @@ function el(tag, attributes, ...children) {
     else if (value === true) node.setAttribute(key, "");
     else if (value !== false && value !== null && value !== undefined) node.setAttribute(key, value);
   }
-  for (const child of children.flat()) if (child !== null && child !== undefined) node.append(child);
+  for (const child of children.flat(2)) if (child !== null && child !== undefined) node.append(child);
   return node;
 }
 
@@ -71,7 +71,7 @@ function heading(title, ...lines) {
 }
 
 function section(title, ...children) {
-  const node = el("section", {}, el("h2", {}, title), ...children);
+  const node = el("section", {}, el("h2", {}, title), children);
   document.getElementById("main").append(node);
   return node;
 }

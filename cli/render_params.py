@@ -1,0 +1,118 @@
+"""Where parameters sit: the GPT-3 table, shapes side by side, the presets; beside `cli.render`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from gpt.config import GPTConfig, Preset
+from gpt.model.params import Breakdown
+from gpt.model.params import breakdown as count
+
+from . import render
+
+BAR = 20  # columns of the longest bar
+NAMES = "Value-Up is W_V and Value-Down is W_O in the usual names: a head's two factors of its value map."
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's name, shape and parameters, and what is to be said of it."""
+
+    name: str
+    config: GPTConfig
+    parts: Breakdown
+    note: str = ""
+
+    def data(self) -> dict[str, Any]:
+        """The object of ``gpt params --json``."""
+        return {
+            "name": self.name,
+            "config": asdict(self.config),
+            "rows": [asdict(row) for row in self.parts.rows],
+            "total_weights": self.parts.total_weights,
+            "tied": self.parts.tied,
+            "positions": self.parts.positions,
+            "biases": self.parts.biases,
+            "layer_norms": self.parts.layer_norms,
+            "trainable": self.parts.trainable,
+        }
+
+
+def breakdown(shape: Shape) -> None:
+    """The GPT-3 table of a shape with a bar a matrix, and below it what is tied and what is added."""
+    parts, config, console = shape.parts, shape.config, render.stdout()
+    title = Text(shape.name, "bold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", show_footer=True)
+    table.add_column("Matrix", footer="Total weights")
+    table.add_column("Dimensions")
+    table.add_column("Parameters", f"{parts.total_weights:,}", justify="right")
+    table.add_column("Share", justify="right")
+    table.add_column("", min_width=BAR)
+    most = max(row.parameters for row in parts.rows)
+    for row in parts.rows:
+        share = f"{row.parameters / parts.total_weights:.1%}"
+        picture = render.bar(row.parameters / most, BAR, console)
+        table.add_row(row.matrix, row.dimensions, f"{row.parameters:,}", share, picture)
+    console.print(table)
+    sums = Table(box=None, show_header=False, pad_edge=False)
+    sums.add_column(justify="right")
+    fixed = " (a fixed sine table has none)" if config.positions == "sinusoidal" else ""
+    sums.add_row(f"−{parts.tied:,}", "tied: the unembedding is the embedding transposed")
+    sums.add_row(f"+{parts.positions:,}", f"positions: {config.block_size:,} × {config.n_embd:,}{fixed}")
+    sums.add_row(f"+{parts.biases:,}", "biases of the linear layers")
+    sums.add_row(f"+{parts.layer_norms:,}", "LayerNorms, γ and β")
+    sums.add_row(Text(f"{parts.trainable:,}", "bold"), Text("trainable", "bold"))
+    console.print(sums)
+    console.print(Text(f"\n{NAMES}", "dim"))
+    if shape.note:
+        console.print(Text(f"{shape.note}.", "dim"))
+
+
+def side_by_side(shapes: Sequence[Shape]) -> None:
+    """Matrices down, models across, each with its share of the model's weights."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("Matrix")
+    for shape in shapes:
+        table.add_column(Text(shape.name), justify="right")
+    for at, row in enumerate(shapes[0].parts.rows):
+        cells = [(each.parts.rows[at].parameters, each.parts.total_weights) for each in shapes]
+        table.add_row(row.matrix, *(f"{size:,} {size / total:6.1%}" for size, total in cells))
+    table.add_section()
+    sums: dict[str, Callable[[Breakdown], str]] = {
+        "Total weights": lambda parts: f"{parts.total_weights:,}",
+        "tied": lambda parts: f"−{parts.tied:,}",
+        "positions": lambda parts: f"+{parts.positions:,}",
+        "biases": lambda parts: f"+{parts.biases:,}",
+        "LayerNorms": lambda parts: f"+{parts.layer_norms:,}",
+        "trainable": lambda parts: f"{parts.trainable:,}",
+    }
+    for name, said in sums.items():
+        style = "bold" if name in ("Total weights", "trainable") else ""
+        table.add_row(name, *(said(each.parts) + 7 * " " for each in shapes), style=style)
+    console = render.stdout()
+    console.print(table)
+    console.print(Text(NAMES, "dim"))
+
+
+def presets(all_presets: Mapping[str, Preset], as_json: bool) -> None:
+    """Every preset with its shape and size."""
+    if as_json:
+        for name, preset in all_presets.items():
+            trainable = count(preset.model).trainable
+            render.json_line({"name": name, "config": asdict(preset.model), "trainable": trainable})
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("Preset")
+    for column in ("layers", "heads", "width", "context", "ids", "parameters"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for name, preset in all_presets.items():
+        c = preset.model
+        numbers = (c.n_layer, c.n_head, c.n_embd, c.block_size, c.vocab_size, count(c).trainable)
+        remark = preset.note if preset.note.startswith("for") else ""
+        table.add_row(name, *(f"{number:,}" for number in numbers), Text(remark, "dim"))
+    render.stdout().print(table)
