@@ -137,7 +137,11 @@ def _describe(path: Path) -> tuple[GPTConfig, dict[str, Any]]:
     meta = read_json(path / folder.META) if ours else {}
     if ours and meta.get("format") != FORMAT:
         raise UserError(f"{path} has format {meta.get('format')!r}; this program reads format {FORMAT}", "update gpt")
-    return hf.load_config(path), meta
+    config = hf.load_config(path)
+    if ours and meta.get("arch") != config.arch:
+        said = str(meta.get("arch"))
+        raise UserError(f"{path} is damaged: gpt.json says {said[:40]!r}, and config.json {config.arch!r}", folder.HINT)
+    return config, meta
 
 
 def load_tokenizer(path: Path, config: GPTConfig, meta: Mapping[str, Any]) -> Tokenizer:

@@ -22,6 +22,7 @@ RECORD = "run.json"
 METRICS = "metrics.jsonl"
 CHECKSUMS = "checksums.json"
 META = "gpt.json"
+LONGEST_NAME = 60  # characters, of a file of a checkpoint: no system takes more than 255 bytes
 TRAINING = ("training.json", "training.safetensors")  # what only going on needs; older checkpoints let go of it
 KEPT = "checkpoints saved before, if any, are whole"
 HINT = "take another checkpoint of the run, or copy this one anew"
@@ -87,8 +88,8 @@ def read_sums(folder: Path) -> dict[str, str]:
     if not isinstance(sums, dict) or record.get("self") != _own_sum(sums):
         raise UserError(f"{folder} is damaged: it has no valid {CHECKSUMS}", HINT)
     for name in sums:
-        if Path(name).name != name:
-            raise UserError(f"{folder / CHECKSUMS} names a file outside its folder: {name!r}", HINT)
+        if Path(name).name != name or len(name) > LONGEST_NAME:
+            raise UserError(f"{folder / CHECKSUMS} names a file outside its folder: {name[:80]!r}", HINT)
     return sums
 
 
