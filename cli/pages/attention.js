@@ -47,7 +47,7 @@ function drawSmall(canvas, layer, head) {
 
 // Grid of heads: a button each, one of them in the tab order, arrows go from one to the next.
 const cells = [];
-function headButton(layer, head, row, column, words) {
+function headButton(layer, head, row, column) {
   const canvas = el("canvas", { "aria-hidden": "true" });
   const does = doing(layer, head);
   const button = el("button", {
@@ -55,7 +55,7 @@ function headButton(layer, head, row, column, words) {
     "aria-label": nameOf(layer, head) + (does ? ": " + does : ""), title: nameOf(layer, head) + (does ? ": " + does : ""),
     style: `grid-row:${row};grid-column:${column}`,
     onclick: () => choose(layer, head), onkeydown: (event) => walk(event, row, column),
-  }, canvas, words || does);
+  }, canvas, layer === AVERAGE || head === AVERAGE ? "average" : scoreOf(layer, head).mostly || "mixed");
   cells.push({ layer, head, row, column, button });
   redraws.push(() => drawSmall(canvas, layer, head));
   drawSmall(canvas, layer, head);
