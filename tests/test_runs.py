@@ -276,9 +276,19 @@ def test_damage_in_a_foreign_folder_is_a_clear_error(gpt2_folder: Path) -> None:
             checkpoint.load(gpt2_folder, CPU)
 
 
-def test_sums_cannot_name_files_elsewhere(ours: Path) -> None:
+def test_two_files_must_name_one_arch(ours: Path) -> None:
+    meta = json.loads((ours / "gpt.json").read_text())
+    (ours / "gpt.json").write_text(json.dumps(meta | {"arch": "modern"}))
+    (ours / "checksums.json").unlink()
+    folder.write_sums(ours)
+    with pytest.raises(UserError, match="gpt.json says 'modern', and config.json 'gpt2'"):
+        checkpoint.load(ours, CPU)
+
+
+@pytest.mark.parametrize("name", ["../../secret", "x" * 5000])
+def test_sums_cannot_name_files_elsewhere(ours: Path, name: str) -> None:
     record = json.loads((ours / "checksums.json").read_text())
-    record["sha256"]["../../secret"] = "0"
+    record["sha256"][name] = "0"
     record["self"] = folder._own_sum(record["sha256"])
     (ours / "checksums.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match="names a file outside its folder"):
