@@ -1,7 +1,7 @@
 """Draws docs/pictures: what the tool shows of a small model that is trained on the spot.
 
-python docs/pages.py [TEXT] [RUN]; TEXT is tinyshakespeare if it is not said, RUN a run on it that is there already; needs
-the dev extra and a Chromium
+python docs/pages.py [TEXT] [RUN]; TEXT is tinyshakespeare if it is not said, RUN a run on it that is there already;
+needs the dev extra and a Chromium
 """
 
 import contextlib
@@ -74,6 +74,12 @@ def _attention(page: Page) -> dict[str, float]:
     return {"x": 0, "y": 0, "width": 960, "height": _box(page, "#readout")["y"] + 40}
 
 
+def _strip(page: Page) -> dict[str, float]:
+    """The text, coloured by what its last token attends to in the head that was chosen."""
+    _attention(page)
+    return _section("#strip")(page)
+
+
 def _section(selector: str, height: float | None = None) -> Callable[[Page], dict[str, float]]:
     """The section of a page in which something stands, or its upper part."""
 
@@ -106,7 +112,7 @@ def _box(page: Page, selector: str) -> dict[str, float]:
 
 SHOTS: dict[str, Callable[[Page], dict[str, float]]] = {
     "attention": _attention,
-    "strip": _section("#strip"),
+    "strip": _strip,
     "lens": _section("#lens"),
     "next": _next(),
     "cold": _next(temperature=0.5),
@@ -118,7 +124,8 @@ SHOTS: dict[str, Callable[[Page], dict[str, float]]] = {
     "loss": _section("#curves", 420),
     "report": _top(900),
 }
-PAGE_OF = {"params": "params", "shares": "shares", "loss": "report", "report": "report"}  # the others are of the page of attention
+# The page that they are part of, where that is not the one of attention.
+PAGE_OF = {"params": "params", "shares": "shares", "loss": "report", "report": "report"}
 
 
 if __name__ == "__main__":

@@ -21,16 +21,18 @@ PAGE = Path(__file__).parent / "reference.md"
 HEAD = """\
 # Reference
 
-Every command with all its options. Written by `python docs/reference.py` from the commands themselves; `gpt COMMAND --help`
-says the same in a terminal.
+Every command with all its options. Written by `python docs/reference.py` from the commands themselves;
+`gpt COMMAND --help` says the same in a terminal.
 
 - Each option has a **variable**, which an option on the command line beats.
-- The settings of `gpt train` also have a **key** for `--config FILE.toml`, which a variable beats. `gpt train --print-config`
-  prints them all, as `--config` takes them.
-- Results go to stdout; progress, notes and errors to stderr. With `--json` stdout has nothing but JSON, an object a line.
+- The settings of `gpt train` also have a **key** for `--config FILE.toml`, which a variable beats.
+  `gpt train --print-config` prints them all, as `--config` takes them.
+- Results go to stdout; progress, notes and errors to stderr. With `--json` stdout has JSON alone, an object a line.
 - Exit status: 0 done; 1 the work failed; 2 the input was wrong; 130 and 143 ended by SIGINT or SIGTERM, after saving.
 - `--debug`, also as `GPT_DEBUG=1`, shows where an error came from.
-- `gpt --version` prints the version; `gpt --install-completion` has your shell complete commands, options and their values.
+- `gpt --version` prints the version; `gpt --install-completion` has your shell complete commands, options and values.
+
+## Commands
 """
 KINDS = {"int": "N", "float": "X", "str": "WORD", "path": "PATH", "list[str]": "WORD, repeatable"}
 
@@ -39,17 +41,17 @@ def page() -> str:
     """The whole page."""
     root: Any = typer.main.get_command(app)
     context = root.make_context("gpt", [], resilient_parsing=True)
-    found = list(_commands(root, context))
+    found = list(commands(root, context))
     listed = [f"- [`{name}`](#{name.replace(' ', '-')}): {_summary(command)}" for name, command, _ in found]
     return "\n".join([HEAD, *listed, "", *(_section(*each) for each in found)])
 
 
-def _commands(group: Any, context: Any) -> Iterator[tuple[str, Any, Any]]:
+def commands(group: Any, context: Any) -> Iterator[tuple[str, Any, Any]]:
     """Each command that does something: its words, itself, and its context."""
     for name, command in group.commands.items():
         own = command.make_context(name, [], parent=context, resilient_parsing=True)
         if hasattr(command, "commands"):
-            yield from _commands(command, own)
+            yield from commands(command, own)
         else:
             yield own.command_path, command, own
 
@@ -102,7 +104,9 @@ def _row(option: Any, context: Any, keys: set[str]) -> tuple[str, ...]:
 def _value(option: Any, context: Any) -> str:
     """What stands after a flag that takes a value."""
     kind = re.search(r"<(.*)>$", option.get_help_record(context)[0])
-    return f" {KINDS[kind[1]]}" if kind else ""
+    if kind is None:
+        return f" {option.metavar}" if option.metavar and "|" not in option.metavar else ""
+    return f" {KINDS[kind[1]]}"
 
 
 def _choices(option: Any) -> str:

@@ -1,6 +1,7 @@
 """The documentation: what is generated is current, what is quoted is there, the site builds and needs no network."""
 
 import re
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import typer
 from conftest import ROOT
 
-from docs import reference, site
+from docs import build_site, reference
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 PICTURES = sorted((ROOT / "docs" / "pictures").iterdir())
@@ -26,7 +27,7 @@ def test_variables_of_the_reference_are_read(monkeypatch: pytest.MonkeyPatch) ->
     root: Any = typer.main.get_command(reference.app)
     page = reference.PAGE.read_text(encoding="utf-8")
     count = 0
-    for _, command, context in reference._commands(root, root.make_context("gpt", [], resilient_parsing=True)):
+    for _, command, context in reference.commands(root, root.make_context("gpt", [], resilient_parsing=True)):
         for option in command.get_params(context):
             if option.param_type_name == "option" and option.name != "help":
                 variable = f"{context.auto_envvar_prefix}_{option.name.upper()}"
@@ -40,7 +41,7 @@ def test_variables_of_the_reference_are_read(monkeypatch: pytest.MonkeyPatch) ->
 def test_quotes_are_lines_of_the_file_that_is_named() -> None:
     """On the page of the model each block of Python is a stretch of the file linked above it."""
     page = (ROOT / "docs" / "model.md").read_text(encoding="utf-8")
-    quotes = 0
+    quotes, named = 0, []
     for before, block in zip(*[iter(re.split(r"```python\n(.*?)```", page, flags=re.DOTALL)[:-1])] * 2, strict=True):
         named = re.findall(r"\]\(\.\./(gpt/[a-z_/]+\.py)\), `", before) or named
         code = [line.strip() for line in (ROOT / named[-1]).read_text(encoding="utf-8").splitlines()]
@@ -88,7 +89,7 @@ def test_the_navigation_has_every_page() -> None:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("zensical", reason="the extra docs is not installed")
     place = tmp_path_factory.mktemp("site")
-    assert site.build(place) == 0
+    assert build_site.build(place) == 0
     return place
 
 
@@ -106,14 +107,12 @@ def test_the_site_has_every_page_and_asks_no_other_host(built: Path) -> None:
 def test_a_link_that_leads_nowhere_fails_the_site(
     built: Path, tmp_path: Path, link: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    import shutil
-
     shutil.copytree(built / "docs", tmp_path / "docs")
     shutil.copy(built / "zensical.toml", tmp_path)
-    assert site.render(tmp_path) == 0
+    assert build_site.render(tmp_path) == 0
     with (tmp_path / "docs" / "docs" / "report.md").open("a", encoding="utf-8") as page:
         page.write(f"\n{link}\n")
-    assert site.render(tmp_path) != 0
+    assert build_site.render(tmp_path) != 0
     assert "report.md" in capfd.readouterr().err
 
 

@@ -1,7 +1,7 @@
-"""Builds the site of the documentation into build/site: `make docs`, or python docs/site.py.
+"""Builds the site of the documentation into build/site: `make docs`, or python docs/build_site.py.
 
-The pages are those that GitHub shows, at the same places, so their links hold here and there. What they link to outside of
-docs/ comes along; a source file becomes a page. A link that leads nowhere fails the build.
+The pages are those that GitHub shows, at the same places, so their links hold here and there. What they link to outside
+of docs/ comes along; a source file becomes a page. A link that leads nowhere fails the build.
 """
 
 import json
@@ -29,7 +29,7 @@ WORKER = """if (location.protocol === "file:") {
 def build(place: Path = PLACE) -> int:
     """Lays the pages out in ``place``/docs and has ``place``/site built from them. Returns the status."""
     shutil.rmtree(place / "docs", ignore_errors=True)
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for path in [ROOT / "README.md", ROOT / "docs" / "site.css", *sorted((ROOT / "docs").glob("*.md"))]:
         lay_out(path, place / "docs")
     shutil.copy(ROOT / "docs" / "zensical.toml", place)
     status = render(place)
