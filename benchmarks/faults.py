@@ -137,12 +137,14 @@ def killed(place: Path, text: Path, number: int, seconds: float, expected: str) 
 
 
 def stopped(place: Path, text: Path, number: int, seconds: float, expected: str) -> str:
-    """One run that gets SIGINT or SIGTERM at a random moment, and is gone on with by the command that it prints."""
+    """One run that gets SIGINT or SIGTERM at a random moment from its first step on, and is gone on with by the command
+    that it prints."""
     rng = random.Random(1000 + number)
     run = place / f"stopped-{number}"
     process = start("train", str(text), "-o", str(run), *TINY, cwd=place)
-    signum = rng.choice([signal.SIGINT, signal.SIGTERM])
-    time.sleep(0.3 * seconds + 0.7 * rng.random() * seconds)  # not while Python starts
+    signum, steps = rng.choice([signal.SIGINT, signal.SIGTERM]), rng.randint(1, 110)
+    while process.poll() is None and (not (run / "metrics.jsonl").exists() or len(_steps(run)) < steps):
+        time.sleep(rng.random() * 0.02)
     process.send_signal(signum)
     _, err = process.communicate(timeout=600)
     if process.returncode == 0:
@@ -570,7 +572,7 @@ def price(quick: bool) -> list[str]:
 
 
 def _steps(run: Path) -> list[tuple[int, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
     return [(line["step"], line["seconds"]) for line in lines if line["event"] == "step"]
 
 
