@@ -54,7 +54,13 @@ def few_steps(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("page", ["README.md", "docs/finetuning.md", "docs/sampling.md", "docs/tutorial.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        *(f"docs/{name}.md" for name in ("finetuning", "measuring", "sampling", "tokens", "training", "tutorial")),
+    ],
+)
 def test_commands_of_the_readme(gpt: Callable[..., Done], page: str) -> None:
     """In order, as a reader would type them, each on what the ones before left."""
     import gpt_cli.main
