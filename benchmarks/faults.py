@@ -21,6 +21,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -186,6 +187,7 @@ class FailingDisk:
         self.root, self.n, self.code = str(root), n, code
         self.count = 0
         self.what = ""
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         self._patches = contextlib.ExitStack()
@@ -224,8 +226,10 @@ class FailingDisk:
         return str(path).startswith(self.root)
 
     def _maybe_fail(self, what: str) -> None:
-        self.count += 1
-        if self.count == self.n:
+        with self._lock:  # two files are written side by side
+            self.count += 1
+            mine = self.count == self.n
+        if mine:
             self.what = what
             raise OSError(self.code, os.strerror(self.code), what)
 
