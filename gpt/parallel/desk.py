@@ -1,7 +1,7 @@
 """Where one process puts together whole tensors, one at a time, of which all have parts: what it takes to save.
 
-Rank 0 asks for a tensor when the file that is written has come to it; the others answer until they are told that no
-question comes any more. So nobody holds more than its parts and one whole tensor, whatever order files are in, and a
+Rank 0 asks for a tensor when the file that is written has come to it; the others answer until they hear that no
+question comes any more. So nobody holds more than its parts and one whole tensor, in whatever order files are, and a
 disk that is full leaves nobody waiting. All of it goes through rank 0's memory and disk: at 1 GB/s a checkpoint of 1.5
 billion parameters (18 GB with AdamW's moments) takes some 20 seconds, one of 175 billion 35 minutes, while training goes
 on. Tensors are in the host's memory, and the group is one of its own over gloo, so that another thread may use it.
@@ -24,8 +24,8 @@ _CLOSED = -1  # instead of the number of a tensor
 
 
 class Desk:
-    """For float32 tensors with names. ``whole``: of each the parameter as which it is cut, and its whole shape; the same
-    in all processes."""
+    """For float32 tensors with names. ``whole``: of each the parameter as which it is cut, and its whole shape; in all
+    processes the same."""
 
     def __init__(self, grid: Grid, whole: Mapping[str, tuple[str, Shape]], group: ProcessGroup) -> None:
         self.grid, self.whole, self.group = grid, whole, group

@@ -10,47 +10,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpt.parallel.shard import Part, Sharded
+from gpt.parallel.shard import Sharded
 
 Work = Callable[[list[Tensor]], list[Tensor]]  # whole matrices of one shape → as many of that shape
 
 
 class Exchange:
-    """For the parameters ``names``, of one whole shape."""
+    """For ``n`` matrices like the parameter ``name``, which have its shape and are cut as it is."""
 
-    def __init__(self, sharded: Sharded, names: Sequence[str]) -> None:
+    def __init__(self, sharded: Sharded, name: str, n: int) -> None:
         self.group, ranks = sharded.holders, sharded.grid.holders
-        self.shape = sharded.shapes[names[0]]
+        self.shape = sharded.shapes[name]
+        self.parts = [sharded.grid.part(name, self.shape, rank) for rank in ranks]  # that each process has of each
+        self.dealt = [range(rank, n, len(ranks)) for rank in range(len(ranks))]  # the matrices that each works on
         self.me = dist.get_rank(self.group)
-        parts = [[sharded.grid.part(name, self.shape, rank) for rank in ranks] for name in names]
-        self.owned: list[list[Part]] = parts[self.me :: len(ranks)]  # of each matrix that is worked on here, all parts
-        self.dealt = [list(range(rank, len(names), len(ranks))) for rank in range(len(ranks))]
-        self.shapes = [each[self.me].shape for each in parts]
 
     def __call__(self, mine: Sequence[Tensor], work: Work) -> list[Tensor]:
         """This process's parts of the matrices → its parts of what ``work`` makes of them."""
-        send = [torch.cat([mine[i].flatten() for i in some]) if some else mine[0].new_empty(0) for some in self.dealt]
-        wholes = [mine[0].new_empty(self.shape) for _ in self.owned]
-        sizes = [sum(parts[rank].numel for parts in self.owned) for rank in range(len(self.dealt))]
-        for rank, arrived in enumerate(self._all_to_all(send, sizes)):
-            pieces = arrived.split([parts[rank].numel for parts in self.owned])
-            for whole, parts, piece in zip(wholes, self.owned, pieces, strict=True):
-                parts[rank].put(piece.view(parts[rank].shape), whole)
+        sizes, here = [part.numel for part in self.parts], len(self.dealt[self.me])
+        going = [[mine[i] for i in some] for some in self.dealt]
+        sent = self._all_to_all(mine[0], going, [here * size for size in sizes])
+        wholes = [mine[0].new_empty(self.shape) for _ in range(here)]
+        for part, arrived in zip(self.parts, sent, strict=True):
+            for whole, piece in zip(wholes, arrived.view(here, *part.shape), strict=True):
+                part.put(piece, whole)
         done = work(wholes) if wholes else []
-        back = [
-            torch.cat([parts[rank].take(whole).flatten() for whole, parts in zip(done, self.owned, strict=True)])
-            if done
-            else mine[0].new_empty(0)
-            for rank in range(len(self.dealt))
-        ]
+        back = [[part.take(whole) for whole in done] for part in self.parts]
+        lengths = [len(some) * sizes[self.me] for some in self.dealt]
         out: list[Tensor] = list(mine)
-        for some, arrived in zip(self.dealt, self._all_to_all(back, [len(each) for each in send]), strict=True):
-            for i, piece in zip(some, arrived.split([mine[i].numel() for i in some]), strict=True):
-                out[i] = piece.view(self.shapes[i])
+        for some, arrived in zip(self.dealt, self._all_to_all(mine[0], back, lengths), strict=True):
+            for i, piece in zip(some, arrived.view(len(some), *self.parts[self.me].shape), strict=True):
+                out[i] = piece
         return out
 
-    def _all_to_all(self, send: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        """Sends each process its tensor, and gives what came from each."""
-        arrived = send[0].new_empty(sum(sizes))
-        dist.all_to_all_single(arrived, torch.cat(send), sizes, [len(each) for each in send], group=self.group)
-        return list(arrived.split(sizes))
+    def _all_to_all(self, like: Tensor, send: list[list[Tensor]], sizes: list[int]) -> list[Tensor]:
+        """Sends each process its tensors, and gives the numbers that came from each; in the dtype of ``like``."""
+        going = torch.cat([like.new_empty(0), *(each.flatten() for some in send for each in some)])
+        arrived = like.new_empty(sum(sizes))
+        lengths = [sum(each.numel() for each in some) for some in send]
+        dist.all_to_all_single(arrived, going, sizes, lengths, group=self.group)
+        return list(torch.split(arrived, sizes))

@@ -1,8 +1,8 @@
 """Parameters divided over processes: which part each has, and a model of which each holds its part alone.
 
-Processes stand in a grid, ``data`` × ``tensor`` (`Grid`). Those of a row share each sequence (`gpt.parallel.tensor`);
-rows take different sequences. With ``sharded``, the rows divide all parameters as well, and with them gradients and what
-the optimizer remembers: torch's `fully_shard` (FSDP2; Zhao et al. 2023, arXiv 2304.11277) gathers a block's parameters
+Processes stand in a grid, ``data`` × ``tensor`` (`Grid`). Those of a row share each sequence (`gpt.parallel.tensor`),
+rows take different sequences. With ``sharded``, the rows divide all parameters as well, and with them gradients and
+what the optimizer remembers: torch's `fully_shard` (FSDP2; Zhao et al. 2023, arXiv 2304.11277) gathers a block's parameters
 when it is computed and forgets them after it.
 
 What an optimizer steps and a checkpoint saves is a second model, `Sharded.own`: the same names, and each parameter is
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
@@ -147,9 +148,9 @@ def _alone(module: nn.Module) -> Any:
 
 
 class Sharded:
-    """A model of which this process has a part. Its parameters hold nothing yet: see `fill`."""
+    """A model of which this process has a part. It is on the meta device: see `allocate` and `fill`."""
 
-    def __init__(self, config: GPTConfig, grid: Grid, device: torch.device, mesh: DeviceMesh, dtype: torch.dtype):
+    def __init__(self, config: GPTConfig, grid: Grid, mesh: DeviceMesh, dtype: torch.dtype):
         """``mesh``: the grid, its dimensions named data and tensor. Products are computed in ``dtype``, in which blocks
         are gathered too; what the optimizer steps, and sums of gradients, are float32."""
         self.grid, self.mesh, self.rank = grid, mesh, mesh.get_rank()
@@ -160,10 +161,13 @@ class Sharded:
             parallel.parallelize(self.model, mesh["tensor"])
         if grid.sharded:
             _fully_shard(self.model, mesh["data"], dtype)
+        self.own = _on_meta(config)
+
+    def allocate(self, device: torch.device) -> None:
+        """Makes room for this process's part. Parameters are to be filled."""
         self.model.to_empty(device=device)
-        self.model.lay_tables(device)
-        self.own = _on_meta(config)  # what this process has
-        self.own.lay_tables(device)
+        for model in (self.model, self.own):
+            model.lay_tables(device)
         for name, p in self.model.named_parameters():
             parent, _, last = name.rpartition(".")
             local = nn.Parameter(_local(p.detach()))
@@ -191,24 +195,22 @@ class Sharded:
             self.model.set_requires_gradient_sync(not deferred)
 
     def collect(self) -> None:
-        """Makes what went back through the model the gradients of `own`, summed over all rows."""
+        """Makes what went back through the model the gradients of `own`, the mean over all rows."""
         pairs = zip(self.model.parameters(), self.own.parameters(), strict=True)
         for p, own in pairs:
             grad, p.grad = p.grad, None
             if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:
                 grad = grad.redistribute(placements=p.placements)
             own.grad = None if grad is None else _local(grad)
-        if self.grid.sharded:  # gloo knows no reduction but the plain ones, and `fully_shard` takes the mean
-            torch._foreach_mul_([p.grad for p in self.own.parameters() if p.grad is not None], self.grid.data)
         if not self.grid.sharded and self.grid.data > 1:
             group = self.mesh["data"].get_group()
             for own in self.own.parameters():
                 if own.grad is not None:
-                    dist.all_reduce(own.grad, group=group)
+                    dist.all_reduce(own.grad.div_(self.grid.data), group=group)
 
     @torch.no_grad()
     def clip(self, most: float) -> Tensor:
-        """The norm of all gradients, everywhere the same, and the gradients of `own` scaled down to at most ``most``."""
+        """Scales the gradients of `own` down to a norm of at most ``most``, of all together. Gives what it was."""
         grads = {name: p.grad for name, p in self.own.named_parameters() if p.grad is not None}
         norms = torch._foreach_norm(list(grads.values()), dtype=torch.float32)
         copies = torch.tensor([self.grid.copies(name) for name in grads], device=norms[0].device)
@@ -220,15 +222,16 @@ class Sharded:
 
 
 def _fully_shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """A block at a time. Embeddings and the last LayerNorm are the root's, which stays whole from its forward pass until
-    the gradient has gone back: the loss needs the embedding again, outside of `GPT.trunk`. They are gathered in float32,
-    in which the residual stream is."""
+    """A block at a time. Embeddings and the last LayerNorm are the root's, which stays whole from its forward pass
+    until the gradient has gone back: the loss needs the embedding again, outside of `GPT.trunk`. They are gathered in
+    float32, in which the residual stream is."""
     narrow = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in model.h:
         fully_shard(block, mesh=mesh, mp_policy=narrow)
-    register_fsdp_forward_method(fully_shard(model, mesh=mesh), "trunk")
+    fully_shard(model, mesh=mesh)
+    register_fsdp_forward_method(model, "trunk")
 
 
 def _local(x: Tensor) -> Tensor:
