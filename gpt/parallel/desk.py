@@ -3,8 +3,8 @@
 Rank 0 asks for a tensor when the file that is written has come to it; the others answer until they hear that no
 question comes any more. So nobody holds more than its parts and one whole tensor, in whatever order files are, and a
 disk that is full leaves nobody waiting. All of it goes through rank 0's memory and disk: at 1 GB/s a checkpoint of 1.5
-billion parameters (18 GB with AdamW's moments) takes some 20 seconds, one of 175 billion 35 minutes, while training goes
-on. Tensors are in the host's memory, and the group is one of its own over gloo, so that another thread may use it.
+billion parameters (18 GB with AdamW's moments) takes some 20 seconds, one of 175 billion 35 minutes, while training
+goes on. Tensors are in the host's memory, and the group is one of its own over gloo, so that another thread may use it.
 """
 
 from collections.abc import Mapping

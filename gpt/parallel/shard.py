@@ -2,8 +2,8 @@
 
 Processes stand in a grid, ``data`` × ``tensor`` (`Grid`). Those of a row share each sequence (`gpt.parallel.tensor`),
 rows take different sequences. With ``sharded``, the rows divide all parameters as well, and with them gradients and
-what the optimizer remembers: torch's `fully_shard` (FSDP2; Zhao et al. 2023, arXiv 2304.11277) gathers a block's parameters
-when it is computed and forgets them after it.
+what the optimizer remembers: torch's `fully_shard` (FSDP2; Zhao et al. 2023, arXiv 2304.11277) gathers a block's
+parameters when it is computed and forgets them after it.
 
 What an optimizer steps and a checkpoint saves is a second model, `Sharded.own`: the same names, and each parameter is
 this process's part, a plain tensor. So optimizers, their kernels and snapshots know nothing of all this.

@@ -2,10 +2,10 @@
 arXiv 1909.08053, §3), by torch's `parallelize_module`.
 
 The fused query, key and value are one matrix of 3·C rows, and a plain cut of it would give one process the queries and
-another the keys. So the rows of a matrix that is divided stand in another order (`rows`), each process's heads of
-all three together; checkpoints know nothing of it. Embeddings, LayerNorms and the residual stream are whole everywhere.
-Dropout draws alike in all processes that share a sequence: they must agree on the residual stream, and heads that lie in
-the same place of two processes are dropped alike.
+another the keys. So the rows of a matrix that is divided stand in another order (`rows`), each process's heads of all
+three together; checkpoints know nothing of it. Embeddings, LayerNorms and the residual stream are whole everywhere.
+Dropout draws alike in all processes that share a sequence: they must agree on the residual stream, and heads that lie
+in the same place of two processes are dropped alike.
 """
 
 from torch.distributed.device_mesh import DeviceMesh

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gpt.parallel.exchange import Exchange
 from gpt.parallel.shard import Sharded
+from gpt.parallel.world import World
 from gpt.training.optim import RMS, Muon, orthogonalize
 
 
@@ -17,9 +18,15 @@ class MuonOfParts(Muon):
     """Muon where each process has parts of the matrices: each orthogonalizes an equal share of them, whole."""
 
     def __init__(
-        self, sharded: Sharded, groups: Iterable[dict[str, Any]], lr: float, weight_decay: float, dtype: torch.dtype
+        self,
+        sharded: Sharded,
+        groups: Iterable[dict[str, Any]],
+        lr: float,
+        weight_decay: float,
+        dtype: torch.dtype,
+        world: World,
     ) -> None:
-        super().__init__(groups, lr, weight_decay, dtype)
+        super().__init__(groups, lr, weight_decay, dtype, world)
         mine = {p for group in self.param_groups for p in group["params"]}
         self.names = {p: name for name, p in sharded.own.named_parameters() if p in mine}
         alike: dict[str, list[str]] = defaultdict(list)
