@@ -1,5 +1,6 @@
 """Parameters divided over processes: the parts, and steps that come to what one process comes to."""
 
+import contextlib
 import math
 import socket
 from collections.abc import Callable, Iterator
@@ -148,9 +149,9 @@ def learn_together(sharded: Sharded, optimizer: Any, x: torch.Tensor, y: torch.T
     grid, total = sharded.grid, torch.zeros(())
     mine = (each.chunk(grid.data)[sharded.rank // grid.tensor] for each in (x, y))
     for micro, (some, aims) in enumerate(zip(*(each.chunk(2) for each in mine), strict=True)):
-        sharded.defer(micro == 0)
-        loss = tied_cross_entropy(sharded.model.trunk(some), sharded.model.wte.weight, aims) / y.numel()
-        (loss * grid.data).backward()
+        with sharded.accumulating() if micro == 0 else contextlib.nullcontext():
+            loss = tied_cross_entropy(sharded.model.trunk(some), sharded.model.wte.weight, aims) / y.numel()
+            (loss * grid.data).backward()
         total += loss.detach()
     dist.all_reduce(total)
     sharded.collect()

@@ -136,6 +136,7 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.head: nn.Module | None = None  # the unembedding where it is laid out apart from the embedding
+        self.heads = config.n_head  # that this process computes: see `gpt.parallel.tensor`
         self.recompute = False  # blocks' activations anew for the gradient, instead of keeping them
         self.initialize()
 

@@ -9,6 +9,8 @@ What an optimizer steps and a checkpoint saves is a second model, `Sharded.own`:
 this process's part, a plain tensor. So optimizers, their kernels and snapshots know nothing of all this.
 """
 
+import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 from gpt.config import GPTConfig
@@ -150,11 +153,14 @@ def _alone(module: nn.Module) -> Any:
 class Sharded:
     """A model of which this process has a part. It is on the meta device: see `allocate` and `fill`."""
 
-    def __init__(self, config: GPTConfig, grid: Grid, mesh: DeviceMesh, dtype: torch.dtype):
-        """``mesh``: the grid, its dimensions named data and tensor. Products are computed in ``dtype``, in which blocks
-        are gathered too; what the optimizer steps, and sums of gradients, are float32."""
-        self.grid, self.mesh, self.rank = grid, mesh, mesh.get_rank()
+    def __init__(
+        self, config: GPTConfig, grid: Grid, mesh: DeviceMesh, dtype: torch.dtype, group: ProcessGroup | None = None
+    ) -> None:
+        """``mesh``: the grid, its dimensions named data and tensor; ``group``: all of it. Products are computed in
+        ``dtype``, in which blocks are gathered too; what the optimizer steps, and sums of gradients, are float32."""
+        self.grid, self.mesh, self.rank, self.group = grid, mesh, mesh.get_rank(), group
         self.shapes = shapes(config)
+        self.room = True  # for gradients that are not divided
         self.model = _on_meta(config)
         if grid.tensor > 1:
             parallel.check(config, grid.tensor)
@@ -185,14 +191,30 @@ class Sharded:
 
     @property
     def holders(self) -> ProcessGroup | None:
-        """The processes among which all parts are, of which this is one; None: all."""
-        return None if self.grid.sharded else self.mesh["tensor"].get_group()
+        """The processes among which all parts are, of which this is one; None: torch's default group."""
+        return self.group if self.grid.sharded else self.mesh["tensor"].get_group()
 
-    def defer(self, deferred: bool) -> None:
-        """Whether gradients stay whole in each process for now, instead of being summed and divided: less is sent, and
-        more is kept."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(not deferred)
+    @property
+    def parameters(self) -> int:
+        """How many numbers all processes have together."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """A context in which gradients stay whole in each process, if there is ``room`` for them, instead of being
+        summed and divided: less is sent, and more is kept."""
+        if not (self.room and isinstance(self.model, FSDPModule)):
+            yield
+            return
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+    def scaler(self, kind: str, enabled: bool) -> torch.amp.GradScaler:
+        """A scaler of the loss, for float16, that leaves a step out in all processes where it does in one."""
+        return ShardedGradScaler(kind, enabled=enabled, process_group=self.group)
 
     def collect(self) -> None:
         """Makes what went back through the model the gradients of `own`, the mean over all rows."""
@@ -215,7 +237,7 @@ class Sharded:
         norms = torch._foreach_norm(list(grads.values()), dtype=torch.float32)
         copies = torch.tensor([self.grid.copies(name) for name in grads], device=norms[0].device)
         square = (torch.stack(norms).square() / copies).sum()
-        dist.all_reduce(square)
+        dist.all_reduce(square, group=self.group)
         norm = square.sqrt()
         torch._foreach_mul_(list(grads.values()), (most / (norm + 1e-6)).clamp(max=1.0))  # as torch's clip_grad_norm_
         return norm

@@ -43,6 +43,7 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     }
     for block in model.h:
         parallelize_module(block, mesh, plan, src_data_rank=None)
+    model.heads //= mesh.size()
 
 
 def rows(name: str, n: int, tensor: int, rank: int) -> list[slice]:

@@ -49,7 +49,7 @@ def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str,
 
 def contents(
     config: GPTConfig,
-    weights: Mapping[str, Tensor | tensors.Deferred],
+    weights: Mapping[str, Tensor | tensors.Array | tensors.Deferred],
     tokenizer: TokenizerFiles,
     meta: Mapping[str, Any],
 ) -> Files:

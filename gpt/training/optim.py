@@ -139,10 +139,10 @@ class Optimizers:
             if word in self._of[p].state[p]
         }
 
-    def shapes(self, model: GPT) -> dict[str, tuple[int, ...]]:
-        """The shapes of `state` after a step."""
+    def shapes(self, model: GPT, whole: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, tuple[int, ...]]:
+        """The shapes of `state` after a step, where parameters have their own shapes or those of ``whole``."""
         return {
-            f"{name}.{word}": () if word == "step" else tuple(p.shape)
+            f"{name}.{word}": () if word == "step" else tuple(p.shape) if whole is None else whole[name]
             for name, p in model.named_parameters()
             if p.requires_grad
             for word in memory(self._of[p])
