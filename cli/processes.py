@@ -14,11 +14,12 @@ from . import render
 ALONE_SECONDS = 3.0  # that a process waits for the first one to say the same, and to end it
 
 
-def start(words: Sequence[str], nproc: int) -> int:
-    """Runs ``gpt`` with ``words`` in so many processes. Gives the exit status; raises what they could not say."""
+def start(words: Sequence[str], nproc: int, began: float) -> int:
+    """Runs ``gpt`` with ``words`` in so many processes, for a command that ``began`` then. Gives the exit status;
+    raises what they could not say."""
     from gpt.parallel.launch import launch
 
-    ended = launch([sys.executable, "-m", "gpt_cli", *words], nproc)
+    ended = launch([sys.executable, "-m", "gpt_cli", *words], nproc, began)
     resume = f"go on with: gpt train --resume {shlex.quote(str(ended.run))}" if ended.run and ended.run.is_dir() else ""
     if ended.signum is not None:
         name = signal.Signals(ended.signum).name

@@ -40,13 +40,13 @@ def train(
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Train a decoder on TEXT. Ends with a checkpoint, its loss on held-out text, and a sample."""
-    began = time.perf_counter()
+    began = environment.began() or time.perf_counter()
     if print_config:
         render.write(to_toml(asdict(settings)))
         return
     nproc = settings.nproc if resume is None else of_run(resume, given)
     if nproc > 1 and not environment.is_one_of_many():
-        raise SystemExit(processes.start(words, nproc))
+        raise SystemExit(processes.start(words, nproc, began))
     quiet = quiet or environment.rank() > 0
     with progress.starting(quiet):
         from gpt.training import run

@@ -1,7 +1,8 @@
 """What started this process: nothing that matters, our own launcher, or torchrun. Nothing here imports torch.
 
 A launcher sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, as
-torchrun does; ours also names a folder, in which the first process leaves what the launcher is to know at the end.
+torchrun does; ours also names a folder, in which the first process leaves what the launcher is to know at the end, and
+when the command began.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from gpt.errors import UserError
 
-LAUNCHER = "GPT_LAUNCHER"
+LAUNCHER, BEGAN = "GPT_LAUNCHER", "GPT_BEGAN"
 RUN, STATUS = "run", "status"
 
 
@@ -41,6 +42,11 @@ def rank() -> int:
 def is_ours() -> bool:
     """Whether our own launcher started this process."""
     return LAUNCHER in os.environ
+
+
+def began() -> float | None:
+    """When the command began that our launcher is of, on the clock of `time.perf_counter`, which processes share."""
+    return float(os.environ[BEGAN]) if is_ours() and BEGAN in os.environ else None
 
 
 def tell(name: str, value: object) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gpt.errors import PeerLost, UserError
-from gpt.parallel.environment import LAUNCHER, RUN, STATUS, told
+from gpt.parallel.environment import BEGAN, LAUNCHER, RUN, STATUS, told
 
 SIGNALS = ("SIGINT", "SIGTERM")
 LONGEST_SAVE = 24 * 3600  # seconds that a run which was told to stop may take to save; a second signal ends it at once
@@ -37,9 +37,10 @@ class Ended:
     run: Path | None = None
 
 
-def launch(command: Sequence[str], nproc: int) -> Ended:
+def launch(command: Sequence[str], nproc: int, began: float | None = None) -> Ended:
     """Runs ``command`` in ``nproc`` processes until all have ended. Each finds its rank in its environment, as torchrun
     has it; signals are passed on. The processes meet at a port that is free, or at ``MASTER_PORT`` where that is set.
+    ``began``: when the work did, on the clock of `time.perf_counter`.
 
     Raises `UserError` where that port is taken.
     """
@@ -55,7 +56,7 @@ def launch(command: Sequence[str], nproc: int) -> Ended:
         "signals_to_handle": ",".join(SIGNALS),
         "shutdown_timeout": LONGEST_SAVE,
     }
-    with tempfile.TemporaryDirectory(prefix="gpt-") as place, _environment(place):
+    with tempfile.TemporaryDirectory(prefix="gpt-") as place, _environment(place, began):
         try:
             elastic_launch(LaunchConfig(**config, logs_specs=DefaultLogsSpecs(log_dir=place)), command[0])(*command[1:])
         except SignalException as heard:
@@ -91,17 +92,18 @@ def _port() -> int:
 
 
 @contextlib.contextmanager
-def _environment(place: str) -> Iterator[None]:
+def _environment(place: str, began: float | None) -> Iterator[None]:
     """What the processes are told, and a launcher that says nothing itself and leaves signals as they were."""
     handlers = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
     quiet = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    os.environ[LAUNCHER] = place
+    os.environ |= {LAUNCHER: place} | ({BEGAN: repr(began)} if began is not None else {})
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         yield
     finally:
         del os.environ[LAUNCHER]
+        os.environ.pop(BEGAN, None)
         logging.disable(quiet)
         for name, handler in handlers.items():
             signal.signal(getattr(signal, name), handler)

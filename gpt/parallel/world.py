@@ -146,9 +146,9 @@ class Ranks(World):
     def __init__(self) -> None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         self.rank, self.size, self.local_rank, self.local_size = map(environment.number, names)
-        self.parent = os.getppid()
+        self.agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # torchrun's, or our launcher's
         Ranks.met += 1
-        store = dist.PrefixStore(f"gpt {Ranks.met}", _store())
+        store = dist.PrefixStore(f"gpt {Ranks.met}", _store())  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=MEETING)
         self.words = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.gradients = self.words  # where gradients are summed
@@ -176,7 +176,7 @@ class Ranks(World):
         return torch.device("cuda", self.local_rank)
 
     def most(self, value: int) -> int:
-        if os.getppid() != self.parent:  # what started this process was killed, and can pass on no signal any more
+        if self.agent not in (None, os.getppid()):  # it was killed, and passes on no signal any more
             value = value or signal.SIGTERM
         both = torch.tensor(value)
         with self.watching_peers():
@@ -316,10 +316,9 @@ def joined(nproc: int) -> Iterator[World]:
 
 
 @functools.cache
-def _store() -> dist.Store:
+def _store() -> Any:
     """Where processes find each other, at ``MASTER_ADDR`` and ``MASTER_PORT``."""
-    store: dist.Store = next(dist.rendezvous("env://", timeout=MEETING))[0]
-    return store
+    return next(dist.rendezvous("env://", timeout=MEETING))[0]  # type: ignore[attr-defined]
 
 
 def _meet() -> Ranks:

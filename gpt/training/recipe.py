@@ -217,11 +217,11 @@ class _Batch:
 def _batch(
     config: TrainConfig, preset: Preset, model: GPTConfig, compute: Compute, pair: float | None, processes: int
 ) -> _Batch:
-    """``pair``: tokens of a pair on average, where these are the rows. Raises `UserError` for a batch that was asked
-    for and that the processes cannot share evenly; one that was not is rounded up."""
+    """``pair``: tokens of a pair on average, where these are the rows. A batch that the processes cannot share evenly
+    is rounded up; raises `UserError` where it was asked for to the token."""
     T, ramp = model.block_size, None
     rows = _rows(config, preset, T) if pair is None else _pair_rows(config, preset, pair)
-    if config.batch_tokens is None:
+    if config.batch_tokens is None or pair is not None:
         rows += -rows % processes
     check_share(rows, processes, T if pair is None else None)
     load = Load(config.tensor * (processes if config.shard == "full" else 1), config.tensor, config.recompute)

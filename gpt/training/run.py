@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpt import device, events, files
+import torch
+
+from gpt import __version__, device, events, files
 from gpt.config import TrainConfig
 from gpt.interrupt import StopSignal
 from gpt.parallel import environment
@@ -22,7 +24,6 @@ from gpt.training.pace import Pace
 from gpt.training.pairs import PairData
 from gpt.training.prepare import Data
 from gpt.training.recipe import Recipe, resolve
-from gpt.training.record import versions
 from gpt.training.result import Result
 from gpt.training.start import find_start
 
@@ -41,7 +42,7 @@ def train(
         stop = held.enter_context(StopSignal(at_once=True))
         world = held.enter_context(joined(config.nproc))
         listen, note = _told(listen, world)
-        world.agree({"text": list(texts), **asdict(config), **versions()})
+        world.agree({"text": list(texts), **asdict(config), **_code()})
         world.together(lambda: logs.check(config.log))
         compute = world.place(world.together(lambda: device.pick(config.device, config.dtype, training=True)))
         world.together(lambda: world.divide(config.tensor, config.shard == "full"))
@@ -83,7 +84,7 @@ def go_on(
         stop = held.enter_context(StopSignal(at_once=True))
         world = held.enter_context(joined(asked.nproc))
         listen, note = _told(listen, world)
-        world.agree({"resume": run, **given, **versions()})
+        world.agree({"resume": run, **given, **_code()})
 
         def found() -> resume.Begun:
             path = resume.find_run(run)
@@ -171,6 +172,11 @@ def _begin(
     trainer.pace = pace
     trainer.open(record, str(given.get("log", config.log)), given)
     return trainer
+
+
+def _code() -> dict[str, str]:
+    """What has to be the same in all processes."""
+    return {"gpt's version": __version__, "torch's version": torch.__version__}
 
 
 def _steps_now(pace: Pace) -> int:

@@ -147,7 +147,7 @@ class Snapshot:
         """What is trained, by name."""
         return self._named(WEIGHT)
 
-    def files(self, recipe: Recipe, machine: Machine, pace: Pace | None, whole: Whole) -> checkpoint.Files:
+    def files(self, recipe: Recipe, machine: Machine, pace: Pace | None, whole: Whole = as_it_is) -> checkpoint.Files:
         """What a checkpoint holds beside weights and tokenizer."""
         assert self.draws is not None, "taken"
         about = {

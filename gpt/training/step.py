@@ -88,7 +88,7 @@ class Stepper:
         self.scaler = make_scaler(compute.device.type, enabled=compute.dtype == torch.float16)
         self.objective = Objective(model, recipe.loss_chunk)
         self.wrapped = self.world.wrap(self.objective) if sharded is None else self.objective
-        self.tried = 0  # how long the longest sequences were that several processes have tried
+        self.tried = 0  # the most positions at once that several processes know to have memory for
         self.compiled = False
 
     @property
@@ -144,21 +144,22 @@ class Stepper:
         to rounding. Inputs x and targets y are (rows, T), this process's share of the batch.
 
         Of several processes one cannot begin anew while the others wait for its gradients. So each first tries a
-        micro-batch by itself, whenever sequences are longer than any before; what fails then, fails in all of them.
+        micro-batch by itself, whenever there is more in one than before; what fails then, fails in all of them.
         Where each forward pass is computed together, there is no such trial, and no beginning anew.
         """
         if self.sharded is not None:
             return self._gradients(x, y)
         while True:
             state = _random_state(self.compute.device)
+            known = min(self.micro_batch, x.size(0)) * x.size(1) <= self.tried
             try:
-                if self.world.size > 1 and x.size(1) > self.tried:
-                    self._try(x, y)
+                if self.world.size > 1 and not known:
+                    self._try(x[: self.micro_batch], y[: self.micro_batch])
+                    known = True
                 return self._gradients(x, y)
             except Exception as error:
                 smaller = [d for d in divisors(x.size(0)) if d < self.micro_batch]
-                everywhere = self.world.size == 1 or x.size(1) > self.tried
-                if not is_out_of_memory(error) or not smaller or not everywhere:
+                if not is_out_of_memory(error) or not smaller or known:
                     raise
             # Not in the handler: the error holds on to what was computed.
             self.optimizer.zero_grad()
@@ -176,7 +177,7 @@ class Stepper:
         self.model.train()
         try:
             with self.world.accumulating(self.wrapped):
-                self._backward(x[: self.micro_batch], y[: self.micro_batch], 1.0)
+                self._backward(x, y, 1.0)
         except Exception as error:
             failed = error.with_traceback(None)  # which holds on to what was computed
         self.optimizer.zero_grad()
@@ -186,7 +187,7 @@ class Stepper:
                 raise MemoryError
             case 2:
                 raise failed or RuntimeError("it failed in another process")
-        self.tried = x.size(1)
+        self.tried = x.numel()
 
     def _gradients(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         self.model.train()
