@@ -10,8 +10,9 @@ this process's part, a plain tensor. So optimizers, their kernels and snapshots 
 """
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,6 +255,20 @@ def _fully_shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         fully_shard(block, mesh=mesh, mp_policy=narrow)
     fully_shard(model, mesh=mesh)
     register_fsdp_forward_method(model, "trunk")
+    model.trunk = _outside_inference(model.trunk)  # type: ignore[method-assign]
+
+
+def _outside_inference(trunk: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`GPT.trunk` that gathers parameters without inference mode, whose tensors could not be trained with later."""
+
+    @functools.wraps(trunk)
+    def outside(*args: Any) -> Tensor:
+        if not torch.is_inference_mode_enabled():
+            return trunk(*args)
+        with torch.inference_mode(False), torch.no_grad():
+            return trunk(*args)
+
+    return outside
 
 
 def _local(x: Tensor) -> Tensor:

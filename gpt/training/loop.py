@@ -205,7 +205,7 @@ class Trainer:
 
     def batch(self, step: int) -> tuple[Int64s, Int64s]:
         """This process's share of a step's inputs and targets."""
-        return self.batches.global_batch(step, self.world.rank, self.world.size)
+        return self.batches.global_batch(step, self.world.row, self.world.rows)
 
     def settle(self) -> bool:
         """Waits for the step under way, tells it and judges it; whether the run had to go back."""
