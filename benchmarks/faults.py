@@ -21,6 +21,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -137,12 +138,14 @@ def killed(place: Path, text: Path, number: int, seconds: float, expected: str) 
 
 
 def stopped(place: Path, text: Path, number: int, seconds: float, expected: str) -> str:
-    """One run that gets SIGINT or SIGTERM at a random moment, and is gone on with by the command that it prints."""
+    """One run that gets SIGINT or SIGTERM at a random moment from its first step on, and is gone on with by the command
+    that it prints."""
     rng = random.Random(1000 + number)
     run = place / f"stopped-{number}"
     process = start("train", str(text), "-o", str(run), *TINY, cwd=place)
-    signum = rng.choice([signal.SIGINT, signal.SIGTERM])
-    time.sleep(0.3 * seconds + 0.7 * rng.random() * seconds)  # not while Python starts
+    signum, steps = rng.choice([signal.SIGINT, signal.SIGTERM]), rng.randint(1, 110)
+    while process.poll() is None and (not (run / "metrics.jsonl").exists() or len(_steps(run)) < steps):
+        time.sleep(rng.random() * 0.02)
     process.send_signal(signum)
     _, err = process.communicate(timeout=600)
     if process.returncode == 0:
@@ -240,6 +243,7 @@ class FailingDisk:
         self.root, self.n, self.code = str(root), n, code
         self.count = 0
         self.what = ""
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         self._patches = contextlib.ExitStack()
@@ -278,8 +282,10 @@ class FailingDisk:
         return str(path).startswith(self.root)
 
     def _maybe_fail(self, what: str) -> None:
-        self.count += 1
-        if self.count == self.n:
+        with self._lock:  # two files are written side by side
+            self.count += 1
+            mine = self.count == self.n
+        if mine:
             self.what = what
             raise OSError(self.code, os.strerror(self.code), what)
 
@@ -629,7 +635,7 @@ def price(quick: bool) -> list[str]:
 
 
 def _steps(run: Path) -> list[tuple[int, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
     return [(line["step"], line["seconds"]) for line in lines if line["event"] == "step"]
 
 

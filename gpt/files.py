@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -59,6 +59,17 @@ def write_pieces(path: Path, pieces: Iterable[Any]) -> str:
             file.write(piece)
             digest.update(piece)
     return digest.hexdigest()
+
+
+def side_by_side(do: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
+    """What ``do`` gives for each file, two at a time: one processor's sums and copies are slower than a disk. Raises
+    what one that fails does, once none is at work. A program that ends at once does not wait for these threads, as it
+    would for those of concurrent.futures."""
+    from multiprocessing.pool import ThreadPool  # 15 ms, which `--help` has no use for
+
+    names = list(names)
+    with ThreadPool(2) as pool:
+        return dict(zip(names, pool.map(do, names, chunksize=1), strict=True))
 
 
 def sync_folder(path: Path) -> None:

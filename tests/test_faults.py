@@ -68,6 +68,29 @@ def test_every_write_and_sync_of_a_save_that_fails(tmp_path: Path, code: int) ->
     assert all(outcome.startswith("the old one is intact") for outcome in outcomes), outcomes
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="folders cannot be synced there")
+def test_everything_is_synced_before_it_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, int]] = []  # what, and the inode to which
+    replace, fsync = os.replace, os.fsync
+
+    def renamed(source: Any, target: Any) -> None:
+        done.append(("name", os.stat(source).st_ino))
+        replace(source, target)
+
+    def synced(descriptor: int) -> None:
+        done.append(("sync", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "replace", renamed)
+    monkeypatch.setattr(os, "fsync", synced)
+    saved = tmp_path / "step-000001"
+    checkpoint.write(saved, faults.small_checkpoint_files())
+    for path in [*saved.iterdir(), saved]:
+        inode = path.stat().st_ino
+        assert done.index(("sync", inode)) < done.index(("name", inode)), path
+    assert done[-2:] == [("name", saved.stat().st_ino), ("sync", tmp_path.stat().st_ino)]
+
+
 def test_what_the_disk_did_not_keep_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that takes a write and holds something else: the new checkpoint never gets its name."""
     contents = faults.small_checkpoint_files()

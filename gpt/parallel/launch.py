@@ -60,7 +60,8 @@ def launch(command: Sequence[str], nproc: int, began: float | None = None) -> En
         try:
             elastic_launch(LaunchConfig(**config, logs_specs=DefaultLogsSpecs(log_dir=place)), command[0])(*command[1:])
         except SignalException as heard:
-            return Ended(int(told(place, STATUS) or 128 + heard.sigval))
+            status = int(told(place, STATUS) or 128)  # a second signal is passed on as SIGTERM, whichever it was
+            return Ended(status if status < 128 else 128 + heard.sigval)
         except ChildFailedError as failed:
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
             return _ended(codes, told(place, RUN))

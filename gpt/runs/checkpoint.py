@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpt.config import GPT2_VOCAB, GPTConfig
 from gpt.errors import UserError
-from gpt.files import disk_errors, read_json, to_json, whole_folder, write_pieces
+from gpt.files import disk_errors, read_json, side_by_side, to_json, whole_folder, write_pieces
 from gpt.model import lora
 from gpt.model.decoder import GPT, rotary_table
 from gpt.runs import adapter, folder, hf, tensors
@@ -103,10 +103,12 @@ def write(target: Path, files: Files) -> None:
     """Writes a checkpoint, synced, whole or not at all; it is read back from the disk, and its sums compared with those
     of what was to be written, before it takes its name. Raises OSError."""
     with whole_folder(target) as beside:
-        sums = {
-            name: write_pieces(beside / name, [data] if isinstance(data, bytes) else tensors.pieces(data))
-            for name, data in sorted(files.items())
-        }
+
+        def written(name: str) -> str:
+            data = files[name]
+            return write_pieces(beside / name, [data] if isinstance(data, bytes) else tensors.pieces(data))
+
+        sums = side_by_side(written, sorted(files))
         folder.write_sums(beside, sums)
         folder.read_back(beside, sums)
 

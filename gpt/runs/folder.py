@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt.errors import UserError
-from gpt.files import TEMPORARY, file_sum, read_json, reading, to_json, write_file
+from gpt.files import TEMPORARY, file_sum, read_json, reading, side_by_side, to_json, write_file
 from gpt.runs import hub
 
 RUNS = "runs"
@@ -99,26 +99,25 @@ def check_sums(folder: Path, training: bool = False) -> None:
     Training state (``training.*``) may be gone, since old checkpoints keep their weights only; where it is not asked
     for, it is not read.
     """
-    for name, expected in read_sums(folder).items():
-        path = folder / name
-        if name in TRAINING and not training:
-            continue
-        if not path.is_file():
-            if name in TRAINING:
-                continue
+    sums = read_sums(folder)
+    for name in sums:
+        if name not in TRAINING and not (folder / name).is_file():
             raise UserError(f"{folder} is damaged: {name} is missing", HINT)
-        with reading(path):
-            found = file_sum(path)
-        if found != expected:
-            raise UserError(f"{path} is damaged: its sha256 is not the one it was saved with", HINT)
+    wanted = [name for name in sums if name not in TRAINING or (training and (folder / name).is_file())]
+    with reading(folder):
+        found = side_by_side(lambda name: file_sum(folder / name), wanted)
+    for name in wanted:
+        if found[name] != sums[name]:
+            raise UserError(f"{folder / name} is damaged: its sha256 is not the one it was saved with", HINT)
 
 
 def read_back(folder: Path, sums: Mapping[str, str]) -> None:
     """Compares what the disk holds with the sums of what was to be written. Raises OSError."""
     if read_sums(folder) != sums:
         raise OSError(errno.EIO, "what was written is not what can be read", str(folder / CHECKSUMS))
+    found = side_by_side(lambda name: file_sum(folder / name, from_disk=True), sums)
     for name, expected in sums.items():
-        if file_sum(folder / name, from_disk=True) != expected:
+        if found[name] != expected:
             raise OSError(errno.EIO, "what was written is not what can be read", str(folder / name))
 
 

@@ -35,10 +35,15 @@ class Muon(Optimizer):
     found_inf: Tensor | None = None  # 0 or 1, on the parameters' device
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], lr: float, weight_decay: float, dtype: torch.dtype, world: World
+        self,
+        groups: Iterable[dict[str, Any]],
+        lr: float,
+        weight_decay: float,
+        dtype: torch.dtype,
+        world: World | None = None,
     ) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM, "parts": 1})
-        self.dtype, self.world = dtype, world  # the iteration's
+        self.dtype, self.world = dtype, world or World()  # the iteration's
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -177,7 +182,7 @@ def make_optimizer(
     fused = [module.c_attn.weight for module in model.modules() if isinstance(module, Attention)]
     single = [m for m in matrices if not any(m is p for p in fused)]
     groups: list[dict[str, Any]] = [{"params": fused, "parts": 3}, {"params": single}]
-    return Optimizers([muon(groups, 0.0, weight_decay, dtype, world or World()), _adamw(others, vectors, 0.0)])
+    return Optimizers([muon(groups, 0.0, weight_decay, dtype, world), _adamw(others, vectors, 0.0)])
 
 
 def _adamw(decayed: Sequence[nn.Parameter], others: Sequence[nn.Parameter], weight_decay: float) -> AdamW:

@@ -55,7 +55,7 @@ class MuonOfParts(Muon):
         lr: float,
         weight_decay: float,
         dtype: torch.dtype,
-        world: World,
+        world: World | None = None,
     ) -> None:
         super().__init__(groups, lr, weight_decay, dtype, world)
         mine = {p for group in self.param_groups for p in group["params"]}

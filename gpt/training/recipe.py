@@ -109,8 +109,7 @@ def resolve(
     batch = _batch(config, preset, model, compute, n_tokens / pairs if pairs else None, processes)
     steps = _steps(config, n_tokens, batch, usual)
     tokens = batch.read(steps)
-    if config.dropout is None:
-        model = replace(model, dropout=auto_dropout(tokens / n_tokens))
+    model = model if config.dropout is not None else replace(model, dropout=auto_dropout(tokens / n_tokens))
     if config.patience and not held_out:
         note("nothing is held out, so --patience has nothing to go by")
     eval_every = config.eval_every or math.ceil(steps / 20)

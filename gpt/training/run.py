@@ -5,12 +5,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from gpt import __version__, device, events, files
+from gpt import device, events, files
 from gpt.config import TrainConfig
 from gpt.interrupt import StopSignal
 from gpt.parallel import environment
@@ -176,7 +175,7 @@ def _begin(
 
 def _code() -> dict[str, str]:
     """What has to be the same in all processes."""
-    return {"gpt's version": __version__, "torch's version": torch.__version__}
+    return {f"the version of {package}": version(package) for package in ("gpt", "torch")}
 
 
 def _steps_now(pace: Pace) -> int:
