@@ -177,7 +177,7 @@ def agree_with_one(rank: int, steps: int, cases: list[tuple[Grid, GPTConfig, str
             alone = learn(plain, one, x, y, step == 7)
             together = learn_together(sharded, parts, x, y, step == 7)
             assert together == pytest.approx(alone, abs=1e-4), f"{grid} {kind}, step {step}"
-        assert alone[0] < 3.0, "it learnt"
+        assert alone[0] < 4.5, "it learnt"
         check_whole(sharded, parts, plain, one, out / str(number))
 
 
@@ -228,7 +228,7 @@ def test_two_processes_come_to_what_one_does(tmp_path: Path) -> None:
     one_position = replace(TINY, block_size=1)  # whose table the second process has nothing of
     assert sharded.part("wpe.weight", (1, 32), 1).numel == 0
     cases.append((sharded, one_position, "muon"))
-    run_in(2, agree_with_one, 50, cases, tmp_path)
+    run_in(2, agree_with_one, 20, cases, tmp_path)
     for number in range(len(cases)):
         read_by_others(tmp_path / str(number))
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from gpt.config import GPTConfig, Preset, TrainConfig, find_preset
 from gpt.device import Compute
@@ -20,6 +20,10 @@ LOGITS = 12  # bytes of a logit, in bfloat16 and twice in float32: itself, its s
 COMPILE_FROM = 3e16  # FLOPs of a run from which compiling pays on a GPU: about two minutes at a third of an H100's peak
 LEAST_CHUNK = 128  # positions
 CPU_FLOPS = 1e13  # of a run of default length on a CPU, as 6 a parameter and token
+
+AS_ASKED = (
+    "schedule", "weight_decay", "clip", "patience", "keep", "seed", "merge_lora", "shard", "tensor", "recompute"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,10 +103,7 @@ def resolve(
     if start is not None:
         preset = replace(preset, model=start, lr=(1 if config.lora_rank else starts.RATE) * preset.lr)
     model = _model(config, preset, 2**63 if pairs else n_tokens, vocab_size, note)
-    if config.tensor > 1:
-        from gpt.parallel import tensor  # torch's part of it takes seconds
-
-        tensor.check(model, config.tensor)
+    check_heads(model, config.tensor)
     usual = auto_epochs(n_tokens, model, compute.device.type) if start is None else starts.EPOCHS
     if start is not None or pairs:
         preset = starts.tuned(preset, usual, n_tokens)
@@ -114,6 +115,7 @@ def resolve(
         note("nothing is held out, so --patience has nothing to go by")
     eval_every = config.eval_every or math.ceil(steps / 20)
     optimizer: Literal["muon", "adamw"] = "adamw" if config.lora_rank else config.optimizer
+    as_asked: dict[str, Any] = {each: getattr(config, each) for each in AS_ASKED}
     return Recipe(
         preset=name,
         model=model,
@@ -125,25 +127,24 @@ def resolve(
         warmup=_warmup(config, steps, batch),
         decay=round(DECAY * steps) if config.decay is None else config.decay,
         optimizer=optimizer,
-        schedule=config.schedule,
-        weight_decay=config.weight_decay,
-        clip=config.clip,
         eval_every=eval_every,
-        patience=config.patience,
         save_every=config.save_every or eval_every,
-        keep=config.keep,
         sample_every=math.ceil(steps / 4) if config.sample_every is None else config.sample_every,
-        seed=config.seed,
         lora_rank=config.lora_rank or 0,
         lora_alpha=2.0 * (config.lora_rank or 0) if config.lora_alpha is None else config.lora_alpha,
-        merge_lora=config.merge_lora,
         ramp=batch.ramp,
         loss_chunk=_loss_chunk(batch.micro_batch, model, compute, batch.load),
         compile=_compiles(config, compute, 6 * breakdown(model).trainable * tokens),
-        shard=config.shard,
-        tensor=config.tensor,
-        recompute=config.recompute,
+        **as_asked,
     )
+
+
+def check_heads(model: GPTConfig, tensor: int) -> None:
+    """Raises `UserError` unless so many processes can share each sequence."""
+    if tensor > 1:
+        from gpt.parallel import tensor as parallel  # torch's part of it takes seconds
+
+        parallel.check(model, tensor)
 
 
 def _model(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int, note: Notes) -> GPTConfig:

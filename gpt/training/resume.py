@@ -16,7 +16,7 @@ from gpt.files import checked, read_json
 from gpt.runs import checkpoint, folder, hub
 from gpt.settings import from_dict
 from gpt.text.tokenizer import Tokenizer
-from gpt.training.recipe import Recipe, check_share, divisors, micro_batch_for
+from gpt.training.recipe import Recipe, check_heads, check_share, divisors, micro_batch_for
 from gpt.training.record import FORMAT, versions
 from gpt.training.result import Result
 from gpt.training.schedule import lr_at
@@ -190,10 +190,7 @@ def changed(
         if value not in (None, before):
             recipe = replace(recipe, **{name: value})
             note(f"--{name} {value} instead of {before}: equal to rounding")
-    if recipe.tensor > 1:
-        from gpt.parallel import tensor
-
-        tensor.check(recipe.model, recipe.tensor)
+    check_heads(recipe.model, recipe.tensor)
     if recipe.lora_rank and (recipe.tensor > 1 or recipe.shard == "full"):
         raise UserError("adapters are trained by processes that have all weights each", "leave out --shard, --tensor")
     if micro_batch not in (None, "auto"):
