@@ -8,7 +8,7 @@ from typing import Any, Literal
 from gpt.config import GPTConfig, Preset, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.errors import UserError
-from gpt.model.params import breakdown
+from gpt.model.params import breakdown, nearest_preset
 from gpt.text.batches import Ramp
 from gpt.training import start as starts
 
@@ -98,7 +98,7 @@ def resolve(
 
     Tells ``note`` what it had to change. Raises `UserError` for settings that contradict each other or the text.
     """
-    name = preset_name(config, n_bytes, compute.device.type) if start is None else starts.nearest_preset(start)
+    name = preset_name(config, n_bytes, compute.device.type) if start is None else nearest_preset(start)
     preset = find_preset(name)
     if start is not None:
         preset = replace(preset, model=start, lr=(1 if config.lora_rank else starts.RATE) * preset.lr)
