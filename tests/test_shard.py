@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gpt.config import GPTConfig, find_preset
 from gpt.errors import UserError
+from gpt.model import memory
 from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy
 from gpt.parallel import tensor
@@ -291,4 +292,9 @@ def test_175_billion_parameters_on_1024_processes() -> None:
     expected = layers * (divided // 8 + whole) // 128 + (T * C + 2 * C) // 128 + math.ceil(V / 128) * C
     assert held == [expected] * 3
     assert rank_parameters(config, 128, 8) == expected
+    setup = memory.Setup(data=128, tensor=8, shard=True, optimizer="adamw")
+    said = memory.training(config, setup)  # which counts all ranks alike, and rank 0 has a row of the embedding more
+    assert [said.parameters, said.gradients, said.optimizer] == pytest.approx(
+        [4 * expected, 4 * expected, 8 * expected], rel=1e-4
+    )
     assert 16 * expected < 3e9  # bytes: parameters, gradients, two moments

@@ -262,11 +262,11 @@ def _outside_inference(trunk: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`GPT.trunk` that gathers parameters without inference mode, whose tensors could not be trained with later."""
 
     @functools.wraps(trunk)
-    def outside(*args: Any) -> Tensor:
+    def outside(*args: Any, **kwargs: Any) -> Tensor:
         if not torch.is_inference_mode_enabled():
-            return trunk(*args)
+            return trunk(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
-            return trunk(*args)
+            return trunk(*args, **kwargs)
 
     return outside
 

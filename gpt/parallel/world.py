@@ -43,6 +43,7 @@ class World:
     local_rank, local_size = 0, 1  # on this machine
     tensor = 1  # processes that share each sequence, and so each forward pass; their ranks follow on each other
     in_step = False  # whether all processes compute each forward pass together, since all have parts of the weights
+    alone = False  # whether it made a group of this process alone
     gradients: dist.ProcessGroup | None = None  # over which gradients are summed; None: torch's default group
 
     @property
@@ -74,6 +75,7 @@ class World:
     def mesh(self, kind: str) -> DeviceMesh:
         """All processes as a grid, data × tensor, for a kind of device."""
         if not dist.is_initialized():
+            self.alone = True
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         over: dict[int | str, Any] = dict.fromkeys(("data", "tensor"), "nccl" if kind == "cuda" else "gloo")
         return init_device_mesh(
@@ -138,6 +140,11 @@ class World:
 
     def follow(self) -> None:
         """Where this process isn't the first: waits until that has ended. Raises `PeerLost` then."""
+
+    def leave(self) -> None:
+        """Lets go of the group that `mesh` made for one process, if it did."""
+        if self.alone:
+            dist.destroy_process_group()
 
 
 class Ranks(World):
@@ -324,15 +331,19 @@ def joined(nproc: int) -> Iterator[World]:
                 f"{nproc} processes were asked for, and this is one by itself",
                 "start them with gpt train --nproc, or a program of yours with torchrun and without nproc",
             )
-        yield World()
+        world = World()
+        try:
+            yield world
+        finally:
+            world.leave()
         return
     if nproc > 1 and not environment.is_ours():
         raise UserError("--nproc and torchrun both start processes", "leave --nproc out under torchrun")
-    world = _meet()
-    if world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // world.local_size))
-    yield world
-    world.leave()
+    ranks = _meet()
+    if ranks.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.local_size))
+    yield ranks
+    ranks.leave()
 
 
 @functools.cache
