@@ -1,4 +1,4 @@
-"""Writes docs/parallel-plan.md: what `gpt params` says of the eight sizes of GPT-3 on 8, 64 and 1,024 devices.
+"""Writes docs/parallel-plan.md: what `gpt params` says of GPT-3's eight sizes on 8, 64 and 1,024 devices.
 
 python docs/plan.py
 """
@@ -16,8 +16,8 @@ SIZES = [name for name in PRESETS if name.startswith("gpt3-")]
 
 HEAD = f"""# GPT-3's sizes on 8, 64 and 1,024 devices
 
-Written by `python docs/plan.py`, from the arithmetic of `gpt params`; [how it is counted](memory.md). For each of the eight
-sizes of the GPT-3 paper (Brown et al. 2020, table 2.1, with its batches): the first way to train that fits into
+Written by `python docs/plan.py`, from the arithmetic of `gpt params`; [how it is counted](memory.md). For each of the
+eight sizes of the GPT-3 paper (Brown et al. 2020, table 2.1, with its batches): the first way to train that fits into
 {USABLE:.0%} of the memory of an {KIND}, the most bytes that a rank then holds (GB of 10⁹), and days for
 {TOKENS / 1e9:.0f} billion tokens at {MFU:.0%} MFU, as
 
@@ -25,8 +25,8 @@ sizes of the GPT-3 paper (Brown et al. 2020, table 2.1, with its batches): the f
 $ gpt params gpt3-175b --devices 1024 --kind {KIND} --tokens {TOKENS / 1e9:.0f}e9 --mfu {MFU:g}
 ```
 
-prints them. {MFU:.0%} is an assumption: what a cluster reaches depends on its network, and smaller models spread over many
-devices reach less. Nothing of this table was run; what was compared with real runs is said in [memory.md](memory.md).
+prints them. {MFU:.0%} is an assumption: what a cluster reaches depends on its network, and small models spread over
+many devices reach less. Nothing of this table was run; what was compared with real runs is said in [memory.md](memory.md).
 """
 
 
