@@ -346,6 +346,10 @@ class TrainConfig(TextConfig):
     )
     log: str = option("none", "Beside metrics.jsonl: tensorboard, wandb, or both with a comma between.", panel=_LOG)
     device: Device = option("auto", "Where to compute; auto: CUDA, else MPS, else the CPU.", panel=_MACHINE)
+    nproc: int = option(
+        1, "Processes on this machine, which share each batch; a GPU each. On more machines: torchrun.",
+        panel=_MACHINE, low=1, high=1024,
+    )  # fmt: skip
     dtype: Dtype = option(
         "auto", "Of the matrix products; weights stay float32. auto: bfloat16 where the device is made for it.",
         panel=_MACHINE,

@@ -165,13 +165,13 @@ def _batches(all_windows: Iterable[Window], size: int) -> Iterator[list[Window]]
         yield some
 
 
-def mean_loss(model: GPT, some: Iterable[Window], compute: Compute) -> float:
-    """Nats a token over the windows."""
+def total_loss(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[float, int]:
+    """Nats of all targets that count in the windows, and how many these are."""
     total, count = 0.0, 0
     for _, of_window in each_window(model, some, compute):
         total += float(of_window.sum())
         count += len(of_window)
-    return total / count if count else math.nan
+    return total, count
 
 
 # Called with each window, its losses, and how many tokens there are to score in all.

@@ -36,7 +36,7 @@ class Keeper:
     optimizers: Optimizers
     scaler: torch.amp.GradScaler
     state: TrainState
-    metrics: Metrics
+    metrics: Metrics | None  # None: another process writes them
     saver: Saver
     tokenizer: checkpoint.TokenizerFiles
 
@@ -48,7 +48,7 @@ class Keeper:
         """Copies the state as it is."""
         self.saver.wait()  # it reads the copy before
         self.state.seconds = time.perf_counter() - self.setting.began
-        self.state.metrics_bytes = self.metrics.size
+        self.state.metrics_bytes = self.metrics.size if self.metrics else 0
         self.snapshot.take(self.model, self.optimizers, self.scaler, self.state)
 
     def go_back(self, **but: Any) -> None:
@@ -83,12 +83,13 @@ class Keeper:
             meta["adapter"] = lora.about(setting.start, recipe)
         weights = snapshot.weights if "adapter" in meta else self.fixed | snapshot.weights
         compute = setting.compute
-        machine = Machine(str(compute.device), compute.dtype_name, torch.get_num_threads())
+        machine = Machine(str(compute.device), compute.dtype_name, torch.get_num_threads(), setting.world.size)
         if pace is not None:
             pace = replace(pace, deadline=pace.deadline - setting.began)
 
         def files() -> checkpoint.Files:
-            self.metrics.sync()
+            if self.metrics is not None:
+                self.metrics.sync()
             model = checkpoint.contents(recipe.model, weights, self.tokenizer, meta)
             return {**model, **snapshot.files(recipe, machine, pace)}
 

@@ -31,7 +31,7 @@ class Recipe:
     steps: int
     batch_tokens: int  # tokens a step
     rows: int  # sequences a step
-    micro_batch: int  # sequences at once; rows / micro_batch are accumulated
+    micro_batch: int  # sequences at once in a process; the rest of its share of the rows is accumulated
     lr: float
     warmup: int
     decay: int  # steps at the end over which the linear schedule goes down
@@ -83,9 +83,10 @@ def resolve(
     note: Notes,
     start: GPTConfig | None = None,
     pairs: int = 0,
+    processes: int = 1,
 ) -> Recipe:
     """The recipe for ``n_tokens`` of training text that came from ``n_bytes``; ``start``: the shape of the model that
-    is fine-tuned; ``pairs``: how many the text is made of, where these are the rows.
+    is fine-tuned; ``pairs``: how many the text is made of, where these are the rows; ``processes`` share each batch.
 
     Tells ``note`` what it had to change. Raises `UserError` for settings that contradict each other or the text.
     """
@@ -97,11 +98,10 @@ def resolve(
     usual = auto_epochs(n_tokens, model, compute.device.type) if start is None else starts.EPOCHS
     if start is not None or pairs:
         preset = starts.tuned(preset, usual, n_tokens)
-    batch = _batch(config, preset, model, compute, n_tokens / pairs if pairs else None)
+    batch = _batch(config, preset, model, compute, n_tokens / pairs if pairs else None, processes)
     steps = _steps(config, n_tokens, batch, usual)
     tokens = batch.read(steps)
-    if config.dropout is None:
-        model = replace(model, dropout=auto_dropout(tokens / n_tokens))
+    model = model if config.dropout is not None else replace(model, dropout=auto_dropout(tokens / n_tokens))
     if config.patience and not held_out:
         note("nothing is held out, so --patience has nothing to go by")
     eval_every = config.eval_every or math.ceil(steps / 20)
@@ -192,15 +192,32 @@ class _Batch:
         return self.ramp.before(steps) * self.row if self.ramp else steps * self.tokens
 
 
-def _batch(config: TrainConfig, preset: Preset, model: GPTConfig, compute: Compute, pair: float | None) -> _Batch:
-    """``pair``: tokens of a pair on average, where these are the rows."""
+def _batch(
+    config: TrainConfig, preset: Preset, model: GPTConfig, compute: Compute, pair: float | None, processes: int
+) -> _Batch:
+    """``pair``: tokens of a pair on average, where these are the rows. A batch that the processes cannot share evenly
+    is rounded up; raises `UserError` where it was asked for to the token."""
     T, ramp = model.block_size, None
     rows = _rows(config, preset, T) if pair is None else _pair_rows(config, preset, pair)
-    micro_batch = micro_batch_for(config.micro_batch, rows, model, compute)
+    if config.batch_tokens is None or pair is not None:
+        rows += -rows % processes
+    check_share(rows, processes, T if pair is None else None)
+    micro_batch = micro_batch_for(config.micro_batch, rows // processes, model, compute)
     if config.batch_ramp is not None:
         first = max(1, min(RAMP_FROM[0] // T, round(rows * RAMP_FROM[1])))
-        ramp = Ramp(rows, first, math.ceil(config.batch_ramp / T), micro_batch)
+        first += -first % processes
+        ramp = Ramp(rows, first, math.ceil(config.batch_ramp / T), micro_batch * processes, processes)
     return _Batch(rows, T if pair is None else pair, micro_batch, ramp)
+
+
+def check_share(rows: int, processes: int, length: int | None = None) -> None:
+    """Raises `UserError` where processes cannot share the sequences of a step, of ``length`` tokens each, evenly."""
+    if rows % processes:
+        hint = "take --nproc " + " or ".join(str(n) for n in divisors(rows)[:8])
+        if length is not None:
+            below, above = ((rows // processes + more) * processes * length for more in (0, 1))
+            hint = f"take --batch-tokens {above:,}" + (f" or {below:,}" if below else "") + f", or {hint[5:]}"
+        raise UserError(f"the {rows:,} sequences of a step cannot be shared evenly by {processes} processes", hint)
 
 
 def _warmup(config: TrainConfig, steps: int, batch: _Batch) -> int:
@@ -234,7 +251,7 @@ def auto_dropout(epochs: float) -> float:
 
 
 def micro_batch_for(asked: str, rows: int, model: GPTConfig, compute: Compute) -> int:
-    """Sequences at once: the largest divisor of ``rows`` whose activations fit a part of the device's memory."""
+    """Sequences at once: the largest divisor of a process's ``rows`` whose activations fit a part of the memory."""
     if asked != "auto":
         if not asked.isascii() or not asked.isdigit() or int(asked) < 1:
             raise UserError(f'micro-batch is "{asked}"; it must be auto or a whole number from 1')

@@ -103,6 +103,18 @@ class Saver:
         )
 
 
+class NoSaver(Saver):
+    """That of a process which writes nothing, since another one does."""
+
+    def begin(self, step: int, size: int, files: Callable[[], Files]) -> None:
+        """Saves nothing."""
+        self.step = step
+
+    def last(self, step: int, size: int, files: Callable[[], Files], stopped: Callable[[], bool]) -> None:
+        """Saves nothing."""
+        self.step = step
+
+
 def weights_alone(files: Files) -> Files:
     """A checkpoint without what going on needs."""
     return {name: data for name, data in files.items() if name not in (STATE, TENSORS)}

@@ -19,6 +19,7 @@ from gpt.errors import UserError
 from gpt.files import checked, read_json, to_json
 from gpt.model.decoder import GPT
 from gpt.runs import adapter, checkpoint, folder, tensors
+from gpt.text.batches import Ramp
 from gpt.training.optim import Optimizers
 from gpt.training.pace import Pace
 from gpt.training.recipe import Recipe
@@ -79,6 +80,7 @@ class Machine:
     device: str
     dtype: str
     threads: int
+    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -169,14 +171,24 @@ def read_saved(path: Path) -> Saved:
         and saved.state.windows > 0
         and recipe.micro_batch >= 1
         and recipe.rows % recipe.micro_batch == 0
+        and 1 <= saved.machine.processes <= 2**20
     ):
         raise UserError(
             f"{where} is damaged: step {step} of {recipe.steps}, {recipe.micro_batch} of {recipe.rows} rows"
         )
     ramp = recipe.ramp  # one that does not grow, or in too small steps, would never end
-    if ramp and not (1 <= ramp.first <= ramp.rows == recipe.rows and ramp.unit >= 1 and ramp.over <= MOST * ramp.first):
+    if ramp and not (
+        1 <= ramp.first <= ramp.rows == recipe.rows
+        and ramp.unit >= 1
+        and _even(ramp)
+        and ramp.over <= MOST * ramp.first
+    ):
         raise UserError(f"{where} is damaged: its batches grow from {ramp.first} to {ramp.rows} over {ramp.over} rows")
     return saved
+
+
+def _even(ramp: Ramp) -> bool:
+    return ramp.by >= 1 and not any(n % ramp.by for n in (ramp.first, ramp.rows, ramp.unit))
 
 
 def read_snapshot(path: Path, saved: Saved, model: GPT, optimizers: Optimizers) -> Snapshot:
