@@ -26,7 +26,7 @@ $ gpt params gpt3-175b --devices 1024 --kind {KIND} --tokens {TOKENS / 1e9:.0f}e
 ```
 
 prints them. {MFU:.0%} is an assumption: what a cluster reaches depends on its network, and small models spread over
-many devices reach less. Nothing of this table was run; what was compared with real runs is said in [memory.md](memory.md).
+many devices reach less. Nothing of this table was run; [memory.md](memory.md) says what was compared with real runs.
 """
 
 
