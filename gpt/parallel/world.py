@@ -22,11 +22,12 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from gpt.device import Compute
 from gpt.errors import PeerLost, UserError
-from gpt.interrupt import Stopped
+from gpt.interrupt import Stopped, StopSignal
 from gpt.parallel import environment
 
 T = TypeVar("T")
@@ -39,18 +40,55 @@ class World:
 
     rank, size = 0, 1
     local_rank, local_size = 0, 1  # on this machine
+    tensor = 1  # processes that share each sequence, and so each forward pass; their ranks follow on each other
+    in_step = False  # whether all processes compute each forward pass together, since all have parts of the weights
+    gradients: dist.ProcessGroup | None = None  # over which gradients are summed; None: torch's default group
 
     @property
     def first(self) -> bool:
         """Whether this process is the one that decides, tells and writes."""
         return self.rank == 0
 
+    @property
+    def rows(self) -> int:
+        """How many take different sequences."""
+        return self.size // self.tensor
+
+    @property
+    def row(self) -> int:
+        """Which of these this process is."""
+        return self.rank // self.tensor
+
+    def divide(self, tensor: int, sharded: bool) -> None:
+        """Has so many processes share each sequence, and all of them the weights if ``sharded``. Raises `UserError`
+        where they cannot be divided so."""
+        if self.size % tensor:
+            n = "one process" if self.size == 1 else f"{self.size} processes"
+            raise UserError(
+                f"{n} cannot be divided into groups of {tensor} (--tensor {tensor})",
+                f"--nproc {-(-self.size // tensor) * tensor}, or --tensor 1",
+            )
+        self.tensor, self.in_step = tensor, sharded or tensor > 1
+
+    def mesh(self, kind: str) -> DeviceMesh:
+        """All processes as a grid, data × tensor, for a kind of device."""
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        over: dict[int | str, Any] = dict.fromkeys(("data", "tensor"), "nccl" if kind == "cuda" else "gloo")
+        return init_device_mesh(
+            kind, (self.rows, self.tensor), mesh_dim_names=("data", "tensor"), backend_override=over
+        )
+
+    def watching(self, stop: StopSignal, items: Iterable[T]) -> Iterator[T]:
+        """The items, until a signal comes, which raises `Stopped`: in all processes at once where they are in step."""
+        return stop.watching(items)
+
     def most(self, value: int) -> int:
         """The largest of all processes' values."""
         return value
 
     def sum(self, *values: float) -> tuple[float, ...]:
-        """Sums over all processes, in double precision."""
+        """Sums over all rows, in double precision."""
         return values
 
     def decided(self, do: Callable[[], T]) -> T:
@@ -73,7 +111,7 @@ class World:
         return compute
 
     def seed(self, seed: int, step: int) -> None:
-        """Makes what this process draws in a step a function of seed, step and rank, so that each drops out other
+        """Makes what this process draws in a step a function of seed, step and row, so that each row drops out other
         activations, and none has a random state to save. A process by itself goes on with its generator."""
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -85,7 +123,7 @@ class World:
         return contextlib.nullcontext()
 
     def add(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes, in place, on the device."""
+        """The sum over all rows, in place, on the device."""
         return tensor
 
     def gathered(self, tensor: Tensor) -> Tensor:
@@ -149,7 +187,7 @@ class Ranks(World):
         sums = torch.tensor(values, dtype=torch.float64)
         with self.watching_peers():
             dist.all_reduce(sums, group=self.words)
-        return tuple(sums.tolist())
+        return tuple((sums / self.tensor).tolist())
 
     def decided(self, do: Callable[[], T]) -> T:
         said: list[Any] = [None, False]
@@ -197,11 +235,17 @@ class Ranks(World):
             dist.all_gather_object(values, value, group=self.words)
         return values
 
+    def watching(self, stop: StopSignal, items: Iterable[T]) -> Iterator[T]:
+        for item in items if self.in_step else stop.watching(items):
+            if self.in_step and self.most(stop.signum or 0):
+                raise Stopped
+            yield item
+
     def share(self, items: Iterable[T]) -> Iterable[T]:
         return islice(items, self.rank, None, self.size)
 
     def seed(self, seed: int, step: int) -> None:
-        digest = hashlib.sha256(repr((seed, step, self.rank)).encode()).digest()
+        digest = hashlib.sha256(repr((seed, step, self.row)).encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -218,7 +262,7 @@ class Ranks(World):
     def add(self, tensor: Tensor) -> Tensor:
         with self.watching_peers():
             dist.all_reduce(tensor, group=self.gradients)
-        return tensor
+        return tensor if self.tensor == 1 else tensor.copy_(tensor / self.tensor)
 
     def gathered(self, tensor: Tensor) -> Tensor:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]

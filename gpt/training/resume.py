@@ -16,14 +16,24 @@ from gpt.files import checked, read_json
 from gpt.runs import checkpoint, folder, hub
 from gpt.settings import from_dict
 from gpt.text.tokenizer import Tokenizer
-from gpt.training.recipe import Recipe, check_share, divisors, micro_batch_for
+from gpt.training.recipe import Recipe, check_heads, check_share, divisors, micro_batch_for
 from gpt.training.record import FORMAT, versions
 from gpt.training.result import Result
 from gpt.training.schedule import lr_at
 from gpt.training.start import Start, find_start
 from gpt.training.state import Machine, Saved, read_saved
 
-MAY_CHANGE = ("steps", "nproc", "device", "micro_batch", "keep", "log")  # data and result stay, up to rounding
+MAY_CHANGE = (
+    "steps",
+    "nproc",
+    "shard",
+    "tensor",
+    "recompute",
+    "device",
+    "micro_batch",
+    "keep",
+    "log",
+)  # data and result stay, up to rounding
 Notes = Callable[[str], None]
 
 
@@ -103,6 +113,12 @@ def processes_of(asked: str | None) -> int:
     return next((n for n in reversed(said) if type(n) is int and 1 <= n <= 1024), 1)
 
 
+def division(begun: Begun, given: Mapping[str, Any]) -> tuple[int, bool]:
+    """How processes divide the work, for `World.divide`: as before, unless it is given otherwise."""
+    before = begun.recipe or begun.config
+    return int(given.get("tensor", before.tensor)), given.get("shard", before.shard) == "full"
+
+
 def refuse_others(given: Mapping[str, Any], texts: Sequence[str]) -> None:
     """Raises `UserError` for what cannot be joined to ``--resume``: all but `MAY_CHANGE`."""
     may = "it may be joined by " + ", ".join(f"--{name.replace('_', '-')}" for name in MAY_CHANGE)
@@ -169,6 +185,14 @@ def changed(
     steps, keep, micro_batch = given.get("steps"), given.get("keep"), given.get("micro_batch")
     if keep is not None:
         recipe = replace(recipe, keep=keep)
+    for name in ("shard", "tensor", "recompute"):
+        value, before = given.get(name), getattr(recipe, name)
+        if value not in (None, before):
+            recipe = replace(recipe, **{name: value})
+            note(f"--{name} {value} instead of {before}: equal to rounding")
+    check_heads(recipe.model, recipe.tensor)
+    if recipe.lora_rank and (recipe.tensor > 1 or recipe.shard == "full"):
+        raise UserError("adapters are trained by processes that have all weights each", "leave out --shard, --tensor")
     if micro_batch not in (None, "auto"):
         recipe = replace(recipe, micro_batch=micro_batch_for(micro_batch, share, recipe.model, compute))
         note(f"micro-batch {recipe.micro_batch}: the same sums in another order, so equal to rounding")

@@ -44,6 +44,7 @@ def train(
         world.agree({"text": list(texts), **asdict(config), **_code()})
         world.together(lambda: logs.check(config.log))
         compute = world.place(world.together(lambda: device.pick(config.device, config.dtype, training=True)))
+        world.together(lambda: world.divide(config.tensor, config.shard == "full"))
         start = world.decided(lambda: find_start(config))
         data: Data | PairData | None = None
         with contextlib.ExitStack() as until_begun:
@@ -104,6 +105,7 @@ def go_on(
             return begun.result
         compute = world.together(lambda: resume.same_compute(begun, given.get("device"), world.size, note))
         compute = world.place(compute)
+        world.together(lambda: world.divide(*resume.division(begun, given)))
         start = world.decided(lambda: resume.same_start(begun))
         data: Data | PairData | None = None
         if world.first:
@@ -143,7 +145,7 @@ def _begin(
     def recipe_for(config: TrainConfig, note: Callable[[str], None] = lambda text: None) -> Recipe:
         return world.decided(
             lambda: resolve(
-                config, setting.compute, data.bytes, n_tokens, vocab_size, held_out, note, shape, data.rows, world.size
+                config, setting.compute, data.bytes, n_tokens, vocab_size, held_out, note, shape, data.rows, world.rows
             )
         )
 
@@ -160,7 +162,7 @@ def _begin(
     given = {**begun.lengthened, **(given or {})} if begun else {}
     if begun:
         step = saved.state.step if saved else 0
-        recipe = world.decided(partial(resume.changed, recipe, given, setting.compute, step, note, world.size))
+        recipe = world.decided(partial(resume.changed, recipe, given, setting.compute, step, note, world.rows))
     if saved is not None and saved.pace is not None and "steps" not in given:
         pace = replace(saved.pace, deadline=saved.pace.deadline + setting.began)
     trainer = Trainer(setting, recipe, saved, begun.path if begun else None)
