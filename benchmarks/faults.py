@@ -1,6 +1,6 @@
 """Faults: runs killed, interrupted, on disks that fail, and checkpoints that are damaged; and what safety costs.
 
-    python -m benchmarks.faults [--quick] [kills|signals|disk|damage|price]...
+    python -m benchmarks.faults [--quick] [kills|signals|ranks|disk|damage|price]...
 
 Every run that was killed or interrupted is gone on with and must end with the state of one that was not. POSIX only;
 the price needs GPT-2's vocabulary in the cache.
@@ -35,8 +35,8 @@ from benchmarks.results import SCRIPTS, machine, write_section
 from gpt.errors import UserError
 from gpt.runs import folder
 
-COUNTS = {"kills": 200, "signals": 50, "damage": 5000}
-QUICK = {"kills": 20, "signals": 10, "damage": 500}
+COUNTS = {"kills": 200, "signals": 50, "ranks": 10, "damage": 5000}
+QUICK = {"kills": 20, "signals": 10, "ranks": 10, "damage": 500}
 TINY = [
     "--n-layer", "2", "--n-head", "2", "--n-embd", "64", "--block-size", "32", "--batch-tokens", "256", "--dtype",
     "float32", "--dropout", "0.1", "--steps", "120", "--eval-every", "10", "--save-every", "5", "--sample-every",
@@ -162,6 +162,62 @@ def stopped(place: Path, text: Path, number: int, seconds: float, expected: str)
         wrong = "another state than that of a run that was not interrupted"
     shutil.rmtree(run, ignore_errors=True)
     return wrong or "saved and gone on with"
+
+
+def process_of(launcher: int, rank: int) -> int | None:
+    """The process of a rank, once there is one: Linux alone says."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == launcher and f"\0RANK={rank}\0" in path.read_text():
+                return int(path.parent.name)
+    return None
+
+
+def rank_killed(place: Path, text: Path, number: int, expected: str, took: list[float]) -> str:
+    """One run of two processes, one of which is killed at a random moment; gone on with by two. ``took`` gets the
+    seconds until the command has ended."""
+    rng = random.Random(2000 + number)
+    run = place / f"rank-{number}"
+    train = ["train", str(text), "-o", str(run), *TINY, "--nproc", "2"]
+    process = start(*train, cwd=place)
+    rank, step = rng.randint(0, 1), rng.randint(0, 90)
+    while (victim := process_of(process.pid, rank)) is None:
+        time.sleep(0.01)
+    while step >= 5 and process.poll() is None and not (run / folder.step_name(step // 5 * 5)).exists():
+        time.sleep(0.005)
+    time.sleep(rng.random() * (0.1 if step >= 5 else 5))
+    killed = time.monotonic()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(victim, signal.SIGKILL)
+    _, err = process.communicate(timeout=600)
+    if process.returncode == 0:
+        return "finished"
+    took.append(time.monotonic() - killed)
+    lines = err.splitlines()
+    if process.returncode != 1 or not lines[0].startswith(f"error: process {rank} of 2 was ended by SIGKILL"):
+        return f"exit {process.returncode}: {err}"
+    when = "while training" if any(run.glob("step-*")) else "before the first checkpoint"
+    if not folder.is_run(run):
+        shutil.rmtree(run, ignore_errors=True)
+    words = ["train", "--resume", str(run), "--quiet"] if run.exists() else train
+    wrong = go_on(place, run, words)
+    if wrong is None and state_sum(run) != expected:
+        wrong = "another state than that of a run that was not killed"
+    return wrong or f"same state, rank {rank} killed {when}"
+
+
+def ranks(count: int, place: Path) -> str:
+    """What became of runs of two processes, of which one was killed."""
+    text, whole, took = write_text(place / "text.txt"), place / "whole", [0.0]
+    _, err = start("train", str(text), "-o", str(whole), *TINY, "--nproc", "2", cwd=place).communicate(timeout=600)
+    assert folder.checkpoints(whole), err
+    expected = state_sum(whole)
+    outcomes = Counter(rank_killed(place, text, number, expected, took) for number in range(count))
+    return (
+        f"- {count} kills of one of two processes, gone on with by two: {said(outcomes)}; all of a command had ended "
+        f"{max(took):.1f} s after the kill at most"
+    )
 
 
 def many(one: Callable[..., str], count: int, place: Path) -> Counter[str]:
@@ -337,6 +393,7 @@ def read_all(path: Path) -> None:
     import torch
 
     from gpt.runs import checkpoint
+    from gpt.training.learner import Learner
     from gpt.training.optim import make_optimizer
     from gpt.training.state import read_saved, read_snapshot
 
@@ -346,7 +403,9 @@ def read_all(path: Path) -> None:
         raise UserError("another shape")
     model = checkpoint.load(path, torch.device("cpu"), saved.recipe.model).model
     optimizer = make_optimizer(model, saved.recipe.optimizer, saved.recipe.weight_decay)
-    read_snapshot(path, saved, model, optimizer).restore(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+    read_snapshot(path, saved, Learner(model, model, optimizer)).restore(
+        model, optimizer, torch.amp.GradScaler("cpu", enabled=False)
+    )
 
 
 @dataclass(frozen=True)
@@ -625,7 +684,7 @@ def _going_on(place: Path, words: list[str]) -> list[str]:
 def main(words: list[str]) -> None:
     """Runs the parts that are named, or all."""
     quick = "--quick" in words
-    parts = [word for word in words if word != "--quick"] or ["kills", "signals", "disk", "damage", "price"]
+    parts = [word for word in words if word != "--quick"] or ["kills", "signals", "ranks", "disk", "damage", "price"]
     counts = QUICK if quick else COUNTS
     lines = machine(f"python -m benchmarks.faults {' '.join(words)}".strip())
     for part in parts:
@@ -634,6 +693,8 @@ def main(words: list[str]) -> None:
         if part in ("kills", "signals"):
             outcomes = many(killed if part == "kills" else stopped, counts[part], place)
             lines.append(f"- {counts[part]} {part}: {said(outcomes)}")
+        elif part == "ranks":
+            lines.append(ranks(counts[part], place))
         elif part == "disk":
             outcomes = failing_saves(place, ERRORS[:1] if quick else ERRORS)
             lines.append(f"- each write, sync and rename of a save failing, {sum(outcomes.values())}: {said(outcomes)}")

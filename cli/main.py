@@ -11,8 +11,9 @@ import typer
 
 from gpt import __version__
 from gpt.errors import Interrupted, UserError, is_out_of_memory
+from gpt.parallel import environment
 
-from . import bench, data, evaluate, inspect, params, render, report, sample, tokenize, tokenizer, train
+from . import bench, data, evaluate, inspect, params, processes, render, report, sample, tokenize, tokenizer, train
 
 EPILOG = (
     "Every option has a twin in the environment, GPT_<COMMAND>_<OPTION>: GPT_TRAIN_STEPS=100 is --steps 100. "
@@ -90,7 +91,7 @@ def main(args: list[str]) -> int:
     render.make_output_safe()
     debug = "--debug" in args or bool(os.environ.get("GPT_DEBUG"))
     try:
-        status = app(_with_values([arg for arg in args if arg != "--debug"]), standalone_mode=False)
+        status = app(_with_values([arg for arg in args if arg != "--debug"]), standalone_mode=False, obj=args)
         sys.stdout.flush()
         if status == 130:  # typer's way of passing on a Ctrl-C
             render.note("interrupted")
@@ -98,9 +99,12 @@ def main(args: list[str]) -> int:
     except BaseException as error:
         if _is_closed_pipe(error):
             return _pipe_closed()
-        if debug and not isinstance(error, (Interrupted, KeyboardInterrupt)):
+        if debug and not isinstance(error, (Interrupted, KeyboardInterrupt, SystemExit)):
             traceback.print_exception(error)
-        return _report(error, _command(args))
+        silenced = processes.silenced(error)
+        status = _report(error, _command(args)) if silenced is None else silenced
+        environment.tell(environment.STATUS, status)
+        return status
 
 
 def _with_values(args: list[str]) -> list[str]:

@@ -52,25 +52,28 @@ SamplingDtype = Annotated[
 
 def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Gives a command an option for each field of ``config_class``, and its body the ``settings`` made from them and,
-    where it has such a parameter, as ``given`` those that the user said something about."""
+    where it has such parameters, as ``given`` those that the user said something about, as ``words`` all of the command
+    line."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         names = [field.name for field in dataclasses.fields(config_class)]
-        wants_given = "given" in inspect.signature(command).parameters
+        wanted = inspect.signature(command).parameters
 
         @functools.wraps(command)
         def with_options(context: typer.Context, **values: Any) -> Any:
             asked = {name: values.pop(name) for name in names}
             for one, other, _ in getattr(config_class, "EXCLUSIVE", ()):
                 _keep_the_stronger(context, asked, (one, other))
-            if wants_given:
+            if "given" in wanted:
                 values["given"] = given_settings(context, asked)
+            if "words" in wanted:
+                values["words"] = context.find_root().obj
             return command(settings=from_dict(config_class, asked, command.__name__), **values)
 
         own = [
             p
             for p in inspect.signature(command, eval_str=True).parameters.values()
-            if p.name not in ("settings", "given")
+            if p.name not in ("settings", "given", "words")
         ]
         in_order = sorted(
             dataclasses.fields(config_class), key=lambda field: config.PANELS.index(field.metadata["panel"])

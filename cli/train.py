@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from gpt.config import TrainConfig
+from gpt.parallel import environment
 from gpt.settings import to_toml
 
-from . import progress, render
+from . import processes, progress, render
 from .options import OUTPUT, Json, Quiet, config_file, option, takes
 
 
@@ -18,6 +19,7 @@ from .options import OUTPUT, Json, Quiet, config_file, option, takes
 def train(
     settings: TrainConfig,
     given: dict[str, Any],
+    words: list[str],
     text: Annotated[
         list[str] | None,
         typer.Argument(help="Files, folders, - for stdin, or corpora by name. None: pydocs, which Python carries."),
@@ -26,7 +28,7 @@ def train(
         str | None,
         option(
             help="Go on with a run exactly where it stopped; without RUN: the newest one that is not finished. May be "
-            "joined by a longer --steps, --device, --micro-batch, --keep.",
+            "joined by a longer --steps, --nproc, --device, --micro-batch, --keep.",
             metavar="[RUN]", rich_help_panel="Run", show_default="none",
         ),
     ] = None,
@@ -38,10 +40,14 @@ def train(
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Train a decoder on TEXT. Ends with a checkpoint, its loss on held-out text, and a sample."""
-    began = time.perf_counter()
+    began = environment.began() or time.perf_counter()
     if print_config:
         render.write(to_toml(asdict(settings)))
         return
+    nproc = settings.nproc if resume is None else of_run(resume, given)
+    if nproc > 1 and not environment.is_one_of_many():
+        raise SystemExit(processes.start(words, nproc, began))
+    quiet = quiet or environment.rank() > 0
     with progress.starting(quiet):
         from gpt.training import run
     with progress.TrainDisplay(quiet) as display:
@@ -49,7 +55,16 @@ def train(
             result = run.train(text or [], settings, display, began)
         else:
             result = run.go_on(resume or None, given, text or [], display, began)
+    if environment.rank():
+        return
     if json:
         render.json_line(render.result_json(result))
     else:
         render.result(result)
+
+
+def of_run(run: str, given: dict[str, Any]) -> int:
+    """How many processes go on with a run: as many as it had before, unless another number is given."""
+    from gpt.training import resume
+
+    return int(given.get("nproc") or resume.processes_of(run or None))

@@ -1,7 +1,6 @@
 """Where a computation runs and in which arithmetic. Decided from what the machine can do, never from timings."""
 
 import contextlib
-import os
 import platform
 import re
 from dataclasses import dataclass
@@ -11,16 +10,18 @@ import torch
 
 from gpt.config import Device, Dtype
 from gpt.errors import UserError, did_you_mean
+from gpt.peaks import host_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Compute:
-    """A device and the dtype of its matrix products. Weights are float32 always."""
+    """A device, which so many processes share, and the dtype of its matrix products. Weights are float32 always."""
 
     device: torch.device
     dtype: torch.dtype
+    shared_by: int = 1
 
     @property
     def dtype_name(self) -> str:
@@ -34,18 +35,21 @@ class Compute:
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def memory(self) -> int:
-        """Bytes of the device's total memory (not of what is free, which would make choices differ between runs)."""
+        """Bytes of the device's total memory that are this process's (not of what is free, which would make choices
+        differ between runs)."""
+        return self._memory() // self.shared_by
+
+    def _memory(self) -> int:
         if self.device.type == "cuda":
             return int(torch.cuda.get_device_properties(self.device).total_memory)
-        if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return 8 * 2**30  # Windows has no sysconf; a common size
+        return host_memory()
 
     def describe(self) -> str:
         """For a person: ``cpu, 2 threads, bfloat16``."""
         if self.device.type == "cuda":
             return f"{torch.cuda.get_device_name(self.device)}, {self.dtype_name}"
-        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        n = torch.get_num_threads()
+        threads = f", {n} thread{'s' * (n > 1)}" if self.device.type == "cpu" else ""
         return f"{self.device.type}{threads}, {self.dtype_name}"
 
 

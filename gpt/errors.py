@@ -24,6 +24,15 @@ class WorkError(UserError):
     exit_code = 1
 
 
+class PeerLost(WorkError):
+    """Another process of the run has ended, for a reason that it tells itself."""
+
+    exit_code = 75  # EX_TEMPFAIL: so a launcher knows that this is not why the run ended
+
+    def __init__(self) -> None:
+        super().__init__("another process of the run has ended", "gpt train --resume goes on from the last checkpoint")
+
+
 class Interrupted(Exception):
     """SIGINT or SIGTERM ended the work in good order; ``message`` says what was saved."""
 

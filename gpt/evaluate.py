@@ -9,7 +9,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from gpt.device import Compute
 from gpt.errors import UserError
@@ -135,7 +134,8 @@ def window_losses(model: GPT, some: Sequence[Window], compute: Compute) -> list[
         y[row, : len(window.y)] = window.y
     targets = torch.from_numpy(y).to(compute.device)
     with compute.autocast():
-        logits: Tensor = model(torch.from_numpy(x).to(compute.device))
+        # Not model(x): where processes have parts of it, the trunk is what gathers them.
+        logits = model.unembed(model.trunk(torch.from_numpy(x).to(compute.device)))
     of_all = losses.token_losses(logits, targets).cpu().double().numpy()
     return [of_all[row, window.skipped : len(window.y)] for row, window in enumerate(some)]
 
@@ -165,13 +165,13 @@ def _batches(all_windows: Iterable[Window], size: int) -> Iterator[list[Window]]
         yield some
 
 
-def mean_loss(model: GPT, some: Iterable[Window], compute: Compute) -> float:
-    """Nats a token over the windows."""
+def total_loss(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[float, int]:
+    """Nats of all targets that count in the windows, and how many these are."""
     total, count = 0.0, 0
     for _, of_window in each_window(model, some, compute):
         total += float(of_window.sum())
         count += len(of_window)
-    return total / count if count else math.nan
+    return total, count
 
 
 # Called with each window, its losses, and how many tokens there are to score in all.

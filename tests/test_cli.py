@@ -81,7 +81,7 @@ OPTIONS = {
     "train": "--init --pairs --lora-rank --lora-alpha --merge-lora "
     "--out -o --preset --arch --positions --n-layer --n-head --n-embd --block-size --dropout --tokenizer --vocab-size "
     "--sample-bytes --val-fraction --val-text --field --split-on --encoding --errors --skip-bad --jobs --steps --epochs --minutes --batch-tokens --micro-batch --batch-ramp --optimizer --lr --warmup --warmup-tokens --schedule --decay --weight-decay "
-    "--clip --eval-every --patience --save-every --keep --sample-every --log --device --dtype --compile --seed --resume --config --print-config "
+    "--clip --eval-every --patience --save-every --keep --sample-every --log --device --nproc --dtype --compile --seed --resume --config --print-config "
     "--json --quiet -q",
     "sample": "--model -m --prompt-file --prompts --temperature -t --top-k --top-p --min-p --repetition-penalty "
     "--no-repeat-ngram --bias --greedy --beam --length-penalty --early-stopping --n-best --max-tokens -n --min-tokens "
@@ -89,7 +89,9 @@ OPTIONS = {
     "eval": "--field --split-on --encoding --errors --skip-bad --stride --split --tokens --json --quiet -q --device --dtype",
     "tokenize": "--out -o --resume --part --tokenizer --vocab-size --sample-bytes --val-fraction --val-text --field "
     "--split-on --encoding --errors --skip-bad --jobs --seed --json --quiet -q",
-    "params": "--list --n-layer --n-head --n-embd --block-size --vocab-size --positions --arch --out -o --json",
+    "params": "--list --n-layer --n-head --n-embd --block-size --vocab-size --positions --arch --out -o --json "
+    "--memory --flops --time --kind --devices --tokens --mfu --dtype --optimizer --batch-tokens --micro-batch --shard "
+    "--tensor --recompute",
     "report": "--out -o --json --quiet -q",
     "inspect": "",
     "inspect attention": "--prompt -p --prompt-file --layer --head --model -m --out -o --json --device",

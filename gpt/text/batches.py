@@ -30,19 +30,21 @@ class Ring(Protocol):
 @dataclass(frozen=True)
 class Ramp:
     """Batches that grow along a line, from ``first`` rows to ``rows`` by the time that ``over`` of them are read
-    (Brown et al. 2020, appendix B), in multiples of ``unit`` as soon as there is one."""
+    (Brown et al. 2020, appendix B), in multiples of ``unit`` as soon as there is one, and of ``by``, which divides
+    ``first``, ``rows`` and ``unit``, always."""
 
     rows: int
     first: int
     over: int
     unit: int
+    by: int = 1
 
     @cached_property
     def _starts(self) -> list[int]:
         starts = [0]
         while starts[-1] < self.over:
             size = self.first + (self.rows - self.first) * starts[-1] // self.over
-            starts.append(starts[-1] + max(size - size % self.unit, min(size, self.unit)))
+            starts.append(starts[-1] + max(size - size % self.unit, min(size - size % self.by, self.unit)))
         return starts
 
     def before(self, step: int) -> int:

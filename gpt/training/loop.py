@@ -6,28 +6,29 @@ import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gpt import evaluate, events
-from gpt.errors import Interrupted, WorkError
+from gpt import events
+from gpt.errors import Interrupted, PeerLost, WorkError
 from gpt.files import disk_errors, to_json, write_file
 from gpt.interrupt import Stopped, StopSignal
-from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
-from gpt.training import logs, lora
-from gpt.training.best import read_best, sample_lines
+from gpt.text.batches import Int64s
+from gpt.training import logs
+from gpt.training.best import mean_loss, read_best, sample_lines
 from gpt.training.guard import LOWER, Guard
 from gpt.training.keeping import Keeper, size_of
+from gpt.training.learner import make_learner
 from gpt.training.metrics import Metrics
 from gpt.training.opening import Setting, describe
-from gpt.training.optim import make_optimizer
 from gpt.training.pace import END_SECONDS, PROBE_SECONDS, PROBE_SHARE, Pace
 from gpt.training.recipe import Recipe
 from gpt.training.record import now, run_record
 from gpt.training.result import Result
-from gpt.training.saving import Saver, check_room, said
+from gpt.training.saving import check_room, said
 from gpt.training.schedule import lr_at
 from gpt.training.speed import Speed
 from gpt.training.state import Saved, TrainState, read_snapshot, seed_all
@@ -53,14 +54,14 @@ class Trainer:
         self.setting, self.recipe = setting, recipe
         self.run, self.data, self.compute, self.start = setting.run, setting.data, setting.compute, setting.start
         self.listen, self.note, self.began = setting.listen, setting.note, setting.began
+        self.world = setting.world
         seed_all(recipe.seed)
-        self.model = self._model(path)
-        if recipe.lora_rank:
-            self.optimizer = lora.adapt(self.model, recipe)
-        else:
-            self.optimizer = make_optimizer(self.model, recipe.optimizer, recipe.weight_decay, self.compute.dtype)
-        self.stepper = Stepper(self.model, self.optimizer, self.compute, recipe, self.on_halved)
-        self.speed = Speed.of(self.model, recipe, self.compute)
+        self.learner = learner = make_learner(recipe, self.compute, self.world, self.start, path)
+        self.model, self.optimizer = learner.model, learner.optimizer
+        self.stepper = Stepper(
+            self.model, self.optimizer, self.compute, recipe, self.on_halved, self.world, learner.sharded
+        )
+        self.speed = Speed.of(self.model, recipe, self.compute, self.world.size)
         self.record: dict[str, Any] | None = None  # what run.json holds
         if recipe.compile:
             self.compile()
@@ -71,38 +72,37 @@ class Trainer:
         self.guard = Guard(recipe.model.vocab_size, self.state)
         self.pace: Pace | None = None  # where the run ends at a time
         self.pending: Pending | None = None  # the step that a GPU may still compute
+        self.signum = 0  # the signal that one of the processes has heard
         if saved is not None and path is not None:
-            before = read_snapshot(path, saved, self.model, self.optimizer)
-            vars(self.state).update(vars(before.restore(self.model, self.optimizer, self.stepper.scaler)))
+            before = read_snapshot(path, saved, learner)
+            vars(self.state).update(vars(before.restore(learner.own, self.optimizer, self.stepper.scaler)))
         self.held_out = self.data.some_windows(recipe.model.block_size, self.state.windows)
-
-    def _model(self, path: Path | None) -> GPT:
-        """New, or that of the run to go on with, or of the model that is fine-tuned."""
-        shape, place = self.recipe.model, self.compute.device
-        if path is not None and not self.recipe.lora_rank:
-            return checkpoint.load(path, place, shape).model.train()
-        return self.start.load(shape, place) if self.start else GPT(shape).to(place)
 
     def open(self, record: dict[str, Any], log: str, given: Mapping[str, Any] | None = None) -> None:
         """Writes ``run.json``, looks for room, and says what is to be done."""
+        self.metrics: Metrics | None = None
+        if self.world.first:
+            self._open_files(record, log, given)
+        self.keeper = Keeper(
+            self.setting, self.learner, self.stepper.scaler, self.state, self.metrics, self.tokenizer_files,
+            self.recipe.keep, self.on_saved,
+        )  # fmt: skip
+        self.saver = self.keeper.saver
+        for line in describe(self.setting, self.recipe, self.model, self.state.step):
+            self.note(line)
+        self.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
+
+    def _open_files(self, record: dict[str, Any], log: str, given: Mapping[str, Any] | None) -> None:
         if self.state.step == 0:
-            self.record = run_record(record, self.recipe, self.compute, self.data, self.start)
+            self.record = run_record(record, self.recipe, self.compute, self.data, self.start, self.world.size)
         else:
             again = {"at": now(), "step": self.state.step, "given": dict(given or {})}
             self.record = record | {"resumed": [*record.get("resumed", []), again]}
         self.record = {key: value for key, value in self.record.items() if key not in ("ended", "result")}
-        check_room(self.run, size_of(self.model, self.optimizer, self.tokenizer_files))
+        check_room(self.run, size_of(self.learner, self.tokenizer_files))
         self.change()
         self.metrics = Metrics(self.run, self.setting.warn, self.state.metrics_bytes)
         self.logs = logs.Logs(log, self.run, self.record, self.note, self.state.step)
-        self.saver = Saver(self.run, self.recipe.keep, self.on_saved, self.setting.warn)
-        self.keeper = Keeper(
-            self.setting, self.model, self.optimizer, self.stepper.scaler, self.state, self.metrics, self.saver,
-            self.tokenizer_files,
-        )  # fmt: skip
-        for line in describe(self.setting, self.recipe, self.model, self.state.step):
-            self.note(line)
-        self.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
 
     def train(self, stop: StopSignal) -> Result:
         """All that is left to do, until the end, the end of patience, or a signal."""
@@ -115,10 +115,13 @@ class Trainer:
         except BaseException as error:
             if not isinstance(error, Interrupted):  # what is being written becomes whole
                 self.saver.wait()
+            if isinstance(error, PeerLost):
+                error.hint = f"go on with: {self.command}"
             raise
         finally:
-            self.metrics.close()
-            self.logs.close()
+            if self.metrics is not None:
+                self.metrics.close()
+                self.logs.close()
 
     def run_steps(self) -> None:
         """Steps, and after each what is due."""
@@ -140,10 +143,10 @@ class Trainer:
         """What is due after a step: evaluation, sample, checkpoint. Whether the run has come to its end."""
         state, recipe = self.state, self.recipe
         self.saver.poll()
-        if self.stop.signum is None and not self.pauses():
+        if not self.told_to_stop() and not self.pauses():
             return False
         went_back = self.settle()
-        if self.stop.signum is not None:
+        if self.told_to_stop():
             raise Stopped
         if went_back:
             return False
@@ -165,6 +168,11 @@ class Trainer:
             self.save(last)
         return last
 
+    def told_to_stop(self) -> bool:
+        """Whether a signal has come, to whichever process."""
+        self.signum = self.world.most(self.stop.signum or 0)
+        return self.signum > 0
+
     def due(self, every: int) -> bool:
         """Whether what is done every so many steps is, after this one; at the end always, before the first step where
         there is something to measure."""
@@ -185,7 +193,8 @@ class Trainer:
             state.step + 1, peak=recipe.lr, warmup=recipe.warmup, steps=recipe.steps,
             decay=recipe.decay, schedule=recipe.schedule,
         )  # fmt: skip
-        outcome = self.stepper.step(*self.batches.global_batch(state.step), lr)
+        self.world.seed(recipe.seed, state.step)
+        outcome = self.stepper.step(*self.batch(state.step), lr)
         state.step_seconds += time.perf_counter() - started
         if self.settle():  # went back, behind what was begun meanwhile
             return
@@ -193,6 +202,10 @@ class Trainer:
         self.pending = Pending(state.step, lr, outcome)
         if outcome.arrived is None:  # nothing goes on beside this
             self.settle()
+
+    def batch(self, step: int) -> tuple[Int64s, Int64s]:
+        """This process's share of a step's inputs and targets."""
+        return self.batches.global_batch(step, self.world.row, self.world.rows)
 
     def settle(self) -> bool:
         """Waits for the step under way, tells it and judges it; whether the run had to go back."""
@@ -243,15 +256,16 @@ class Trainer:
         """Measures how long steps and evaluations take here. What it leaves of weights is of no use."""
         seconds: list[float] = []
         started = time.perf_counter()
-        while len(seconds) < 6 or time.perf_counter() - started < min(PROBE_SHARE * 60 * minutes, PROBE_SECONDS):
+        enough = min(PROBE_SHARE * 60 * minutes, PROBE_SECONDS)
+        while len(seconds) < 6 or self.world.decided(lambda: time.perf_counter() - started < enough):
             before = time.perf_counter()
-            self.stepper.step(*self.batches.global_batch(len(seconds)), 0.0).read()
+            self.stepper.step(*self.batch(len(seconds)), 0.0).read()
             seconds.append(time.perf_counter() - before)
         some = self.held_out[: max(1, len(self.held_out) // 4)]
         before = time.perf_counter()
         if some:
             with self.stepper.as_written():
-                evaluate.mean_loss(self.model, some, self.compute)
+                mean_loss(self.world, self.model, some, self.compute, StopSignal())
         window = (time.perf_counter() - before) / max(1, len(some))
         targets = sum(len(each.y) - each.skipped for each in self.held_out) / max(1, len(self.held_out))
         whole = self.data.held_out_targets / max(1.0, targets)  # windows
@@ -267,7 +281,7 @@ class Trainer:
         if self.pace is None:
             return
         now = time.perf_counter()
-        steps = self.pace.steps_left(now, (now - self.first_step) / self.state.step)
+        steps = self.world.decided(partial(self.pace.steps_left, now, (now - self.first_step) / self.state.step))
         self.change(steps=self.state.step + steps, decay=steps)
         self.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
 
@@ -286,7 +300,7 @@ class Trainer:
         if state.measured_step == state.step:  # by the run before this one
             return True
         with self.stepper.as_written():
-            loss = evaluate.mean_loss(self.model, self.stop.watching(self.held_out), self.compute)
+            loss = mean_loss(self.world, self.model, self.held_out, self.compute, self.stop)
         if not math.isfinite(loss):
             self.roll_back(f"the held-out loss became {loss}", state.step, self.recipe.lr)
             return False
@@ -313,7 +327,7 @@ class Trainer:
     def finish(self) -> Result:
         """The best checkpoint, read back and measured, is what the run gives."""
         best = read_best(self.setting, self.recipe, self.stop)
-        if self.recipe.merge_lora:
+        if self.recipe.merge_lora and self.world.first:
             merged = self.run / "merged"
             checkpoint.save(merged, best.model, self.tokenizer_files, {"val_loss": best.val_loss})
             self.note(f"merged: {merged}")
@@ -341,25 +355,32 @@ class Trainer:
 
     def end_by_signal(self) -> NoReturn:
         """Saves what there is and raises `Interrupted`; `WorkError` where the disk does not take it."""
-        state, signum = self.state, self.stop.signum
-        assert signum is not None
-        command = f"gpt train --resume {shlex.quote(str(self.run))}"
-        if state.step and self.saver.step != state.step:
+        state = self.state
+        self.told_to_stop()
+        if state.step and self.world.decided(lambda: self.saver.step != state.step):
             self.save()
+        self.world.follow()
         self.saver.wait()
         self.end("signal")
         if self.saver.failed is not None:
             raise WorkError(
                 f"interrupted at step {state.step:,}, which could not be saved: {said(self.saver.failed)}",
-                f"make room, then go on from the checkpoint before: {command}",
+                f"make room, then go on from the checkpoint before: {self.command}",
             )
         saved = f", saved in {self.run / folder.step_name(state.step)}" if state.step else ""
         raise Interrupted(
-            signum, f"interrupted at step {state.step:,} of {self.recipe.steps:,}{saved}; go on with: {command}"
+            self.signum,
+            f"interrupted at step {state.step:,} of {self.recipe.steps:,}{saved}; go on with: {self.command}",
         )
+
+    @property
+    def command(self) -> str:
+        """What goes on with the run."""
+        return f"gpt train --resume {shlex.quote(str(self.run))}"
 
     def end_diverged(self, what: str, step: int, lr: float) -> NoReturn:
         """Stops a run that computes no numbers any more; what was saved before stays as it is."""
+        self.world.follow()
         self.saver.wait()
         self.end("diverged")
         self.write_record(ended="diverged")
@@ -381,6 +402,8 @@ class Trainer:
 
     def emit(self, kind: Callable[..., events.Event], step: int | None = None, **values: Any) -> None:
         """Tells the listener and ``metrics.jsonl``."""
+        if self.metrics is None:
+            return
         step = self.state.step if step is None else step
         event = kind(
             step=step,

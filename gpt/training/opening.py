@@ -15,13 +15,14 @@ from gpt.errors import Interrupted, UserError
 from gpt.files import disk_errors, locked, to_json, write_file
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
+from gpt.parallel.world import World
 from gpt.runs import folder
 from gpt.text.corpus import Corpus, open_corpus
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokens import MANIFEST
 from gpt.training import lora
 from gpt.training.pairs import PairData, make_pairs
-from gpt.training.prepare import Data, make_data, open_data, reopen_data, tokenized
+from gpt.training.prepare import Data, find_data, make_data, open_data, reopen_data, tokenized
 from gpt.training.recipe import Recipe
 from gpt.training.record import first_record
 from gpt.training.size import sized
@@ -40,6 +41,7 @@ class Setting:
     data: Data | PairData
     compute: Compute
     start: Start | None
+    world: World
     listen: Listener
     began: float  # on the clock of time.perf_counter; of a run that is resumed, as if there had been no pause
 
@@ -60,6 +62,7 @@ def new_run(
     listen: Listener,
     note: Notes,
     tokenizer: Tokenizer | None,
+    processes: int = 1,
 ) -> Iterator[tuple[Path, Data | PairData, dict[str, Any]]]:
     """A new run folder, this process's alone, the data of the run, tokenized into it unless they come tokenized, and
     what ``run.json`` says by then: it is there before the text is tokenized. Where something fails before the first
@@ -72,11 +75,11 @@ def new_run(
         name = data.corpus.name
     elif path := tokenized(texts):
         data = open_data(path, config, note, tokenizer)
-        config = sized(config, compute, data.bytes, note)
+        config = sized(config, compute, data.bytes, note, processes)
         name = path.absolute().name
     else:
         corpus = open_corpus(texts, config, listen)
-        config = sized(config, compute, corpus.found.bytes, note)
+        config = sized(config, compute, corpus.found.bytes, note, processes)
         name = corpus.name
     record = first_record(texts, asked, config.preset)
     run = folder.create_run(config.out or os.path.join(folder.RUNS, name))
@@ -88,6 +91,16 @@ def new_run(
                 assert corpus is not None
                 data = make_data(corpus, config, run / TOKENS, device, listen, note, tokenizer)
         yield run, data, record
+
+
+def shared(world: World, data: Data | PairData | None) -> Data | PairData:
+    """In all processes the data that the first one has, as it opened or made them."""
+    place = world.decided(lambda: (data.folder.path, data.found) if isinstance(data, Data) else None)
+    if place is not None:
+        return world.together(lambda: data or find_data(*place))
+    pairs = world.decided(lambda: data)
+    assert pairs is not None
+    return pairs
 
 
 def locked_run(run: Path) -> contextlib.AbstractContextManager[None]:
@@ -153,10 +166,11 @@ def describe(setting: Setting, recipe: Recipe, model: GPT, step: int) -> list[st
     """Lines for whoever watches: the model, and what is done with it from ``step`` on."""
     shape = recipe.model
     epochs = recipe.tokens(recipe.steps) / len(setting.data.train)
+    processes = f"{setting.world.size} processes, each on " if setting.world.size > 1 else ""
     return [
         f"model {recipe.preset}: {breakdown(shape).trainable:,} parameters ({shape.n_layer} layers, "
         f"{shape.n_head} heads, {shape.n_embd} wide, context {shape.block_size}, dropout {shape.dropout:g})",
         *([lora.describe(model)] if recipe.lora_rank else []),
         f"{recipe.steps:,} steps of {recipe.batch_tokens:,} tokens, {epochs:.1f} times the text, "
-        f"on {setting.compute.describe()}; run {setting.run}" + (f"; from step {step:,}" if step else ""),
+        f"on {processes}{setting.compute.describe()}; run {setting.run}" + (f"; from step {step:,}" if step else ""),
     ]

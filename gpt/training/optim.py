@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from gpt.model.decoder import GPT, Attention
+from gpt.parallel.world import World
 
 BETAS = (0.9, 0.95)  # GPT-3's, for AdamW
 MOMENTUM = 0.95
@@ -27,19 +28,27 @@ class Muon(Optimizer):
     As `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, which takes the matrices one by one; here all of one
     shape go through the iteration at once: 16 of 128 by 128 in 4 ms instead of 16 on two cores, 24 of 384 in 105
     instead of 148. A group's ``parts`` says how many matrices lie below each other in a parameter: 3 for the fused
-    query, key and value. Where ``found_inf`` is 1, a step changes nothing, as with torch's fused optimizers.
+    query, key and value. Where ``found_inf`` is 1, a step changes nothing, as with torch's fused optimizers. Of several
+    processes of a ``world``, which have the same gradients, each orthogonalizes its share, and all apply all.
     """
 
     found_inf: Tensor | None = None  # 0 or 1, on the parameters' device
 
-    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, weight_decay: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        lr: float,
+        weight_decay: float,
+        dtype: torch.dtype,
+        world: World | None = None,
+    ) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM, "parts": 1})
-        self.dtype = dtype  # of the iteration
+        self.dtype, self.world = dtype, world or World()  # the iteration's
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
-        stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
+        changes: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
         applied = 1.0 if self.found_inf is None else 1 - self.found_inf
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -52,16 +61,28 @@ class Muon(Optimizer):
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
             updates = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov's
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"] * applied)
-            for p, update in zip(params, updates, strict=True):
-                for matrix, part in zip(p.chunk(group["parts"]), update.chunk(group["parts"]), strict=True):
-                    wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
-                    stacks[wide.shape[0], wide.shape[1]].append(
-                        (wide, part if wide is matrix else part.T, group["lr"] * RMS * math.sqrt(max(matrix.shape)))
-                    )
+            changes += [(p, update, group) for p, update in zip(params, updates, strict=True)]
+        self.change(changes, applied)
+
+    def change(self, changes: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], applied: float | Tensor) -> None:
+        """Subtracts from each parameter what its update is, orthogonalized; with 0 ``applied``, nothing."""
+        stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
+        for p, update, group in changes:
+            for matrix, part in zip(p.chunk(group["parts"]), update.chunk(group["parts"]), strict=True):
+                wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
+                rate = group["lr"] * RMS * math.sqrt(max(matrix.shape))
+                stacks[wide.shape[0], wide.shape[1]].append((wide, part if wide is matrix else part.T, rate))
         for stack in stacks.values():
-            directions = orthogonalize(torch.stack([part.to(self.dtype) for _, part, _ in stack]))
+            directions = self._directions([part.to(self.dtype) for _, part, _ in stack])
             for (matrix, _, rate), direction in zip(stack, directions * applied, strict=True):
                 matrix.sub_(direction, alpha=rate)
+
+    def _directions(self, updates: list[Tensor]) -> Tensor:
+        """The orthogonalized updates, (n, rows, columns); each process computes those of an equal share."""
+        share = -(-len(updates) // self.world.size)
+        first = share * self.world.rank
+        mine = [updates[min(n, len(updates) - 1)] for n in range(first, first + share)]
+        return self.world.gathered(orthogonalize(torch.stack(mine)))[: len(updates)]
 
     def _momentum(self, p: Tensor) -> Tensor:
         if "momentum" not in self.state[p]:
@@ -82,6 +103,11 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 # What each remembers of a parameter.
 MEMORY: dict[type[Optimizer], tuple[str, ...]] = {AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum",)}
+
+
+def memory(part: Optimizer) -> tuple[str, ...]:
+    """What an optimizer remembers of a parameter."""
+    return next(words for kind, words in MEMORY.items() if isinstance(part, kind))
 
 
 class Optimizers:
@@ -114,17 +140,17 @@ class Optimizers:
             f"{name}.{word}": self._of[p].state[p][word]
             for name, p in model.named_parameters()
             if p.requires_grad
-            for word in MEMORY[type(self._of[p])]
+            for word in memory(self._of[p])
             if word in self._of[p].state[p]
         }
 
-    def shapes(self, model: GPT) -> dict[str, tuple[int, ...]]:
-        """The shapes of `state` after a step."""
+    def shapes(self, model: GPT, whole: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, tuple[int, ...]]:
+        """The shapes of `state` after a step, where parameters have their own shapes or those of ``whole``."""
         return {
-            f"{name}.{word}": () if word == "step" else tuple(p.shape)
+            f"{name}.{word}": () if word == "step" else tuple(p.shape) if whole is None else whole[name]
             for name, p in model.named_parameters()
             if p.requires_grad
-            for word in MEMORY[type(self._of[p])]
+            for word in memory(self._of[p])
         }
 
     def restore(self, model: GPT, state: Mapping[str, Tensor]) -> None:
@@ -132,15 +158,21 @@ class Optimizers:
         for name, p in model.named_parameters():
             if p.requires_grad:
                 part = self._of[p]
-                words = [word for word in MEMORY[type(part)] if f"{name}.{word}" in state]
+                words = [word for word in memory(part) if f"{name}.{word}" in state]
                 part.state[p] = {word: state[f"{name}.{word}"].to(p.device, copy=True) for word in words}
 
 
 def make_optimizer(
-    model: GPT, kind: Literal["muon", "adamw"], weight_decay: float, dtype: torch.dtype = torch.float32
+    model: GPT,
+    kind: Literal["muon", "adamw"],
+    weight_decay: float,
+    dtype: torch.dtype = torch.float32,
+    world: World | None = None,
+    muon: Callable[..., Muon] = Muon,
 ) -> Optimizers:
     """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas, fused in one kernel; under ``muon`` for all but the matrices
-    of the blocks. Biases, LayerNorms and, under ``muon``, embeddings are not decayed. ``dtype``: of Muon's iteration.
+    of the blocks. Biases, LayerNorms and, under ``muon``, embeddings are not decayed. ``dtype``: of Muon's iteration,
+    which the processes of a ``world`` share.
     """
     matrices = [p for p in model.h.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() >= 2 and not any(p is m for m in matrices)]
@@ -150,7 +182,7 @@ def make_optimizer(
     fused = [module.c_attn.weight for module in model.modules() if isinstance(module, Attention)]
     single = [m for m in matrices if not any(m is p for p in fused)]
     groups: list[dict[str, Any]] = [{"params": fused, "parts": 3}, {"params": single}]
-    return Optimizers([Muon(groups, 0.0, weight_decay, dtype), _adamw(others, vectors, 0.0)])
+    return Optimizers([muon(groups, 0.0, weight_decay, dtype, world), _adamw(others, vectors, 0.0)])
 
 
 def _adamw(decayed: Sequence[nn.Parameter], others: Sequence[nn.Parameter], weight_decay: float) -> AdamW:

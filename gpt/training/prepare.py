@@ -120,15 +120,20 @@ def make_data(
 
 def reopen_data(path: Path) -> Data:
     """The tokens that a run made for itself. Raises `UserError` where a sum is not what it was."""
+    TokenFolder(path).verify()
+    return find_data(path, found=False)
+
+
+def find_data(path: Path, found: bool) -> Data:
+    """A folder of tokens; ``found``: it was there before the run."""
     folder = TokenFolder(path)
-    folder.verify()
-    return Data(folder, folder.tokenizer, folder.stream("train"), folder.stream("val"), found=False)
+    return Data(folder, folder.tokenizer, folder.stream("train"), folder.stream("val"), found)
 
 
 def _open(folder: TokenFolder, note: Callable[[str], None], corpus: Corpus | None = None) -> Data:
     """The two sides of a folder. Raises `UserError` where there is nothing to train on, or something was held out and
     no token of it can be predicted."""
-    data = Data(folder, folder.tokenizer, folder.stream("train"), folder.stream("val"), corpus is None)
+    data = find_data(folder.path, found=corpus is None)
     for line in describe(folder, corpus):
         note(line)
     if not len(data.train):

@@ -32,7 +32,12 @@ def first_record(texts: Sequence[str], config: TrainConfig, size: str) -> dict[s
 
 
 def run_record(
-    begun: Mapping[str, Any], recipe: Recipe, compute: Compute, data: Data | PairData, start: Start | None
+    begun: Mapping[str, Any],
+    recipe: Recipe,
+    compute: Compute,
+    data: Data | PairData,
+    start: Start | None,
+    processes: int,
 ) -> dict[str, Any]:
     """What ``run.json`` holds from the first step on: enough to know what was done, with what, on what."""
     return {
@@ -42,6 +47,7 @@ def run_record(
             "device": str(compute.device),
             "dtype": compute.dtype_name,
             "threads": torch.get_num_threads(),
+            "processes": processes,
         },
         "versions": versions(),
         "tokenizer": {"name": data.tokenizer.name, "fingerprint": data.tokenizer.fingerprint},

@@ -16,14 +16,24 @@ from gpt.files import checked, read_json
 from gpt.runs import checkpoint, folder, hub
 from gpt.settings import from_dict
 from gpt.text.tokenizer import Tokenizer
-from gpt.training.recipe import Recipe, micro_batch_for
+from gpt.training.recipe import Recipe, check_heads, check_share, divisors, micro_batch_for
 from gpt.training.record import FORMAT, versions
 from gpt.training.result import Result
 from gpt.training.schedule import lr_at
 from gpt.training.start import Start, find_start
 from gpt.training.state import Machine, Saved, read_saved
 
-MAY_CHANGE = ("steps", "device", "micro_batch", "keep", "log")  # data and result stay, up to rounding
+MAY_CHANGE = (
+    "steps",
+    "nproc",
+    "shard",
+    "tensor",
+    "recompute",
+    "device",
+    "micro_batch",
+    "keep",
+    "log",
+)  # data and result stay, up to rounding
 Notes = Callable[[str], None]
 
 
@@ -94,6 +104,21 @@ def find_run(asked: str | None) -> Path:
     return max(begun)[1]
 
 
+def processes_of(asked: str | None) -> int:
+    """How many processes of one machine a run was last begun or gone on with. Raises as `find_run` does."""
+    record = read_json(find_run(asked) / folder.RECORD)
+    again = record.get("resumed")
+    given = [each.get("given") for each in again if isinstance(each, dict)] if isinstance(again, list) else []
+    said = [each.get("nproc") for each in (record.get("settings"), *given) if isinstance(each, dict)]
+    return next((n for n in reversed(said) if type(n) is int and 1 <= n <= 1024), 1)
+
+
+def division(begun: Begun, given: Mapping[str, Any]) -> tuple[int, bool]:
+    """How processes divide the work, for `World.divide`: as before, unless it is given otherwise."""
+    before = begun.recipe or begun.config
+    return int(given.get("tensor", before.tensor)), given.get("shard", before.shard) == "full"
+
+
 def refuse_others(given: Mapping[str, Any], texts: Sequence[str]) -> None:
     """Raises `UserError` for what cannot be joined to ``--resume``: all but `MAY_CHANGE`."""
     may = "it may be joined by " + ", ".join(f"--{name.replace('_', '-')}" for name in MAY_CHANGE)
@@ -143,13 +168,33 @@ def find_checkpoint(begun: Begun, note: Notes) -> None:
         raise UserError(f"{begun.path} is damaged: its training state is of a model of another shape", folder.HINT)
 
 
-def changed(recipe: Recipe, given: Mapping[str, Any], compute: Compute, step: int, note: Notes) -> Recipe:
-    """The recipe with what was changed. Raises `UserError` for fewer steps, and a micro-batch that does not divide."""
+def changed(
+    recipe: Recipe, given: Mapping[str, Any], compute: Compute, step: int, note: Notes, processes: int = 1
+) -> Recipe:
+    """The recipe with what was changed, for so many processes. Raises `UserError` for fewer steps, and for a batch that
+    does not divide."""
+    check_share(recipe.rows, processes)
+    if recipe.ramp and recipe.ramp.by % processes:
+        raise UserError(
+            f"the batches grow in multiples of {recipe.ramp.by:,}, which {processes} processes cannot share evenly",
+            f"go on with --nproc {recipe.ramp.by}",
+        )
+    share = recipe.rows // processes
+    if share % recipe.micro_batch:
+        recipe = replace(recipe, micro_batch=max(d for d in divisors(share) if d <= recipe.micro_batch))
     steps, keep, micro_batch = given.get("steps"), given.get("keep"), given.get("micro_batch")
     if keep is not None:
         recipe = replace(recipe, keep=keep)
+    for name in ("shard", "tensor", "recompute"):
+        value, before = given.get(name), getattr(recipe, name)
+        if value not in (None, before):
+            recipe = replace(recipe, **{name: value})
+            note(f"--{name} {value} instead of {before}: equal to rounding")
+    check_heads(recipe.model, recipe.tensor)
+    if recipe.lora_rank and (recipe.tensor > 1 or recipe.shard == "full"):
+        raise UserError("adapters are trained by processes that have all weights each", "leave out --shard, --tensor")
     if micro_batch not in (None, "auto"):
-        recipe = replace(recipe, micro_batch=micro_batch_for(micro_batch, recipe.rows, recipe.model, compute))
+        recipe = replace(recipe, micro_batch=micro_batch_for(micro_batch, share, recipe.model, compute))
         note(f"micro-batch {recipe.micro_batch}: the same sums in another order, so equal to rounding")
     if steps is not None and steps < recipe.steps:
         raise UserError(f"the run has {recipe.steps:,} steps; --steps {steps:,} is fewer", "give as many or more")
@@ -171,16 +216,23 @@ def _rate(recipe: Recipe, step: int) -> float:
     )
 
 
-def same_compute(begun: Begun, asked: str | None, note: Notes) -> Compute:
-    """The device, dtype and threads that the run had, or the device that is asked for. Says what moves rounding."""
+def same_compute(begun: Begun, asked: str | None, processes: int, note: Notes) -> Compute:
+    """The device, dtype and threads that the run had, or the device that is asked for; threads where it had as many
+    ``processes``. Says what moves rounding."""
     machine = begun.machine
     if machine is None:
         return device.pick(asked or begun.config.device, begun.config.dtype, training=True)
     where = asked if asked not in (None, "auto") else machine.device
     compute = device.pick(where, machine.dtype, training=True)
-    if compute.device != torch.device(machine.device):
+    moved = compute.device != torch.device(machine.device)
+    if moved:
         note(f"on {compute.device} instead of {machine.device}: equal to rounding, not bit for bit")
-    elif compute.device.type == "cpu" and torch.get_num_threads() != machine.threads:
+    if processes != machine.processes:
+        note(
+            f"{processes} process{'es' * (processes > 1)} instead of {machine.processes}: the same batches; equal to "
+            "rounding, but for dropout"
+        )
+    elif not moved and compute.device.type == "cpu" and torch.get_num_threads() != machine.threads:
         if not 1 <= machine.threads <= 4096:
             raise UserError(f"{begun.run} is damaged: it says that it ran on {machine.threads} threads", folder.HINT)
         note(f"{machine.threads} threads, as before, instead of {torch.get_num_threads()}: sums depend on it")

@@ -3,17 +3,25 @@
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from gpt import device, events, files
 from gpt.config import TrainConfig
 from gpt.interrupt import StopSignal
+from gpt.parallel import environment
+from gpt.parallel.world import World, joined
 from gpt.runs import folder
 from gpt.settings import from_dict
 from gpt.training import logs, opening, resume
 from gpt.training.loop import Trainer
 from gpt.training.opening import Listener, Setting
+from gpt.training.pace import Pace
+from gpt.training.pairs import PairData
+from gpt.training.prepare import Data
 from gpt.training.recipe import Recipe, resolve
 from gpt.training.result import Result
 from gpt.training.start import find_start
@@ -29,20 +37,28 @@ def train(
     SIGINT or SIGTERM, once the state is saved.
     """
     began = time.perf_counter() if began is None else began
-    logs.check(config.log)
-    compute = device.pick(config.device, config.dtype, training=True)
-
-    def note(text: str) -> None:
-        listen(events.Note(text))
-
     with contextlib.ExitStack() as held:
         stop = held.enter_context(StopSignal(at_once=True))
-        start = find_start(config)
-        tokenizer = start.tokenizer if start else None
-        opened = opening.new_run(texts, config, compute, listen, note, tokenizer)
-        run, data, record = held.enter_context(opened)
-        setting = Setting(run, data, compute, start, listen, began)
-        with opening.taken_back(run):
+        world = held.enter_context(joined(config.nproc))
+        listen, note = _told(listen, world)
+        world.agree({"text": list(texts), **asdict(config), **_code()})
+        world.together(lambda: logs.check(config.log))
+        compute = world.place(world.together(lambda: device.pick(config.device, config.dtype, training=True)))
+        world.together(lambda: world.divide(config.tensor, config.shard == "full"))
+        start = world.decided(lambda: find_start(config))
+        data: Data | PairData | None = None
+        with contextlib.ExitStack() as until_begun:
+
+            def made() -> tuple[Path, dict[str, Any]]:
+                nonlocal data
+                tokenizer = start.tokenizer if start else None
+                opened = opening.new_run(texts, config, compute, listen, note, tokenizer, world.size)
+                run, data, record = held.enter_context(opened)
+                until_begun.enter_context(opening.taken_back(run))
+                return run, record
+
+            run, record = world.decided(made)
+            setting = Setting(run, opening.shared(world, data), compute, start, world, listen, began)
             trainer = _begin(setting, replace(config, preset=record["size"]), record)
         return trainer.train(stop)
 
@@ -61,34 +77,56 @@ def go_on(
     """
     began = time.perf_counter() if began is None else began
     given = given or {}
-
-    def note(text: str) -> None:
-        listen(events.Note(text))
-
     resume.refuse_others(given, texts)
-    from_dict(TrainConfig, given, "resume")
-    path = resume.find_run(run)
+    asked = from_dict(TrainConfig, given, "resume")
     with contextlib.ExitStack() as held:
         stop = held.enter_context(StopSignal(at_once=True))
-        held.enter_context(opening.locked_run(path))
-        begun = resume.read_begun(path)
-        if begun.result is not None and (given.get("steps") or 0) <= begun.result.steps:
-            note(f"{path} is finished")
+        world = held.enter_context(joined(asked.nproc))
+        listen, note = _told(listen, world)
+        world.agree({"resume": run, **given, **_code()})
+
+        def found() -> resume.Begun:
+            path = resume.find_run(run)
+            held.enter_context(opening.locked_run(path))
+            begun = resume.read_begun(path)
+            if begun.result is not None and (given.get("steps") or 0) <= begun.result.steps:
+                note(f"{path} is finished")
+                return begun
+            begun.result = None
+            with files.disk_errors(path):
+                files.recover(path)
+                folder.write_index(path)
+            logs.check(str(given.get("log", begun.config.log)))
+            resume.find_checkpoint(begun, note)
+            return begun
+
+        begun = world.decided(found)
+        if begun.result is not None:
             return begun.result
-        with files.disk_errors(path):
-            files.recover(path)
-            folder.write_index(path)
-        logs.check(str(given.get("log", begun.config.log)))
-        resume.find_checkpoint(begun, note)
-        compute = resume.same_compute(begun, given.get("device"), note)
-        start = resume.same_start(begun)
-        tokenizer = start.tokenizer if start else begun.tokenizer
-        data = opening.same_data(
-            path, begun.record, begun.texts, begun.config, compute.device.type, listen, note, tokenizer
-        )
+        compute = world.together(lambda: resume.same_compute(begun, given.get("device"), world.size, note))
+        compute = world.place(compute)
+        world.together(lambda: world.divide(*resume.division(begun, given)))
+        start = world.decided(lambda: resume.same_start(begun))
+        data: Data | PairData | None = None
+        if world.first:
+            tokenizer = start.tokenizer if start else begun.tokenizer
+            data = opening.same_data(
+                begun.run, begun.record, begun.texts, begun.config, compute.device.type, listen, note, tokenizer
+            )
         spent = begun.saved.state.seconds if begun.saved else 0.0
-        setting = Setting(path, data, compute, start, listen, began - spent)
+        data = opening.shared(world, data)
+        setting = Setting(begun.run, data, compute, start, world, listen, began - spent)
         return _begin(setting, begun.config, begun.record, begun, given).train(stop)
+
+
+def _told(listen: Listener, world: World) -> tuple[Listener, Callable[[str], None]]:
+    """Who hears of the run, and of a line of text: of the first process alone."""
+
+    def hears(event: Any) -> None:
+        if world.first:
+            listen(event)
+
+    return hears, lambda text: hears(events.Note(text))
 
 
 def _begin(
@@ -99,25 +137,32 @@ def _begin(
     given: Mapping[str, Any] | None = None,
 ) -> Trainer:
     """A trainer that is ready for its first step, or for the next one of a run that was begun."""
-    data, note = setting.data, setting.note
+    data, note, world = setting.data, setting.note, setting.world
     held_out = len(data.held_out) > 0
     n_tokens, vocab_size = len(data.train), data.tokenizer.vocab_size
     shape = setting.start.model if setting.start else None
 
     def recipe_for(config: TrainConfig, note: Callable[[str], None] = lambda text: None) -> Recipe:
-        return resolve(config, setting.compute, data.bytes, n_tokens, vocab_size, held_out, note, shape, data.rows)
+        return world.decided(
+            lambda: resolve(
+                config, setting.compute, data.bytes, n_tokens, vocab_size, held_out, note, shape, data.rows, world.rows
+            )
+        )
 
+    environment.tell(environment.RUN, setting.run)
     recipe, pace = begun.recipe if begun else None, None
     if recipe is None:
         recipe = recipe_for(config, note)
         if config.minutes is not None:
             pace = Trainer(setting, recipe).rehearse(config.minutes)
-            recipe = recipe_for(replace(config, minutes=None, steps=pace.steps(time.perf_counter())))
+            steps = world.decided(partial(_steps_now, pace))
+            recipe = recipe_for(replace(config, minutes=None, steps=steps))
             note(pace.describe(recipe.batch_tokens))
     saved = begun.saved if begun else None
     given = {**begun.lengthened, **(given or {})} if begun else {}
-    if given:
-        recipe = resume.changed(recipe, given, setting.compute, saved.state.step if saved else 0, note)
+    if begun:
+        step = saved.state.step if saved else 0
+        recipe = world.decided(partial(resume.changed, recipe, given, setting.compute, step, note, world.rows))
     if saved is not None and saved.pace is not None and "steps" not in given:
         pace = replace(saved.pace, deadline=saved.pace.deadline + setting.began)
     trainer = Trainer(setting, recipe, saved, begun.path if begun else None)
@@ -126,3 +171,12 @@ def _begin(
     trainer.pace = pace
     trainer.open(record, str(given.get("log", config.log)), given)
     return trainer
+
+
+def _code() -> dict[str, str]:
+    """What has to be the same in all processes."""
+    return {f"the version of {package}": version(package) for package in ("gpt", "torch")}
+
+
+def _steps_now(pace: Pace) -> int:
+    return pace.steps(time.perf_counter())

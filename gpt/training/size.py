@@ -23,12 +23,15 @@ STEPS = (2, 4)  # that allocate, and that are timed
 Rate = Callable[[str], float]
 
 
-def sized(config: TrainConfig, compute: Compute, n_bytes: int, note: Callable[[str], None]) -> TrainConfig:
-    """``config`` with the preset for its ``minutes``, where it leaves that open; tells ``note`` why."""
+def sized(
+    config: TrainConfig, compute: Compute, n_bytes: int, note: Callable[[str], None], processes: int = 1
+) -> TrainConfig:
+    """``config`` with the preset for its ``minutes``, where it leaves that open; tells ``note`` why. Several
+    ``processes`` are taken to be so many times as fast as this one."""
     shape = (config.n_layer, config.n_head, config.n_embd, config.block_size)
     if config.minutes is None or config.preset != "auto" or config.init is not None or any(shape):
         return config
-    name, why = preset_for(config.minutes, n_bytes, lambda name: measured_rate(name, config, compute))
+    name, why = preset_for(config.minutes, n_bytes, lambda name: processes * measured_rate(name, config, compute))
     note(f"size {name}: {why}")
     return replace(config, preset=name)
 

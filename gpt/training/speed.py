@@ -17,15 +17,16 @@ class Speed:
     """What a token costs, and what the device could compute in a second."""
 
     flops_per_token: int
-    peak: float | None  # FLOP/s; None where it is not known
+    peak: float | None  # FLOP/s, of all devices; None where it is not known
 
     @classmethod
-    def of(cls, model: GPT, recipe: Recipe, compute: Compute) -> Self:
-        """For a run. Where rows are pairs of different lengths, their mean length is the context."""
+    def of(cls, model: GPT, recipe: Recipe, compute: Compute, processes: int = 1) -> Self:
+        """For a run on so many devices. Where rows are pairs of different lengths, their mean length is the context."""
         adapters = sum(p.numel() for p in model.parameters() if p.requires_grad) if recipe.lora_rank else 0
         flops = flops_per_token(recipe.model, recipe.batch_tokens // recipe.rows, adapters)
         name = torch.cuda.get_device_name(compute.device) if compute.device.type == "cuda" else compute.device.type
-        return cls(flops, peak_flops(name, compute.dtype_name))
+        peak = peak_flops(name, compute.dtype_name)
+        return cls(flops, None if peak is None else processes * peak)
 
     def rates(self, tokens: int, seconds: float) -> dict[str, Any]:
         """``tokens_per_second``, and ``mfu``, model FLOPs utilization: the share of the device's peak that they need,

@@ -1,16 +1,14 @@
 """The model that fine-tuning starts from: found, compared with what was asked for, and made ready to train."""
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gpt.config import PRESETS, GPTConfig, Preset, TrainConfig
+from gpt.config import GPTConfig, Preset, TrainConfig
 from gpt.errors import UserError
 from gpt.model.decoder import GPT
-from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
 from gpt.text.tokenizer import Tokenizer
 
@@ -68,12 +66,6 @@ def refuse_others(config: TrainConfig, model: GPTConfig) -> None:
             f"block-size {config.block_size:,} is more than the {model.block_size:,} of {config.init}",
             "a context can be cut, not lengthened",
         )
-
-
-def nearest_preset(model: GPTConfig) -> str:
-    """The preset nearest in size, whose batch and rate are a model's usual ones."""
-    size = breakdown(model).trainable
-    return min(PRESETS, key=lambda name: abs(math.log(breakdown(PRESETS[name].model).trainable / size)))
 
 
 def tuned(preset: Preset, epochs: float, n_tokens: int) -> Preset:

@@ -1,0 +1,63 @@
+"""What started this process: nothing that matters, our own launcher, or torchrun. Nothing here imports torch.
+
+A launcher sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, as
+torchrun does; ours also names a folder, in which the first process leaves what the launcher is to know at the end, and
+when the command began.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+from gpt.errors import UserError
+
+LAUNCHER, BEGAN = "GPT_LAUNCHER", "GPT_BEGAN"
+RUN, STATUS = "run", "status"
+
+
+def number(name: str, otherwise: int | None = None) -> int:
+    """A whole number in the environment. Raises `UserError` where it is none, or missing."""
+    value = os.environ.get(name, None if otherwise is None else str(otherwise))
+    if value is None or not value.isascii() or not value.isdigit():
+        said = "not set" if value is None else f'"{value}"; it must be a whole number'
+        raise UserError(
+            f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')}, and {name} is {said}",
+            "start all processes with torchrun, which sets both; or take WORLD_SIZE out of the environment",
+        )
+    return int(value)
+
+
+def is_one_of_many() -> bool:
+    """Whether this process was started as one of several. Raises `UserError` where that is not to be understood."""
+    return number("WORLD_SIZE", 1) > 1
+
+
+def rank() -> int:
+    """Which of several processes this is; 0 where there is one, or it cannot be told."""
+    with contextlib.suppress(UserError):
+        return number("RANK", 0) if is_one_of_many() else 0
+    return 0
+
+
+def is_ours() -> bool:
+    """Whether our own launcher started this process."""
+    return LAUNCHER in os.environ
+
+
+def began() -> float | None:
+    """When the command began that our launcher is of, on the clock of `time.perf_counter`, which processes share."""
+    return float(os.environ[BEGAN]) if is_ours() and BEGAN in os.environ else None
+
+
+def tell(name: str, value: object) -> None:
+    """Leaves the launcher a word, from the first process; where there is none, nothing."""
+    if is_ours() and rank() == 0:
+        with contextlib.suppress(OSError):
+            Path(os.environ[LAUNCHER], name).write_text(str(value), encoding="utf-8")
+
+
+def told(folder: str, name: str) -> str | None:
+    """What the first process left, if it came so far."""
+    with contextlib.suppress(OSError):
+        return Path(folder, name).read_text(encoding="utf-8")
+    return None

@@ -1,0 +1,110 @@
+"""Several processes of one command on this machine, by torch's elastic launcher: what one of them ends, ends all."""
+
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from gpt.errors import PeerLost, UserError
+from gpt.parallel.environment import BEGAN, LAUNCHER, RUN, STATUS, told
+
+SIGNALS = ("SIGINT", "SIGTERM")
+LONGEST_SAVE = 24 * 3600  # seconds that a run which was told to stop may take to save; a second signal ends it at once
+
+# What a process ends with since another has ended, the least likely first.
+CONSEQUENCES = (128 + signal.SIGTERM, -signal.SIGTERM, PeerLost.exit_code)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the processes ended. ``rank``: the one that ended the others, ``signum`` what killed it, if anything did;
+    ``run``: the run to go on with, if one was begun."""
+
+    status: int
+    rank: int = 0
+    signum: int | None = None
+    run: Path | None = None
+
+
+def launch(command: Sequence[str], nproc: int, began: float | None = None) -> Ended:
+    """Runs ``command`` in ``nproc`` processes until all have ended. Each finds its rank in its environment, as torchrun
+    has it; signals are passed on. The processes meet at a port that is free, or at ``MASTER_PORT`` where that is set.
+    ``began``: when the work did, on the clock of `time.perf_counter`.
+
+    Raises `UserError` where that port is taken.
+    """
+    config: dict[str, Any] = {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "nproc_per_node": nproc,
+        "max_restarts": 0,
+        "run_id": "gpt",
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": f"127.0.0.1:{_port()}",
+        "local_addr": "127.0.0.1",
+        "signals_to_handle": ",".join(SIGNALS),
+        "shutdown_timeout": LONGEST_SAVE,
+    }
+    with tempfile.TemporaryDirectory(prefix="gpt-") as place, _environment(place, began):
+        try:
+            elastic_launch(LaunchConfig(**config, logs_specs=DefaultLogsSpecs(log_dir=place)), command[0])(*command[1:])
+        except SignalException as heard:
+            status = int(told(place, STATUS) or 128)  # a second signal is passed on as SIGTERM, whichever it was
+            return Ended(status if status < 128 else 128 + heard.sigval)
+        except ChildFailedError as failed:
+            codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+            return _ended(codes, told(place, RUN))
+        return Ended(0)
+
+
+def _ended(codes: Mapping[int, int], run: str | None) -> Ended:
+    """Which process ended the others, by their exit codes; a negative one is the signal that killed it."""
+
+    rank = min(codes, key=lambda rank: (codes[rank] in CONSEQUENCES and CONSEQUENCES.index(codes[rank]) + 1, rank))
+    code = codes[rank]
+    status = 1 if code < 0 or code == PeerLost.exit_code else code
+    return Ended(status, rank, -code if code < 0 else None, None if run is None else Path(run))
+
+
+def _port() -> int:
+    """Where the processes meet: 0, any that is free, unless the environment names one."""
+    asked = os.environ.get("MASTER_PORT", "0")
+    if not asked.isascii() or not asked.isdigit() or int(asked) > 65535:
+        raise UserError(f'MASTER_PORT is "{asked}"; it must be a number below 65,536')
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", int(asked)))
+        except OSError as error:
+            why = "in use" if error.errno == errno.EADDRINUSE else f"not to be had: {error.strerror}"
+            raise UserError(f"port {asked} is {why}", "unset MASTER_PORT: then a free one is taken") from None
+    return int(asked)
+
+
+@contextlib.contextmanager
+def _environment(place: str, began: float | None) -> Iterator[None]:
+    """What the processes are told, and a launcher that says nothing itself and leaves signals as they were."""
+    handlers = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
+    quiet = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    os.environ |= {LAUNCHER: place} | ({BEGAN: repr(began)} if began is not None else {})
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        yield
+    finally:
+        del os.environ[LAUNCHER]
+        os.environ.pop(BEGAN, None)
+        logging.disable(quiet)
+        for name, handler in handlers.items():
+            signal.signal(getattr(signal, name), handler)

@@ -1,0 +1,323 @@
+"""Several processes train as one does: two of them, over gloo. `ranks.py` is what they run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Done, make_text, spawn
+from ranks import LONG, RUNS, SHORT, TEXTS, cut
+from test_cli import one_line_of_what_and_what_next
+from test_resume import assert_same, curve
+
+import gpt as library
+from gpt.config import TrainConfig
+from gpt.device import Compute
+from gpt.errors import UserError
+from gpt.parallel import environment
+from gpt.parallel.launch import Ended, _ended, launch
+from gpt.parallel.world import Ranks, World
+from gpt.runs import folder
+from gpt.text.batches import Ramp
+from gpt.training.recipe import Recipe, resolve
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes where Linux has them")
+Gpt = Callable[..., Done]
+RANKS = Path(__file__).with_name("ranks.py")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts, in which ``one`` process and then ``two`` have trained the same."""
+    here, place = Path.cwd(), tmp_path_factory.mktemp("ranks")
+    os.chdir(place)
+    try:
+        texts()
+        for name, settings in RUNS.items():
+            library.train(TEXTS.get(name, "book.txt"), out=f"one/{name}", **settings)
+        assert launch([sys.executable, str(RANKS), "runs"], 2) == Ended(0)
+    finally:
+        os.chdir(here)
+    return place
+
+
+def texts() -> None:
+    Path("book.txt").write_bytes(make_text().encode())
+    pairs = [{"prompt": f"{n} =>", "completion": " " + "la" * (n % 7) + f" {n * n}"} for n in range(60)]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in curve(run) if line["event"] == "step"]
+
+
+def held_out(run: Path) -> list[float]:
+    return [line["val_loss"] for line in curve(run) if line["event"] in ("eval", "end")]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_train_as_one_does(place: Path, name: str) -> None:
+    one, two = place / "one" / name, place / "two" / name
+    assert len(losses(two)) == 50
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+    assert held_out(two) == pytest.approx(held_out(one), rel=1e-4)
+    norms = [[line["grad_norm"] for line in curve(run) if line["event"] == "step"] for run in (one, two)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
+    says = [json.loads((run / "run.json").read_text()) for run in (one, two)]
+    assert [said["compute"]["processes"] for said in says] == [1, 2]
+    assert says[0]["resolved"]["batch_tokens"] == says[1]["resolved"]["batch_tokens"]
+    assert library.load(two).loss("the cat sat on the mat") == pytest.approx(
+        library.load(one).loss("the cat sat on the mat"), rel=1e-3
+    )
+
+
+def test_a_run_goes_on_bit_for_bit_with_dropout(place: Path) -> None:
+    assert_same(place / "two/resumed", place / "two/dropout")
+    assert curve(place / "two/resumed") == curve(place / "two/dropout")
+
+
+def test_each_process_drops_out_what_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = set()
+    for rank, step in ((0, 1), (1, 1), (0, 2)):
+        world = Ranks.__new__(Ranks)
+        world.rank = rank
+        world.seed(5, step)
+        drawn.add(torch.rand(1).item())
+        world.seed(5, step)
+        assert torch.rand(1).item() in drawn
+    assert len(drawn) == 3
+
+
+def test_a_run_goes_on_with_another_number(place: Path, workdir: Path) -> None:
+    """From one to two, and from two to one: the same batches, and equal to rounding."""
+    expected = losses(place / "one/adamw")
+    assert losses(place / "two/from-one") == pytest.approx(expected, rel=1e-4)
+    notes = json.loads((place / "heard-0.json").read_text())
+    assert any(line.startswith("2 processes instead of 1: the same batches") for line in notes)
+    cut(str(place / "two/adamw"), "from-two", 25)
+    heard: list[Any] = []
+    library.resume("from-two", heard.append)
+    assert losses(Path("from-two")) == pytest.approx(expected, rel=1e-4)
+    assert any("1 process instead of 2" in getattr(event, "text", "") for event in heard)
+
+
+def test_a_loss_that_is_no_number_in_one_is_none_in_all(place: Path) -> None:
+    told = curve(place / "two/poisoned")
+    (back,) = [line for line in told if line["event"] == "rollback"]
+    assert (back["step"], back["failed_step"]) == (4, 8)
+    assert [line["step"] for line in told if line["event"] == "step" and line["loss"] is None] == [6, 7, 8]
+    assert told[-1]["event"] == "end"
+    assert told[-1]["reason"] == "steps"
+
+
+def test_memory_that_is_short_in_one_is_short_in_all(place: Path) -> None:
+    assert json.loads((place / "two/little/run.json").read_text())["resolved"]["micro_batch"] == 1
+    notes = json.loads((place / "heard-0.json").read_text())
+    assert [line for line in notes if line.startswith("out of memory")] == [
+        "out of memory: from here on 2 of 8 sequences at once",
+        "out of memory: from here on 1 of 8 sequences at once",
+    ]
+
+
+def test_only_the_first_is_heard(place: Path) -> None:
+    assert json.loads((place / "heard-1.json").read_text()) == []
+
+
+# Processes that end before their time
+
+
+WORDS = [word for key, value in SHORT.items() for word in ("--" + key.replace("_", "-"), str(value))]
+SLOW = [*WORDS, "--steps", "150", "--dropout", "0.1", "--save-every", "5", "--nproc", "2"]
+
+
+def worker(launcher: int, rank: int) -> int:
+    """The process of a rank."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == launcher and f"\0RANK={rank}\0" in path.read_text():
+                return int(path.parent.name)
+        except OSError:
+            continue
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def strike(process: "subprocess.Popen[str]", run: Path, step: int, rank: int, signum: int) -> tuple[str, str, float]:
+    """Sends one process a signal once a checkpoint from that step on is there. What the command says, and how long it
+    takes to end."""
+    while not run.is_dir() or not any(entry.step >= step for entry in folder.checkpoints(run)):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    os.kill(worker(process.pid, rank), signum)
+    sent = time.monotonic()
+    out, err = process.communicate(timeout=300)
+    return out, err, time.monotonic() - sent
+
+
+def test_what_ends_one_ends_all_and_the_run_goes_on(workdir: Path) -> None:
+    texts()
+    whole = spawn("train", "book.txt", *SLOW, "-o", "whole", "--json", "--quiet")
+    out, err = whole.communicate(timeout=300)
+    assert (whole.returncode, err) == (0, "")
+    assert json.loads(out)["steps"] == 150
+    run = Path("runs/x")
+    killed = spawn("train", "book.txt", *SLOW, "-o", run, "--quiet")
+    out, err, seconds = strike(killed, run, 10, 1, signal.SIGKILL)
+    assert (killed.returncode, out) == (1, "")
+    assert err == (
+        "error: process 1 of 2 was ended by SIGKILL, maybe by the system, for want of memory\n"
+        "hint: go on with: gpt train --resume runs/x\n"
+    )
+    assert seconds < 15
+    stopped = spawn("train", "--resume", run, "--quiet")  # with as many processes as before
+    step = folder.checkpoints(run)[-1].step
+    out, err, _ = strike(stopped, run, step + 10, 1, signal.SIGTERM)
+    assert (stopped.returncode, out) == (143, "")
+    assert err.startswith("interrupted at step ")
+    assert err.endswith("; go on with: gpt train --resume runs/x\n")
+    assert err.count("\n") == 1
+    again = spawn("train", "--resume", "--quiet", "--json")
+    out, err = again.communicate(timeout=300)
+    assert (again.returncode, err) == (0, "")
+    assert json.loads(out)["steps"] == 150
+    assert_same(run, Path("whole"))
+
+
+def test_an_error_in_one_is_said_once(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    texts()
+    ended = launch([sys.executable, str(RANKS), "broken"], 2)
+    assert ended == Ended(1, 1, None, Path("broken"))
+    out, err = capfd.readouterr()
+    assert (out, err) == (
+        "",
+        "error: a fault in gpt itself: RuntimeError: boom\nhint: --debug shows where; please report it\n",
+    )
+    assert library.resume("broken").steps == 12
+
+
+def test_other_words_for_one(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    texts()
+    ended = launch([sys.executable, str(RANKS), "otherwise"], 2)
+    assert (ended.status, ended.rank) == (2, 0)
+    err = capfd.readouterr().err
+    assert err.startswith("error: processes do not agree: seed is 7 in process 0 and 8 in process 1\nhint: ")
+    assert err.count("\n") == 2
+    assert not Path("otherwise").exists()
+
+
+def test_torchrun(workdir: Path) -> None:
+    texts()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gpt_cli"]
+    words = ["train", "book.txt", *WORDS, "-o", "run", "--json"]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 12
+    assert done.stderr.count("12 steps of 256 tokens") == 1
+    assert "on 2 processes, each on cpu, 1 thread" in done.stderr
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nproc", "0"], "nproc is 0; it must lie between 1 and 1,024"),
+        (["--nproc", "2000"], "nproc is 2000"),
+        (["--nproc", "two"], "'--nproc'"),
+    ],
+)
+def test_numbers_that_cannot_be(gpt: Gpt, workdir: Path, words: list[str], message: str) -> None:
+    one_line_of_what_and_what_next(gpt("train", "book.txt", *words), message)
+
+
+def recipe(processes: int, **settings: Any) -> Recipe:
+    asked = TrainConfig(**{**LONG, "steps": 3, **settings})
+    compute = Compute(torch.device("cpu"), torch.float32)
+    return resolve(asked, compute, 10**5, 10**5, 400, True, lambda note: None, None, 0, processes)
+
+
+def test_a_batch_that_cannot_be_shared() -> None:
+    with pytest.raises(UserError, match="the 8 sequences of a step cannot be shared evenly by 3 processes") as error:
+        recipe(3)
+    assert error.value.hint == "take --batch-tokens 288 or 192, or --nproc 1 or 2 or 4 or 8"
+    with pytest.raises(UserError, match="does not divide the 4 sequences"):
+        recipe(2, micro_batch=8)
+    assert recipe(2).micro_batch == 4
+    assert recipe(3, batch_tokens=None).rows % 3 == 0
+    assert recipe(4, batch_tokens=1024, batch_ramp=4096, micro_batch=2).ramp == Ramp(32, 4, 128, 8, 4)
+
+
+def test_every_batch_of_a_ramp_is_shared_evenly() -> None:
+    ramp = Ramp(60, 6, 900, 12, 3)
+    sizes = [ramp.before(step + 1) - ramp.before(step) for step in range(100)]
+    assert sizes[0] == 6
+    assert sizes[-1] == 60
+    assert not any(size % 3 for size in sizes)
+
+
+def test_a_port_that_is_taken(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    texts()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        one_line_of_what_and_what_next(gpt("train", "book.txt", "--nproc", "2"), "is in use")
+    monkeypatch.setenv("MASTER_PORT", "many")
+    one_line_of_what_and_what_next(gpt("train", "book.txt", "--nproc", "2"), 'MASTER_PORT is "many"')
+
+
+def test_an_environment_that_is_not_whole(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts()
+    with pytest.raises(UserError, match="2 processes were asked for"):
+        library.train("book.txt", nproc=2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    one_line_of_what_and_what_next(gpt("train", "book.txt"), "WORLD_SIZE is 2, and RANK is not set")
+    monkeypatch.setenv("RANK", "0")
+    one_line_of_what_and_what_next(
+        gpt("train", "book.txt", "--nproc", "2"), "--nproc and torchrun both start processes"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    one_line_of_what_and_what_next(gpt("train", "book.txt"), 'WORLD_SIZE is "x"')
+
+
+def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Ranks.__new__(Ranks)
+    world.local_size, world.local_rank = 4, 3
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match="4 processes need as many GPUs; this machine has 2"):
+        world._device("cuda")
+    world.local_size = 2
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(UserError, match="no NCCL"):
+        world._device("cuda")
+    with pytest.raises(UserError, match="cannot share mps"):
+        world._device("mps")
+
+
+def test_which_process_ended_the_others() -> None:
+    assert _ended({0: 75, 1: -9}, "r") == Ended(1, 1, 9, Path("r"))
+    assert _ended({0: -15, 1: 2}, None) == Ended(2, 1, None, None)
+    assert _ended({0: 143, 1: 1}, None) == Ended(1, 1)
+    assert _ended({0: 143, 1: 75}, None) == Ended(143, 0)
+    assert _ended({0: 75}, None) == Ended(1, 0)
+
+
+def test_one_process_exchanges_nothing() -> None:
+    world, tensor = World(), torch.ones(3)
+    assert world.add(tensor) is tensor
+    assert world.wrap(module := torch.nn.Linear(2, 2)) is module
+    state = torch.get_rng_state()
+    world.seed(1, 2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.distributed.is_initialized()
+    assert environment.rank() == 0
