@@ -1,4 +1,4 @@
-# demo, test, lint, fix, bench: each makes the environment it needs first.
+# demo, test, lint, fix, bench, docs: each makes the environment it needs first.
 PYTHON ?= python3
 VENV := .venv
 ifeq ($(OS),Windows_NT)
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 endif
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint fix bench clean
+.PHONY: demo test lint fix bench docs clean
 
 # The main job on the embedded corpus, then a sample.
 demo: $(VENV)/.made
@@ -34,14 +34,23 @@ bench: $(VENV)/.made-dev
 	$(PIP) -e '.[bench]'
 	$(BIN)/python -m benchmarks.decode
 
+# The documentation as a site, build/site/index.html; a link that leads nowhere is an error.
+docs: $(VENV)/.made-docs
+	$(BIN)/python docs/reference.py
+	$(BIN)/python docs/build_site.py
+
 $(VENV)/.made: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"gpt needs Python 3.11 or newer; {sys.executable} is {v[0]}.{v[1]}. Name another: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"gpt needs Python 3.11 or newer; {sys.executable} is {v[0]}.{v[1]}. Name another: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e .
 	touch $@
 
 $(VENV)/.made-dev: $(VENV)/.made
 	$(PIP) -e '.[dev]'
+	touch $@
+
+$(VENV)/.made-docs: $(VENV)/.made
+	$(PIP) -e '.[docs]'
 	touch $@
 
 clean:

@@ -393,6 +393,7 @@ def read_all(path: Path) -> None:
     import torch
 
     from gpt.runs import checkpoint
+    from gpt.training.learner import Learner
     from gpt.training.optim import make_optimizer
     from gpt.training.state import read_saved, read_snapshot
 
@@ -402,7 +403,9 @@ def read_all(path: Path) -> None:
         raise UserError("another shape")
     model = checkpoint.load(path, torch.device("cpu"), saved.recipe.model).model
     optimizer = make_optimizer(model, saved.recipe.optimizer, saved.recipe.weight_decay)
-    read_snapshot(path, saved, model, optimizer).restore(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+    read_snapshot(path, saved, Learner(model, model, optimizer)).restore(
+        model, optimizer, torch.amp.GradScaler("cpu", enabled=False)
+    )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """``gpt params``."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -9,15 +10,19 @@ import typer
 from gpt.config import GPT2_VOCAB, PRESETS, Arch, GPTConfig, Positions
 from gpt.errors import UserError, did_you_mean
 from gpt.model.params import breakdown
+from gpt.plan_config import PlanConfig
 
-from . import page, render, render_params
-from .options import Json, one_of, option
+from . import page, render, render_params, render_plan
+from .options import Json, one_of, option, takes
 from .page import OutPage
 
 _SHAPE = "Shape"
 
 
+@takes(PlanConfig)
 def params(
+    settings: PlanConfig,
+    given: dict[str, object],
     targets: Annotated[
         list[str] | None,
         typer.Argument(
@@ -37,7 +42,7 @@ def params(
     out: OutPage = None,
     json: Json = False,
 ) -> None:
-    """Show where every parameter sits, in the form of the GPT-3 table. Allocates nothing."""
+    """Show where every parameter sits, in the form of the GPT-3 table, and what training takes. Allocates nothing."""
     asked = {
         "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd,
         "block_size": block_size, "vocab_size": vocab_size, "positions": positions, "arch": arch,
@@ -45,20 +50,27 @@ def params(
     shape: dict[str, object] = {key: value for key, value in asked.items() if value is not None}
     page.check_out(out, ".html")
     every = list_presets or (not targets and not shape)
+    if given and (every or out is not None):
+        flag = f"--{next(iter(given))}".replace("_", "-")
+        raise UserError(f"{flag} is about what training takes, which {'-o' if out else 'a list'} does not show",
+                        "name a preset or a checkpoint: gpt params gpt2 --memory")  # fmt: skip
     if every and out is None:
         render_params.presets(PRESETS, json)
         return
     wanted: Sequence[str | None] = list(PRESETS) if every else targets or [None]
     shapes = [_counted(target, {} if every else shape) for target in wanted]
+    costs = [render_plan.Cost.of(each.config, settings) for each in shapes] if given else []
     if json:
-        for each in shapes:
-            render.json_line(each.data())
+        for each, cost in zip_longest(shapes, costs):
+            render.json_line({**each.data(), **(cost.data() if cost else {})})
     if out is not None:
         title = ", ".join(each.name for each in shapes)
         data = {"shapes": [{**each.data(), "note": each.note} for each in shapes], "names": render_params.NAMES}
         page.write(out, page.html("params", f"parameters: {title}", data), json)
     elif not json:
         render_params.breakdown(shapes[0]) if len(shapes) == 1 else render_params.side_by_side(shapes)
+        for each, cost in zip(shapes, costs, strict=False):
+            render_plan.cost(cost, each.name if len(shapes) > 1 else "")
 
 
 def _counted(target: str | None, shape: dict[str, object]) -> render_params.Shape:

@@ -1,35 +1,136 @@
-"""Draws docs/attention.png and docs/report.png: the pages as a browser shows them, of a run.
+"""Draws docs/pictures: what the tool shows of a small model that is trained on the spot.
 
-python docs/pages.py RUN PROMPT; needs the dev extra and a Chromium
+python docs/pages.py [TEXT] [RUN]; TEXT is tinyshakespeare if it is not said, RUN a run on it that is there already;
+needs the dev extra and a Chromium
 """
 
+import contextlib
+import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from gpt_cli.main import main
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Page, sync_playwright
 
-HERE = Path(__file__).parent
+PICTURES = Path(__file__).resolve().parent / "pictures"
+BOOK, WAVES = "runs/book", "runs/waves"
+PROMPT = "The king is dead, and the king's son is"
+HEAD = ("2", "0")
+# What `-o FILE.png` draws.
+STILLS: dict[str, list[str]] = {
+    "tokens": ["inspect", "tokens", "-m", BOOK, PROMPT],
+    "neighbors": ["inspect", "neighbors", "-m", BOOK, "king", "love", "-k", "6"],
+    "learned": ["inspect", "positions", "-m", BOOK],
+    "waves": ["inspect", "positions", "-m", WAVES],
+    "head": ["inspect", "attention", "-m", BOOK, "-p", PROMPT, "--layer", HEAD[0], "--head", HEAD[1]],
+    "heads": ["inspect", "attention", "-m", BOOK, "-p", PROMPT],
+}
+# What `-o FILE.html` shows in a browser.
+PAGES: dict[str, list[str]] = {
+    "attention": ["inspect", "attention", "-m", BOOK, "-p", PROMPT],
+    "params": ["params", BOOK],
+    "shares": ["params", BOOK, "gpt2", "gpt3-175b"],
+    "report": ["report", BOOK],
+}
 
 
-def draw(run: str, prompt: str) -> None:
-    """Makes both pages and takes their pictures, the upper part of each."""
-    with tempfile.TemporaryDirectory() as place, sync_playwright() as driver:
-        pages = Path(place)
-        main(["inspect", "attention", "-m", run, "-p", prompt, "-o", str(pages / "attention.html")])
-        main(["report", run, "-o", str(pages / "report.html")])
+def train(text: str, run: str | None) -> None:
+    """The run that is looked at, and one whose positions are sine and cosine, which no step changes."""
+    if run is not None:
+        shutil.copytree(run, BOOK)
+    elif main(["train", text, "-o", BOOK]):
+        sys.exit(1)
+    main(["train", text, "-o", WAVES, "--positions", "sinusoidal", "--steps", "1"])
+
+
+def draw(pictures: Path) -> None:
+    """All pictures, of the runs in the current folder."""
+    pictures.mkdir(exist_ok=True)
+    for name, words in STILLS.items():
+        main([*words, "-o", str(pictures / f"{name}.png")])
+    for name, words in PAGES.items():
+        main([*words, "-o", f"{name}.html"])
+    with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        for name, height in (("attention", 1350), ("report", 900)):
-            page = browser.new_page(viewport={"width": 1100, "height": height}, color_scheme="light")
-            page.goto((pages / f"{name}.html").as_uri())
+        page = browser.new_page(viewport={"width": 960, "height": 900}, color_scheme="light")
+        for name, take in SHOTS.items():
+            page.goto(Path(f"{PAGE_OF.get(name, 'attention')}.html").absolute().as_uri())
             page.wait_for_selector("body[data-ready]")
-            if name == "attention":
-                page.click("button[data-layer='3'][data-head='1']")
-            page.screenshot(path=HERE / f"{name}.png")
+            page.screenshot(path=pictures / f"{name}.png", full_page=True, clip=take(page))
         browser.close()
 
 
+def _top(height: int) -> Callable[[Page], dict[str, float]]:
+    """The upper part of a page."""
+    return lambda page: {"x": 0, "y": 0, "width": 960, "height": height}
+
+
+def _attention(page: Page) -> dict[str, float]:
+    page.click(f"button[data-layer='{HEAD[0]}'][data-head='{HEAD[1]}']")
+    return {"x": 0, "y": 0, "width": 960, "height": _box(page, "#readout")["y"] + 40}
+
+
+def _strip(page: Page) -> dict[str, float]:
+    """The text, coloured by what its last token attends to in the head that was chosen."""
+    _attention(page)
+    return _section("#strip")(page)
+
+
+def _section(selector: str, height: float | None = None) -> Callable[[Page], dict[str, float]]:
+    """The section of a page in which something stands, or its upper part."""
+
+    def take(page: Page) -> dict[str, float]:
+        box = _box(page, f"section:has({selector})")
+        return {**box, "x": 0, "width": 960, "height": height or box["height"] + 10}
+
+    return take
+
+
+def _next(**controls: float) -> Callable[[Page], dict[str, float]]:
+    """What may come next, with the controls set so."""
+
+    def take(page: Page) -> dict[str, float]:
+        for name, value in controls.items():
+            page.evaluate(
+                "([id, value]) => { const input = document.getElementById(id); input.value = value;"
+                " input.dispatchEvent(new Event('input')); }",
+                [name.replace("_", "-"), value],
+            )
+        return {**_section("#next", 430)(page), "width": 800}
+
+    return take
+
+
+def _box(page: Page, selector: str) -> dict[str, float]:
+    box: Any = page.locator(selector).bounding_box()
+    return dict(box)
+
+
+SHOTS: dict[str, Callable[[Page], dict[str, float]]] = {
+    "attention": _attention,
+    "strip": _strip,
+    "lens": _section("#lens"),
+    "next": _next(),
+    "cold": _next(temperature=0.5),
+    "warm": _next(temperature=1.5),
+    "filtered": _next(top_k=8, top_p=0.6),
+    "greedy": _next(temperature=0),
+    "params": _section("table"),
+    "shares": _section("#compared"),
+    "loss": _section("#curves", 420),
+    "report": _top(900),
+}
+# The page that they are part of, where that is not the one of attention.
+PAGE_OF = {"params": "params", "shares": "shares", "loss": "report", "report": "report"}
+
+
 if __name__ == "__main__":
-    draw(*sys.argv[1:])
+    with tempfile.TemporaryDirectory() as place:
+        text, run = [*map(os.path.abspath, sys.argv[1:]), None, None][:2]
+        with contextlib.chdir(place):
+            train(text or "shakespeare", run)
+            draw(PICTURES)

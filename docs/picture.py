@@ -1,9 +1,10 @@
-"""Draws docs/run.svg: `gpt train` as it looks in a terminal, from a real run.
+"""Draws docs/pictures/run.svg: `gpt train` as it looks in a terminal, from a real run.
 
 python docs/picture.py [TEXT]
 """
 
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from rich.text import Text
 from gpt import events
 from gpt.config import TrainConfig
 from gpt.training import run
+
+PICTURE = Path(__file__).parent / "pictures" / "run.svg"
 
 
 class Recorder(progress.TrainDisplay):
@@ -40,7 +43,9 @@ def main() -> None:
     display = Recorder(quiet=False, console=console)
     result = run.train(sys.argv[1:], TrainConfig(), display)
     render.result(result, console)
-    console.save_svg(str(Path(__file__).parent / "run.svg"), title="gpt train")
+    svg = console.export_svg(title="gpt train")
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # fonts of another host
+    PICTURE.write_text(svg, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ _RUN, _MODEL, _TUNE, _DATA, _READ, _LENGTH, _OPTIM, _LOG, _MACHINE = (
 )  # fmt: skip
 PANELS = (
     _RUN, _MODEL, _TUNE, _DATA, _READ, _LENGTH, _OPTIM, _LOG, "Text", "Choice of the next token", "Beam search",
-    _MACHINE, "Output",
+    "What it costs", "Devices", "How a step is computed", _MACHINE, "Output",
 )  # fmt: skip
 
 
@@ -350,6 +350,17 @@ class TrainConfig(TextConfig):
         1, "Processes on this machine, which share each batch; a GPU each. On more machines: torchrun.",
         panel=_MACHINE, low=1, high=1024,
     )  # fmt: skip
+    shard: Literal["none", "full"] = option(
+        "none", "full: the processes divide weights, gradients and the optimizer's memory; none: each has all.",
+        panel=_MACHINE,
+    )  # fmt: skip
+    tensor: int = option(
+        1, "Processes that compute each sequence together, some heads each; divides --nproc and the heads.",
+        panel=_MACHINE, low=1, high=1024,
+    )  # fmt: skip
+    recompute: bool = option(
+        False, "Compute the activations of each block anew for the gradient instead of keeping them.", panel=_MACHINE
+    )
     dtype: Dtype = option(
         "auto", "Of the matrix products; weights stay float32. auto: bfloat16 where the device is made for it.",
         panel=_MACHINE,
@@ -375,6 +386,11 @@ class TrainConfig(TextConfig):
             raise UserError("--batch-ramp is for running text, not for --pairs", "leave one of them out")
         if self.lora_rank is not None and self.init is None:
             raise UserError("--lora-rank needs --init", "adapters are made for a model: --init CHECKPOINT")
+        if self.lora_rank is not None and (self.shard == "full" or self.tensor > 1):
+            raise UserError(
+                f"{'--shard full' if self.shard == 'full' else '--tensor'} is not for --lora-rank",
+                "adapters are few: leave it out, and each process has all weights",
+            )
         if self.lora_rank is None and (self.lora_alpha is not None or self.merge_lora):
             name = "--merge-lora" if self.merge_lora else "--lora-alpha"
             raise UserError(f"{name} needs --lora-rank", "8 is usual: --lora-rank 8")

@@ -1,7 +1,6 @@
 """Where a computation runs and in which arithmetic. Decided from what the machine can do, never from timings."""
 
 import contextlib
-import os
 import platform
 import re
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch
 
 from gpt.config import Device, Dtype
 from gpt.errors import UserError, did_you_mean
+from gpt.peaks import host_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -42,9 +42,7 @@ class Compute:
     def _memory(self) -> int:
         if self.device.type == "cuda":
             return int(torch.cuda.get_device_properties(self.device).total_memory)
-        if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return 8 * 2**30  # Windows has no sysconf; a common size
+        return host_memory()
 
     def describe(self) -> str:
         """For a person: ``cpu, 2 threads, bfloat16``."""

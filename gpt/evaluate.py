@@ -9,7 +9,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from gpt.device import Compute
 from gpt.errors import UserError
@@ -135,7 +134,8 @@ def window_losses(model: GPT, some: Sequence[Window], compute: Compute) -> list[
         y[row, : len(window.y)] = window.y
     targets = torch.from_numpy(y).to(compute.device)
     with compute.autocast():
-        logits: Tensor = model(torch.from_numpy(x).to(compute.device))
+        # Not model(x): where processes have parts of it, the trunk is what gathers them.
+        logits = model.unembed(model.trunk(torch.from_numpy(x).to(compute.device)))
     of_all = losses.token_losses(logits, targets).cpu().double().numpy()
     return [of_all[row, window.skipped : len(window.y)] for row, window in enumerate(some)]
 

@@ -1,6 +1,10 @@
-"""What devices can compute at most, by the name that CUDA gives them: what MFU is a share of."""
+"""What devices can compute and hold at most: what MFU is a share of, and what a plan must fit into."""
 
+import os
 import re
+from dataclasses import dataclass
+
+from gpt.errors import UserError, did_you_mean
 
 # Of matrix products in float16 and bfloat16 with float32 sums, dense (datasheets also print twice that, for matrices
 # half of which is zeros), in TFLOP/s. Sources: NVIDIA's datasheet of each product, and for GeForce and RTX the tables
@@ -42,3 +46,63 @@ def peak_flops(name: str, dtype: str) -> float | None:
     known = {"bfloat16": _TFLOPS, "float16": _TFLOPS | _TFLOPS_FLOAT16_ALONE}.get(dtype, {})
     product = re.sub(r"^(NVIDIA|Tesla) ", "", name)
     return next((1e12 * tflops for pattern, tflops in known.items() if re.fullmatch(pattern, product)), None)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of device that one can plan for."""
+
+    name: str  # CUDA's for it
+    memory: int  # bytes
+
+    def peak(self, dtype: str) -> float | None:
+        """FLOP/s of matrix products in ``dtype``; None where it is not known."""
+        return peak_flops(self.name, dtype)
+
+
+def _kind(name: str, gigabytes: int) -> Kind:
+    return Kind(name, gigabytes * 10**9)
+
+
+# The memory is the datasheets', in gigabytes of 10⁹ bytes; what CUDA says is there differs by up to 7 % either way.
+KINDS: dict[str, Kind] = {
+    "b200-180gb": _kind("B200", 180),
+    "gh200-96gb": _kind("GH200 480GB", 96),
+    "h200-141gb": _kind("H200", 141),
+    "h200-nvl-141gb": _kind("H200 NVL", 141),
+    "h100-80gb": _kind("H100 80GB HBM3", 80),
+    "h100-pcie-80gb": _kind("H100 PCIe", 80),
+    "h100-nvl-94gb": _kind("H100 NVL", 94),
+    "a100-80gb": _kind("A100-SXM4-80GB", 80),
+    "a100-40gb": _kind("A100-SXM4-40GB", 40),
+    "a40-48gb": _kind("A40", 48),
+    "a30-24gb": _kind("A30", 24),
+    "a10-24gb": _kind("A10", 24),
+    "l40s-48gb": _kind("L40S", 48),
+    "l40-48gb": _kind("L40", 48),
+    "l4-24gb": _kind("L4", 24),
+    "v100-32gb": _kind("V100-SXM2-32GB", 32),
+    "v100-16gb": _kind("V100-SXM2-16GB", 16),
+    "t4-16gb": _kind("T4", 16),
+    "rtx-6000-ada-48gb": _kind("RTX 6000 Ada Generation", 48),
+    "rtx-a6000-48gb": _kind("RTX A6000", 48),
+    "rtx-5090-32gb": _kind("GeForce RTX 5090", 32),
+    "rtx-4090-24gb": _kind("GeForce RTX 4090", 24),
+    "rtx-3090-24gb": _kind("GeForce RTX 3090", 24),
+}
+
+
+def find_kind(name: str) -> Kind:
+    """The kind of that name; ``cpu`` is this machine. Raises `UserError` for one that is not known."""
+    if name == "cpu":
+        return Kind("cpu", host_memory())
+    if name not in KINDS:
+        raise UserError(f'there is no kind of device "{name}"', did_you_mean(name, [*KINDS, "cpu"]))
+    return KINDS[name]
+
+
+def host_memory() -> int:
+    """Bytes of this machine's memory, used or not."""
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 8 * 2**30  # Windows has no sysconf; a common size

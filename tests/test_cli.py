@@ -89,7 +89,9 @@ OPTIONS = {
     "eval": "--field --split-on --encoding --errors --skip-bad --stride --split --tokens --json --quiet -q --device --dtype",
     "tokenize": "--out -o --resume --part --tokenizer --vocab-size --sample-bytes --val-fraction --val-text --field "
     "--split-on --encoding --errors --skip-bad --jobs --seed --json --quiet -q",
-    "params": "--list --n-layer --n-head --n-embd --block-size --vocab-size --positions --arch --out -o --json",
+    "params": "--list --n-layer --n-head --n-embd --block-size --vocab-size --positions --arch --out -o --json "
+    "--memory --flops --time --kind --devices --tokens --mfu --dtype --optimizer --batch-tokens --micro-batch --shard "
+    "--tensor --recompute",
     "report": "--out -o --json --quiet -q",
     "inspect": "",
     "inspect attention": "--prompt -p --prompt-file --layer --head --model -m --out -o --json --device",

@@ -74,7 +74,7 @@ def test_everything_is_synced_before_it_takes_its_name(tmp_path: Path, monkeypat
     replace, fsync = os.replace, os.fsync
 
     def renamed(source: Any, target: Any) -> None:
-        done.append(("name", os.stat(source).st_ino))
+        done.append(("name", Path(source).stat().st_ino))
         replace(source, target)
 
     def synced(descriptor: int) -> None:

@@ -17,6 +17,7 @@ from gpt import events
 from gpt.config import GPTConfig, TrainConfig
 from gpt.files import file_sum
 from gpt.model.decoder import GPT
+from gpt.model.params import nearest_preset
 from gpt.runs import checkpoint
 from gpt.text.tokenizer import bytes_tokenizer
 from gpt.training import start
@@ -104,8 +105,8 @@ def test_a_gpt2_folder_of_transformers(workdir: Path, other: Path) -> None:
 
 
 def test_the_usual_batch_and_rate_are_those_of_the_nearest_size() -> None:
-    assert start.nearest_preset(GPTConfig(50257, 1024, 12, 12, 768)) == "gpt2"
-    assert start.nearest_preset(GPTConfig(300, 64, 2, 2, 32)) == "nano"
+    assert nearest_preset(GPTConfig(50257, 1024, 12, 12, 768)) == "gpt2"
+    assert nearest_preset(GPTConfig(300, 64, 2, 2, 32)) == "nano"
 
 
 def test_a_token_folder_must_be_of_the_same_vocabulary(gpt: Gpt, run_folder: Path, other: Path) -> None:

@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, make_text
@@ -139,3 +141,40 @@ def test_mfu_is_told_where_the_datasheet_is_known(text: Path) -> None:
     assert (result.mfu is not None) == known
     if known:
         assert 0 < result.mfu < 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("arch", "dropout"), [("gpt2", 0.0), ("gpt2", 0.1), ("modern", 0.0)])
+@pytest.mark.parametrize("batch", [4096, 8192])
+def test_steps_hold_what_the_arithmetic_says(arch: Any, dropout: float, dtype: Any, batch: int) -> None:
+    """The allocator's own peak, of the second step."""
+    from gpt.device import pick
+    from gpt.model.decoder import GPT
+    from gpt.model.memory import Setup, training
+    from gpt.training.optim import make_optimizer
+    from gpt.training.recipe import resolve
+    from gpt.training.step import Stepper
+
+    compute = pick(DEVICE, dtype)
+    asked = gpt.TrainConfig(
+        preset="gpt2",
+        n_layer=3,
+        arch=arch,
+        dropout=dropout,
+        batch_tokens=batch,
+        micro_batch="4",
+        steps=1,
+        compile="off",
+    )
+    recipe = replace(resolve(asked, compute, 10**9, 10**8, 50_257, False, lambda note: None), loss_chunk=0)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model = GPT(recipe.model).to(compute.device)
+    optimizer = make_optimizer(model, recipe.optimizer, 0.1, compute.dtype)
+    stepper = Stepper(model, optimizer, compute, recipe, lambda micro_batch: None)
+    x = np.zeros((recipe.rows, recipe.model.block_size), np.int64)
+    stepper.step(x, x, 0.0).read()
+    torch.cuda.reset_peak_memory_stats()
+    stepper.step(x, x, 0.0).read()
+    counted = training(recipe.model, Setup(4, recipe.rows > 4, dtype)).peak
+    assert torch.cuda.max_memory_allocated() - before == pytest.approx(counted, rel=0.1)

@@ -1,4 +1,4 @@
-"""Every command in the README and docs/finetuning.md and every example in docs/python.md is run, in a copy of its own, with few steps.
+"""Every command and every example in Python of the README and the pages of docs that have such is run, in a copy of its own, with few steps.
 
 Commands that need a network are parsed and not run; `make demo` and `make test` are .ci/run's.
 """
@@ -54,7 +54,13 @@ def few_steps(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("page", ["README.md", "docs/finetuning.md", "docs/sampling.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        *(f"docs/{name}.md" for name in ("finetuning", "measuring", "sampling", "tokens", "training", "tutorial")),
+    ],
+)
 def test_commands_of_the_readme(gpt: Callable[..., Done], page: str) -> None:
     """In order, as a reader would type them, each on what the ones before left."""
     import gpt_cli.main
@@ -80,7 +86,7 @@ def test_commands_of_the_readme(gpt: Callable[..., Done], page: str) -> None:
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/inspect.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/inspect.md", "docs/tutorial.md"])
 def test_python_examples(page: str) -> None:
     blocks = python_blocks((ROOT / page).read_text(encoding="utf-8"))
     assert blocks
@@ -88,6 +94,17 @@ def test_python_examples(page: str) -> None:
         few = block.replace("steps=50", "steps=4, block_size=32, batch_tokens=256")
         done = subprocess.run([sys.executable, "-c", few], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_transformers_say_what_we_do(gpt: Callable[..., Done]) -> None:
+    page = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
+    train, sample, *_ = commands(page)
+    assert gpt(*shlex.split(train)[1:]).code == 0
+    ours = gpt(*shlex.split(sample)[1:])
+    (block,) = python_blocks(page)
+    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, check=False, encoding="utf-8")
+    assert done.stdout == ours.out, done.stderr
 
 
 def test_links_lead_somewhere() -> None:

@@ -213,7 +213,7 @@ section("Text", el("p", { class: "soft" }, "Point at a token, or walk with the a
 // The logit lens
 const lensTable = el("table", { class: "lens", id: "lens" });
 function drawLens() {
-  const head = el("tr", {}, el("th", {}, ""), texts.map((text) => el("th", { scope: "col", class: "mono" }, shown(text))));
+  const head = el("tr", {}, el("td", {}), texts.map((text) => el("th", { scope: "col", class: "mono" }, shown(text))));
   const rows = data.lens.ids.map((layer, l) => el("tr", {},
     el("th", { scope: "row" }, l === 0 ? "embedding" : l === data.lens.ids.length - 1 ? `after ${l - 1}: output` : `after ${l - 1}`),
     layer.map((ids, t) => {
@@ -273,7 +273,7 @@ function drawNext() {
     el("td", {}, el("span", { class: "bar" + (why[rank] ? " out" : ""), style: `width:${Math.max(1, 300 * (why[rank] ? model[rank] : probabilities[rank])).toFixed(1)}px` })),
     el("td", { class: "soft" }, why[rank] ? "left out by " + why[rank] : rank === 0 ? "greedy" : "")));
   nextTable.replaceChildren(el("thead", {}, el("tr", {}, el("th", {}, "next token"), el("th", { class: "number" }, "model"),
-    el("th", { class: "number" }, "drawn with"), el("th", {}, ""), el("th", {}, ""))), el("tbody", {}, rows));
+    el("th", { class: "number" }, "drawn with"), el("td", {}), el("td", {}))), el("tbody", {}, rows));
 }
 section("Next token", el("div", { class: "controls panel" },
   control("temperature", "temperature", { min: 0, max: 2, step: 0.05, value: 1 }),

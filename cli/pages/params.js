@@ -19,7 +19,7 @@ if (shapes.length > 1) {
 for (const shape of shapes) {
   const most = Math.max(...shape.rows.map((row) => row.parameters));
   const node = section(shape.name, el("div", { class: "scroll" }, el("table", {},
-    el("thead", {}, el("tr", {}, el("th", {}, "Matrix"), el("th", {}, "Dimensions"), el("th", { class: "number" }, "Parameters"), el("th", { class: "number" }, "Share"), el("th", {}, ""))),
+    el("thead", {}, el("tr", {}, el("th", {}, "Matrix"), el("th", {}, "Dimensions"), el("th", { class: "number" }, "Parameters"), el("th", { class: "number" }, "Share"), el("td", {}))),
     el("tbody", {}, shape.rows.map((row) => el("tr", {}, el("th", { scope: "row" }, row.matrix), el("td", {}, row.dimensions),
       el("td", { class: "number" }, withCommas(row.parameters)), el("td", { class: "number" }, `${(100 * row.parameters / shape.total_weights).toFixed(1)} %`),
       el("td", {}, el("span", { class: "bar", style: `width:${(300 * row.parameters / most).toFixed(2)}px;background:${colourOf(row.matrix)}` }))))),

@@ -27,7 +27,8 @@ class Context:
         self.model = model
         self.compute = compute
         self.size = model.config.block_size
-        self.cache = KVCache(model.config, rows, compute.device, compute.dtype, min(self.size, room or self.size))
+        room = min(self.size, room or self.size)
+        self.cache = KVCache(model.config, rows, compute.device, compute.dtype, room, model.heads)
         self._step = step
         if step is not None:
             self.cache.fixed = True

@@ -14,14 +14,20 @@ class KVCache:
     ``lengths[r]`` of them, and its position p lies in column p.
 
     Rotary positions are relative, so that they may run on past the room: position p then lies in column p modulo the
-    room, in the place of the one that is no longer seen.
+    room, in the place of the one that is no longer seen. ``heads``: where they are not all of the model's.
     """
 
     def __init__(
-        self, config: GPTConfig, rows: int, device: torch.device, dtype: torch.dtype, room: int | None = None
+        self,
+        config: GPTConfig,
+        rows: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        room: int | None = None,
+        heads: int | None = None,
     ) -> None:
         self.room = config.block_size if room is None else room
-        shape = (config.n_layer, rows, config.n_head, self.room, config.n_embd // config.n_head)
+        shape = (config.n_layer, rows, heads or config.n_head, self.room, config.n_embd // config.n_head)
         # Zeros, not whatever was there: what a mask hides is still multiplied by a weight of 0.
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)

@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from gpt.config import GPTConfig
 from gpt.model.cache import KVCache, Where
@@ -47,7 +48,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.n_head = config.n_head
+        self.head_size = config.n_embd // config.n_head
         self.dropout = config.dropout
         self.modern = config.arch == "modern"
         biases = not self.modern
@@ -57,22 +58,22 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, layer: int, turn: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """What each position gathers from those it sees: (B, T, C) → (B, T, C). ``turn``: rotary positions' table."""
-        B, T, C = x.shape
+        B, T, _ = x.shape
         q, k, v, scale = self.heads(x, turn)
         mask = None
         if cache is not None:
             k, v = cache.append(layer, k, v)  # (B, H, seen + T, D)
             mask = cache.mask()
         y = attend(q, k, v, mask, self.dropout if self.training else 0.0, scale)
-        y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
+        y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, C): heads side by side again
         out: Tensor = self.resid_dropout(self.c_proj(y))
         return out
 
     def heads(self, x: Tensor, turn: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, float | None]:
         """Queries, keys and values of all heads, (B, H, T, D) each, as they meet, and what scores are multiplied by;
-        None is 1/√D."""
-        B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
+        None is 1/√D. Where processes share the heads (`gpt.parallel.tensor`), H are this one's."""
+        B, T, _ = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3, -1, self.head_size).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
         scale = None
         if self.modern:
             q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
@@ -89,7 +90,7 @@ class MLP(nn.Module):
         super().__init__()
         self.modern = config.arch == "modern"
         self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=not self.modern)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=not self.modern)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=not self.modern)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,37 +131,32 @@ class GPT(nn.Module):
         self.wte = Embedding(config.vocab_size, config.n_embd)  # embedding, and unembedding transposed
         if config.positions == "learned":
             self.wpe = Embedding(config.block_size, config.n_embd)
-        elif config.positions == "sinusoidal":
-            # The paper scales embeddings up by √C, so that they and the table are both of order one. GPT-2's embeddings
-            # are of order 0.02 and stay so; the table is scaled down to them instead.
-            table = INIT_STD * sine_table(config.block_size, config.n_embd)
-            self.register_buffer("sine", table, persistent=False)
-        turn = None
-        if config.positions == "rotary":
-            turn = rotary_table(config.block_size, config.n_embd // config.n_head)
-        self.register_buffer("turn", turn, persistent=False)
+        self.lay_tables()
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.head: nn.Module | None = None  # the unembedding where it is laid out apart from the embedding
+        self.heads = config.n_head  # that this process computes: see `gpt.parallel.tensor`
+        self.recompute = False  # blocks' activations anew for the gradient, instead of keeping them
         self.initialize()
 
-    @torch.no_grad()
+    def lay_tables(self, device: torch.device | None = None) -> None:
+        """Computes the tables of positions that are not learned."""
+        config, turn = self.config, None
+        if config.positions == "sinusoidal":
+            # The paper scales embeddings up by √C, so that they and the table are both of order one. GPT-2's embeddings
+            # are of order 0.02 and stay so; the table is scaled down to them instead.
+            table = INIT_STD * sine_table(config.block_size, config.n_embd)
+            self.register_buffer("sine", table.to(device), persistent=False)
+        if config.positions == "rotary":
+            turn = rotary_table(config.block_size, config.n_embd // config.n_head).to(device)
+        self.register_buffer("turn", turn, persistent=False)
+
     def initialize(self) -> None:
-        """GPT-2's initialization: matrices normal with deviation 0.02, those that write to the residual stream scaled
-        by 1/√(2·n_layer) for the 2·n_layer of them; biases 0, LayerNorms 1 and 0. Uses torch's global generator."""
-        if self.wte.weight.is_meta:
-            return
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                module.weight.normal_(0.0, INIT_STD)
-                if module.bias is not None:
-                    module.bias.zero_()
-            elif isinstance(module, nn.Embedding):
-                module.weight.normal_(0.0, INIT_STD)
-        for name, parameter in self.named_parameters():
-            if name.endswith("c_proj.weight"):
-                parameter.mul_(1 / math.sqrt(2 * self.config.n_layer))
+        """GPT-2's initialization, of each module in order. Uses torch's global generator."""
+        if not self.wte.weight.is_meta:
+            for name, module in self.named_modules():
+                initialize(module, name, self.config)
 
     def position_table(self) -> Tensor | None:
         """What is added to the embedding at each position, (block_size, C); None where positions are rotations."""
@@ -196,8 +192,9 @@ class GPT(nn.Module):
 
     def stack(self, x: Tensor, turn: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """All blocks and the last LayerNorm: (B, T, C) → (B, T, C)."""
+        again = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.h):
-            x = block(x, layer, turn, cache)
+            x = checkpoint(block, x, layer, turn, use_reentrant=False) if again else block(x, layer, turn, cache)
         out: Tensor = self.ln_f(x)
         return out
 
@@ -218,6 +215,18 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Ids (B, T) → logits (B, T, V). Raises ValueError past the context."""
         return self.unembed(self.trunk(idx, cache))
+
+
+@torch.no_grad()
+def initialize(module: nn.Module, name: str, config: GPTConfig) -> None:
+    """GPT-2's initialization of a module's own parameters: matrices normal with deviation 0.02, those that write to the
+    residual stream scaled by 1/√(2·n_layer) for the 2·n_layer of them; biases 0. LayerNorms are made with 1 and 0."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        module.weight.normal_(0.0, INIT_STD)
+        if name.endswith("c_proj"):
+            module.weight.mul_(1 / math.sqrt(2 * config.n_layer))
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        module.bias.zero_()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None) -> Tensor:

@@ -1,8 +1,9 @@
 """What a shape costs, by arithmetic alone: nothing is allocated, torch is not imported."""
 
+import math
 from dataclasses import dataclass
 
-from gpt.config import GPTConfig
+from gpt.config import PRESETS, GPTConfig
 
 
 @dataclass(frozen=True)
@@ -75,3 +76,16 @@ def flops_per_token(config: GPTConfig, context: int, adapters: int = 0) -> int:
     n = parts.trainable - parts.positions
     attention = 12 * config.n_layer * config.n_embd * context
     return (4 * n + 6 * adapters if adapters else 6 * n) + attention
+
+
+def flops_sampled(config: GPTConfig, context: int) -> int:
+    """Floating-point operations that computing one more position needs after ``context`` of them in the cache:
+    2 N + 4·L·C·T, the forward pass's part of `flops_per_token`."""
+    parts = breakdown(config)
+    return 2 * (parts.trainable - parts.positions) + 4 * config.n_layer * config.n_embd * context
+
+
+def nearest_preset(config: GPTConfig) -> str:
+    """The preset nearest in size, whose batch and rate are a model's usual ones."""
+    size = breakdown(config).trainable
+    return min(PRESETS, key=lambda name: abs(math.log(breakdown(PRESETS[name].model).trainable / size)))

@@ -1,6 +1,6 @@
 """Weights and tokenizer ↔ a checkpoint folder, in the layout of `gpt.runs.hf`, safetensors only."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from gpt.text.tokenizer import Tokenizer, describe, gpt2_tokenizer
 from gpt.text.tokenizer_files import RANKS, read_own, read_transformers, tokenizer_files
 
 FORMAT = 1
-MODEL = "model.safetensors"
+MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
+MOST_BYTES = 5_000_000_000  # of a file of weights; more are written as several with an index, as transformers does
 MOST_ADAPTERS = 100  # on top of each other; one that names itself as its base would never end
-Files = Mapping[str, bytes | Mapping[str, tensors.Array]]  # a checkpoint's, by name: bytes, or tensors to be written
+Files = Mapping[str, bytes | tensors.Arrays]  # a checkpoint's, by name: bytes, or tensors to be written
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,10 @@ def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str,
 
 
 def contents(
-    config: GPTConfig, weights: Mapping[str, Tensor], tokenizer: TokenizerFiles, meta: Mapping[str, Any]
+    config: GPTConfig,
+    weights: Mapping[str, Tensor | tensors.Array | tensors.Deferred],
+    tokenizer: TokenizerFiles,
+    meta: Mapping[str, Any],
 ) -> Files:
     """The files of a checkpoint. ``weights`` are a model's by our names, on the host, or, where ``meta`` tells of an
     adapter (`gpt.runs.adapter`), the adapters alone."""
@@ -59,16 +63,34 @@ def contents(
         "tokenizer": describe(tokenizer.tokenizer),
         **meta,
     }
-    arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in weights.items()}
+    arrays = {
+        name: each.detach().float().cpu().numpy() if isinstance(each, Tensor) else each
+        for name, each in weights.items()
+    }
     return {
         **tokenizer.files,
         "config.json": to_json(hf.to_hf_config(config, eot)),
         "generation_config.json": to_json({"bos_token_id": eot, "eos_token_id": eot}),
         folder.META: to_json(own),
-        adapter.FILE if "adapter" in meta else MODEL: arrays
-        if "adapter" in meta
-        else {hf.PREFIX + name: array.T if hf.is_transposed(name) else array for name, array in arrays.items()},
+        **({adapter.FILE: arrays} if "adapter" in meta else _weights(arrays)),
     }
+
+
+def _weights(arrays: tensors.Arrays) -> Files:
+    """The files of a model's weights."""
+    parts: list[dict[str, tensors.Array | tensors.Deferred]] = [{}]
+    for name, array in arrays.items():
+        if parts[-1] and tensors.nbytes(parts[-1]) + array.nbytes > MOST_BYTES:
+            parts.append({})
+        parts[-1][hf.PREFIX + name] = array.T if hf.is_transposed(name) else array
+    if len(parts) == 1:
+        return {MODEL: parts[0]}
+    files = {f"model-{n:05}-of-{len(parts):05}.safetensors": part for n, part in enumerate(parts, 1)}
+    index = {
+        "metadata": {"total_size": sum(array.nbytes for array in arrays.values())},
+        "weight_map": {name: file for file, part in files.items() for name in part},
+    }
+    return {**files, INDEX: to_json(index)}
 
 
 def fixed(model: GPT) -> dict[str, Tensor]:
@@ -168,25 +190,49 @@ def load_tokenizer(path: Path, config: GPTConfig, meta: Mapping[str, Any]) -> To
 
 def _weight_files(path: Path) -> list[Path]:
     """The one file of weights, or the parts that an index names."""
-    index = path / "model.safetensors.index.json"
+    index = path / INDEX
     if not index.exists():
-        if not (path / "model.safetensors").exists():
+        if not (path / MODEL).exists():
             pickled = any(path.glob("*.bin"))
             hint = "it holds pickles, which are never opened: save it as safetensors first" if pickled else ""
-            raise UserError(f"{path} has no model.safetensors", hint)
-        return [path / "model.safetensors"]
+            raise UserError(f"{path} has no {MODEL}", hint)
+        return [path / MODEL]
     parts = read_json(index).get("weight_map")
     if not isinstance(parts, dict) or not all(isinstance(n, str) and Path(n).name == n for n in parts.values()):
         raise UserError(f"{index} does not name files of its own folder")
     return [path / name for name in sorted(set(parts.values()))]
 
 
-def open_tensors(path: Path, config: GPTConfig) -> dict[str, Tensor]:
-    """Every tensor by our name, as stored. Names, shapes and dtypes are compared with the configuration first."""
+def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None]) -> None:
+    """Gives ``put`` every parameter of the checkpoint at ``path``, one after the other, whole and on the host. Raises
+    `UserError` as `load` does."""
+    if adapter.is_adapter(path):
+        for name, parameter in load(path, torch.device("cpu"), shape).model.named_parameters():
+            put(name, parameter.detach())
+        return
+    config, _ = _describe(path)
+
+    def keep(name: str, tensor: Tensor) -> Tensor:
+        if name == hf.UNEMBEDDING or (name == "wpe.weight" and shape.positions != "learned"):
+            return tensor
+        whole = tensor.t() if hf.is_transposed(name) else tensor
+        put(name, (whole[: shape.block_size] if name == "wpe.weight" else whole).float())
+        return tensor if name == "wte.weight" else tensor[:0].clone()
+
+    open_tensors(path, config, keep)
+
+
+def open_tensors(
+    path: Path, config: GPTConfig, keep: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
+) -> dict[str, Tensor]:
+    """Every tensor by our name, as stored, or what ``keep`` makes of it. Names, shapes and dtypes are compared with the
+    configuration first."""
     files = _weight_files(path)
     _check_size(path, config)
     unembedding = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)}
-    found = tensors.read(files, hf.parameter_shapes(config), "config.json", ours=hf.our_name, optional=unembedding)
+    found = tensors.read(
+        files, hf.parameter_shapes(config), "config.json", ours=hf.our_name, optional=unembedding, keep=keep
+    )
     other = found.pop(hf.UNEMBEDDING, None)
     if other is not None and not torch.equal(other, found["wte.weight"]):
         raise UserError(f"{path}: its unembedding is not its embedding; this decoder ties them")

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,33 @@ _ALIGNED = 8  # bytes to which the header is filled up
 _HEADER_ROOM, _HEADER_EACH = 2**16, 2**10
 
 
-def pieces(tensors: Mapping[str, Array]) -> Iterator[bytes | memoryview]:
+@dataclass(frozen=True)
+class Deferred:
+    """A float32 array that is put together when it is written, and forgotten after."""
+
+    shape: tuple[int, ...]
+    get: Callable[[], Array]
+    dtype = np.dtype(np.float32)
+    itemsize = dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def T(self) -> "Deferred":  # noqa: N802
+        """Transposed."""
+        return Deferred(self.shape[::-1], lambda: self.get().T)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return self.get()
+
+
+Arrays = Mapping[str, Array | Deferred]
+
+
+def pieces(tensors: Arrays) -> Iterator[bytes | memoryview]:
     """What a safetensors file holds, byte for byte as safetensors itself writes it. One tensor at a time is made
     contiguous, so that no second copy of all of them is in memory."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
@@ -43,7 +71,7 @@ def pieces(tensors: Mapping[str, Array]) -> Iterator[bytes | memoryview]:
         yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def nbytes(tensors: Mapping[str, Array]) -> int:
+def nbytes(tensors: Arrays) -> int:
     """About how large a file of them is."""
     return sum(array.nbytes for array in tensors.values()) + 128 * len(tensors)
 
@@ -56,8 +84,10 @@ def read(
     ours: Callable[[str], str | None] = lambda name: name,
     dtypes: Sequence[str] = WEIGHTS,
     optional: Shapes | None = None,
+    keep: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
 ) -> dict[str, Tensor]:
-    """All tensors of some files by the name that ``ours`` gives them (None: left out), as they are stored.
+    """All tensors of some files by the name that ``ours`` gives them (None: left out), as they are stored, or what
+    ``keep`` makes of each by our name: they are read one after the other.
 
     Before any is read, the names, shapes and dtypes of all are compared with what is ``expected`` or ``optional``, and
     the lengths of headers with that: what a file says of itself allocates nothing. Raises `UserError`; ``where`` names
@@ -75,7 +105,7 @@ def read(
             for theirs in opened.keys():  # noqa: SIM118
                 name = ours(theirs)
                 if name is not None:
-                    tensors[name] = opened.get_tensor(theirs)
+                    tensors[name] = keep(name, opened.get_tensor(theirs))
     return tensors
 
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -38,11 +39,11 @@ class Best:
 
 def read_best(setting: Setting, recipe: Recipe, stop: StopSignal) -> Best:
     """Reads it back, measures it on the whole held-out text, and lets it speak. Raises `Stopped` after a signal."""
-    path = setting.world.decided(lambda: folder.find_checkpoint(str(setting.run)))
+    path = Path(setting.world.decided(lambda: str(folder.find_checkpoint(str(setting.run)))))
     data, compute = setting.data, setting.compute
     if compute.dtype != torch.float32:  # `gpt eval` computes in its own default, so the two agree
         compute = device.pick(str(compute.device), "auto")
-    model = checkpoint.load(path, compute.device).model
+    model = _read(path, recipe, compute, setting.world)
     loss = bits = None
     if len(data.held_out):
         whole = data.windows(recipe.model.block_size)
@@ -51,12 +52,21 @@ def read_best(setting: Setting, recipe: Recipe, stop: StopSignal) -> Best:
     return Best(path, model, loss, bits, sample_lines(setting, model, compute, recipe.seed, stop))
 
 
+def _read(path: Path, recipe: Recipe, compute: Compute, world: World) -> GPT:
+    """The model of a checkpoint; where processes have parts of it, as they have."""
+    if not world.in_step:
+        return checkpoint.load(path, compute.device).model
+    from gpt.training import parts  # torch's part of it takes seconds
+
+    return parts.divided(recipe, compute, world, path).model
+
+
 def mean_loss(world: World, model: GPT, some: Iterable[Window], compute: Compute, stop: StopSignal) -> float:
     """Nats a token over windows, of which each process computes its share, so that none waits long for another. Raises
     `Stopped` in all after a signal in one."""
     total, count, stopped = 0.0, 0, False
     try:
-        total, count = evaluate.total_loss(model, stop.watching(world.share(some)), compute)
+        total, count = evaluate.total_loss(model, world.watching(stop, _share(world, some)), compute)
     except Stopped:
         stopped = True
     total, counted, stops = world.sum(total, count, stopped)
@@ -65,9 +75,23 @@ def mean_loss(world: World, model: GPT, some: Iterable[Window], compute: Compute
     return total / counted if counted else math.nan
 
 
+def _share(world: World, some: Iterable[Window]) -> Iterator[Window]:
+    """The windows that a process computes. Where all compute together, each has as many as the others: at the end
+    maybe one of which nothing counts."""
+    if not world.in_step:
+        yield from world.share(some)
+        return
+    windows = iter(some)
+    while at_once := list(islice(windows, world.rows)):
+        mine = at_once[min(world.row, len(at_once) - 1)]
+        yield mine if world.row < len(at_once) else dataclasses.replace(mine, skipped=len(mine.y))
+
+
 def sample_lines(setting: Setting, model: GPT, compute: Compute, seed: int, stop: StopSignal) -> str:
     """The same lines for the same weights, from the first process; leaves torch's global random state alone. Raises
     `Stopped` after a signal."""
+    if setting.world.in_step:  # which all compute together, and all come to the same
+        return _sample_lines(setting, model, compute, seed, stop)
     return setting.world.decided(lambda: _sample_lines(setting, model, compute, seed, stop))
 
 
@@ -78,7 +102,7 @@ def _sample_lines(setting: Setting, model: GPT, compute: Compute, seed: int, sto
     given = tokenizer.encode(prompt).tolist()
     how = dataclasses.replace(SAMPLE, greedy=True) if prompt else SAMPLE
     try:
-        tokens = stop.watching(generate(Context(model, compute), given, how, tokenizer.eot, seed))
+        tokens = setting.world.watching(stop, generate(Context(model, compute), given, how, tokenizer.eot, seed))
         ids = [token.id for token in tokens if token.id != tokenizer.eot]
     finally:
         model.train(training)

@@ -8,22 +8,21 @@ from typing import Any
 
 import torch
 
-from gpt.model.decoder import GPT
 from gpt.runs import checkpoint
 from gpt.training import lora
+from gpt.training.learner import Learner
 from gpt.training.metrics import Metrics
 from gpt.training.opening import Setting
-from gpt.training.optim import Optimizers
 from gpt.training.pace import Pace
 from gpt.training.recipe import Recipe
-from gpt.training.saving import Saver
-from gpt.training.state import Machine, Snapshot, TrainState
+from gpt.training.saving import NoSaver, Saver
+from gpt.training.state import WEIGHT, Machine, Snapshot, TrainState, Whole, as_it_is
 
 
-def size_of(model: GPT, optimizers: Optimizers, tokenizer: checkpoint.TokenizerFiles) -> int:
+def size_of(learner: Learner, tokenizer: checkpoint.TokenizerFiles) -> int:
     """About the bytes of a checkpoint."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    moments = sum(math.prod(shape) for shape in optimizers.shapes(model).values())
+    trained = sum(map(math.prod, learner.whole.values()))
+    moments = sum(map(math.prod, learner.optimizer.shapes(learner.own, learner.whole).values()))
     return 4 * (trained + moments) + sum(map(len, tokenizer.files.values()))
 
 
@@ -32,17 +31,35 @@ class Keeper:
     """Copies the state of a run, and has it written while training goes on."""
 
     setting: Setting
-    model: GPT
-    optimizers: Optimizers
+    learner: Learner
     scaler: torch.amp.GradScaler
     state: TrainState
     metrics: Metrics | None  # None: another process writes them
-    saver: Saver
     tokenizer: checkpoint.TokenizerFiles
+    keep: int  # checkpoints
+    saved: Callable[[int], None]  # hears of each that is whole
 
     def __post_init__(self) -> None:
         self.snapshot = Snapshot()  # the newest good state
-        self.fixed = {name: tensor.cpu() for name, tensor in checkpoint.fixed(self.model).items()}
+        self.model, self.optimizers = self.learner.own, self.learner.optimizer
+        self.size = size_of(self.learner, self.tokenizer)
+        self.fixed = {name: tensor.cpu().numpy() for name, tensor in checkpoint.fixed(self.model).items()}
+        self.whole: Whole = as_it_is
+        self.saver = self._saver()
+
+    def _saver(self) -> Saver:
+        """Who writes what is saved: the first process; the others help it, where they have parts of that."""
+        setting, world = self.setting, self.setting.world
+        kind: type[Saver] = Saver if world.first else NoSaver
+        if self.learner.sharded is None:
+            return kind(setting.run, self.keep, self.saved, setting.warn)
+        from gpt.training.parts import Answerer, Collector
+
+        collector = Collector(self.learner.sharded, self.optimizers, world)
+        self.whole = collector.whole
+        if world.first:
+            return Saver(setting.run, self.keep, self.saved, setting.warn, collector.close)
+        return Answerer(collector, setting.run, lambda: self.snapshot.tensors)
 
     def remember(self) -> None:
         """Copies the state as it is."""
@@ -66,11 +83,6 @@ class Keeper:
         self.remember()
         self.saver.last(self.state.step, self.size, self._files(recipe, pace), stopped)
 
-    @property
-    def size(self) -> int:
-        """About the bytes of a checkpoint."""
-        return size_of(self.model, self.optimizers, self.tokenizer)
-
     def _files(self, recipe: Recipe, pace: Pace | None) -> Callable[[], checkpoint.Files]:
         """What gives the files of a checkpoint of the snapshot, in any thread."""
         snapshot, state, setting = self.snapshot, self.snapshot.state, self.setting
@@ -81,7 +93,9 @@ class Keeper:
         }
         if setting.start and recipe.lora_rank:
             meta["adapter"] = lora.about(setting.start, recipe)
-        weights = snapshot.weights if "adapter" in meta else self.fixed | snapshot.weights
+        whole = self.whole
+        weights = {name: whole(WEIGHT + name, tensor) for name, tensor in snapshot.weights.items()}
+        weights = weights if "adapter" in meta else {**self.fixed, **weights}
         compute = setting.compute
         machine = Machine(str(compute.device), compute.dtype_name, torch.get_num_threads(), setting.world.size)
         if pace is not None:
@@ -91,6 +105,6 @@ class Keeper:
             if self.metrics is not None:
                 self.metrics.sync()
             model = checkpoint.contents(recipe.model, weights, self.tokenizer, meta)
-            return {**model, **snapshot.files(recipe, machine, pace)}
+            return {**model, **snapshot.files(recipe, machine, pace, whole)}
 
         return files

@@ -14,22 +14,21 @@ from gpt import events
 from gpt.errors import Interrupted, PeerLost, WorkError
 from gpt.files import disk_errors, to_json, write_file
 from gpt.interrupt import Stopped, StopSignal
-from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
 from gpt.text.batches import Int64s
-from gpt.training import logs, lora
+from gpt.training import logs
 from gpt.training.best import mean_loss, read_best, sample_lines
 from gpt.training.guard import LOWER, Guard
 from gpt.training.keeping import Keeper, size_of
+from gpt.training.learner import make_learner
 from gpt.training.metrics import Metrics
 from gpt.training.opening import Setting, describe
-from gpt.training.optim import make_optimizer
 from gpt.training.pace import END_SECONDS, PROBE_SECONDS, PROBE_SHARE, Pace
 from gpt.training.recipe import Recipe
 from gpt.training.record import now, run_record
 from gpt.training.result import Result
-from gpt.training.saving import NoSaver, Saver, check_room, said
+from gpt.training.saving import check_room, said
 from gpt.training.schedule import lr_at
 from gpt.training.speed import Speed
 from gpt.training.state import Saved, TrainState, read_snapshot, seed_all
@@ -57,14 +56,11 @@ class Trainer:
         self.listen, self.note, self.began = setting.listen, setting.note, setting.began
         self.world = setting.world
         seed_all(recipe.seed)
-        self.model = self._model(path)
-        if recipe.lora_rank:
-            self.optimizer = lora.adapt(self.model, recipe)
-        else:
-            self.optimizer = make_optimizer(
-                self.model, recipe.optimizer, recipe.weight_decay, self.compute.dtype, self.world
-            )
-        self.stepper = Stepper(self.model, self.optimizer, self.compute, recipe, self.on_halved, self.world)
+        self.learner = learner = make_learner(recipe, self.compute, self.world, self.start, path)
+        self.model, self.optimizer = learner.model, learner.optimizer
+        self.stepper = Stepper(
+            self.model, self.optimizer, self.compute, recipe, self.on_halved, self.world, learner.sharded
+        )
         self.speed = Speed.of(self.model, recipe, self.compute, self.world.size)
         self.record: dict[str, Any] | None = None  # what run.json holds
         if recipe.compile:
@@ -78,29 +74,20 @@ class Trainer:
         self.pending: Pending | None = None  # the step that a GPU may still compute
         self.signum = 0  # the signal that one of the processes has heard
         if saved is not None and path is not None:
-            before = read_snapshot(path, saved, self.model, self.optimizer)
-            vars(self.state).update(vars(before.restore(self.model, self.optimizer, self.stepper.scaler)))
+            before = read_snapshot(path, saved, learner)
+            vars(self.state).update(vars(before.restore(learner.own, self.optimizer, self.stepper.scaler)))
         self.held_out = self.data.some_windows(recipe.model.block_size, self.state.windows)
-
-    def _model(self, path: Path | None) -> GPT:
-        """New, or that of the run to go on with, or of the model that is fine-tuned."""
-        shape, place = self.recipe.model, self.compute.device
-        if path is not None and not self.recipe.lora_rank:
-            return checkpoint.load(path, place, shape).model.train()
-        return self.start.load(shape, place) if self.start else GPT(shape).to(place)
 
     def open(self, record: dict[str, Any], log: str, given: Mapping[str, Any] | None = None) -> None:
         """Writes ``run.json``, looks for room, and says what is to be done."""
         self.metrics: Metrics | None = None
-        saver: type[Saver] = NoSaver
         if self.world.first:
             self._open_files(record, log, given)
-            saver = Saver
-        self.saver = saver(self.run, self.recipe.keep, self.on_saved, self.setting.warn)
         self.keeper = Keeper(
-            self.setting, self.model, self.optimizer, self.stepper.scaler, self.state, self.metrics, self.saver,
-            self.tokenizer_files,
+            self.setting, self.learner, self.stepper.scaler, self.state, self.metrics, self.tokenizer_files,
+            self.recipe.keep, self.on_saved,
         )  # fmt: skip
+        self.saver = self.keeper.saver
         for line in describe(self.setting, self.recipe, self.model, self.state.step):
             self.note(line)
         self.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
@@ -112,7 +99,7 @@ class Trainer:
             again = {"at": now(), "step": self.state.step, "given": dict(given or {})}
             self.record = record | {"resumed": [*record.get("resumed", []), again]}
         self.record = {key: value for key, value in self.record.items() if key not in ("ended", "result")}
-        check_room(self.run, size_of(self.model, self.optimizer, self.tokenizer_files))
+        check_room(self.run, size_of(self.learner, self.tokenizer_files))
         self.change()
         self.metrics = Metrics(self.run, self.setting.warn, self.state.metrics_bytes)
         self.logs = logs.Logs(log, self.run, self.record, self.note, self.state.step)
@@ -121,8 +108,9 @@ class Trainer:
         """All that is left to do, until the end, the end of patience, or a signal."""
         stop.at_once, self.stop = False, stop
         try:
-            self.run_steps()
-            return self.finish()
+            with self.world.watching_peers():
+                self.run_steps()
+                return self.finish()
         except Stopped:
             self.end_by_signal()
         except BaseException as error:
@@ -218,7 +206,7 @@ class Trainer:
 
     def batch(self, step: int) -> tuple[Int64s, Int64s]:
         """This process's share of a step's inputs and targets."""
-        return self.batches.global_batch(step, self.world.rank, self.world.size)
+        return self.batches.global_batch(step, self.world.row, self.world.rows)
 
     def settle(self) -> bool:
         """Waits for the step under way, tells it and judges it; whether the run had to go back."""

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -48,7 +48,7 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
-        stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
+        changes: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
         applied = 1.0 if self.found_inf is None else 1 - self.found_inf
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -61,12 +61,17 @@ class Muon(Optimizer):
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
             updates = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov's
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"] * applied)
-            for p, update in zip(params, updates, strict=True):
-                for matrix, part in zip(p.chunk(group["parts"]), update.chunk(group["parts"]), strict=True):
-                    wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
-                    stacks[wide.shape[0], wide.shape[1]].append(
-                        (wide, part if wide is matrix else part.T, group["lr"] * RMS * math.sqrt(max(matrix.shape)))
-                    )
+            changes += [(p, update, group) for p, update in zip(params, updates, strict=True)]
+        self.change(changes, applied)
+
+    def change(self, changes: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], applied: float | Tensor) -> None:
+        """Subtracts from each parameter what its update is, orthogonalized; with 0 ``applied``, nothing."""
+        stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
+        for p, update, group in changes:
+            for matrix, part in zip(p.chunk(group["parts"]), update.chunk(group["parts"]), strict=True):
+                wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
+                rate = group["lr"] * RMS * math.sqrt(max(matrix.shape))
+                stacks[wide.shape[0], wide.shape[1]].append((wide, part if wide is matrix else part.T, rate))
         for stack in stacks.values():
             directions = self._directions([part.to(self.dtype) for _, part, _ in stack])
             for (matrix, _, rate), direction in zip(stack, directions * applied, strict=True):
@@ -100,6 +105,11 @@ def orthogonalize(x: Tensor) -> Tensor:
 MEMORY: dict[type[Optimizer], tuple[str, ...]] = {AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum",)}
 
 
+def memory(part: Optimizer) -> tuple[str, ...]:
+    """What an optimizer remembers of a parameter."""
+    return next(words for kind, words in MEMORY.items() if isinstance(part, kind))
+
+
 class Optimizers:
     """Several optimizers with one learning rate: what the training loop steps, and a checkpoint saves."""
 
@@ -130,17 +140,17 @@ class Optimizers:
             f"{name}.{word}": self._of[p].state[p][word]
             for name, p in model.named_parameters()
             if p.requires_grad
-            for word in MEMORY[type(self._of[p])]
+            for word in memory(self._of[p])
             if word in self._of[p].state[p]
         }
 
-    def shapes(self, model: GPT) -> dict[str, tuple[int, ...]]:
-        """The shapes of `state` after a step."""
+    def shapes(self, model: GPT, whole: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, tuple[int, ...]]:
+        """The shapes of `state` after a step, where parameters have their own shapes or those of ``whole``."""
         return {
-            f"{name}.{word}": () if word == "step" else tuple(p.shape)
+            f"{name}.{word}": () if word == "step" else tuple(p.shape) if whole is None else whole[name]
             for name, p in model.named_parameters()
             if p.requires_grad
-            for word in MEMORY[type(self._of[p])]
+            for word in memory(self._of[p])
         }
 
     def restore(self, model: GPT, state: Mapping[str, Tensor]) -> None:
@@ -148,7 +158,7 @@ class Optimizers:
         for name, p in model.named_parameters():
             if p.requires_grad:
                 part = self._of[p]
-                words = [word for word in MEMORY[type(part)] if f"{name}.{word}" in state]
+                words = [word for word in memory(part) if f"{name}.{word}" in state]
                 part.state[p] = {word: state[f"{name}.{word}"].to(p.device, copy=True) for word in words}
 
 
@@ -158,6 +168,7 @@ def make_optimizer(
     weight_decay: float,
     dtype: torch.dtype = torch.float32,
     world: World | None = None,
+    muon: Callable[..., Muon] = Muon,
 ) -> Optimizers:
     """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas, fused in one kernel; under ``muon`` for all but the matrices
     of the blocks. Biases, LayerNorms and, under ``muon``, embeddings are not decayed. ``dtype``: of Muon's iteration,
@@ -171,7 +182,7 @@ def make_optimizer(
     fused = [module.c_attn.weight for module in model.modules() if isinstance(module, Attention)]
     single = [m for m in matrices if not any(m is p for p in fused)]
     groups: list[dict[str, Any]] = [{"params": fused, "parts": 3}, {"params": single}]
-    return Optimizers([Muon(groups, 0.0, weight_decay, dtype, world), _adamw(others, vectors, 0.0)])
+    return Optimizers([muon(groups, 0.0, weight_decay, dtype, world), _adamw(others, vectors, 0.0)])
 
 
 def _adamw(decayed: Sequence[nn.Parameter], others: Sequence[nn.Parameter], weight_decay: float) -> AdamW:

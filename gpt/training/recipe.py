@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from gpt.config import GPTConfig, Preset, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.errors import UserError
-from gpt.model.params import breakdown
+from gpt.model.params import breakdown, nearest_preset
 from gpt.text.batches import Ramp
 from gpt.training import start as starts
 
@@ -20,6 +20,10 @@ LOGITS = 12  # bytes of a logit, in bfloat16 and twice in float32: itself, its s
 COMPILE_FROM = 3e16  # FLOPs of a run from which compiling pays on a GPU: about two minutes at a third of an H100's peak
 LEAST_CHUNK = 128  # positions
 CPU_FLOPS = 1e13  # of a run of default length on a CPU, as 6 a parameter and token
+
+AS_ASKED = (
+    "schedule", "weight_decay", "clip", "patience", "keep", "seed", "merge_lora", "shard", "tensor", "recompute"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,9 @@ class Recipe:
     ramp: Ramp | None = None
     loss_chunk: int = 0  # positions whose logits exist at once; 0: all of a micro-batch
     compile: bool = False
+    shard: Literal["none", "full"] = "none"  # whether processes divide weights, gradients and moments
+    tensor: int = 1  # processes that share each sequence
+    recompute: bool = False  # activations of blocks
 
     def tokens(self, steps: int) -> int:
         """Tokens of the first so many steps."""
@@ -86,15 +93,17 @@ def resolve(
     processes: int = 1,
 ) -> Recipe:
     """The recipe for ``n_tokens`` of training text that came from ``n_bytes``; ``start``: the shape of the model that
-    is fine-tuned; ``pairs``: how many the text is made of, where these are the rows; ``processes`` share each batch.
+    is fine-tuned; ``pairs``: how many the text is made of, where these are the rows; ``processes``, or groups of
+    ``config.tensor``, share each batch.
 
     Tells ``note`` what it had to change. Raises `UserError` for settings that contradict each other or the text.
     """
-    name = preset_name(config, n_bytes, compute.device.type) if start is None else starts.nearest_preset(start)
+    name = preset_name(config, n_bytes, compute.device.type) if start is None else nearest_preset(start)
     preset = find_preset(name)
     if start is not None:
         preset = replace(preset, model=start, lr=(1 if config.lora_rank else starts.RATE) * preset.lr)
     model = _model(config, preset, 2**63 if pairs else n_tokens, vocab_size, note)
+    check_heads(model, config.tensor)
     usual = auto_epochs(n_tokens, model, compute.device.type) if start is None else starts.EPOCHS
     if start is not None or pairs:
         preset = starts.tuned(preset, usual, n_tokens)
@@ -106,6 +115,7 @@ def resolve(
         note("nothing is held out, so --patience has nothing to go by")
     eval_every = config.eval_every or math.ceil(steps / 20)
     optimizer: Literal["muon", "adamw"] = "adamw" if config.lora_rank else config.optimizer
+    as_asked: dict[str, Any] = {each: getattr(config, each) for each in AS_ASKED}
     return Recipe(
         preset=name,
         model=model,
@@ -117,22 +127,24 @@ def resolve(
         warmup=_warmup(config, steps, batch),
         decay=round(DECAY * steps) if config.decay is None else config.decay,
         optimizer=optimizer,
-        schedule=config.schedule,
-        weight_decay=config.weight_decay,
-        clip=config.clip,
         eval_every=eval_every,
-        patience=config.patience,
         save_every=config.save_every or eval_every,
-        keep=config.keep,
         sample_every=math.ceil(steps / 4) if config.sample_every is None else config.sample_every,
-        seed=config.seed,
         lora_rank=config.lora_rank or 0,
         lora_alpha=2.0 * (config.lora_rank or 0) if config.lora_alpha is None else config.lora_alpha,
-        merge_lora=config.merge_lora,
         ramp=batch.ramp,
-        loss_chunk=_loss_chunk(batch.micro_batch, model, compute),
+        loss_chunk=_loss_chunk(batch.micro_batch, model, compute, batch.load),
         compile=_compiles(config, compute, 6 * breakdown(model).trainable * tokens),
+        **as_asked,
     )
+
+
+def check_heads(model: GPTConfig, tensor: int) -> None:
+    """Raises `UserError` unless so many processes can share each sequence."""
+    if tensor > 1:
+        from gpt.parallel import tensor as parallel  # torch's part of it takes seconds
+
+        parallel.check(model, tensor)
 
 
 def _model(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int, note: Notes) -> GPTConfig:
@@ -173,6 +185,15 @@ def _pair_rows(config: TrainConfig, preset: Preset, tokens: float) -> int:
 
 
 @dataclass(frozen=True)
+class Load:
+    """What a process has to hold: of all weights one in so many ``parts``, and which activations."""
+
+    parts: int = 1
+    tensor: int = 1
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
 class _Batch:
     """What a step takes, and how many steps take so many tokens."""
 
@@ -180,6 +201,7 @@ class _Batch:
     row: float  # tokens, of pairs on average
     micro_batch: int
     ramp: Ramp | None
+    load: Load
 
     @property
     def tokens(self) -> int:
@@ -202,12 +224,13 @@ def _batch(
     if config.batch_tokens is None or pair is not None:
         rows += -rows % processes
     check_share(rows, processes, T if pair is None else None)
-    micro_batch = micro_batch_for(config.micro_batch, rows // processes, model, compute)
+    load = Load(config.tensor * (processes if config.shard == "full" else 1), config.tensor, config.recompute)
+    micro_batch = micro_batch_for(config.micro_batch, rows // processes, model, compute, load)
     if config.batch_ramp is not None:
         first = max(1, min(RAMP_FROM[0] // T, round(rows * RAMP_FROM[1])))
         first += -first % processes
         ramp = Ramp(rows, first, math.ceil(config.batch_ramp / T), micro_batch * processes, processes)
-    return _Batch(rows, T if pair is None else pair, micro_batch, ramp)
+    return _Batch(rows, T if pair is None else pair, micro_batch, ramp, load)
 
 
 def check_share(rows: int, processes: int, length: int | None = None) -> None:
@@ -250,7 +273,7 @@ def auto_dropout(epochs: float) -> float:
     return 0.1 if epochs > 8 else 0.0
 
 
-def micro_batch_for(asked: str, rows: int, model: GPTConfig, compute: Compute) -> int:
+def micro_batch_for(asked: str, rows: int, model: GPTConfig, compute: Compute, load: Load | None = None) -> int:
     """Sequences at once: the largest divisor of a process's ``rows`` whose activations fit a part of the memory."""
     if asked != "auto":
         if not asked.isascii() or not asked.isdigit() or int(asked) < 1:
@@ -261,25 +284,28 @@ def micro_batch_for(asked: str, rows: int, model: GPTConfig, compute: Compute) -
                 "take one of " + ", ".join(map(str, divisors(rows))),
             )
         return int(asked)
-    a_sequence = model.block_size * (_activations(model) + LOGITS * model.vocab_size)
-    return max((d for d in divisors(rows) if d * a_sequence <= _room(model, compute)), default=1)
+    load = load or Load()
+    a_sequence = model.block_size * (_activations(model, load) + LOGITS * model.vocab_size)
+    return max((d for d in divisors(rows) if d * a_sequence <= _room(model, compute, load)), default=1)
 
 
-def _activations(model: GPTConfig) -> int:
-    """Bytes that a position leaves for the backward pass: about 20 numbers of the width a block."""
-    return 4 * 20 * model.n_layer * model.n_embd
+def _activations(model: GPTConfig, load: Load) -> int:
+    """Bytes that a position leaves for the backward pass: about 20 numbers of the width a block, of which processes
+    that share it divide some 16; where they are computed anew, one a block, and the 20 of the block at hand."""
+    of_block = 4 + 16 // load.tensor
+    return 4 * (model.n_layer + of_block if load.recompute else of_block * model.n_layer) * model.n_embd
 
 
-def _room(model: GPTConfig, compute: Compute) -> float:
+def _room(model: GPTConfig, compute: Compute, load: Load) -> float:
     """Bytes for activations: a part of what weights, gradients and AdamW's two moments leave."""
-    left = compute.memory() - 16 * breakdown(model).trainable
+    left = compute.memory() - 16 * breakdown(model).trainable // load.parts
     return left * (0.25 if compute.device.type == "cpu" else 0.6)
 
 
-def _loss_chunk(micro_batch: int, model: GPTConfig, compute: Compute) -> int:
+def _loss_chunk(micro_batch: int, model: GPTConfig, compute: Compute, load: Load) -> int:
     """Positions whose logits are computed at once: all (0), unless they do not fit beside the activations."""
     positions = micro_batch * model.block_size
-    fit = (_room(model, compute) - positions * _activations(model)) / (LOGITS * model.vocab_size)
+    fit = (_room(model, compute, load) - positions * _activations(model, load)) / (LOGITS * model.vocab_size)
     return 0 if fit >= positions else max(LEAST_CHUNK, int(fit))
 
 

@@ -16,21 +16,31 @@ from gpt.files import checked, read_json
 from gpt.runs import checkpoint, folder, hub
 from gpt.settings import from_dict
 from gpt.text.tokenizer import Tokenizer
-from gpt.training.recipe import Recipe, check_share, divisors, micro_batch_for
+from gpt.training.recipe import Recipe, check_heads, check_share, divisors, micro_batch_for
 from gpt.training.record import FORMAT, versions
 from gpt.training.result import Result
 from gpt.training.schedule import lr_at
 from gpt.training.start import Start, find_start
 from gpt.training.state import Machine, Saved, read_saved
 
-MAY_CHANGE = ("steps", "nproc", "device", "micro_batch", "keep", "log")  # data and result stay, up to rounding
+MAY_CHANGE = (
+    "steps",
+    "nproc",
+    "shard",
+    "tensor",
+    "recompute",
+    "device",
+    "micro_batch",
+    "keep",
+    "log",
+)  # data and result stay, up to rounding
 Notes = Callable[[str], None]
 
 
 @dataclass
 class Begun:
     """A run that was begun. ``path``: the checkpoint that it goes on from, ``saved`` what that says; without one it
-    starts at step 0. ``result``: where nothing is left to do."""
+    starts at step 0. ``result``: of one that has come to its end."""
 
     run: Path
     record: dict[str, Any]  # run.json
@@ -39,6 +49,10 @@ class Begun:
     path: Path | None = None
     saved: Saved | None = None
     result: Result | None = None
+
+    def ends_with(self, given: Mapping[str, Any]) -> Result | None:
+        """Its result, unless more steps are asked for."""
+        return self.result if self.result is not None and (given.get("steps") or 0) <= self.result.steps else None
 
     @property
     def recipe(self) -> Recipe | None:
@@ -103,6 +117,12 @@ def processes_of(asked: str | None) -> int:
     return next((n for n in reversed(said) if type(n) is int and 1 <= n <= 1024), 1)
 
 
+def division(begun: Begun, given: Mapping[str, Any]) -> tuple[int, bool]:
+    """How processes divide the work, for `World.divide`: as before, unless it is given otherwise."""
+    before = begun.recipe or begun.config
+    return int(given.get("tensor", before.tensor)), given.get("shard", before.shard) == "full"
+
+
 def refuse_others(given: Mapping[str, Any], texts: Sequence[str]) -> None:
     """Raises `UserError` for what cannot be joined to ``--resume``: all but `MAY_CHANGE`."""
     may = "it may be joined by " + ", ".join(f"--{name.replace('_', '-')}" for name in MAY_CHANGE)
@@ -116,8 +136,9 @@ def refuse_others(given: Mapping[str, Any], texts: Sequence[str]) -> None:
             )
 
 
-def read_begun(run: Path) -> Begun:
-    """What ``run.json`` says. Raises `UserError` where it is damaged or from another version."""
+def read_begun(run: Path, at: str | None = None) -> Begun:
+    """What ``run.json`` says, and the checkpoint ``at`` which the run goes on. Raises `UserError` where that is damaged
+    or from another version."""
     where = str(run / folder.RECORD)
     record = read_json(run / folder.RECORD)
     if record.get("format") != FORMAT:
@@ -132,24 +153,27 @@ def read_begun(run: Path) -> Begun:
     if record.get("ended"):
         result = record.get("result")
         begun.result = Result.of(run, result) if isinstance(result, dict) else None
+    if at is not None:
+        begun.path = run / at
+        begun.saved = read_saved(begun.path)
     return begun
 
 
-def find_checkpoint(begun: Begun, note: Notes) -> None:
-    """The newest whole checkpoint that can be gone on from. Raises `UserError` where there are some, and none is."""
-    run = begun.run
+def find_checkpoint(run: Path, note: Notes) -> str | None:
+    """The newest whole checkpoint that can be gone on from; None: there are none yet. Raises `UserError` where there
+    are some, and none is whole."""
     entries = folder.checkpoints(run)
     if not entries:
-        return
+        return None
     if not any(folder.can_go_on(run / entry.name) for entry in entries):
         raise UserError(
             f"the checkpoints of {run} hold weights alone: there is nothing to go on from",
             f"fine-tune from them: gpt train TEXT --init {run}",
         )
-    begun.path = folder.newest_whole(run, note, training=True)
-    begun.saved = read_saved(begun.path)
-    if checkpoint.look(begun.path)[0] != begun.saved.recipe.model:
-        raise UserError(f"{begun.path} is damaged: its training state is of a model of another shape", folder.HINT)
+    path = folder.newest_whole(run, note, training=True)
+    if checkpoint.look(path)[0] != read_saved(path).recipe.model:
+        raise UserError(f"{path} is damaged: its training state is of a model of another shape", folder.HINT)
+    return path.name
 
 
 def changed(
@@ -169,6 +193,14 @@ def changed(
     steps, keep, micro_batch = given.get("steps"), given.get("keep"), given.get("micro_batch")
     if keep is not None:
         recipe = replace(recipe, keep=keep)
+    for name in ("shard", "tensor", "recompute"):
+        value, before = given.get(name), getattr(recipe, name)
+        if value not in (None, before):
+            recipe = replace(recipe, **{name: value})
+            note(f"--{name} {value} instead of {before}: equal to rounding")
+    check_heads(recipe.model, recipe.tensor)
+    if recipe.lora_rank and (recipe.tensor > 1 or recipe.shard == "full"):
+        raise UserError("adapters are trained by processes that have all weights each", "leave out --shard, --tensor")
     if micro_batch not in (None, "auto"):
         recipe = replace(recipe, micro_batch=micro_batch_for(micro_batch, share, recipe.model, compute))
         note(f"micro-batch {recipe.micro_batch}: the same sums in another order, so equal to rounding")

@@ -28,14 +28,23 @@ class Save:
 
 class Saver:
     """One thread that writes at a time. ``done`` hears of a checkpoint that is whole on the disk, ``warn`` of one that
-    could not be written; both are called by who asks, never by the thread."""
+    could not be written; both are called by who asks, never by the thread. ``ended`` is called, wherever that is known,
+    when nothing more is read of what was to be saved."""
 
-    def __init__(self, run: Path, keep: int, done: Callable[[int], None], warn: Callable[[str], None]) -> None:
-        self.run, self.keep, self.done, self.warn = run, keep, done, warn
+    def __init__(
+        self,
+        run: Path,
+        keep: int,
+        done: Callable[[int], None],
+        warn: Callable[[str], None],
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.run, self.keep, self.done, self.warn, self.ended = run, keep, done, warn, ended
         self.step = -1  # the newest checkpoint's
         self.failed: OSError | None = None  # why the newest save came to nothing
         self._save: Save | None = None
         self._thread: threading.Thread | None = None
+        self._insists = False  # whether a save that fails is followed by another one
 
     def begin(self, step: int, size: int, files: Callable[[], Files]) -> None:
         """Starts to write a checkpoint of about ``size`` bytes; what ``files`` gives must not change until `wait`."""
@@ -44,6 +53,7 @@ class Saver:
         free = shutil.disk_usage(self.run).free
         if free < size + SPARE:
             self._save.failed = OSError(FULL[0], f"about {_mb(size)} are needed, and {_mb(free)} are free")
+            self._ended()
         else:
             self._thread = threading.Thread(target=self._write, args=(self._save,), daemon=True)
             self._thread.start()
@@ -77,10 +87,26 @@ class Saver:
             folder.write_index(self.run)
         except Exception as error:
             save.failed = error
+        try:
+            self._ended()
+        except Exception as error:
+            save.failed = save.failed or error
+
+    def _ended(self) -> None:
+        if not self._insists:
+            self.ended()
 
     def last(self, step: int, size: int, files: Callable[[], Files], stopped: Callable[[], bool]) -> None:
         """Saves the end of a run, whatever it takes: with its training state, else the weights alone, else waiting for
         room until ``stopped``. Raises `WorkError` where that was needed, or was in vain."""
+        self._insists = True
+        try:
+            self._last(step, size, files, stopped)
+        finally:
+            self._insists = False
+            self.ended()
+
+    def _last(self, step: int, size: int, files: Callable[[], Files], stopped: Callable[[], bool]) -> None:
         self.begin(step, size, files)
         self.wait()
         if self.failed is None:

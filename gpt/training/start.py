@@ -1,16 +1,16 @@
 """The model that fine-tuning starts from: found, compared with what was asked for, and made ready to train."""
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gpt.config import PRESETS, GPTConfig, Preset, TrainConfig
+from gpt.config import GPTConfig, Preset, TrainConfig
 from gpt.errors import UserError
 from gpt.model.decoder import GPT
-from gpt.model.params import breakdown
+from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder
 from gpt.text.tokenizer import Tokenizer
 
@@ -49,6 +49,22 @@ def find_start(config: TrainConfig) -> Start | None:
     return Start(config.init, path, model, tokenizer, folder.weight_sums(path))
 
 
+def shared_start(world: World, find: Callable[[], Start | None]) -> Start | None:
+    """In all processes the model to start from that the first one finds. Others look at the same folder."""
+    found: Start | None = None
+
+    def said() -> dict[str, Any] | None:
+        nonlocal found
+        found = find()
+        return None if found is None else {"asked": found.asked, "path": str(found.path), "sums": found.sums}
+
+    def opened(asked: str, path: str, sums: dict[str, str]) -> Start:
+        return found or Start(asked, Path(path), *checkpoint.look(Path(path)), sums)
+
+    place = world.decided(said)
+    return None if place is None else world.together(lambda: opened(**place))
+
+
 def refuse_others(config: TrainConfig, model: GPTConfig) -> None:
     """Raises `UserError` for options that contradict the model to start from. ``--arch gpt2`` is the default, and so no
     contradiction."""
@@ -68,12 +84,6 @@ def refuse_others(config: TrainConfig, model: GPTConfig) -> None:
             f"block-size {config.block_size:,} is more than the {model.block_size:,} of {config.init}",
             "a context can be cut, not lengthened",
         )
-
-
-def nearest_preset(model: GPTConfig) -> str:
-    """The preset nearest in size, whose batch and rate are a model's usual ones."""
-    size = breakdown(model).trainable
-    return min(PRESETS, key=lambda name: abs(math.log(breakdown(PRESETS[name].model).trainable / size)))
 
 
 def tuned(preset: Preset, epochs: float, n_tokens: int) -> Preset:

@@ -6,7 +6,7 @@ its loss explodes. A run that is resumed reads one from the disk.
 
 import copy
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from gpt.files import checked, read_json, to_json
 from gpt.model.decoder import GPT
 from gpt.runs import adapter, checkpoint, folder, tensors
 from gpt.text.batches import Ramp
+from gpt.training.learner import Learner
 from gpt.training.optim import Optimizers
 from gpt.training.pace import Pace
 from gpt.training.recipe import Recipe
@@ -27,7 +28,7 @@ from gpt.training.recipe import Recipe
 FORMAT = 1
 MOST = 2**24  # steps in which a batch grows
 STATE, TENSORS = folder.TRAINING
-_WEIGHT, _MEMORY, _RANDOM = "weight:", "optimizer:", "random:"  # before the names of a snapshot's tensors
+WEIGHT, MEMORY, _RANDOM = "weight:", "optimizer:", "random:"  # before the names of a snapshot's tensors
 _DTYPES = ("F32", "U8", "I64")
 
 
@@ -96,6 +97,15 @@ class Saved:
     pace: Pace | None
 
 
+# A tensor of a snapshot, by name, as it is written: where processes have parts of it, what will be put together.
+Whole = Callable[[str, Tensor], tensors.Array | tensors.Deferred]
+
+
+def as_it_is(name: str, tensor: Tensor) -> tensors.Array:
+    """Of one process, which has all of it."""
+    return tensor.numpy()
+
+
 @dataclass
 class Snapshot:
     """A run as it was at a step. Its tensors lie in buffers of the host's memory that the next `take` uses again."""
@@ -109,8 +119,8 @@ class Snapshot:
         """Copies everything that is trained, the moments and the random states. Frozen weights are not copied."""
         device = model.wte.weight.device
         numbers, self.draws = _random_state(device)
-        live = {_WEIGHT + name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-        live |= {_MEMORY + name: tensor for name, tensor in optimizers.state(model).items()}
+        live = {WEIGHT + name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        live |= {MEMORY + name: tensor for name, tensor in optimizers.state(model).items()}
         live |= {_RANDOM + name: tensor for name, tensor in numbers.items()}
         self.tensors = {name: _copied(tensor, self.tensors.get(name)) for name, tensor in live.items()}
         if device.type == "cuda":
@@ -120,12 +130,12 @@ class Snapshot:
 
     def restore(self, model: GPT, optimizers: Optimizers, scaler: torch.amp.GradScaler) -> TrainState:
         """Makes all of that what it was, weights only where the snapshot has them. Gives the state."""
-        weights = self._named(_WEIGHT)
+        weights = self._named(WEIGHT)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if name in weights:
                     p.copy_(weights[name])
-        optimizers.restore(model, self._named(_MEMORY))
+        optimizers.restore(model, self._named(MEMORY))
         if self.draws is not None:
             _set_random_state(self._named(_RANDOM), self.draws, model.wte.weight.device)
         if scaler.is_enabled() and self.scaling:
@@ -135,9 +145,9 @@ class Snapshot:
     @property
     def weights(self) -> dict[str, Tensor]:
         """What is trained, by name."""
-        return self._named(_WEIGHT)
+        return self._named(WEIGHT)
 
-    def files(self, recipe: Recipe, machine: Machine, pace: Pace | None) -> checkpoint.Files:
+    def files(self, recipe: Recipe, machine: Machine, pace: Pace | None, whole: Whole = as_it_is) -> checkpoint.Files:
         """What a checkpoint holds beside weights and tokenizer."""
         assert self.draws is not None, "taken"
         about = {
@@ -149,7 +159,7 @@ class Snapshot:
             "scaling": self.scaling or None,
             "pace": None if pace is None else asdict(pace),
         }
-        kept = {name: t.numpy() for name, t in self.tensors.items() if not name.startswith(_WEIGHT)}
+        kept = {name: whole(name, t) for name, t in self.tensors.items() if not name.startswith(WEIGHT)}
         return {STATE: to_json(about), TENSORS: kept}
 
     def _named(self, prefix: str) -> dict[str, Tensor]:
@@ -169,6 +179,7 @@ def read_saved(path: Path) -> Saved:
     if not (
         0 <= step <= recipe.steps
         and saved.state.windows > 0
+        and recipe.tensor >= 1
         and recipe.micro_batch >= 1
         and recipe.rows % recipe.micro_batch == 0
         and 1 <= saved.machine.processes <= 2**20
@@ -191,20 +202,29 @@ def _even(ramp: Ramp) -> bool:
     return ramp.by >= 1 and not any(n % ramp.by for n in (ramp.first, ramp.rows, ramp.unit))
 
 
-def read_snapshot(path: Path, saved: Saved, model: GPT, optimizers: Optimizers) -> Snapshot:
+def read_snapshot(path: Path, saved: Saved, learner: Learner) -> Snapshot:
     """The snapshot in a checkpoint, to restore. The weights of a model are not in it, being `checkpoint.load`'s; those
-    of adapters are. Names, shapes and dtypes are compared with the model's before anything is read."""
-    expected = {_MEMORY + name: shape for name, shape in optimizers.shapes(model).items()}
-    numbers, _ = _random_state(model.wte.weight.device)
+    of adapters are. Where processes have parts of it, this one's are kept. Names, shapes and dtypes are compared with
+    the model's before anything is read."""
+    sharded, moments = learner.sharded, learner.optimizer.shapes(learner.own, learner.whole)
+    expected = {MEMORY + name: shape for name, shape in moments.items()}
+    numbers, _ = _random_state(learner.own.wte.weight.device)
     drawn = {_RANDOM + name: tuple(tensor.shape) for name, tensor in numbers.items()}
     elsewhere = {} if "cuda" in numbers else {_RANDOM + "cuda": (16,)}  # the run was on another device
-    found = tensors.read([path / TENSORS], {}, "the model", dtypes=_DTYPES, optional=expected | drawn | elsewhere)
-    whole = set(expected) <= set(found) or not any(name.startswith(_MEMORY) for name in found)
+    optional = expected | drawn | elsewhere
+
+    def mine(name: str, tensor: Tensor) -> Tensor:
+        if sharded is None or name not in expected or not tensor.dim():
+            return tensor
+        return sharded.part(name.removeprefix(MEMORY).rpartition(".")[0]).take(tensor)
+
+    found = tensors.read([path / TENSORS], {}, "the model", dtypes=_DTYPES, optional=optional, keep=mine)
+    whole = set(expected) <= set(found) or not any(name.startswith(MEMORY) for name in found)
     if not whole or not all(name in found for name in drawn if name != _RANDOM + "cuda"):
         raise UserError(f"{path / TENSORS} is damaged: not all of the training state is in it")
     if adapter.is_adapter(path):
         added = adapter.tensors(path, saved.recipe.model, saved.recipe.lora_rank)
-        found |= {_WEIGHT + name: tensor for name, tensor in added.items()}
+        found |= {WEIGHT + name: tensor for name, tensor in added.items()}
     scaling = asdict(saved.scaling) if saved.scaling else {}
     return Snapshot(saved.state, saved.draws, scaling, found)
 

@@ -8,11 +8,13 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from gpt.device import Compute
 from gpt.errors import is_out_of_memory
@@ -21,6 +23,9 @@ from gpt.model.loss import IGNORED, tied_cross_entropy
 from gpt.parallel.world import World
 from gpt.training.optim import Optimizers
 from gpt.training.recipe import Recipe, divisors
+
+if TYPE_CHECKING:
+    from gpt.parallel.shard import Sharded  # which takes seconds to import
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class Objective(nn.Module):
 
 class Stepper:
     """Steps of a model, in one process or as one of a ``world``. ``on_halved`` hears the new micro-batch where memory
-    ran out."""
+    ran out. Where the model is ``sharded``, the optimizer is that of this process's parts."""
 
     def __init__(
         self,
@@ -74,12 +79,15 @@ class Stepper:
         recipe: Recipe,
         on_halved: Callable[[int], None],
         world: World | None = None,
+        sharded: "Sharded | None" = None,
     ) -> None:
         self.model, self.optimizer, self.compute, self.on_halved = model, optimizer, compute, on_halved
         self.micro_batch, self.clip, self.world = recipe.micro_batch, recipe.clip or math.inf, world or World()
-        self.scaler = torch.amp.GradScaler(compute.device.type, enabled=compute.dtype == torch.float16)
+        self.sharded = sharded
+        make_scaler = torch.amp.GradScaler if sharded is None else sharded.scaler
+        self.scaler = make_scaler(compute.device.type, enabled=compute.dtype == torch.float16)
         self.objective = Objective(model, recipe.loss_chunk)
-        self.wrapped = self.world.wrap(self.objective)
+        self.wrapped = self.world.wrap(self.objective) if sharded is None else self.objective
         self.tried = 0  # the most positions at once that several processes know to have memory for
         self.compiled = False
 
@@ -137,7 +145,10 @@ class Stepper:
 
         Of several processes one cannot begin anew while the others wait for its gradients. So each first tries a
         micro-batch by itself, whenever there is more in one than before; what fails then, fails in all of them.
+        Where each forward pass is computed together, there is no such trial, and no beginning anew.
         """
+        if self.sharded is not None:
+            return self._gradients(x, y)
         while True:
             state = _random_state(self.compute.device)
             known = min(self.micro_batch, x.size(0)) * x.size(1) <= self.tried
@@ -185,12 +196,18 @@ class Stepper:
         for rows in range(0, x.size(0), self.micro_batch):
             part = slice(rows, rows + self.micro_batch)
             last = rows + self.micro_batch >= x.size(0)
-            with contextlib.nullcontext() if last else self.world.accumulating(self.wrapped):
+            with contextlib.nullcontext() if last else self._accumulating():
                 total += self._backward(x[part], y[part], counted)
         self.world.add(total)
+        if self.sharded is not None:
+            self.sharded.collect()
         for part_of in self.optimizer.parts:
             self.scaler.unscale_(part_of)
-        return total, torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        clip = partial(clip_grad_norm_, self.model.parameters()) if self.sharded is None else self.sharded.clip
+        return total, clip(self.clip)
+
+    def _accumulating(self) -> contextlib.AbstractContextManager[object]:
+        return self.world.accumulating(self.wrapped) if self.sharded is None else self.sharded.accumulating()
 
     def _backward(self, x: Tensor, y: Tensor, counted: Tensor | float) -> Tensor:
         """Adds the gradients of a micro-batch; gives its summed loss over ``counted``. Gradients of several processes
@@ -198,7 +215,7 @@ class Stepper:
         with self.compute.autocast():
             loss: Tensor = self.wrapped(x, y) / counted
         with self.world.watching_peers():
-            scaled = self.scaler.scale(loss * self.world.size if self.world.size > 1 else loss)
+            scaled = self.scaler.scale(loss * self.world.rows if self.world.rows > 1 else loss)
             scaled.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 

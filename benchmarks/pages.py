@@ -1,0 +1,78 @@
+"""Measures the page of `gpt inspect attention`: GPT-2 124M's 12 layers of 12 heads over 128 tokens.
+
+    python -m benchmarks.pages
+
+Needs the dev extra, GPT-2's vocabulary (tiktoken fetches it, or has it in TIKTOKEN_CACHE_DIR) and a Chromium.
+"""
+
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.results import SCRIPTS, command, machine, write_section
+
+TOKENS, LOADS = 128, 5
+DRAWN = "() => new Promise(f => requestAnimationFrame(() => requestAnimationFrame(() => f(performance.now()))))"
+
+
+def make(place: Path) -> tuple[Path, float]:
+    """The page, by the command as a user types it, and the seconds that it took. Weights are random: the page has as
+    many numbers whatever they are."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config()).save_pretrained(place / "model")
+    prompt, page = place / "prompt.txt", place / "page.html"
+    prompt.write_text(" the" * TOKENS)  # a token each
+    started = time.perf_counter()
+    words = ("inspect", "attention", "-m", str(place / "model"), "--prompt-file", str(prompt), "-o", str(page))
+    command(str(SCRIPTS / "gpt"), *words)
+    return page, time.perf_counter() - started
+
+
+def load(page: Path) -> tuple[list[float], str]:
+    """Seconds from the start of each load until all is painted, and which browser it was."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium") or sys.exit("no chromium is installed")
+    seconds = []
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for _ in range(LOADS):
+            tab = browser.new_page(viewport={"width": 1200, "height": 900})
+            tab.goto(page.as_uri())
+            tab.wait_for_selector("body[data-ready]")
+            seconds.append(tab.evaluate(DRAWN) / 1000)
+            assert tab.locator(".heads button").count() == 12 * 13 + 1
+            assert tab.locator("#strip .token").count() == TOKENS
+            tab.close()
+        version = browser.version
+        browser.close()
+    return seconds, version
+
+
+def main() -> None:
+    """Measures, prints, and records."""
+    with tempfile.TemporaryDirectory() as place:
+        page, made = make(Path(place))
+        size = page.stat().st_size
+        seconds, version = load(page)
+    rows = [
+        ("size of the page", f"{size / 1e6:.2f} MB"),
+        (f"drawn, median of {LOADS}", f"{statistics.median(seconds):.2f} s"),
+        ("drawn, slowest", f"{max(seconds):.2f} s"),
+        ("`gpt inspect attention`, the whole command", f"{made:.1f} s"),
+    ]
+    table = [f"| {what} | {value} |" for what, value in rows]
+    about = f"GPT-2 124M, 12 layers × 12 heads × {TOKENS} tokens, in headless Chromium {version}."
+    how = machine("python -m benchmarks.pages")
+    write_section("The page of attention", [*how, "", about, "", "| what | |", "|---|---:|", *table])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""What training and sampling cost: memory, what fits, operations, days; beside `cli.render_params`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from gpt.config import PRESETS, GPTConfig
+from gpt.model.memory import cache, trunk
+from gpt.model.params import breakdown, flops_per_token, flops_sampled, nearest_preset
+from gpt.model.plan import NODE, USABLE, Plan, plans, trained_tokens
+from gpt.plan_config import PlanConfig
+
+from . import render
+
+GPT3_FLOPS = 6  # a parameter and token, as the GPT-3 paper counts them: without attention's scores
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A shape, what was asked about it, and the ways to train it."""
+
+    config: GPTConfig
+    asked: PlanConfig
+    plans: Sequence[Plan]
+
+    @classmethod
+    def of(cls, config: GPTConfig, asked: PlanConfig) -> "Cost":
+        """Raises `UserError` for what cannot be divided."""
+        return cls(config, asked, plans(config, asked, PRESETS[nearest_preset(config)].batch_tokens))
+
+    @property
+    def shown(self) -> Plan:
+        """The way for all devices."""
+        return self.plans[-1]
+
+    @property
+    def sections(self) -> dict[str, bool]:
+        """What is shown: what was asked for, or what a plan needs."""
+        asked = self.asked
+        plain = not (asked.memory or asked.flops or asked.time)
+        return {"memory": asked.memory or plain, "flops": asked.flops, "time": asked.time or plain}
+
+    def data(self) -> dict[str, Any]:
+        """What is added to the object of ``gpt params --json``."""
+        made: dict[str, Any] = {}
+        if self.sections["memory"]:
+            made |= {
+                "plan": self._plan(self.shown),
+                "memory": self._memory(),
+                "plans": list(map(self._plan, self.plans)),
+            }
+        if self.sections["flops"]:
+            made["flops"] = self._flops()
+        if self.sections["time"]:
+            made["time"] = self._time()
+        return made
+
+    def _plan(self, plan: Plan) -> dict[str, Any]:
+        names = ("tensor", "micro_batch", "recompute", "loss_chunk", "dtype", "optimizer")
+        return {
+            "kind": self.asked.kind,
+            "devices": plan.devices,
+            "shard": "full" if plan.setup.shard else "none",
+            **{name: getattr(plan.setup, name) for name in names},
+            "peak": plan.memory.peak,
+            "room": plan.room,
+            "fits": plan.fits,
+            "days": plan.days,
+        }
+
+    def _memory(self) -> dict[str, Any]:
+        """Bytes on a rank."""
+        config, memory, setup = self.config, self.shown.memory, self.shown.setup
+        whole, recomputed = (trunk(config, replace(setup, recompute=again)) for again in (False, True))
+        return {
+            "parameters": memory.parameters,
+            "gradients": memory.gradients,
+            "optimizer": memory.optimizer,
+            "activations": whole,
+            "activations_recomputed": recomputed,
+            "logits": memory.logits,
+            "copies": memory.copies,
+            "moments": dict(memory.moments),
+            "peak": memory.peak,
+            "snapshot": memory.snapshot,
+            "sampling": {
+                "weights": breakdown(config).trainable * setup.width,
+                "cache": cache(config, 1, setup.dtype),
+            },
+        }
+
+    def _flops(self) -> dict[str, int]:
+        config, tokens = self.config, trained_tokens(self.config, self.asked)
+        trained = flops_per_token(config, config.block_size)
+        return {
+            "trained_token": trained,
+            "sampled_token": flops_sampled(config, config.block_size),
+            "tokens": tokens,
+            "training": trained * tokens,
+            "training_without_scores": GPT3_FLOPS * breakdown(config).trainable * tokens,
+        }
+
+    def _time(self) -> dict[str, Any]:
+        days, tokens = self.shown.days, trained_tokens(self.config, self.asked)
+        rate = None if days is None else tokens / (86_400 * days)
+        return {"tokens": tokens, "mfu": self.asked.mfu, "days": days, "tokens_per_second": rate}
+
+
+def cost(cost: Cost, name: str = "") -> None:
+    """The sections that were asked for, under the name where there are several."""
+    if name:
+        render.stdout().print(Text(f"\n{name}", "bold"))
+    if cost.sections["memory"]:
+        _memory(cost)
+        _fitting(cost)
+    if cost.sections["flops"]:
+        _flops(cost)
+    if cost.sections["time"]:
+        _time(cost)
+
+
+def size(n: float) -> str:
+    """Bytes for a person, in units of a thousand, as datasheets have them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:,.1f} {unit}" if unit != "B" else f"{n:,.0f} B"
+        n /= 1000
+    return f"{n:,.1f} TB" if n < 1000 else f"{n:,.0f} TB"
+
+
+def _memory(cost: Cost) -> None:
+    plan, data, console = cost.shown, cost.data()["memory"], render.stdout()
+    setup, asked = plan.setup, cost.asked
+    ranks = "one" if plan.devices == 1 else f"each of {plan.devices:,}"
+    words = f"Memory on {ranks} {asked.kind}, {setup.dtype}, {plan.options}"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=Text(words, "bold"), title_justify="left")
+    table.add_column("what")
+    table.add_column("bytes", justify="right")
+    table.add_column("")
+    narrow = "weights in the dtype of products" if not setup.shard else "weights gathered from the other ranks"
+    other = "activations" if setup.recompute else "activations_recomputed"
+    said = "without" if setup.recompute else "with"
+    mine = "activations_recomputed" if setup.recompute else "activations"
+    chunk = f", {setup.loss_chunk:,} positions at a time" if setup.loss_chunk else ""
+    rows = [
+        ("parameters", data["parameters"], "float32"),
+        ("gradients", data["gradients"], "float32"),
+        ("optimizer", data["optimizer"], setup.optimizer),
+        ("activations", data[mine], f"{said} --recompute {size(data[other])}"),
+        ("logits", data["logits"], f"and their gradient{chunk}"),
+        ("copies", data["copies"], narrow if data["copies"] else ""),
+    ]
+    if asked.kind == "cpu":
+        rows.append(("snapshot", data["snapshot"], "parameters and optimizer once more, for checkpoints"))
+    for name, n, remark in rows:
+        table.add_row(name, size(n), Text(remark, "dim"))
+    table.add_section()
+    moment = {"loss": "when the gradient begins", "backward": "when it ends", "update": "in the optimizer's step"}
+    when = moment[max(plan.memory.moments, key=plan.memory.moments.__getitem__)]
+    verdict = "fits" if plan.fits else "does not fit"
+    table.add_row("peak", size(plan.memory.peak), f"{when}; {verdict} into {size(plan.room)}", style="bold")
+    console.print(table)
+    sampling = data["sampling"]
+    if asked.kind != "cpu":
+        console.print(f"In the host's memory, for checkpoints: {size(data['snapshot'])} a rank.")
+    console.print(
+        f"Sampling in {setup.dtype}: weights {size(sampling['weights'])}, and {size(sampling['cache'])} of keys and "
+        f"values for a text of {cost.config.block_size:,} tokens."
+    )
+
+
+def _fitting(cost: Cost) -> None:
+    console, days = render.stdout(), cost.sections["time"]
+    title = Text(f"What fits into {USABLE:.0%} of the memory of {cost.asked.kind}, from one device up", "bold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    table.add_column("devices", justify="right")
+    table.add_column("gpt train …")
+    table.add_column("peak", justify="right")
+    if days:
+        table.add_column("days", justify="right")
+    for plan in cost.plans:
+        launch = f"--nproc {plan.devices} " if 1 < plan.devices <= NODE else ""
+        words = launch + plan.options if plan.fits else "nothing fits; least:"
+        time = [_days(plan.days) if plan.fits else "–"] if days else []
+        table.add_row(f"{plan.devices:,}", Text(words, "" if plan.fits else "dim"), size(plan.memory.peak), *time)
+    console.print(table)
+    if cost.asked.devices > NODE:
+        console.print(Text(f"More than {NODE} devices are several machines: torchrun starts gpt train on each.", "dim"))
+
+
+def _flops(cost: Cost) -> None:
+    data = cost.data()["flops"]
+    table = Table(box=None, show_header=False, pad_edge=False, title=Text("Floating-point operations", "bold"))
+    table.title_justify = "left"
+    T = cost.config.block_size
+    table.add_row("a token trained on", f"{data['trained_token']:.3e}", f"6 N + 12·L·C·T, T = {T:,}")
+    table.add_row("a token sampled", f"{data['sampled_token']:.3e}", f"2 N + 4·L·C·T, after T = {T:,}")
+    table.add_row(f"{data['tokens']:,} tokens", f"{data['training']:.3e}", "all of the training")
+    without = f"{data['training_without_scores']:.3e}"
+    table.add_row("", without, "6 N alone, as the GPT-3 paper counts (its table D.1)")
+    render.stdout().print(table)
+
+
+def _time(cost: Cost) -> None:
+    data, asked, console = cost.data()["time"], cost.asked, render.stdout()
+    if data["days"] is None:
+        console.print(f"How much a {asked.kind} computes in {asked.dtype} is not known, so neither are the days.")
+        return
+    console.print(
+        f"{data['tokens']:,} tokens at {asked.mfu:.0%} MFU: {_days(data['days'])} days on {cost.shown.devices:,} "
+        f"{asked.kind}, {data['tokens_per_second']:,.0f} tokens/s"
+    )
+
+
+def _days(days: float | None) -> str:
+    return "" if days is None else f"{days:,.0f}" if days >= 100 else f"{days:.3g}"

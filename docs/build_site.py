@@ -1,0 +1,88 @@
+"""Builds the site of the documentation into build/site: `make docs`, or python docs/build_site.py.
+
+The pages are those that GitHub shows, at the same places, so their links hold here and there. What they link to outside
+of docs/ comes along; a source file becomes a page. A link that leads nowhere fails the build.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PLACE = ROOT / "build"
+LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
+
+SHIM = "https://unpkg.com/iframe-worker/shim"  # what the theme's pages ask for where search has to work from disk
+WORKER = """if (location.protocol === "file:") {
+  const code = %s;
+  window.Worker = class extends Worker {
+    constructor() { super(URL.createObjectURL(new Blob([code], { type: "text/javascript" }))); }
+  };
+}
+"""
+
+
+def build(place: Path = PLACE) -> int:
+    """Lays the pages out in ``place``/docs and has ``place``/site built from them. Returns the status."""
+    shutil.rmtree(place / "docs", ignore_errors=True)
+    for path in [ROOT / "README.md", ROOT / "docs" / "site.css", *sorted((ROOT / "docs").glob("*.md"))]:
+        lay_out(path, place / "docs")
+    shutil.copy(ROOT / "docs" / "zensical.toml", place)
+    status = render(place)
+    if status == 0:
+        search_from_disk(place / "site")
+    return status
+
+
+def render(place: Path) -> int:
+    """Has ``place``/site built; a link or anchor that leads nowhere fails it."""
+    command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "docs")}
+    return subprocess.run(command, cwd=place, env=environment, check=False).returncode
+
+
+def lay_out(path: Path, stage: Path) -> None:
+    """Copies a file to its place below ``stage``, and what it links to."""
+    place = stage / page_of(path.relative_to(ROOT))
+    if place.exists():
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".py":
+        code = path.read_text(encoding="utf-8")
+        place.write_text(f"# {path.relative_to(ROOT).as_posix()}\n\n```python\n{code}```\n", encoding="utf-8")
+        return
+    if path.suffix != ".md":
+        shutil.copy(path, place)
+        return
+    text = path.read_text(encoding="utf-8")
+    pages = LINK.sub(lambda found: found[1] + page_of(found[2]) + (found[3] or "") + found[4], text)
+    place.write_text(pages, encoding="utf-8")
+    for _, target, _, _ in LINK.findall(text):
+        linked = (path.parent / target).resolve()
+        if "://" not in target and linked.is_file():
+            lay_out(linked, stage)
+
+
+def search_from_disk(site: Path) -> None:
+    """Has a page that is opened from disk start the search from a string, since a browser starts no worker from a file;
+    the theme would fetch a script from another host for that."""
+    (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
+    script = site / "assets" / "javascripts" / "worker.js"
+    script.write_text(WORKER % json.dumps(worker.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in site.rglob("*.html"):
+        page = path.read_text(encoding="utf-8")
+        own = os.path.relpath(script, path.parent).replace(os.sep, "/")
+        path.write_text(page.replace(SHIM, own), encoding="utf-8")
+
+
+def page_of(path: "Path | str") -> str:
+    """Where a file lies in the site: a source file is a page."""
+    return f"{path}.md" if str(path).endswith(".py") else str(path)
+
+
+if __name__ == "__main__":
+    sys.exit(build(*map(Path, sys.argv[1:])))

@@ -1,0 +1,168 @@
+"""How a model can be trained on so many devices: what fits into their memory, and how long it takes. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from gpt.config import GPTConfig
+from gpt.errors import UserError
+from gpt.model.memory import Setup, Training, training
+from gpt.model.params import breakdown, flops_per_token
+from gpt.peaks import Kind, find_kind
+from gpt.plan_config import PlanConfig
+
+USABLE = 0.9  # of a device's memory; the rest is for CUDA's context, the buffers of cuBLAS and NCCL, and fragmentation
+NODE = 8  # devices of a machine, to which tensor parallelism is bound: it sends much, and often
+LEAST_CHUNK = 128  # positions whose logits are computed at once at least
+DAY = 86_400
+TOKENS = 20  # a parameter (Hoffmann et al. 2022, arXiv 2203.15556)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way to train, and what it takes."""
+
+    devices: int
+    setup: Setup
+    memory: Training  # bytes on a rank
+    room: int  # bytes that it may take
+    days: float | None  # None where the device's peak is not known
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank has the memory."""
+        return self.memory.peak <= self.room
+
+    @property
+    def options(self) -> str:
+        """What is to be said to ``gpt train``."""
+        setup, words = self.setup, []
+        if setup.shard:
+            words.append("--shard full")
+        if setup.tensor > 1:
+            words.append(f"--tensor {setup.tensor}")
+        words.append(f"--micro-batch {setup.micro_batch}")
+        return " ".join([*words, "--recompute"] if setup.recompute else words)
+
+
+def plans(config: GPTConfig, asked: PlanConfig, batch_tokens: int) -> list[Plan]:
+    """The first way that fits for 1, 2, 4 … devices, up to all that there are; where none does, the one that needs
+    least. Devices that cannot share the sequences of a step evenly are left out. Raises `UserError` where all are."""
+    if asked.tensor is not None and config.n_head % asked.tensor:
+        raise UserError(
+            f"the model's {config.n_head} heads cannot be shared evenly by {asked.tensor} ranks",
+            "take one of " + ", ".join(map(str, _divisors(config.n_head))),
+        )
+    rows = step_rows(config, asked.batch_tokens or batch_tokens, asked.batch_tokens is not None)
+    counts = sorted({2**n for n in range(asked.devices.bit_length()) if 2**n <= asked.devices} | {asked.devices})
+    found = [plan for n in counts if (plan := _first(config, asked, rows, n)) is not None]
+    if not found or found[-1].devices != asked.devices:
+        _explain(config, asked, rows)
+    return found
+
+
+def step_rows(config: GPTConfig, batch_tokens: int, was_asked: bool) -> int:
+    """Sequences a step. Raises `UserError` for a batch that was asked for and is no whole number of them."""
+    T = config.block_size
+    if was_asked and batch_tokens % T:
+        above = -(-batch_tokens // T) * T
+        raise UserError(f"batch-tokens {batch_tokens:,} is not a multiple of the context, {T:,}", f"take {above:,}")
+    return max(1, round(batch_tokens / T))
+
+
+def _first(config: GPTConfig, asked: PlanConfig, rows: int, devices: int) -> Plan | None:
+    """The first setup that fits, or else the one that needs least; None where none divides the work."""
+    least: Plan | None = None
+    for setup in setups(config, asked, rows, devices):
+        plan = _fitted(config, asked, devices, setup)
+        if plan.fits:
+            return plan
+        if least is None or plan.memory.peak < least.memory.peak:
+            least = plan
+    return least
+
+
+def setups(config: GPTConfig, asked: PlanConfig, rows: int, devices: int) -> Iterator[Setup]:
+    """Ways to compute a step, the cheapest first: less is sent without sharding than with it, and less with it than
+    where ranks share each sequence; computing again costs a third more. Of each, the largest micro-batch first."""
+    for shard, tensor in _divisions(config, asked, devices):
+        data = devices // tensor
+        if rows % data:
+            continue
+        own = rows // data
+        for recompute in {"on": (True,), "off": (False,), "auto": (False, True)}[asked.recompute]:
+            for micro_batch in [asked.micro_batch] if asked.micro_batch else _divisors(own)[::-1]:
+                if own % micro_batch == 0:
+                    yield Setup(
+                        micro_batch=micro_batch,
+                        accumulates=own > micro_batch,
+                        dtype=asked.dtype,
+                        optimizer=asked.optimizer,
+                        recompute=recompute,
+                        data=data,
+                        shard=shard,
+                        tensor=tensor,
+                        device="cpu" if asked.kind == "cpu" else "cuda",
+                    )
+
+
+def _divisions(config: GPTConfig, asked: PlanConfig, devices: int) -> Iterator[tuple[bool, int]]:
+    """Whether parameters are shared out, and how many ranks share a sequence."""
+    for tensor in [asked.tensor] if asked.tensor else [n for n in _divisors(NODE) if config.n_head % n == 0]:
+        if devices % tensor:
+            continue
+        alone = devices == tensor
+        if asked.shard != "full":
+            yield False, tensor
+        if asked.shard == "full" or (asked.shard == "auto" and not alone):
+            yield True, tensor
+
+
+def _fitted(config: GPTConfig, asked: PlanConfig, devices: int, setup: Setup) -> Plan:
+    """The plan, with the logits in chunks where they do not fit at once."""
+    kind = find_kind(asked.kind)
+    room = int(USABLE * kind.memory)
+    days = training_days(config, asked, devices, kind)
+    chunk = setup.micro_batch * config.block_size
+    memory = training(config, setup)
+    while memory.peak > room and memory.peak == memory.moments["loss"] and chunk > LEAST_CHUNK:
+        chunk = max(LEAST_CHUNK, chunk // 2)
+        smaller = training(config, replace(setup, loss_chunk=chunk))
+        if smaller.peak >= memory.peak:
+            break
+        setup, memory = replace(setup, loss_chunk=chunk), smaller
+    return Plan(devices, setup, memory, room, days)
+
+
+def trained_tokens(config: GPTConfig, asked: PlanConfig) -> int:
+    """Those that were asked for, or 20 a parameter."""
+    return TOKENS * breakdown(config).trainable if asked.tokens is None else round(asked.tokens)
+
+
+def training_days(config: GPTConfig, asked: PlanConfig, devices: int, kind: Kind) -> float | None:
+    """Days for all tokens: their operations over what the devices compute at the stated MFU."""
+    peak = kind.peak(asked.dtype)
+    if peak is None:
+        return None
+    flops = flops_per_token(config, config.block_size) * trained_tokens(config, asked)
+    return flops / (devices * peak * asked.mfu) / DAY
+
+
+def _explain(config: GPTConfig, asked: PlanConfig, rows: int) -> None:
+    """Raises `UserError` for what all devices together cannot divide."""
+    tensor, n = asked.tensor, asked.devices
+    ways = [tensor] if tensor else [t for t in _divisors(NODE) if config.n_head % t == 0 and n % t == 0]
+    data = n // max(ways)
+    if rows % data:
+        above = -(-rows // data) * data * config.block_size
+        raise UserError(
+            f"the {rows:,} sequences of a step cannot be shared evenly by {n:,} devices, {max(ways)} a sequence",
+            f"take --batch-tokens {above:,}, or --devices {max(d * max(ways) for d in _divisors(rows) if d <= data):,}",
+        )
+    raise UserError(
+        f"a micro-batch of {asked.micro_batch} does not divide the {rows // data:,} sequences of a rank",
+        "take one of " + ", ".join(map(str, _divisors(rows // data))),
+    )
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

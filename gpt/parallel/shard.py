@@ -1,0 +1,275 @@
+"""Parameters divided over processes: which part each has, and a model of which each holds its part alone.
+
+Processes stand in a grid, ``data`` × ``tensor`` (`Grid`). Those of a row share each sequence (`gpt.parallel.tensor`),
+rows take different sequences. With ``sharded``, the rows divide all parameters as well, and with them gradients and
+what the optimizer remembers: torch's `fully_shard` (FSDP2; Zhao et al. 2023, arXiv 2304.11277) gathers a block's
+parameters when it is computed and forgets them after it.
+
+What an optimizer steps and a checkpoint saves is a second model, `Sharded.own`: the same names, and each parameter is
+this process's part, a plain tensor. So optimizers, their kernels and snapshots know nothing of all this.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+
+from gpt.config import GPTConfig
+from gpt.model.decoder import GPT, initialize
+from gpt.parallel import tensor as parallel
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How processes divide the work: rank r is in row r // ``tensor``, column r % ``tensor``."""
+
+    data: int  # rows, which take different sequences
+    tensor: int = 1  # processes of a row, which share each
+    sharded: bool = False  # whether rows divide the parameters
+
+    @property
+    def size(self) -> int:
+        """Processes in all."""
+        return self.data * self.tensor
+
+    @property
+    def holders(self) -> list[int]:
+        """Ranks that together have everything once, but for what a row's processes all have."""
+        return list(range(self.size if self.sharded else self.tensor))
+
+    def copies(self, name: str) -> int:
+        """How many processes have the same part of a parameter."""
+        return (1 if self.sharded else self.data) * (1 if parallel.is_divided(name) else self.tensor)
+
+    def part(self, name: str, shape: Shape, rank: int) -> "Part":
+        """What a rank has of a parameter of that name and whole shape, as `fully_shard` cuts it: a row's share of it in
+        as many equal runs as there are rows, of which the last may be short, or empty."""
+        row, column = divmod(rank, self.tensor)
+        runs = parallel.rows(name, shape[0], self.tensor, column)
+        if self.sharded:
+            n = sum(run.stop - run.start for run in runs)
+            each = -(-n // self.data)
+            runs = list(_cut(runs, row * each, (row + 1) * each))
+        wide = None if len(shape) == 1 else parallel.columns(name, shape[1], self.tensor, column)
+        return Part(tuple(runs), wide)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a whole tensor, in the order in which a process has them, and some of its columns."""
+
+    rows: tuple[slice, ...]
+    columns: slice | None  # None for vectors
+
+    @property
+    def shape(self) -> Shape:
+        """Of the part."""
+        n = sum(run.stop - run.start for run in self.rows)
+        return (n,) if self.columns is None else (n, self.columns.stop - self.columns.start)
+
+    @property
+    def numel(self) -> int:
+        """Numbers in it."""
+        return torch.Size(self.shape).numel()
+
+    def of(self, whole: Any) -> Any:
+        """The views of a whole tensor, or numpy array, that lie below each other in the part."""
+        return [whole[run] if self.columns is None else whole[run, self.columns] for run in self.rows]
+
+    def take(self, whole: Tensor) -> Tensor:
+        """A copy of the part."""
+        return torch.cat(self.of(whole)) if self.rows else whole.new_empty(self.shape)
+
+    def put(self, part: Any, whole: Any) -> None:
+        """Writes the part to where it belongs in a whole tensor or array."""
+        at = 0
+        for view in self.of(whole):
+            view[...] = part[at : at + len(view)]
+            at += len(view)
+
+
+def _cut(runs: list[slice], start: int, stop: int) -> Iterator[slice]:
+    """From the ``start``-th to before the ``stop``-th of the rows that lie in runs."""
+    at = 0
+    for run in runs:
+        first, last = max(run.start, run.start + start - at), min(run.stop, run.start + stop - at)
+        if first < last:
+            yield slice(first, last)
+        at += run.stop - run.start
+
+
+def shapes(config: GPTConfig) -> dict[str, Shape]:
+    """Every parameter's whole shape, in the model's own order."""
+    return {name: tuple(p.shape) for name, p in _on_meta(config).named_parameters()}
+
+
+def rank_parameters(config: GPTConfig, data: int, tensor: int, rank: int = 0, sharded: bool = True) -> int:
+    """How many numbers a rank has of a model's parameters. Rank 0 has the most. Gradients are as many, and AdamW
+    remembers two for each; with Muon it is one for each of the blocks' matrices."""
+    grid = Grid(data, tensor, sharded)
+    return sum(grid.part(name, shape, rank).numel for name, shape in shapes(config).items())
+
+
+def drawn(config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a new model, one at a time, whole and on the host: the same numbers from torch's generator as
+    in ``GPT(config)``, which draws all twice, once as torch does and then as GPT-2 does."""
+    model = _on_meta(config)
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            _alone(module).reset_parameters()
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm)):
+            alone = _alone(module)
+            if isinstance(alone, nn.LayerNorm):
+                alone.reset_parameters()
+            initialize(alone, name, config)
+            yield from ((f"{name}.{each}", p.detach()) for each, p in alone.named_parameters())
+
+
+def _on_meta(config: GPTConfig) -> GPT:
+    with torch.device("meta"):
+        return GPT(config)
+
+
+def _alone(module: nn.Module) -> Any:
+    """A module like one on the meta device, with memory."""
+    alone = type(module).__new__(type(module))
+    alone.__dict__ = {**module.__dict__, "_parameters": dict(module._parameters)}
+    return alone.to_empty(device="cpu")
+
+
+class Sharded:
+    """A model of which this process has a part. It is on the meta device: see `allocate` and `fill`."""
+
+    def __init__(
+        self, config: GPTConfig, grid: Grid, mesh: DeviceMesh, dtype: torch.dtype, group: ProcessGroup | None = None
+    ) -> None:
+        """``mesh``: the grid, its dimensions named data and tensor; ``group``: all of it. Products are computed in
+        ``dtype``, in which blocks are gathered too; what the optimizer steps, and sums of gradients, are float32."""
+        self.grid, self.mesh, self.rank, self.group = grid, mesh, mesh.get_rank(), group
+        self.shapes = shapes(config)
+        self.room = True  # for gradients that are not divided
+        self.model = _on_meta(config)
+        if grid.tensor > 1:
+            parallel.check(config, grid.tensor)
+            parallel.parallelize(self.model, mesh["tensor"])
+        if grid.sharded:
+            _fully_shard(self.model, mesh["data"], dtype)
+        self.own = _on_meta(config)
+
+    def allocate(self, device: torch.device) -> None:
+        """Makes room for this process's part. Parameters are to be filled."""
+        self.model.to_empty(device=device)
+        for model in (self.model, self.own):
+            model.lay_tables(device)
+        for name, p in self.model.named_parameters():
+            parent, _, last = name.rpartition(".")
+            local = nn.Parameter(_local(p.detach()))
+            assert tuple(local.shape) == self.part(name).shape, f"{name} is not cut as it should be"
+            self.own.get_submodule(parent).register_parameter(last, local)
+
+    def part(self, name: str) -> Part:
+        """What this process has of a parameter."""
+        return self.grid.part(name, self.shapes[name], self.rank)
+
+    @torch.no_grad()
+    def fill(self, name: str, whole: Tensor) -> None:
+        """Keeps this process's part of a parameter."""
+        self.own.get_parameter(name).copy_(self.part(name).take(whole))
+
+    @property
+    def holders(self) -> ProcessGroup | None:
+        """The processes among which all parts are, of which this is one; None: torch's default group."""
+        return self.group if self.grid.sharded else self.mesh["tensor"].get_group()
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers all processes have together."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """A context in which gradients stay whole in each process, if there is ``room`` for them, instead of being
+        summed and divided: less is sent, and more is kept."""
+        if not (self.room and isinstance(self.model, FSDPModule)):
+            yield
+            return
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+    def scaler(self, kind: str, enabled: bool) -> torch.amp.GradScaler:
+        """A scaler of the loss, for float16, that leaves a step out in all processes where it does in one."""
+        return ShardedGradScaler(kind, enabled=enabled, process_group=self.group)
+
+    def collect(self) -> None:
+        """Makes what went back through the model the gradients of `own`, the mean over all rows."""
+        pairs = zip(self.model.parameters(), self.own.parameters(), strict=True)
+        for p, own in pairs:
+            grad, p.grad = p.grad, None
+            if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:
+                grad = grad.redistribute(placements=p.placements)
+            own.grad = None if grad is None else _local(grad)
+        if not self.grid.sharded and self.grid.data > 1:
+            group = self.mesh["data"].get_group()
+            for own in self.own.parameters():
+                if own.grad is not None:
+                    dist.all_reduce(own.grad.div_(self.grid.data), group=group)
+
+    @torch.no_grad()
+    def clip(self, most: float) -> Tensor:
+        """Scales the gradients of `own` down to a norm of at most ``most``, of all together. Gives what it was."""
+        grads = {name: p.grad for name, p in self.own.named_parameters() if p.grad is not None}
+        norms = torch._foreach_norm(list(grads.values()), dtype=torch.float32)
+        copies = torch.tensor([self.grid.copies(name) for name in grads], device=norms[0].device)
+        square = (torch.stack(norms).square() / copies).sum()
+        dist.all_reduce(square, group=self.group)
+        norm = square.sqrt()
+        torch._foreach_mul_(list(grads.values()), (most / (norm + 1e-6)).clamp(max=1.0))  # as torch's clip_grad_norm_
+        return norm
+
+
+def _fully_shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """A block at a time. Embeddings and the last LayerNorm are the root's, which stays whole from its forward pass
+    until the gradient has gone back: the loss needs the embedding again, outside of `GPT.trunk`. They are gathered in
+    float32, in which the residual stream is."""
+    narrow = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for block in model.h:
+        fully_shard(block, mesh=mesh, mp_policy=narrow)
+    fully_shard(model, mesh=mesh)
+    register_fsdp_forward_method(model, "trunk")
+    model.trunk = _outside_inference(model.trunk)  # type: ignore[method-assign]
+
+
+def _outside_inference(trunk: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`GPT.trunk` that gathers parameters without inference mode, whose tensors could not be trained with later."""
+
+    @functools.wraps(trunk)
+    def outside(*args: Any, **kwargs: Any) -> Tensor:
+        if not torch.is_inference_mode_enabled():
+            return trunk(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return trunk(*args, **kwargs)
+
+    return outside
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x

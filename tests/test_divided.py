@@ -1,0 +1,219 @@
+"""Runs whose weights are divided among processes: `gpt train --shard full`, `--tensor`. `parts.py` is what they run."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Done, spawn
+from parts import BOTH, MODELS, TEXTS, TWO, four, two
+from ranks import SHORT, cut
+from test_parallel import WORDS, Gpt, held_out, losses, strike, texts
+from test_resume import assert_same, curve
+
+import gpt as library
+from gpt.config import TrainConfig
+from gpt.errors import UserError
+from gpt.interrupt import StopSignal
+from gpt.parallel.launch import Ended, launch
+from gpt.parallel.world import World
+from gpt.runs import checkpoint, folder
+from gpt.training.best import _share
+from gpt.training.saving import Saver
+
+SCRIPT = str(Path(__file__).with_name("parts.py"))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts, in which one process and then two have trained the same."""
+    here, place = Path.cwd(), tmp_path_factory.mktemp("parts")
+    os.chdir(place)
+    try:
+        texts()
+        for name, settings in MODELS.items():
+            library.train(TEXTS.get(name, "book.txt"), out=f"one/{name}", **settings)
+        assert launch([sys.executable, SCRIPT, two.__name__], 2) == Ended(0)
+    finally:
+        os.chdir(here)
+    return place
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_train_as_one_does(place: Path, name: str) -> None:
+    one, divided = place / "one" / TWO[name][0], place / name
+    assert losses(divided) == pytest.approx(losses(one), abs=1e-4)
+    assert held_out(divided) == pytest.approx(held_out(one), abs=1e-4)
+    norms = [[line["grad_norm"] for line in curve(run) if line["event"] == "step"] for run in (one, divided)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
+    samples = [[line["text"] for line in curve(run) if line["event"] == "sample"] for run in (one, divided)]
+    assert samples[0] == samples[1]
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_a_checkpoint_is_one_process_s(place: Path, name: str) -> None:
+    """Its files have the same names, tensors of the same names and shapes, and weights and moments nearly the same."""
+    one, divided = (folder.find_checkpoint(f"{place / each}:latest") for each in (f"one/{TWO[name][0]}", name))
+    assert sorted(path.name for path in one.iterdir()) == sorted(path.name for path in divided.iterdir())
+    from safetensors.torch import load_file
+
+    for file in ("model.safetensors", "training.safetensors"):
+        ours, theirs = load_file(divided / file), load_file(one / file)
+        assert set(ours) == set(theirs)
+        for key in ours:
+            if not key.startswith("random:"):
+                torch.testing.assert_close(ours[key], theirs[key], atol=1e-3, rtol=1e-2, msg=key)
+    assert library.load(divided).loss("the cat sat") == pytest.approx(library.load(one).loss("the cat sat"), rel=1e-3)
+
+
+def test_transformers_reads_it(place: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for name in ("adamw-sharded", "files"):  # the second in several files
+        path = folder.find_checkpoint(str(place / name))
+        idx = torch.arange(32)[None]
+        ours = checkpoint.load(path, torch.device("cpu")).model(idx)
+        theirs = AutoModelForCausalLM.from_pretrained(path).eval()(idx).logits
+        torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-4)
+    assert len(list(path.glob("model-0000?-of-0000?.safetensors"))) > 1
+
+
+def test_a_run_goes_on_bit_for_bit_with_dropout(place: Path) -> None:
+    assert_same_files(place / "resumed", place / "dropout")
+    assert curve(place / "resumed") == curve(place / "dropout")
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    assert_same(one, other)
+    last = [run / folder.checkpoints(run)[-1].name for run in (one, other)]
+    assert folder.weight_sums(last[0]) == folder.weight_sums(last[1])
+
+
+def test_any_run_goes_on_divided_in_any_way(place: Path, workdir: Path) -> None:
+    """From one process to two sharded, from these to two that share sequences, and from these to one."""
+    assert losses(place / "from-one") == pytest.approx(losses(place / "one/muon"), abs=1e-4)
+    assert losses(place / "to-together") == pytest.approx(losses(place / "one/adamw"), abs=1e-4)
+    notes = json.loads((place / "heard-0.json").read_text())
+    assert "--shard full instead of none: equal to rounding" in notes
+    assert "--tensor 2 instead of 1: equal to rounding" in notes
+    cut(str(place / "adamw-together"), "alone", 25)
+    library.resume("alone", tensor=1)
+    assert losses(Path("alone")) == pytest.approx(losses(place / "one/adamw"), abs=1e-4)
+    assert json.loads(Path("alone/run.json").read_text())["resolved"]["tensor"] == 1
+
+
+def test_two_times_two(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    library.train("book.txt", out="one/both", **{**BOTH, "shard": "none", "tensor": 1})
+    assert launch([sys.executable, SCRIPT, four.__name__], 4) == Ended(0)
+    assert losses(place / "four") == pytest.approx(losses(place / "one/both"), abs=1e-4)
+
+
+def test_one_process_may_be_sharded(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is good for measuring what it costs."""
+    monkeypatch.chdir(place)
+    library.train("book.txt", out="single", **MODELS["adamw"], shard="full", recompute=True)
+    assert losses(place / "single") == pytest.approx(losses(place / "one/adamw"), abs=1e-4)
+
+
+def test_recompute_is_exact(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    for out, recompute in (("kept", False), ("anew", True)):
+        library.train("book.txt", out=out, **{**SHORT, "dropout": 0.1}, recompute=recompute)
+    assert curve(Path("kept")) == curve(Path("anew"))
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "hint"),
+    [
+        (["--nproc", "3", "--tensor", "2"], "3 processes cannot be divided into groups of 2", "--nproc 4"),
+        (["--tensor", "2"], "one process cannot be divided into groups of 2", "--nproc 2"),
+        (["--nproc", "3", "--tensor", "3"], "2 heads cannot be shared evenly by 3 processes", "take one of 1, 2"),
+        (["--init", "x", "--lora-rank", "2", "--shard", "full"], "--shard full is not for --lora-rank", "adapters"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], what: str, hint: str, workdir: Path, gpt: Gpt) -> None:
+    texts()
+    options = [word for key, value in SHORT.items() for word in ("--" + key.replace("_", "-"), str(value))]
+    done: Done = gpt("train", "book.txt", "--quiet", "-o", "run", *options, *words)
+    assert done.code == 2
+    assert what in done.err
+    assert hint in done.err
+    assert done.err.count("error:") == 1
+    assert not Path("run").exists()
+
+
+def test_a_config_says_so_too() -> None:
+    with pytest.raises(UserError, match="shard"):
+        TrainConfig(shard="half")  # type: ignore[arg-type]
+
+
+def test_windows_are_as_many_for_each_row() -> None:
+    """And each of them counts once."""
+    import numpy as np
+
+    from gpt.evaluate import Window
+
+    ids = np.arange(5)
+    all_windows = [Window(0, n, ids, ids, 0) for n in range(7)]
+    counted, many = [], set()
+    for rank in range(6):
+        world = World()
+        world.rank, world.size, world.tensor, world.in_step = rank, 6, 2, True
+        mine = list(_share(world, all_windows))
+        many.add(len(mine))
+        counted += [window.start for window in mine if window.skipped < len(window.y)]
+    assert many == {3}
+    assert sorted(counted) == sorted(2 * list(range(7)))
+    assert list(World().watching(StopSignal(), [1, 2])) == [1, 2]
+
+
+def test_a_disk_that_is_full_leaves_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others give to a checkpoint is asked for until it is written or given up, and told so once."""
+    told: list[int] = []
+    saver = Saver(tmp_path, 1, lambda step: None, lambda text: None, lambda: told.append(1))
+
+    def files() -> Any:
+        raise OSError(28, "No space left on device")
+
+    saver.begin(1, 0, files)
+    saver.wait()
+    assert len(told) == 1
+    saver.begin(2, 2**62, files)
+    assert len(told) == 2
+    monkeypatch.setattr("gpt.training.saving.ROOM_SECONDS", 0.2)
+    monkeypatch.setattr("gpt.training.saving.ROOM_PAUSE", 0.05)
+    with pytest.raises(Exception, match="could not be saved"):
+        saver.last(3, 0, files, lambda: False)
+    assert len(told) == 3
+
+
+def test_what_ends_one_ends_all_and_the_run_goes_on(workdir: Path) -> None:
+    """A process that is killed, and later one that is told to stop: the others give what they have for the checkpoint."""
+    texts()
+    words = [*WORDS, "--steps", "60", "--dropout", "0.1", "--save-every", "5", "--nproc", "2", "--shard", "full"]
+    whole = spawn("train", "book.txt", *words, "-o", "whole", "--quiet", "--json")
+    assert (whole.wait(timeout=600), json.loads(whole.communicate()[0])["steps"]) == (0, 60)
+    run = Path("runs/x")
+    killed = spawn("train", "book.txt", *words, "-o", run, "--quiet")
+    out, err, seconds = strike(killed, run, 10, 0, signal.SIGKILL)
+    assert (killed.returncode, out) == (1, "")
+    assert err.startswith("error: process 0 of 2 was ended by SIGKILL")
+    assert err.endswith("hint: go on with: gpt train --resume runs/x\n")
+    assert err.count("\n") == 2
+    assert seconds < 15
+    stopped = spawn("train", "--resume", run, "--quiet")
+    step = folder.checkpoints(run)[-1].step
+    out, err, _ = strike(stopped, run, step + 10, 1, signal.SIGTERM)
+    assert (stopped.returncode, out) == (143, "")
+    assert err.startswith("interrupted at step ")
+    assert err.count("\n") == 1
+    again = spawn("train", "--resume", "--quiet", "--json")
+    out, err = again.communicate(timeout=600)
+    assert (again.returncode, err) == (0, "")
+    assert json.loads(out)["steps"] == 60
+    assert_same(run, Path("whole"))

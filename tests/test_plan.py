@@ -1,0 +1,192 @@
+"""`gpt params --memory --flops --time`: what fits on how many devices, what it costs, what is said of it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, Done
+from test_cli import one_line_of_what_and_what_next
+
+from gpt.config import PRESETS
+from gpt.model import memory
+from gpt.model.cache import KVCache
+from gpt.model.memory import Setup, training
+from gpt.model.params import breakdown, flops_per_token, flops_sampled
+from gpt.model.plan import USABLE, plans, setups, step_rows
+from gpt.peaks import KINDS, find_kind
+from gpt.plan_config import PlanConfig
+
+Gpt = Callable[..., Done]
+
+# Brown et al. 2020, table D.1: FLOPs of the training of all eight models, of 300 billion tokens each.
+TABLE_D1 = {
+    "gpt3-125m": 2.25e20,
+    "gpt3-350m": 6.41e20,
+    "gpt3-760m": 1.37e21,
+    "gpt3-1.3b": 2.38e21,
+    "gpt3-2.7b": 4.77e21,
+    "gpt3-6.7b": 1.20e22,
+    "gpt3-13b": 2.31e22,
+    "gpt3-175b": 3.14e23,
+}
+
+
+@pytest.mark.parametrize("name", TABLE_D1)
+def test_operations_of_the_gpt3_paper(gpt: Gpt, name: str) -> None:
+    said = json.loads(gpt("params", name, "--flops", "--tokens", "300e9", "--json").out)["flops"]
+    assert said["tokens"] == 300 * 10**9
+    assert said["training_without_scores"] == pytest.approx(TABLE_D1[name], rel=0.01)
+    config = PRESETS[name].model
+    scores = 12 * config.n_layer * config.n_embd * config.block_size
+    assert said["trained_token"] == 6 * (breakdown(config).trainable - breakdown(config).positions) + scores
+    assert said["training"] == said["trained_token"] * said["tokens"]
+    assert flops_per_token(config, 77) == 3 * flops_sampled(config, 77)
+
+
+def test_gpt3_on_a_thousand_devices(gpt: Gpt) -> None:
+    words = ("params", "gpt3-175b", "--devices", "1024", "--kind", "h100-80gb", "--tokens", "300e9")
+    said = json.loads(gpt(*words, "--json").out)
+    plan = said["plan"]
+    assert (plan["devices"], plan["shard"], plan["fits"]) == (1024, "full", True)
+    assert said["trainable"] * 16 / 1024 > said["memory"]["parameters"] * 3  # Muon, and gradients, are less than AdamW
+    assert plan["peak"] <= plan["room"] == int(USABLE * 80e9)
+    seconds = flops_per_token(PRESETS["gpt3-175b"].model, 2048) * 300e9 / (1024 * 989.4e12 * 0.4)
+    assert said["time"]["days"] == plan["days"] == pytest.approx(seconds / 86_400)
+    assert said["time"]["tokens_per_second"] == pytest.approx(300e9 / seconds)
+    integers = [v for k, v in said["memory"].items() if k not in ("moments", "sampling")]
+    assert all(type(n) is int for n in [*integers, *said["memory"]["moments"].values()])
+    out = gpt(*words).out
+    assert f"--shard full --tensor {plan['tensor']} --micro-batch {plan['micro_batch']} --recompute" in out
+    assert "nothing fits" in out  # on one
+    assert "617,558,016" in out  # the table of parameters is there too
+
+
+def test_what_does_not_fit_is_said(gpt: Gpt) -> None:
+    done = gpt("params", "gpt3-175b", "--devices", "2", "--kind", "t4-16gb", "--dtype", "float16")
+    assert done.code == 0
+    assert "does not fit into 14.4 GB" in done.out
+    assert not json.loads(gpt("params", "gpt3-175b", "--devices", "2", "--json").out)["plan"]["fits"]
+
+
+@pytest.mark.parametrize(("preset", "kind"), [("gpt2", "rtx-4090-24gb"), ("gpt3-6.7b", "a100-80gb")])
+def test_the_first_that_fits_is_taken(preset: str, kind: str) -> None:
+    asked = PlanConfig(kind=kind, devices=12)
+    config, batch = PRESETS[preset].model, PRESETS[preset].batch_tokens
+    found = plans(config, asked, batch * 3)
+    assert [plan.devices for plan in found] == [1, 2, 4, 8, 12]
+    room = int(USABLE * KINDS[kind].memory)
+    rows = step_rows(config, batch * 3, False)
+    for plan in found:
+        before = list(setups(config, asked, rows, plan.devices))
+        if plan.fits:
+            before = before[: before.index(replace(plan.setup, loss_chunk=0))]
+        assert all(training(config, replace(each, loss_chunk=128)).peak > room for each in before)
+        assert plan.fits == (plan.memory.peak <= room)
+        assert plan.memory == training(config, plan.setup)
+    assert all(one.days >= more.days for one, more in pairwise(found) if one.days and more.days)
+
+
+def test_what_is_asked_for_is_kept() -> None:
+    config = PRESETS["gpt3-6.7b"].model
+    asked = PlanConfig(devices=8, shard="full", tensor=2, micro_batch=2, recompute="on", optimizer="adamw")
+    *_, plan = plans(config, asked, 2**21)
+    assert plan.setup == Setup(2, True, "bfloat16", "adamw", True, 0, 4, True, 2)
+    assert plan.options == "--shard full --tensor 2 --micro-batch 2 --recompute"
+    *_, plan = plans(config, PlanConfig(devices=2, shard="none", tensor=2, recompute="off"), 2**21)
+    assert (plan.setup.shard, plan.setup.tensor, plan.setup.data, plan.setup.recompute) == (False, 2, 1, False)
+
+
+def test_more_ways_hold_less() -> None:
+    config = PRESETS["gpt3-13b"].model
+
+    def peak(**setup: Any) -> int:
+        return training(config, Setup(**setup)).peak
+
+    assert peak(data=8, shard=True) < peak(data=4, shard=True) < peak()
+    assert peak(tensor=8) < peak(tensor=2) < peak()
+    many = {"data": 64, "shard": True, "micro_batch": 4}
+    assert peak(**many, recompute=True) < peak(**many, loss_chunk=256) < peak(**many)
+    assert training(config, Setup(optimizer="adamw")).optimizer > training(config, Setup()).optimizer
+    assert training(config, Setup(data=8)).gradients == training(config, Setup()).gradients
+
+
+def test_cache_is_the_caches() -> None:
+    config = replace(PRESETS["nano"].model, n_head=2)
+    cache = KVCache(config, 3, torch.device("cpu"), torch.bfloat16)
+    assert memory.cache(config, 3) == cache.keys.nbytes + cache.values.nbytes
+
+
+def test_every_kind_is_one_whose_peak_is_known() -> None:
+    for name, kind in KINDS.items():
+        assert kind.peak("float16")
+        assert name.endswith(f"-{kind.memory // 10**9}gb")
+    assert find_kind("cpu").peak("bfloat16") is None
+    assert KINDS["v100-16gb"].peak("bfloat16") is None
+
+
+def test_sections(gpt: Gpt) -> None:
+    plain = json.loads(gpt("params", "gpt2", "--json").out)
+    for flags, keys in {
+        ("--memory",): ["plan", "memory", "plans"],
+        ("--flops",): ["flops"],
+        ("--time",): ["time"],
+        ("--devices", "2"): ["plan", "memory", "plans", "time"],
+        ("--flops", "--time"): ["flops", "time"],
+    }.items():
+        said = json.loads(gpt("params", "gpt2", *flags, "--json").out)
+        assert list(said) == [*plain, *keys]
+        assert all(said[key] == plain[key] for key in plain)
+    assert "not known" in gpt("params", "nano", "--time", "--kind", "cpu").out
+    assert "snapshot" in gpt("params", "nano", "--memory", "--kind", "cpu").out
+    both = [json.loads(line) for line in gpt("params", "gpt2", "gpt2-xl", "--time", "--json").out.splitlines()]
+    assert both[0]["time"]["days"] < both[1]["time"]["days"]
+    assert gpt("params", "gpt2", "gpt2-xl", "--time").out.count(" MFU: ") == 2
+
+
+def test_a_checkpoint_has_costs_too(gpt: Gpt, run_folder: Any) -> None:
+    said = json.loads(gpt("params", run_folder, "--memory", "--dtype", "float32", "--json").out)
+    assert said["memory"]["parameters"] == 4 * said["trainable"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--kind", "h100"], 'there is no kind of device "h100"'),
+        (["--devices", "0"], "devices is 0"),
+        (["--devices", "-8"], "devices is -8"),
+        (["--tokens", "many"], "tokens"),
+        (["--tokens", "0"], "tokens is 0"),
+        (["--tokens", "nan"], "tokens is nan"),
+        (["--mfu", "0"], "mfu is 0"),
+        (["--mfu", "1.5"], "mfu is 1.5"),
+        (["--micro-batch", "0"], "micro-batch is 0"),
+        (["--micro-batch", "7"], "a micro-batch of 7 does not divide the 512 sequences of a rank"),
+        (["--batch-tokens", "1000"], "batch-tokens 1,000 is not a multiple of the context, 1,024"),
+        (["--devices", "16", "--tensor", "8"], "the model's 12 heads cannot be shared evenly by 8 ranks"),
+        (["--devices", "6", "--tensor", "4"], "--tensor 4 does not divide the 6 devices"),
+        (["--devices", "3"], "the 512 sequences of a step cannot be shared evenly by 3 devices"),
+        (["--shard", "ful"], 'there is no shard "ful"'),
+        (["--dtype", "int8"], 'there is no dtype "int8"'),
+        (["--memory", "-o", "x.html"], "--memory is about what training takes"),
+    ],
+)
+def test_wrong_input_is_one_clear_line(gpt: Gpt, args: list[str], message: str) -> None:
+    one_line_of_what_and_what_next(gpt("params", "gpt2", *args), message)
+
+
+def test_suggestions(gpt: Gpt) -> None:
+    assert 'did you mean "h100-80gb"?' in gpt("params", "gpt2", "--kind", "h100-80").err
+    assert "take --batch-tokens 525,312, or --devices 2" in gpt("params", "gpt2", "--devices", "3").err
+    assert "--memory is about" in gpt("params", "--list", "--memory").err
+    assert "--memory is about" in gpt("params", "--memory").err
+
+
+def test_the_table_in_the_docs_is_what_the_program_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import plan as table
+
+    assert table.PAGE.read_text(encoding="utf-8") == table.page(), "python docs/plan.py writes it anew"
