@@ -167,7 +167,7 @@ class Ranks(World):
         found = Compute(device, compute.dtype, self.local_size if device.type == "cpu" else 1)
         if found.device.type == "cuda":
             torch.cuda.set_device(found.device)
-            self.gradients = dist.new_group(backend="nccl")
+            self.gradients = dist.new_group(backend="nccl", timeout=PATIENCE)
         return found
 
     def _device(self, kind: str) -> torch.device:
@@ -353,6 +353,8 @@ def _store() -> Any:
 
 
 def _meet() -> Ranks:
+    if not dist.is_available():
+        raise UserError("this build of torch cannot train in several processes", "leave --nproc out")
     try:
         return Ranks()
     except (dist.DistError, RuntimeError, ValueError) as error:
