@@ -16,7 +16,7 @@ demo: $(VENV)/.made
 	$(BIN)/gpt sample "The "
 
 test: $(VENV)/.made-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/.made-dev
 	$(BIN)/ruff check .
