@@ -46,10 +46,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", TWO)
 def test_two_train_as_one_does(place: Path, name: str) -> None:
     one, divided = place / "one" / TWO[name][0], place / name
-    assert losses(divided) == pytest.approx(losses(one), abs=1e-4)
-    assert held_out(divided) == pytest.approx(held_out(one), abs=1e-4)
+    near = 5e-3 if name.startswith("narrow") else 1e-4
+    assert losses(divided) == pytest.approx(losses(one), abs=near)
+    assert held_out(divided) == pytest.approx(held_out(one), abs=near)
     norms = [[line["grad_norm"] for line in curve(run) if line["event"] == "step"] for run in (one, divided)]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
+    assert norms[1] == pytest.approx(norms[0], rel=2e-2)
     samples = [[line["text"] for line in curve(run) if line["event"] == "sample"] for run in (one, divided)]
     assert samples[0] == samples[1]
 
@@ -66,7 +67,8 @@ def test_a_checkpoint_is_one_process_s(place: Path, name: str) -> None:
         assert set(ours) == set(theirs)
         for key in ours:
             if not key.startswith("random:"):
-                torch.testing.assert_close(ours[key], theirs[key], atol=1e-3, rtol=1e-2, msg=key)
+                near = 1e-2 if name.startswith("narrow") else 1e-3
+                torch.testing.assert_close(ours[key], theirs[key], atol=near, rtol=10 * near, msg=key)
     assert library.load(divided).loss("the cat sat") == pytest.approx(library.load(one).loss("the cat sat"), rel=1e-3)
 
 

@@ -171,6 +171,7 @@ def agree_with_one(rank: int, steps: int, cases: list[tuple[Grid, GPTConfig, str
         sharded.model.recompute = number % 2 == 1
         one = make_optimizer(plain, kind, 0.1)
         parts = make_optimizer(sharded.own, kind, 0.1, muon=partial(MuonOfParts, sharded))
+        first = math.inf
         for step, (x, y) in enumerate(batches(steps, 8)):
             x, y = x[:, : config.block_size], y[:, : config.block_size]
             for each in (one, parts):
@@ -178,8 +179,23 @@ def agree_with_one(rank: int, steps: int, cases: list[tuple[Grid, GPTConfig, str
             alone = learn(plain, one, x, y, step == 7)
             together = learn_together(sharded, parts, x, y, step == 7)
             assert together == pytest.approx(alone, abs=1e-4), f"{grid} {kind}, step {step}"
-        assert alone[0] < 4.5, "it learnt"
+            first = alone[0] if step == 0 else first
+        assert alone[0] < first - 0.1 or config.block_size == 1, "it learnt"
         check_whole(sharded, parts, plain, one, out / str(number))
+        check_scaler(sharded, parts)
+
+
+def check_scaler(sharded: Sharded, optimizer: Any) -> None:
+    """A gradient that overflows in one process, as float16's may, lowers the scale in all."""
+    scaler = sharded.scaler("cpu", True)
+    scaler.scale(torch.ones(()))
+    before = scaler.get_scale()
+    for p in sharded.own.parameters():
+        p.grad = torch.full_like(p, math.inf if sharded.rank == 1 else 1.0)
+    for part in optimizer.parts:
+        scaler.unscale_(part)
+    scaler.update()
+    assert scaler.get_scale() == before / 2
 
 
 def check_whole(sharded: Sharded, parts: Any, plain: GPT, one: Any, out: Path) -> None:

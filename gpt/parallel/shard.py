@@ -252,6 +252,8 @@ def _fully_shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in model.h:
+        if dtype != torch.float32:  # as under autocast, LayerNorms are not narrowed
+            fully_shard([block.get_submodule("ln_1"), block.get_submodule("ln_2")], mesh=mesh)
         fully_shard(block, mesh=mesh, mp_policy=narrow)
     fully_shard(model, mesh=mesh)
     register_fsdp_forward_method(model, "trunk")
