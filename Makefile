@@ -40,7 +40,7 @@ docs: $(VENV)/.made-docs
 	$(BIN)/python docs/build_site.py
 
 $(VENV)/.made: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"gpt needs Python 3.11 or newer; {sys.executable} is {v[0]}.{v[1]}. Name another: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"gpt needs Python 3.11 or newer; {sys.executable} is {v[0]}.{v[1]}. Name another: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e .
 	touch $@
