@@ -1,4 +1,4 @@
-"""Writes docs/parallel-plan.md: what `gpt params` says of the eight sizes of GPT-3 on 8, 64 and 1,024 devices.
+"""Writes docs/parallel-plan.md: what `gpt params` says of GPT-3's eight sizes on 8, 64 and 1,024 devices.
 
 python docs/plan.py
 """
@@ -25,8 +25,8 @@ eight sizes of the GPT-3 paper (Brown et al. 2020, table 2.1, with its batches):
 $ gpt params gpt3-175b --devices 1024 --kind {KIND} --tokens {TOKENS / 1e9:.0f}e9 --mfu {MFU:g}
 ```
 
-prints them. {MFU:.0%} is an assumption: what a cluster reaches depends on its network, and smaller models spread over many
-devices reach less. Nothing of this table was run; what was compared with real runs is said in [memory.md](memory.md).
+prints them. {MFU:.0%} is an assumption: what a cluster reaches depends on its network, and small models spread over
+many devices reach less. Nothing of this table was run; [memory.md](memory.md) says what was compared with real runs.
 """
 
 

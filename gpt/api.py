@@ -208,5 +208,6 @@ def train(*texts: str | Path, listen: RunListener = lambda event: None, **settin
 
 def resume(run: str | Path | None = None, listen: RunListener = lambda event: None, **settings: Any) -> Result:
     """Goes on exactly where ``run`` stopped, or the newest in ``runs/`` that is not finished. ``settings``: ``steps``
-    (more than before), ``device``, ``micro_batch``, ``keep``. Raises as `train` does."""
+    (more than before), ``device``, ``micro_batch``, ``keep``, and in one of several processes ``shard``, ``tensor``,
+    ``recompute``. Raises as `train` does."""
     return runs.go_on(None if run is None else str(run), settings, (), listen)

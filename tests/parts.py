@@ -20,12 +20,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "adamw": {**LONG, "optimizer": "adamw", "micro_batch": 2},
     "muon": {**LONG, "arch": "modern", "micro_batch": 2, "sample_every": 25},
     "pairs": {**SHORT, "pairs": True, "vocab_size": 270, "batch_tokens": 264},
+    "narrow": {**SHORT, "dtype": "bfloat16"},
 }
 SHARDED, TOGETHER = {"shard": "full"}, {"tensor": 2}
 TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw-sharded": ("adamw", SHARDED),
     "muon-sharded": ("muon", {**SHARDED, "recompute": True}),
     "pairs-sharded": ("pairs", SHARDED),
+    "narrow-sharded": ("narrow", {**SHARDED, "recompute": True}),
     "adamw-together": ("adamw", {**TOGETHER, "recompute": True}),
     "muon-together": ("muon", TOGETHER),
 }

@@ -51,8 +51,10 @@ def cut(run: str, copy: str, step: int) -> None:
 
 def runs() -> None:
     """All that comes to a good end."""
+    summed: dict[str, list[bool]] = {}
     for name, settings in RUNS.items():
-        gpt.train(TEXTS.get(name, "book.txt"), out=f"two/{name}", **settings)
+        with summing() as summed[name]:
+            gpt.train(TEXTS.get(name, "book.txt"), out=f"two/{name}", **settings)
     gpt.train("book.txt", out="two/dropout", **{**SHORT, "dropout": 0.1})
     if RANK == 0:
         cut("two/dropout", "two/resumed", 4)
@@ -65,7 +67,20 @@ def runs() -> None:
     with little_memory():
         gpt.train("book.txt", out="two/little", listen=heard.append, **SHORT)
     notes = [event.text for event in heard if isinstance(event, events.Note)]
-    Path(f"heard-{RANK}.json").write_text(json.dumps(notes))
+    Path(f"heard-{RANK}.json").write_text(json.dumps({"notes": notes, "summed": summed}))
+
+
+@contextlib.contextmanager
+def summing() -> Iterator[list[bool]]:
+    """Whether gradients were summed over processes, for each time that a micro-batch went backward."""
+    whole, summed = stepping.Stepper._backward, []
+
+    def backward(self: stepping.Stepper, *args: Any) -> torch.Tensor:
+        summed.append(bool(self.wrapped.require_backward_grad_sync))
+        return whole(self, *args)
+
+    with mock.patch.object(stepping.Stepper, "_backward", backward):
+        yield summed
 
 
 @contextlib.contextmanager

@@ -81,7 +81,7 @@ OPTIONS = {
     "train": "--init --pairs --lora-rank --lora-alpha --merge-lora "
     "--out -o --preset --arch --positions --n-layer --n-head --n-embd --block-size --dropout --tokenizer --vocab-size "
     "--sample-bytes --val-fraction --val-text --field --split-on --encoding --errors --skip-bad --jobs --steps --epochs --minutes --batch-tokens --micro-batch --batch-ramp --optimizer --lr --warmup --warmup-tokens --schedule --decay --weight-decay "
-    "--clip --eval-every --patience --save-every --keep --sample-every --log --device --nproc --dtype --compile --seed --resume --config --print-config "
+    "--clip --eval-every --patience --save-every --keep --sample-every --log --device --nproc --shard --tensor --recompute --dtype --compile --seed --resume --config --print-config "
     "--json --quiet -q",
     "sample": "--model -m --prompt-file --prompts --temperature -t --top-k --top-p --min-p --repetition-penalty "
     "--no-repeat-ngram --bias --greedy --beam --length-penalty --early-stopping --n-best --max-tokens -n --min-tokens "
@@ -363,12 +363,12 @@ def test_a_diverged_run_is_status_1_and_saves_no_nan(gpt: Gpt, book: Path) -> No
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: …")])
 def test_out_of_memory_is_said(gpt: Gpt, book: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpt.training import loop
+    from gpt.training import learner
 
     def fail(*args: object) -> None:
         raise error
 
-    monkeypatch.setattr(loop, "GPT", fail)
+    monkeypatch.setattr(learner, "GPT", fail)
     one_line_of_what_and_what_next(gpt("train", book, *QUICK), "out of memory", code=1)
 
 

@@ -2,16 +2,17 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Done
+from conftest import Done, spawn
 from parts import BOTH, MODELS, TEXTS, TWO, four, two
 from ranks import SHORT, cut
-from test_parallel import Gpt, held_out, losses, texts
+from test_parallel import WORDS, Gpt, held_out, losses, strike, texts
 from test_resume import assert_same, curve
 
 import gpt as library
@@ -45,10 +46,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", TWO)
 def test_two_train_as_one_does(place: Path, name: str) -> None:
     one, divided = place / "one" / TWO[name][0], place / name
-    assert losses(divided) == pytest.approx(losses(one), abs=1e-4)
-    assert held_out(divided) == pytest.approx(held_out(one), abs=1e-4)
+    near = 5e-3 if name.startswith("narrow") else 1e-4
+    assert losses(divided) == pytest.approx(losses(one), abs=near)
+    assert held_out(divided) == pytest.approx(held_out(one), abs=near)
     norms = [[line["grad_norm"] for line in curve(run) if line["event"] == "step"] for run in (one, divided)]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
+    assert norms[1] == pytest.approx(norms[0], rel=2e-2)
     samples = [[line["text"] for line in curve(run) if line["event"] == "sample"] for run in (one, divided)]
     assert samples[0] == samples[1]
 
@@ -65,7 +67,8 @@ def test_a_checkpoint_is_one_process_s(place: Path, name: str) -> None:
         assert set(ours) == set(theirs)
         for key in ours:
             if not key.startswith("random:"):
-                torch.testing.assert_close(ours[key], theirs[key], atol=1e-3, rtol=1e-2, msg=key)
+                near = 1e-2 if name.startswith("narrow") else 1e-3
+                torch.testing.assert_close(ours[key], theirs[key], atol=near, rtol=10 * near, msg=key)
     assert library.load(divided).loss("the cat sat") == pytest.approx(library.load(one).loss("the cat sat"), rel=1e-3)
 
 
@@ -189,3 +192,30 @@ def test_a_disk_that_is_full_leaves_nobody_waiting(tmp_path: Path, monkeypatch: 
     with pytest.raises(Exception, match="could not be saved"):
         saver.last(3, 0, files, lambda: False)
     assert len(told) == 3
+
+
+def test_what_ends_one_ends_all_and_the_run_goes_on(workdir: Path) -> None:
+    """A process that is killed, and later one that is told to stop: the others give what they have for the checkpoint."""
+    texts()
+    words = [*WORDS, "--steps", "60", "--dropout", "0.1", "--save-every", "5", "--nproc", "2", "--shard", "full"]
+    whole = spawn("train", "book.txt", *words, "-o", "whole", "--quiet", "--json")
+    assert (whole.wait(timeout=600), json.loads(whole.communicate()[0])["steps"]) == (0, 60)
+    run = Path("runs/x")
+    killed = spawn("train", "book.txt", *words, "-o", run, "--quiet")
+    out, err, seconds = strike(killed, run, 10, 0, signal.SIGKILL)
+    assert (killed.returncode, out) == (1, "")
+    assert err.startswith("error: process 0 of 2 was ended by SIGKILL")
+    assert err.endswith("hint: go on with: gpt train --resume runs/x\n")
+    assert err.count("\n") == 2
+    assert seconds < 15
+    stopped = spawn("train", "--resume", run, "--quiet")
+    step = folder.checkpoints(run)[-1].step
+    out, err, _ = strike(stopped, run, step + 10, 1, signal.SIGTERM)
+    assert (stopped.returncode, out) == (143, "")
+    assert err.startswith("interrupted at step ")
+    assert err.count("\n") == 1
+    again = spawn("train", "--resume", "--quiet", "--json")
+    out, err = again.communicate(timeout=600)
+    assert (again.returncode, err) == (0, "")
+    assert json.loads(out)["steps"] == 60
+    assert_same(run, Path("whole"))

@@ -54,6 +54,10 @@ def texts() -> None:
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
 
 
+def heard_by(place: Path, rank: int) -> dict[str, Any]:
+    return dict(json.loads((place / f"heard-{rank}.json").read_text()))
+
+
 def losses(run: Path) -> list[float]:
     return [line["loss"] for line in curve(run) if line["event"] == "step"]
 
@@ -78,6 +82,14 @@ def test_two_train_as_one_does(place: Path, name: str) -> None:
     )
 
 
+def test_gradients_are_summed_once_a_step(place: Path) -> None:
+    """After the last of the micro-batches, and not while one is tried."""
+    summed = heard_by(place, 1)["summed"]
+    assert summed["adamw"] == [False, *[False, True] * 50]
+    assert summed["muon"] == [False, *[True] * 50]
+    assert summed["modern"] == [False, *[False, False, False, True] * 50]
+
+
 def test_a_run_goes_on_bit_for_bit_with_dropout(place: Path) -> None:
     assert_same(place / "two/resumed", place / "two/dropout")
     assert curve(place / "two/resumed") == curve(place / "two/dropout")
@@ -99,7 +111,7 @@ def test_a_run_goes_on_with_another_number(place: Path, workdir: Path) -> None:
     """From one to two, and from two to one: the same batches, and equal to rounding."""
     expected = losses(place / "one/adamw")
     assert losses(place / "two/from-one") == pytest.approx(expected, rel=1e-4)
-    notes = json.loads((place / "heard-0.json").read_text())
+    notes = heard_by(place, 0)["notes"]
     assert any(line.startswith("2 processes instead of 1: the same batches") for line in notes)
     cut(str(place / "two/adamw"), "from-two", 25)
     heard: list[Any] = []
@@ -119,7 +131,7 @@ def test_a_loss_that_is_no_number_in_one_is_none_in_all(place: Path) -> None:
 
 def test_memory_that_is_short_in_one_is_short_in_all(place: Path) -> None:
     assert json.loads((place / "two/little/run.json").read_text())["resolved"]["micro_batch"] == 1
-    notes = json.loads((place / "heard-0.json").read_text())
+    notes = heard_by(place, 0)["notes"]
     assert [line for line in notes if line.startswith("out of memory")] == [
         "out of memory: from here on 2 of 8 sequences at once",
         "out of memory: from here on 1 of 8 sequences at once",
@@ -127,7 +139,7 @@ def test_memory_that_is_short_in_one_is_short_in_all(place: Path) -> None:
 
 
 def test_only_the_first_is_heard(place: Path) -> None:
-    assert json.loads((place / "heard-1.json").read_text()) == []
+    assert heard_by(place, 1)["notes"] == []
 
 
 # Processes that end before their time

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gpt.config import GPTConfig, find_preset
 from gpt.errors import UserError
+from gpt.model import memory
 from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy
 from gpt.parallel import tensor
@@ -170,6 +171,7 @@ def agree_with_one(rank: int, steps: int, cases: list[tuple[Grid, GPTConfig, str
         sharded.model.recompute = number % 2 == 1
         one = make_optimizer(plain, kind, 0.1)
         parts = make_optimizer(sharded.own, kind, 0.1, muon=partial(MuonOfParts, sharded))
+        first = math.inf
         for step, (x, y) in enumerate(batches(steps, 8)):
             x, y = x[:, : config.block_size], y[:, : config.block_size]
             for each in (one, parts):
@@ -177,8 +179,23 @@ def agree_with_one(rank: int, steps: int, cases: list[tuple[Grid, GPTConfig, str
             alone = learn(plain, one, x, y, step == 7)
             together = learn_together(sharded, parts, x, y, step == 7)
             assert together == pytest.approx(alone, abs=1e-4), f"{grid} {kind}, step {step}"
-        assert alone[0] < 4.5, "it learnt"
+            first = alone[0] if step == 0 else first
+        assert alone[0] < first - 0.1 or config.block_size == 1, "it learnt"
         check_whole(sharded, parts, plain, one, out / str(number))
+        check_scaler(sharded, parts)
+
+
+def check_scaler(sharded: Sharded, optimizer: Any) -> None:
+    """A gradient that overflows in one process, as float16's may, lowers the scale in all."""
+    scaler = sharded.scaler("cpu", True)
+    scaler.scale(torch.ones(()))
+    before = scaler.get_scale()
+    for p in sharded.own.parameters():
+        p.grad = torch.full_like(p, math.inf if sharded.rank == 1 else 1.0)
+    for part in optimizer.parts:
+        scaler.unscale_(part)
+    scaler.update()
+    assert scaler.get_scale() == before / 2
 
 
 def check_whole(sharded: Sharded, parts: Any, plain: GPT, one: Any, out: Path) -> None:
@@ -291,4 +308,9 @@ def test_175_billion_parameters_on_1024_processes() -> None:
     expected = layers * (divided // 8 + whole) // 128 + (T * C + 2 * C) // 128 + math.ceil(V / 128) * C
     assert held == [expected] * 3
     assert rank_parameters(config, 128, 8) == expected
+    setup = memory.Setup(data=128, tensor=8, shard=True, optimizer="adamw")
+    said = memory.training(config, setup)  # which counts all ranks alike, and rank 0 has a row of the embedding more
+    assert [said.parameters, said.gradients, said.optimizer] == pytest.approx(
+        [4 * expected, 4 * expected, 8 * expected], rel=1e-4
+    )
     assert 16 * expected < 3e9  # bytes: parameters, gradients, two moments

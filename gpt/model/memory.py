@@ -253,8 +253,9 @@ def _update(config: GPTConfig, setup: Setup) -> int:
     own, s = sizes(config, setup.tensor), setup.width
     updates = (FLOAT + FLOAT * MUON_PARTS) * own.matrices / setup.ways
     holders = setup.ways * setup.tensor
-    if holders == 1:
-        return round(updates + s * MUON_STACK * MUON_COPIES * own.matrices)
+    if holders == 1:  # each rank takes a share of the stack, in the narrower dtype, and gathers the others'
+        copies = setup.autocast + max(MUON_COPIES / setup.data, (1 + 1 / setup.data) * (setup.data > 1))
+        return round(updates + s * MUON_STACK * copies * own.matrices)
     whole = -(-config.n_layer // holders) * 4 * config.n_embd**2
     return round(updates + s * MUON_GATHERED * whole)
 

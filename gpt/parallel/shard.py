@@ -252,6 +252,8 @@ def _fully_shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in model.h:
+        if dtype != torch.float32:  # as under autocast, LayerNorms are not narrowed
+            fully_shard([block.get_submodule("ln_1"), block.get_submodule("ln_2")], mesh=mesh)
         fully_shard(block, mesh=mesh, mp_policy=narrow)
     fully_shard(model, mesh=mesh)
     register_fsdp_forward_method(model, "trunk")
@@ -262,11 +264,11 @@ def _outside_inference(trunk: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`GPT.trunk` that gathers parameters without inference mode, whose tensors could not be trained with later."""
 
     @functools.wraps(trunk)
-    def outside(*args: Any) -> Tensor:
+    def outside(*args: Any, **kwargs: Any) -> Tensor:
         if not torch.is_inference_mode_enabled():
-            return trunk(*args)
+            return trunk(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
-            return trunk(*args)
+            return trunk(*args, **kwargs)
 
     return outside
 

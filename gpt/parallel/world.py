@@ -5,12 +5,13 @@ torchrun's environment says. The first of them (rank 0) decides, tells and write
 the others wait for its word, and end without one when the connection breaks (`PeerLost`).
 
 Words between processes go over gloo, whatever computes: they are on the host, and a wait for one has no time limit, so
-that a long evaluation or a slow disk ends no run.
+that a long evaluation or a slow disk ends no run. They are JSON: torch's own way to send objects unpickles what comes.
 """
 
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import signal
 import warnings
@@ -26,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from gpt.device import Compute
-from gpt.errors import PeerLost, UserError
+from gpt.errors import PeerLost, UserError, WorkError
 from gpt.interrupt import Stopped, StopSignal
 from gpt.parallel import environment
 
@@ -42,6 +43,7 @@ class World:
     local_rank, local_size = 0, 1  # on this machine
     tensor = 1  # processes that share each sequence, and so each forward pass; their ranks follow on each other
     in_step = False  # whether all processes compute each forward pass together, since all have parts of the weights
+    alone = False  # whether it made a group of this process alone
     gradients: dist.ProcessGroup | None = None  # over which gradients are summed; None: torch's default group
 
     @property
@@ -73,6 +75,7 @@ class World:
     def mesh(self, kind: str) -> DeviceMesh:
         """All processes as a grid, data × tensor, for a kind of device."""
         if not dist.is_initialized():
+            self.alone = True
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         over: dict[int | str, Any] = dict.fromkeys(("data", "tensor"), "nccl" if kind == "cuda" else "gloo")
         return init_device_mesh(
@@ -92,7 +95,8 @@ class World:
         return values
 
     def decided(self, do: Callable[[], T]) -> T:
-        """What ``do`` gives in the first process, which alone runs it. Raises `Stopped` in all where it does there."""
+        """What ``do`` gives in the first process, which alone runs it: something that JSON has a word for. Raises
+        `Stopped` in all where it does there."""
         return do()
 
     def together(self, do: Callable[[], T]) -> T:
@@ -137,6 +141,11 @@ class World:
     def follow(self) -> None:
         """Where this process isn't the first: waits until that has ended. Raises `PeerLost` then."""
 
+    def leave(self) -> None:
+        """Lets go of the group that `mesh` made for one process, if it did."""
+        if self.alone:
+            dist.destroy_process_group()
+
 
 class Ranks(World):
     """One of several processes."""
@@ -158,7 +167,7 @@ class Ranks(World):
         found = Compute(device, compute.dtype, self.local_size if device.type == "cpu" else 1)
         if found.device.type == "cuda":
             torch.cuda.set_device(found.device)
-            self.gradients = dist.new_group(backend="nccl")
+            self.gradients = dist.new_group(backend="nccl", timeout=PATIENCE)
         return found
 
     def _device(self, kind: str) -> torch.device:
@@ -190,15 +199,14 @@ class Ranks(World):
         return tuple((sums / self.tensor).tolist())
 
     def decided(self, do: Callable[[], T]) -> T:
-        said: list[Any] = [None, False]
+        said: Any = None
         if self.first:
             try:
-                said[0] = do()
+                said = [do()]
             except Stopped:
-                said[1] = True
-        with self.watching_peers():
-            dist.broadcast_object_list(said, src=0, group=self.words)
-        if said[1]:
+                said = []
+        said = self._from_first(said)
+        if not said:
             raise Stopped
         value: T = said[0]
         return value
@@ -209,16 +217,18 @@ class Ranks(World):
             value = do()
         except UserError as raised:
             error = raised
-        for rank, raised_there in enumerate(self._all(error)):
+        told = None if error is None else [isinstance(error, WorkError), error.message, error.hint]
+        for rank, raised_there in enumerate(self._from_all(told)):
             if raised_there is not None:
                 self.follow()
-                if rank and raised_there.message != getattr(error, "message", None):
-                    raised_there.message = f"process {rank}: {raised_there.message}"
-                raise raised_there
+                failed, message, hint = raised_there
+                if rank and (error is None or message != error.message):
+                    message = f"process {rank}: {message}"
+                raise (WorkError if failed else UserError)(message, hint)
         return value  # type: ignore[return-value]
 
     def agree(self, said: Mapping[str, Any]) -> None:
-        all_said = self._all(dict(said))
+        all_said = self._from_all(dict(said))
         for rank, other in enumerate(all_said):
             for key in sorted({*other, *all_said[0]}):
                 ours, theirs = all_said[0].get(key), other.get(key)
@@ -229,17 +239,26 @@ class Ranks(World):
                         "start all of them with the same versions, words and variables",
                     )
 
-    def _all(self, value: T) -> list[T]:
-        values: list[Any] = [None] * self.size
+    def _from_first(self, value: Any) -> Any:
+        """What the first process says."""
+        said = _to_bytes(value) if self.first else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor(len(said))
         with self.watching_peers():
-            dist.all_gather_object(values, value, group=self.words)
-        return values
+            dist.broadcast(length, 0, group=self.words)
+            said = said if self.first else torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(said, 0, group=self.words)
+        return _from_bytes(said)
 
-    def watching(self, stop: StopSignal, items: Iterable[T]) -> Iterator[T]:
-        for item in items if self.in_step else stop.watching(items):
-            if self.in_step and self.most(stop.signum or 0):
-                raise Stopped
-            yield item
+    def _from_all(self, value: Any) -> list[Any]:
+        """What each process says, by rank."""
+        mine = _to_bytes(value)
+        lengths = list(torch.empty(self.size, 1, dtype=torch.long))
+        with self.watching_peers():
+            dist.all_gather(lengths, torch.tensor([len(mine)]), group=self.words)
+            most = max(map(int, lengths))
+            every = list(torch.empty(self.size, most, dtype=torch.uint8))
+            dist.all_gather(every, nn.functional.pad(mine, (0, most - len(mine))), group=self.words)
+        return [_from_bytes(said[: int(length)]) for said, length in zip(every, lengths, strict=True)]
 
     def share(self, items: Iterable[T]) -> Iterable[T]:
         return islice(items, self.rank, None, self.size)
@@ -290,6 +309,14 @@ class Ranks(World):
         dist.destroy_process_group()
 
 
+def _to_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(said: Tensor) -> Any:
+    return json.loads(said.numpy().tobytes())
+
+
 def _unreachable() -> NoReturn:
     raise AssertionError("the first process never gets here")
 
@@ -304,15 +331,19 @@ def joined(nproc: int) -> Iterator[World]:
                 f"{nproc} processes were asked for, and this is one by itself",
                 "start them with gpt train --nproc, or a program of yours with torchrun and without nproc",
             )
-        yield World()
+        world = World()
+        try:
+            yield world
+        finally:
+            world.leave()
         return
     if nproc > 1 and not environment.is_ours():
         raise UserError("--nproc and torchrun both start processes", "leave --nproc out under torchrun")
-    world = _meet()
-    if world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // world.local_size))
-    yield world
-    world.leave()
+    ranks = _meet()
+    if ranks.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.local_size))
+    yield ranks
+    ranks.leave()
 
 
 @functools.cache
@@ -322,6 +353,8 @@ def _store() -> Any:
 
 
 def _meet() -> Ranks:
+    if not dist.is_available():
+        raise UserError("this build of torch cannot train in several processes", "leave --nproc out")
     try:
         return Ranks()
     except (dist.DistError, RuntimeError, ValueError) as error:

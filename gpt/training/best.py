@@ -39,7 +39,7 @@ class Best:
 
 def read_best(setting: Setting, recipe: Recipe, stop: StopSignal) -> Best:
     """Reads it back, measures it on the whole held-out text, and lets it speak. Raises `Stopped` after a signal."""
-    path = setting.world.decided(lambda: folder.find_checkpoint(str(setting.run)))
+    path = Path(setting.world.decided(lambda: str(folder.find_checkpoint(str(setting.run)))))
     data, compute = setting.data, setting.compute
     if compute.dtype != torch.float32:  # `gpt eval` computes in its own default, so the two agree
         compute = device.pick(str(compute.device), "auto")

@@ -108,8 +108,9 @@ class Trainer:
         """All that is left to do, until the end, the end of patience, or a signal."""
         stop.at_once, self.stop = False, stop
         try:
-            self.run_steps()
-            return self.finish()
+            with self.world.watching_peers():
+                self.run_steps()
+                return self.finish()
         except Stopped:
             self.end_by_signal()
         except BaseException as error:

@@ -68,6 +68,8 @@ def new_run(
     what ``run.json`` says by then: it is there before the text is tokenized. Where something fails before the first
     step, no folder is left."""
     asked, device = config, compute.device.type
+    if processes > 1 and config.pairs and "-" in texts:
+        raise UserError("pairs from stdin cannot be read by several processes", "put them into a file")
     data: Data | PairData | None = None
     corpus: Corpus | None = None
     if config.pairs:
@@ -93,14 +95,17 @@ def new_run(
         yield run, data, record
 
 
-def shared(world: World, data: Data | PairData | None) -> Data | PairData:
-    """In all processes the data that the first one has, as it opened or made them."""
-    place = world.decided(lambda: (data.folder.path, data.found) if isinstance(data, Data) else None)
-    if place is not None:
-        return world.together(lambda: data or find_data(*place))
-    pairs = world.decided(lambda: data)
-    assert pairs is not None
-    return pairs
+def shared(world: World, data: Data | PairData | None, pairs: Callable[[], PairData]) -> Data | PairData:
+    """In all processes the data that the first one has opened or made. Others open the same folder, or read the
+    ``pairs`` themselves; where those differ, the first one raises `UserError`."""
+
+    def said() -> dict[str, Any] | None:
+        return {"path": str(data.folder.path), "found": data.found} if isinstance(data, Data) else None
+
+    place = world.decided(said)
+    own = world.together(lambda: data or (find_data(Path(place["path"]), place["found"]) if place else pairs()))
+    world.agree({"text": own.sources()})
+    return own
 
 
 def locked_run(run: Path) -> contextlib.AbstractContextManager[None]:

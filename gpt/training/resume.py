@@ -40,7 +40,7 @@ Notes = Callable[[str], None]
 @dataclass
 class Begun:
     """A run that was begun. ``path``: the checkpoint that it goes on from, ``saved`` what that says; without one it
-    starts at step 0. ``result``: where nothing is left to do."""
+    starts at step 0. ``result``: of one that has come to its end."""
 
     run: Path
     record: dict[str, Any]  # run.json
@@ -49,6 +49,10 @@ class Begun:
     path: Path | None = None
     saved: Saved | None = None
     result: Result | None = None
+
+    def ends_with(self, given: Mapping[str, Any]) -> Result | None:
+        """Its result, unless more steps are asked for."""
+        return self.result if self.result is not None and (given.get("steps") or 0) <= self.result.steps else None
 
     @property
     def recipe(self) -> Recipe | None:
@@ -132,8 +136,9 @@ def refuse_others(given: Mapping[str, Any], texts: Sequence[str]) -> None:
             )
 
 
-def read_begun(run: Path) -> Begun:
-    """What ``run.json`` says. Raises `UserError` where it is damaged or from another version."""
+def read_begun(run: Path, at: str | None = None) -> Begun:
+    """What ``run.json`` says, and the checkpoint ``at`` which the run goes on. Raises `UserError` where that is damaged
+    or from another version."""
     where = str(run / folder.RECORD)
     record = read_json(run / folder.RECORD)
     if record.get("format") != FORMAT:
@@ -148,24 +153,27 @@ def read_begun(run: Path) -> Begun:
     if record.get("ended"):
         result = record.get("result")
         begun.result = Result.of(run, result) if isinstance(result, dict) else None
+    if at is not None:
+        begun.path = run / at
+        begun.saved = read_saved(begun.path)
     return begun
 
 
-def find_checkpoint(begun: Begun, note: Notes) -> None:
-    """The newest whole checkpoint that can be gone on from. Raises `UserError` where there are some, and none is."""
-    run = begun.run
+def find_checkpoint(run: Path, note: Notes) -> str | None:
+    """The newest whole checkpoint that can be gone on from; None: there are none yet. Raises `UserError` where there
+    are some, and none is whole."""
     entries = folder.checkpoints(run)
     if not entries:
-        return
+        return None
     if not any(folder.can_go_on(run / entry.name) for entry in entries):
         raise UserError(
             f"the checkpoints of {run} hold weights alone: there is nothing to go on from",
             f"fine-tune from them: gpt train TEXT --init {run}",
         )
-    begun.path = folder.newest_whole(run, note, training=True)
-    begun.saved = read_saved(begun.path)
-    if checkpoint.look(begun.path)[0] != begun.saved.recipe.model:
-        raise UserError(f"{begun.path} is damaged: its training state is of a model of another shape", folder.HINT)
+    path = folder.newest_whole(run, note, training=True)
+    if checkpoint.look(path)[0] != read_saved(path).recipe.model:
+        raise UserError(f"{path} is damaged: its training state is of a model of another shape", folder.HINT)
+    return path.name
 
 
 def changed(

@@ -20,11 +20,11 @@ from gpt.training import logs, opening, resume
 from gpt.training.loop import Trainer
 from gpt.training.opening import Listener, Setting
 from gpt.training.pace import Pace
-from gpt.training.pairs import PairData
+from gpt.training.pairs import PairData, make_pairs
 from gpt.training.prepare import Data
 from gpt.training.recipe import Recipe, resolve
 from gpt.training.result import Result
-from gpt.training.start import find_start
+from gpt.training.start import find_start, shared_start
 
 
 def train(
@@ -41,24 +41,25 @@ def train(
         stop = held.enter_context(StopSignal(at_once=True))
         world = held.enter_context(joined(config.nproc))
         listen, note = _told(listen, world)
-        world.agree({"text": list(texts), **asdict(config), **_code()})
+        world.agree({"text": list(map(str, texts)), **asdict(config), **_code()})
         world.together(lambda: logs.check(config.log))
         compute = world.place(world.together(lambda: device.pick(config.device, config.dtype, training=True)))
         world.together(lambda: world.divide(config.tensor, config.shard == "full"))
-        start = world.decided(lambda: find_start(config))
+        start = shared_start(world, lambda: find_start(config))
+        tokenizer = start.tokenizer if start else None
         data: Data | PairData | None = None
         with contextlib.ExitStack() as until_begun:
 
-            def made() -> tuple[Path, dict[str, Any]]:
+            def made() -> tuple[str, dict[str, Any]]:
                 nonlocal data
-                tokenizer = start.tokenizer if start else None
                 opened = opening.new_run(texts, config, compute, listen, note, tokenizer, world.size)
                 run, data, record = held.enter_context(opened)
                 until_begun.enter_context(opening.taken_back(run))
-                return run, record
+                return str(run), record
 
             run, record = world.decided(made)
-            setting = Setting(run, opening.shared(world, data), compute, start, world, listen, began)
+            data = opening.shared(world, data, lambda: make_pairs(texts, config, compute.device.type, note, tokenizer))
+            setting = Setting(Path(run), data, compute, start, world, listen, began)
             trainer = _begin(setting, replace(config, preset=record["size"]), record)
         return trainer.train(stop)
 
@@ -85,36 +86,37 @@ def go_on(
         listen, note = _told(listen, world)
         world.agree({"resume": run, **given, **_code()})
 
-        def found() -> resume.Begun:
+        def found() -> tuple[str, str | None]:
             path = resume.find_run(run)
             held.enter_context(opening.locked_run(path))
             begun = resume.read_begun(path)
-            if begun.result is not None and (given.get("steps") or 0) <= begun.result.steps:
+            if begun.ends_with(given):
                 note(f"{path} is finished")
-                return begun
-            begun.result = None
+                return str(path), None
             with files.disk_errors(path):
                 files.recover(path)
                 folder.write_index(path)
             logs.check(str(given.get("log", begun.config.log)))
-            resume.find_checkpoint(begun, note)
-            return begun
+            return str(path), resume.find_checkpoint(path, note)
 
-        begun = world.decided(found)
-        if begun.result is not None:
-            return begun.result
+        place, at = world.decided(found)
+        begun = world.together(lambda: resume.read_begun(Path(place), at))
+        if result := begun.ends_with(given):
+            return result
         compute = world.together(lambda: resume.same_compute(begun, given.get("device"), world.size, note))
         compute = world.place(compute)
         world.together(lambda: world.divide(*resume.division(begun, given)))
-        start = world.decided(lambda: resume.same_start(begun))
+        start = shared_start(world, lambda: resume.same_start(begun))
+        tokenizer = start.tokenizer if start else begun.tokenizer
         data: Data | PairData | None = None
         if world.first:
-            tokenizer = start.tokenizer if start else begun.tokenizer
             data = opening.same_data(
                 begun.run, begun.record, begun.texts, begun.config, compute.device.type, listen, note, tokenizer
             )
         spent = begun.saved.state.seconds if begun.saved else 0.0
-        data = opening.shared(world, data)
+        data = opening.shared(
+            world, data, lambda: make_pairs(begun.texts, begun.config, compute.device.type, note, tokenizer)
+        )
         setting = Setting(begun.run, data, compute, start, world, listen, began - spent)
         return _begin(setting, begun.config, begun.record, begun, given).train(stop)
 
@@ -143,10 +145,11 @@ def _begin(
     shape = setting.start.model if setting.start else None
 
     def recipe_for(config: TrainConfig, note: Callable[[str], None] = lambda text: None) -> Recipe:
-        return world.decided(
+        return _decided(
+            world,
             lambda: resolve(
                 config, setting.compute, data.bytes, n_tokens, vocab_size, held_out, note, shape, data.rows, world.rows
-            )
+            ),
         )
 
     environment.tell(environment.RUN, setting.run)
@@ -162,7 +165,7 @@ def _begin(
     given = {**begun.lengthened, **(given or {})} if begun else {}
     if begun:
         step = saved.state.step if saved else 0
-        recipe = world.decided(partial(resume.changed, recipe, given, setting.compute, step, note, world.rows))
+        recipe = _decided(world, partial(resume.changed, recipe, given, setting.compute, step, note, world.rows))
     if saved is not None and saved.pace is not None and "steps" not in given:
         pace = replace(saved.pace, deadline=saved.pace.deadline + setting.began)
     trainer = Trainer(setting, recipe, saved, begun.path if begun else None)
@@ -171,6 +174,11 @@ def _begin(
     trainer.pace = pace
     trainer.open(record, str(given.get("log", config.log)), given)
     return trainer
+
+
+def _decided(world: World, do: Callable[[], Recipe]) -> Recipe:
+    """The first process's recipe, in all."""
+    return files.checked(Recipe, world.decided(lambda: asdict(do())), "what the first process decided")
 
 
 def _code() -> dict[str, str]:

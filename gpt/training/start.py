@@ -1,5 +1,6 @@
 """The model that fine-tuning starts from: found, compared with what was asked for, and made ready to train."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from gpt.config import GPTConfig, Preset, TrainConfig
 from gpt.errors import UserError
 from gpt.model.decoder import GPT
+from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder
 from gpt.text.tokenizer import Tokenizer
 
@@ -45,6 +47,22 @@ def find_start(config: TrainConfig) -> Start | None:
     model, tokenizer = checkpoint.look(path)
     refuse_others(config, model)
     return Start(config.init, path, model, tokenizer, folder.weight_sums(path))
+
+
+def shared_start(world: World, find: Callable[[], Start | None]) -> Start | None:
+    """In all processes the model to start from that the first one finds. Others look at the same folder."""
+    found: Start | None = None
+
+    def said() -> dict[str, Any] | None:
+        nonlocal found
+        found = find()
+        return None if found is None else {"asked": found.asked, "path": str(found.path), "sums": found.sums}
+
+    def opened(asked: str, path: str, sums: dict[str, str]) -> Start:
+        return found or Start(asked, Path(path), *checkpoint.look(Path(path)), sums)
+
+    place = world.decided(said)
+    return None if place is None else world.together(lambda: opened(**place))
 
 
 def refuse_others(config: TrainConfig, model: GPTConfig) -> None:
