@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,10 +27,10 @@ from gpt.text.corpus import Listener, open_corpus
 from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokens import SIDES, TokenFolder
-from gpt.training import run as runs
-from gpt.training.opening import Listener as RunListener
-from gpt.training.prepare import tokenized
-from gpt.training.result import Result
+
+if TYPE_CHECKING:  # training is imported by what trains: to sample, it need not be
+    from gpt.training.opening import Listener as RunListener
+    from gpt.training.result import Result
 
 
 class Writing:
@@ -105,6 +105,8 @@ class LanguageModel:
     ) -> Evaluation:
         """As `evaluate`, over files, folders or corpora by name, of any size; or over one ``side`` of a token folder,
         which must have been made with this model's tokenizer."""
+        from gpt.training.prepare import tokenized
+
         path = tokenized(texts)
         if path is not None:
             folder = TokenFolder(path)
@@ -199,15 +201,19 @@ def bench(
     return Measured(name, count, where, kind, step is not None, config, speed)
 
 
-def train(*texts: str | Path, listen: RunListener = lambda event: None, **settings: Any) -> Result:
+def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **settings: Any) -> "Result":
     """Trains on files, folders or corpora by name (none: ``pydocs``). ``settings`` are those of `TrainConfig`:
     ``steps``, ``preset``, ``out`` … ``listen`` hears every event. Raises `UserError`, `WorkError`, `Interrupted`."""
+    from gpt.training import run as runs
+
     config = from_dict(TrainConfig, settings, "train")
     return runs.train([str(text) for text in texts], config, listen)
 
 
-def resume(run: str | Path | None = None, listen: RunListener = lambda event: None, **settings: Any) -> Result:
+def resume(run: str | Path | None = None, listen: "RunListener" = lambda event: None, **settings: Any) -> "Result":
     """Goes on exactly where ``run`` stopped, or the newest in ``runs/`` that is not finished. ``settings``: ``steps``
     (more than before), ``device``, ``micro_batch``, ``keep``, and in one of several processes ``shard``, ``tensor``,
     ``recompute``. Raises as `train` does."""
+    from gpt.training import run as runs
+
     return runs.go_on(None if run is None else str(run), settings, (), listen)

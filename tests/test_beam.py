@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.config import GPTConfig
-from gpt.decoding.beam import BeamBatch, Hypothesis
+from gpt.decoding.beam import BeamBatch, Hypothesis, Search
 from gpt.decoding.context import Context
 from gpt.decoding.generate import Request, generate
 from gpt.decoding.logits import Filters
@@ -91,9 +91,12 @@ def theirs_best(
     return [each[: each.index(eot) + 1] if eot in each else each for each in ids], out.sequences_scores.tolist()
 
 
-@pytest.mark.parametrize("number", range(60))
-def test_equal_to_transformers(number: int) -> None:
-    how = case(number)
+# Beside those by chance: a penalty below 0, where a longer text cannot become better.
+CASES = [*enumerate(map(case, range(60))), *((n, case(n) | {"length_penalty": -1.0}) for n in range(60, 72))]
+
+
+@pytest.mark.parametrize(("number", "how"), CASES)
+def test_equal_to_transformers(number: int, how: dict[str, Any]) -> None:
     eot = number % 30
     model, theirs = pair(30, number, 0.3)
     prompt = [random.Random(number).randrange(30) for _ in range(1 + number % 7)]
@@ -138,10 +141,11 @@ def test_so_many_beams_that_nothing_is_lost_equals_brute_force(seed: int, penalt
     assert [each.score for each in found] == pytest.approx([scores[ids] for ids in ranked], abs=1e-4)
 
 
+@pytest.mark.parametrize("early", EARLY)
 @pytest.mark.parametrize("number", range(10))
-def test_one_beam_is_greedy(number: int) -> None:
+def test_one_beam_is_greedy(number: int, early: str) -> None:
     model, _ = pair(30, number, 0.3)
-    [(agreed, [best])] = search(model, [[1, 2]], number, beam=1, max_tokens=12)
+    [(agreed, [best])] = search(model, [[1, 2]], number, beam=1, max_tokens=12, early_stopping=early)
     greedy = list(generate(Context(model, CPU), [1, 2], SampleConfig(greedy=True, max_tokens=12), number))
     assert best.ids == agreed == [token.id for token in greedy]
     assert [token.logprob for token in best.tokens] == pytest.approx([token.logprob for token in greedy], abs=1e-5)
@@ -199,3 +203,24 @@ def test_the_models_own_log_probability_is_kept_beside_the_score() -> None:
     own = [float(logprobs[at, id]) for at, id in enumerate(best.ids, 1)]
     assert [token.logprob for token in best.tokens] == pytest.approx(own, abs=1e-4)
     assert not math.isclose(sum(own) / len(own), best.score, abs_tol=1e-3)
+
+
+def test_what_is_excluded_is_no_way_on() -> None:
+    found = Search(SampleConfig(beam=3, max_tokens=3), eot=9)
+    logprobs = torch.zeros(1, 4).log_softmax(-1)
+    assert found.advance(logprobs, torch.tensor([[-1.0, -math.inf, -math.inf, -math.inf]])) == [0]
+    assert [each.ids for each in found.live] == [[0]]
+
+
+def test_what_cannot_become_better_than_what_has_ended_is_not_gone_on_with() -> None:
+    even = torch.zeros(1, 2).log_softmax(-1)
+    found = Search(SampleConfig(beam=2, max_tokens=9, length_penalty=0.0), eot=0)
+    found.advance(even, torch.tensor([[-1.0, 0.0]]))  # one ends at -1, one lives at 0
+    assert not found.done
+    found.advance(even, torch.tensor([[-1.0, -1.0]]))  # another ends at -1, and one lives at -1: no better
+    assert found.done
+
+
+def test_nothing_is_asked_for() -> None:
+    model, _ = pair(30, 0)
+    assert search(model, [[1, 2]], 0, beam=2, max_tokens=0) == [([], [Hypothesis((), 0.0, 0.0, "length")])]

@@ -161,6 +161,17 @@ def test_whoever_listens_may_end_a_request() -> None:
     assert counts == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_whoever_listens_may_end_another_request_than_the_one_that_is_told_of() -> None:
+    config = SampleConfig(greedy=True, max_tokens=12, ignore_eot=True)
+    batch = Batch(Context(tiny_model(16), CPU, 2), Filters(config, EOT), [Request([1]), Request([2])])
+    counts = [0, 0]
+    for event in batch:
+        counts[event.number] += len(event.tokens)
+        if event.number == 0:
+            batch.end(1)
+    assert counts == [12, 1]
+
+
 def test_sample_depends_on_seed_and_index_alone() -> None:
     model = tiny_model()
     config = SampleConfig(max_tokens=20, ignore_eot=True)

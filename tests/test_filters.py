@@ -126,6 +126,13 @@ def test_filters_at_their_edges() -> None:
         assert torch.equal(off, logits)
     assert filters.keep_top_p(logits, 1e-9).argmax() == 1
     assert torch.isfinite(filters.keep_top_p(logits, 1e-9)).sum() == 1
+    ties = torch.tensor([[0.0, 0.0, 0.0, 0.0], [-1e9, 5.0, -1e9, 5.0]])  # probabilities are exact
+    assert torch.isfinite(filters.keep_top_p(ties, 0.75)).tolist() == [[True] * 3 + [False], [False, True] * 2]
+    assert torch.isfinite(filters.keep_top_p(ties, 0.5)).tolist() == [
+        [True] * 2 + [False] * 2,
+        [False, True, False, False],
+    ]
+    assert torch.isfinite(filters.keep_top_p(ties.double(), 0.5)).sum() == 3  # sorted by torch
     assert torch.isfinite(filters.keep_min_p(logits, 1)).tolist() == [False, True, False]
     assert torch.isfinite(filters.exclude(logits, [1])).tolist() == [True, False, True]
     assert torch.equal(filters.exclude(logits[:1], [0]), logits[:1])  # one id always stays
@@ -133,6 +140,7 @@ def test_filters_at_their_edges() -> None:
     assert filters.repeats([1], 2) == []
     assert filters.repeats([1, 2, 1], 2) == [2]
     assert filters.repeats([1, 2, 1], 1) == [1, 2]
+    assert not filters.warm(logits, 1e-300).isnan().any()  # which float32 rounds to 0
     warmed = filters.warm(logits, 1e-40)
     assert warmed.softmax(-1).tolist() == [0, 1, 0]
 

@@ -125,7 +125,7 @@ def test_fused_attention_keeps_what_is_counted(arch: Any, positions: Any, dtype:
 
 def expected(config: GPTConfig, found: int, setup: Setup) -> None:
     counted = memory.trunk(config, setup) + memory.weight_copies(config, setup)[1]
-    assert counted == pytest.approx(found, rel=0.01)  # targets, and small tables of rotations
+    assert counted == pytest.approx(found, rel=0.003)  # targets, and small tables of rotations
 
 
 def test_the_papers_34_bytes() -> None:

@@ -17,6 +17,7 @@ from gpt.model.cache import KVCache
 from gpt.model.memory import Setup, training
 from gpt.model.params import breakdown, flops_per_token, flops_sampled
 from gpt.model.plan import USABLE, plans, setups, step_rows
+from gpt.parallel.shard import rank_parameters
 from gpt.peaks import KINDS, find_kind
 from gpt.plan_config import PlanConfig
 
@@ -88,6 +89,26 @@ def test_the_first_that_fits_is_taken(preset: str, kind: str) -> None:
         assert plan.fits == (plan.memory.peak <= room)
         assert plan.memory == training(config, plan.setup)
     assert all(one.days >= more.days for one, more in pairwise(found) if one.days and more.days)
+
+
+def test_what_is_said_is_what_train_takes(gpt: Gpt) -> None:
+    asked = PlanConfig(devices=8, shard="full", tensor=2, micro_batch=2, recompute="on")
+    *_, plan = plans(PRESETS["gpt3-6.7b"].model, asked, 2**21)
+    said = gpt("train", "--preset", "gpt3-6.7b", "--nproc", "8", *plan.options.split(), "--print-config").out
+    assert all(line in said for line in ('shard = "full"', "tensor = 2", 'micro_batch = "2"', "recompute = true"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "tensor"),
+    [("gpt2", 1, 1), ("gpt2", 8, 1), ("gpt2", 1, 4), ("gpt2", 4, 2), ("gpt3-175b", 128, 8), ("gpt3-175b", 512, 2)],
+)
+def test_a_rank_holds_its_part(name: str, data: int, tensor: int) -> None:
+    """Against the cut itself, of which the first rank has the most."""
+    config = PRESETS[name].model
+    counted = training(config, Setup(data=data, shard=True, tensor=tensor, optimizer="adamw"))
+    found = rank_parameters(config, data, tensor)
+    assert counted.parameters == counted.gradients == pytest.approx(4 * found, rel=0.01)
+    assert counted.optimizer == pytest.approx(8 * found, rel=0.01)
 
 
 def test_what_is_asked_for_is_kept() -> None:
