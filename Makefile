@@ -16,7 +16,7 @@ demo: $(VENV)/.made
 	$(BIN)/gpt sample "The "
 
 test: $(VENV)/.made-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/.made-dev
 	$(BIN)/ruff check .
@@ -33,6 +33,7 @@ bench: $(VENV)/.made-dev
 	$(BIN)/python -m benchmarks.tokenize
 	$(PIP) -e '.[bench]'
 	$(BIN)/python -m benchmarks.decode
+	-$(BIN)/python -m benchmarks.pages
 
 # The documentation as a site, build/site/index.html; a link that leads nowhere is an error.
 docs: $(VENV)/.made-docs

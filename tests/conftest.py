@@ -21,6 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 GPT2_RANKS = SHARED / "data" / "tiktoken"
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # of several side by side, each takes its share of the processors
+    workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+
 for name in [name for name in os.environ if name.startswith("GPT_")]:
     del os.environ[name]  # a twin set outside must not change what is tested
 

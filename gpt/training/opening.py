@@ -172,10 +172,13 @@ def describe(setting: Setting, recipe: Recipe, model: GPT, step: int) -> list[st
     shape = recipe.model
     epochs = recipe.tokens(recipe.steps) / len(setting.data.train)
     processes = f"{setting.world.size} processes, each on " if setting.world.size > 1 else ""
+    divided = [f"{recipe.tensor} processes compute each sequence"] if recipe.tensor > 1 else []
+    divided += ["weights, gradients and moments are divided among all processes"] if recipe.shard == "full" else []
     return [
         f"model {recipe.preset}: {breakdown(shape).trainable:,} parameters ({shape.n_layer} layers, "
         f"{shape.n_head} heads, {shape.n_embd} wide, context {shape.block_size}, dropout {shape.dropout:g})",
         *([lora.describe(model)] if recipe.lora_rank else []),
         f"{recipe.steps:,} steps of {recipe.batch_tokens:,} tokens, {epochs:.1f} times the text, "
         f"on {processes}{setting.compute.describe()}; run {setting.run}" + (f"; from step {step:,}" if step else ""),
+        *(["; ".join(divided)] if divided else []),
     ]
