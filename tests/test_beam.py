@@ -91,8 +91,9 @@ def theirs_best(
     return [each[: each.index(eot) + 1] if eot in each else each for each in ids], out.sequences_scores.tolist()
 
 
-# Beside those by chance: a penalty below 0, where a longer text cannot become better.
-CASES = [*enumerate(map(case, range(60))), *((n, case(n) | {"length_penalty": -1.0}) for n in range(60, 72))]
+# Beside those by chance: a penalty below 0, under which a longer text cannot become better.
+NEVER = {"length_penalty": -1.0, "early_stopping": "never", "max_tokens": 12}
+CASES = [*enumerate(map(case, range(60))), *((n, case(n) | NEVER) for n in range(60, 72))]
 
 
 @pytest.mark.parametrize(("number", "how"), CASES)
@@ -145,8 +146,10 @@ def test_so_many_beams_that_nothing_is_lost_equals_brute_force(seed: int, penalt
 @pytest.mark.parametrize("number", range(10))
 def test_one_beam_is_greedy(number: int, early: str) -> None:
     model, _ = pair(30, number, 0.3)
-    [(agreed, [best])] = search(model, [[1, 2]], number, beam=1, max_tokens=12, early_stopping=early)
-    greedy = list(generate(Context(model, CPU), [1, 2], SampleConfig(greedy=True, max_tokens=12), number))
+    endless = SampleConfig(greedy=True, max_tokens=12, ignore_eot=True)
+    eot = [token.id for token in generate(Context(model, CPU), [1, 2], endless, 0)][number]  # it comes, some time
+    [(agreed, [best])] = search(model, [[1, 2]], eot, beam=1, max_tokens=12, early_stopping=early)
+    greedy = list(generate(Context(model, CPU), [1, 2], SampleConfig(greedy=True, max_tokens=12), eot))
     assert best.ids == agreed == [token.id for token in greedy]
     assert [token.logprob for token in best.tokens] == pytest.approx([token.logprob for token in greedy], abs=1e-5)
 
@@ -219,6 +222,16 @@ def test_what_cannot_become_better_than_what_has_ended_is_not_gone_on_with() -> 
     assert not found.done
     found.advance(even, torch.tensor([[-1.0, -1.0]]))  # another ends at -1, and one lives at -1: no better
     assert found.done
+
+
+def test_under_a_penalty_below_0_length_is_no_hope() -> None:
+    """Scores are sums times lengths: the longest length would make what lives look hopeless."""
+    found = Search(SampleConfig(beam=2, max_tokens=9, length_penalty=-1.0, early_stopping="never"), eot=0)
+    even = torch.zeros(1, 2).log_softmax(-1)
+    found.advance(even, torch.tensor([[-1.0, 0.0]]))
+    found.advance(even, torch.tensor([[-0.45, -0.4]]))
+    assert [each.score for each in found.ended] == pytest.approx([-0.9, -1.0])
+    assert not found.done
 
 
 def test_nothing_is_asked_for() -> None:

@@ -18,7 +18,8 @@ EXCLUDED = float("-inf")
 def warm(logits: Tensor, temperature: float) -> Tensor:
     """Logits over a temperature above 0, the likeliest moved to 0 first: a tiny temperature must neither overflow nor
     become 0."""
-    return (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, torch.finfo(logits.dtype).tiny)
+    temperature = max(temperature, torch.finfo(logits.dtype).tiny)
+    return (logits - logits.amax(dim=-1, keepdim=True)) / temperature
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
