@@ -99,6 +99,13 @@ def in_a_save(run: Path, process: "subprocess.Popen[str]", rng: random.Random) -
     time.sleep(rng.random() * 0.01)
 
 
+def at_a_step(run: Path, process: "subprocess.Popen[str]", rng: random.Random) -> None:
+    """Waits for a random step, or one soon after it."""
+    wanted = rng.randint(1, 110)
+    while process.poll() is None and (not (run / "metrics.jsonl").exists() or len(_steps(run)) < wanted):
+        time.sleep(rng.random() * 0.02)
+
+
 def go_on(place: Path, run: Path, words: list[str]) -> str | None:
     """Goes on with a run until its end; what went wrong, if anything did."""
     process = start(*words, cwd=place)
@@ -111,13 +118,16 @@ def go_on(place: Path, run: Path, words: list[str]) -> str | None:
 
 
 def killed(place: Path, text: Path, number: int, seconds: float, expected: str) -> str:
-    """One run that is killed at a random moment, in every other case within a save, and gone on with."""
+    """One run that is killed, and gone on with: every other one within a save, every fourth at a random step, the rest
+    at a random moment, from the command's start on."""
     rng = random.Random(number)
     run = place / f"killed-{number}"
     train = ["train", str(text), "-o", str(run), *TINY]
     process = start(*train, cwd=place)
     if number % 2:
         in_a_save(run, process, rng)
+    elif number % 4:
+        at_a_step(run, process, rng)
     else:
         time.sleep(rng.random() * seconds)
     process.kill()
@@ -143,9 +153,8 @@ def stopped(place: Path, text: Path, number: int, seconds: float, expected: str)
     rng = random.Random(1000 + number)
     run = place / f"stopped-{number}"
     process = start("train", str(text), "-o", str(run), *TINY, cwd=place)
-    signum, steps = rng.choice([signal.SIGINT, signal.SIGTERM]), rng.randint(1, 110)
-    while process.poll() is None and (not (run / "metrics.jsonl").exists() or len(_steps(run)) < steps):
-        time.sleep(rng.random() * 0.02)
+    signum = rng.choice([signal.SIGINT, signal.SIGTERM])
+    at_a_step(run, process, rng)
     process.send_signal(signum)
     _, err = process.communicate(timeout=600)
     if process.returncode == 0:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -377,6 +378,7 @@ def test_on_a_terminal_ctrl_c_ends_the_text_and_not_the_program(run_folder: Path
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ["XDG_STATE_HOME"] = str(tmp_path)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and so would what they start
         os.execv(
             sys.executable,
             [
