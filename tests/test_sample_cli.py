@@ -378,7 +378,9 @@ def test_on_a_terminal_ctrl_c_ends_the_text_and_not_the_program(run_folder: Path
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ["XDG_STATE_HOME"] = str(tmp_path)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and so would what they start
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # a shell's background jobs ignore it, and so would what they start
         os.execv(
             sys.executable,
             [
