@@ -83,7 +83,10 @@ def _main(
 
 def run() -> None:
     """The command ``gpt``."""
-    sys.exit(main(sys.argv[1:]))
+    status: list[int] = []
+    processes.end_abruptly(status)
+    status.append(main(sys.argv[1:]))
+    sys.exit(status[0])
 
 
 def main(args: list[str]) -> int:

@@ -1,12 +1,15 @@
 """A command in several processes: started from here, or one of them, started by us or by torchrun."""
 
+import atexit
+import contextlib
+import os
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Sequence
 
-from gpt.errors import Interrupted, PeerLost, WorkError
+from gpt.errors import Interrupted, PeerLost, UserError, WorkError
 from gpt.parallel import environment
 
 from . import render
@@ -28,6 +31,22 @@ def start(words: Sequence[str], nproc: int, began: float) -> int:
     if ended.status == 1 and ended.rank and resume:
         render.note(resume)
     return ended.status
+
+
+def end_abruptly(status: Sequence[int]) -> None:
+    """Has this process, if it is one of several, end before Python takes itself apart, with what ``status`` has by
+    then: a thread of torch's that lets go of a tensor while Python does so aborts the process (seen in one of six ends
+    on a busy machine). What else is registered with `atexit` comes first, since it is registered later."""
+    with contextlib.suppress(UserError):
+        if environment.is_one_of_many():
+            atexit.register(_end, status)
+
+
+def _end(status: Sequence[int]) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status[0] if status else 1)
 
 
 def silenced(error: BaseException) -> int | None:

@@ -324,6 +324,38 @@ def test_which_process_ended_the_others() -> None:
     assert _ended({0: 75}, None) == Ended(1, 0)
 
 
+def test_a_status_that_was_said_stands_whatever_ends_a_process_after_that() -> None:
+    """A launcher that sees another one's end first tells the one that has said its word to end too."""
+    code = """
+import os, signal
+from gpt.parallel import environment
+environment.tell(environment.STATUS, 143)
+os.kill(os.getpid(), signal.SIGTERM) if os.environ["RANK"] == "0" else os._exit(75)
+"""
+    assert launch([sys.executable, "-c", code], 2) == Ended(143)
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_one_of_several_ends_before_python_takes_itself_apart(rank: int | None) -> None:
+    """In which a thread of torch's could abort it; what was registered to run at the end still does."""
+    code = """
+import atexit
+from gpt_cli import processes
+status = []
+processes.end_abruptly(status)
+atexit.register(print, "last words", end="")
+class Kept:
+    def __del__(self): print(", taken apart")
+kept = Kept()
+status.append(3)
+raise SystemExit(3)
+"""
+    several = {} if rank is None else {"WORLD_SIZE": "2", "RANK": str(rank)}
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | several, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert done.stdout == "last words" + (", taken apart\n" if rank is None else "")
+
+
 def test_one_process_exchanges_nothing() -> None:
     world, tensor = World(), torch.ones(3)
     assert world.add(tensor) is tensor

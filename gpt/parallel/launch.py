@@ -64,6 +64,8 @@ def launch(command: Sequence[str], nproc: int, began: float | None = None) -> En
             return Ended(status if status < 128 else 128 + heard.sigval)
         except ChildFailedError as failed:
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+            if said := told(place, STATUS):
+                codes[0] = int(said)  # the launcher's own signal may have ended it after that
             return _ended(codes, told(place, RUN))
         return Ended(0)
 
