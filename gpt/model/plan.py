@@ -1,5 +1,6 @@
 """How a model can be trained on so many devices: what fits into their memory, and how long it takes. No torch."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -50,7 +51,7 @@ def plans(config: GPTConfig, asked: PlanConfig, batch_tokens: int) -> list[Plan]
     if asked.tensor is not None and config.n_head % asked.tensor:
         raise UserError(
             f"the model's {config.n_head} heads cannot be shared evenly by {asked.tensor} ranks",
-            "take one of " + ", ".join(map(str, _divisors(config.n_head))),
+            "take one of " + ", ".join(map(str, divisors(config.n_head))),
         )
     rows = step_rows(config, asked.batch_tokens or batch_tokens, asked.batch_tokens is not None)
     counts = sorted({2**n for n in range(asked.devices.bit_length()) if 2**n <= asked.devices} | {asked.devices})
@@ -90,7 +91,7 @@ def setups(config: GPTConfig, asked: PlanConfig, rows: int, devices: int) -> Ite
             continue
         own = rows // data
         for recompute in {"on": (True,), "off": (False,), "auto": (False, True)}[asked.recompute]:
-            for micro_batch in [asked.micro_batch] if asked.micro_batch else _divisors(own)[::-1]:
+            for micro_batch in [asked.micro_batch] if asked.micro_batch else divisors(own)[::-1]:
                 if own % micro_batch == 0:
                     yield Setup(
                         micro_batch=micro_batch,
@@ -107,7 +108,7 @@ def setups(config: GPTConfig, asked: PlanConfig, rows: int, devices: int) -> Ite
 
 def _divisions(config: GPTConfig, asked: PlanConfig, devices: int) -> Iterator[tuple[bool, int]]:
     """Whether parameters are shared out, and how many ranks share a sequence."""
-    for tensor in [asked.tensor] if asked.tensor else [n for n in _divisors(NODE) if config.n_head % n == 0]:
+    for tensor in [asked.tensor] if asked.tensor else [n for n in divisors(NODE) if config.n_head % n == 0]:
         if devices % tensor:
             continue
         alone = devices == tensor
@@ -150,19 +151,21 @@ def training_days(config: GPTConfig, asked: PlanConfig, devices: int, kind: Kind
 def _explain(config: GPTConfig, asked: PlanConfig, rows: int) -> None:
     """Raises `UserError` for what all devices together cannot divide."""
     tensor, n = asked.tensor, asked.devices
-    ways = [tensor] if tensor else [t for t in _divisors(NODE) if config.n_head % t == 0 and n % t == 0]
+    ways = [tensor] if tensor else [t for t in divisors(NODE) if config.n_head % t == 0 and n % t == 0]
     data = n // max(ways)
     if rows % data:
         above = -(-rows // data) * data * config.block_size
         raise UserError(
             f"the {rows:,} sequences of a step cannot be shared evenly by {n:,} devices, {max(ways)} a sequence",
-            f"take --batch-tokens {above:,}, or --devices {max(d * max(ways) for d in _divisors(rows) if d <= data):,}",
+            f"take --batch-tokens {above}, or --devices {max(d * max(ways) for d in divisors(rows) if d <= data)}",
         )
     raise UserError(
         f"a micro-batch of {asked.micro_batch} does not divide the {rows // data:,} sequences of a rank",
-        "take one of " + ", ".join(map(str, _divisors(rows // data))),
+        "take one of " + ", ".join(map(str, divisors(rows // data))),
     )
 
 
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+def divisors(n: int) -> list[int]:
+    """The whole numbers that divide n, in order."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})

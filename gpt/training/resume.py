@@ -13,10 +13,11 @@ from gpt.config import TrainConfig
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.files import checked, read_json
+from gpt.model.plan import divisors
 from gpt.runs import checkpoint, folder, hub
 from gpt.settings import from_dict
 from gpt.text.tokenizer import Tokenizer
-from gpt.training.recipe import Recipe, check_heads, check_share, divisors, micro_batch_for
+from gpt.training.recipe import Recipe, check_heads, check_share, micro_batch_for
 from gpt.training.record import FORMAT, versions
 from gpt.training.result import Result
 from gpt.training.schedule import lr_at

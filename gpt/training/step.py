@@ -20,9 +20,10 @@ from gpt.device import Compute
 from gpt.errors import is_out_of_memory
 from gpt.model.decoder import GPT
 from gpt.model.loss import IGNORED, tied_cross_entropy
+from gpt.model.plan import divisors
 from gpt.parallel.world import World
 from gpt.training.optim import Optimizers
-from gpt.training.recipe import Recipe, divisors
+from gpt.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from gpt.parallel.shard import Sharded  # which takes seconds to import
