@@ -35,7 +35,7 @@ class Setup:
 
     micro_batch: int = 1  # sequences at once on a rank
     accumulates: bool = False  # whether a step takes several micro-batches, so that gradients stay between them
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # of matrix products; weights are float32
+    dtype: str = "bfloat16"  # of matrix products, one of `WIDTHS`; weights are float32
     optimizer: Literal["muon", "adamw"] = "muon"
     recompute: bool = False  # whether blocks keep their input alone and are computed again for the gradient
     loss_chunk: int = 0  # positions whose logits exist at once; 0: all
