@@ -109,12 +109,21 @@ def find_run(asked: str | None) -> Path:
     return max(begun)[1]
 
 
-def processes_of(asked: str | None) -> int:
-    """How many processes of one machine a run was last begun or gone on with. Raises as `find_run` does."""
-    record = read_json(find_run(asked) / folder.RECORD)
-    again = record.get("resumed")
-    given = [each.get("given") for each in again if isinstance(each, dict)] if isinstance(again, list) else []
-    said = [each.get("nproc") for each in (record.get("settings"), *given) if isinstance(each, dict)]
+def finished(asked: str | None, given: Mapping[str, Any]) -> Result | None:
+    """The result of a run that has come to its end, unless more steps are asked for. Raises as `find_run` and
+    `read_begun` do."""
+    return read_begun(find_run(asked)).ends_with(given)
+
+
+def processes_of(asked: str | None, given: Mapping[str, Any]) -> int:
+    """How many processes of one machine go on with a run: as many as are ``given``, or as it was last begun or gone on
+    with; one where it is finished. Raises as `find_run` and `read_begun` do."""
+    begun = read_begun(find_run(asked))
+    if begun.ends_with(given):
+        return 1
+    again = begun.record.get("resumed")
+    before = [each.get("given") for each in again if isinstance(each, dict)] if isinstance(again, list) else []
+    said = [each.get("nproc") for each in (begun.record["settings"], *before, given) if isinstance(each, dict)]
     return next((n for n in reversed(said) if type(n) is int and 1 <= n <= 1024), 1)
 
 
