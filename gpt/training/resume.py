@@ -13,10 +13,11 @@ from gpt.config import TrainConfig
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.files import checked, read_json
+from gpt.model.fit import divisors
 from gpt.runs import checkpoint, folder, hub
 from gpt.settings import from_dict
 from gpt.text.tokenizer import Tokenizer
-from gpt.training.recipe import Recipe, check_heads, check_share, divisors, micro_batch_for
+from gpt.training.recipe import Recipe, asked_micro_batch, check_heads, check_share
 from gpt.training.record import FORMAT, versions
 from gpt.training.result import Result
 from gpt.training.schedule import lr_at
@@ -186,9 +187,7 @@ def find_checkpoint(run: Path, note: Notes) -> str | None:
     return path.name
 
 
-def changed(
-    recipe: Recipe, given: Mapping[str, Any], compute: Compute, step: int, note: Notes, processes: int = 1
-) -> Recipe:
+def changed(recipe: Recipe, given: Mapping[str, Any], step: int, note: Notes, processes: int = 1) -> Recipe:
     """The recipe with what was changed, for so many processes. Raises `UserError` for fewer steps, and for a batch that
     does not divide."""
     check_share(recipe.rows, processes)
@@ -212,7 +211,7 @@ def changed(
     if recipe.lora_rank and (recipe.tensor > 1 or recipe.shard == "full"):
         raise UserError("adapters are trained by processes that have all weights each", "leave out --shard, --tensor")
     if micro_batch not in (None, "auto"):
-        recipe = replace(recipe, micro_batch=micro_batch_for(micro_batch, share, recipe.model, compute))
+        recipe = replace(recipe, micro_batch=asked_micro_batch(micro_batch, share))
         note(f"micro-batch {recipe.micro_batch}: the same sums in another order, so equal to rounding")
     if steps is not None and steps < recipe.steps:
         raise UserError(f"the run has {recipe.steps:,} steps; --steps {steps:,} is fewer", "give as many or more")

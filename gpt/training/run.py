@@ -176,7 +176,7 @@ def _begin(
     given = {**begun.lengthened, **(given or {})} if begun else {}
     if begun:
         step = saved.state.step if saved else 0
-        recipe = _decided(world, partial(resume.changed, recipe, given, setting.compute, step, note, world.rows))
+        recipe = _decided(world, partial(resume.changed, recipe, given, step, note, world.rows))
     if saved is not None and saved.pace is not None and "steps" not in given:
         pace = replace(saved.pace, deadline=saved.pace.deadline + setting.began)
     trainer = Trainer(setting, recipe, saved, begun.path if begun else None)
