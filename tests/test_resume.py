@@ -377,6 +377,25 @@ def test_a_run_that_went_back(text: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert any(line["event"] == "rollback" for line in curve(result.run))
 
 
+def test_going_back_counts_no_evaluation_twice(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither that of the state which the run goes back to, nor those that it will come to again."""
+    whole_loss = stepping.tied_cross_entropy
+    calls: list[int] = []
+
+    def poisoned(*args: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return whole_loss(*args) * (math.nan if 6 < len(calls) <= 9 else 1)
+
+    monkeypatch.setattr(stepping, "tied_cross_entropy", poisoned)
+    monkeypatch.setattr("gpt.training.loop.mean_loss", lambda *args: 5.0)  # the first one is the best
+    settings: dict[str, Any] = {**FAST, "eval_every": 2, "save_every": 4, "patience": 3}
+    run = library.train(text, out="run", **settings).run
+    lines = [line for line in curve(run) if line["event"] in ("eval", "rollback", "end")]
+    told = [(line["event"], line["step"]) for line in lines]
+    again = [("eval", 6), ("eval", 8), ("end", 8)]  # the second and third after the best
+    assert told == [("eval", 2), ("eval", 4), ("eval", 6), ("rollback", 4), *again]
+
+
 def test_patience_is_remembered(text: Path) -> None:
     settings: dict[str, Any] = {**FAST, "steps": 200, "eval_every": 2, "lr": 0.5, "warmup": 150, "patience": 3}
     whole = library.train(text, out="whole", **settings)
@@ -519,3 +538,22 @@ def test_any_k_on_a_gpu(text: Path, dtype: str, monkeypatch: pytest.MonkeyPatch)
             assert_same(run, whole.run)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_finished_run_of_several_takes_one_process(
+    run_folder: Path, workdir: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many it had, or are asked for; with more steps it is not finished."""
+    shutil.copytree(run_folder, "run")
+    record = json.loads(Path("run/run.json").read_text())
+    record["settings"]["nproc"] = 2
+    Path("run/run.json").write_text(json.dumps(record))
+    started: list[int] = []
+    monkeypatch.setattr("gpt_cli.processes.start", lambda words, nproc, began: started.append(nproc) or 0)
+    for more in ([], ["--nproc", "3"], ["--steps", "30"]):
+        done = gpt("train", "--resume", "run", "--json", *more)
+        assert (done.code, done.err, started) == (0, "run is finished\n", [])
+        assert json.loads(done.out)["steps"] == 30
+    assert gpt("train", "--resume", "run", "--steps", "31").out == ""
+    assert gpt("train", "--resume", "run", "--steps", "31", "--nproc", "3").out == ""
+    assert started == [2, 3]

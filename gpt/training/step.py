@@ -19,10 +19,11 @@ from torch.nn.utils import clip_grad_norm_
 from gpt.device import Compute
 from gpt.errors import is_out_of_memory
 from gpt.model.decoder import GPT
+from gpt.model.fit import divisors
 from gpt.model.loss import IGNORED, tied_cross_entropy
 from gpt.parallel.world import World
 from gpt.training.optim import Optimizers
-from gpt.training.recipe import Recipe, divisors
+from gpt.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from gpt.parallel.shard import Sharded  # which takes seconds to import
