@@ -11,7 +11,7 @@ from rich.text import Text
 from gpt.config import PRESETS, GPTConfig
 from gpt.model.memory import cache, trunk
 from gpt.model.params import breakdown, flops_per_token, flops_sampled, nearest_preset
-from gpt.model.plan import NODE, USABLE, Plan, plans, trained_tokens
+from gpt.model.plan import NODE, Plan, plans, trained_tokens
 from gpt.plan_config import PlanConfig
 
 from . import render
@@ -175,7 +175,7 @@ def _memory(cost: Cost) -> None:
 
 def _fitting(cost: Cost) -> None:
     console, days = render.stdout(), cost.sections["time"]
-    title = Text(f"What fits into {USABLE:.0%} of the memory of {cost.asked.kind}, from one device up", "bold")
+    title = Text(f"What fits into the memory of {cost.asked.kind}, from one device up", "bold")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     table.add_column("devices", justify="right")
     table.add_column("gpt train …")
@@ -210,8 +210,9 @@ def _time(cost: Cost) -> None:
     if data["days"] is None:
         console.print(f"How much a {asked.kind} computes in {asked.dtype} is not known, so neither are the days.")
         return
+    days = _days(data["days"])
     console.print(
-        f"{data['tokens']:,} tokens at {asked.mfu:.0%} MFU: {_days(data['days'])} days on {cost.shown.devices:,} "
+        f"{data['tokens']:,} tokens at {asked.mfu:.0%} MFU: {days} day{'s' * (days != '1')} on {cost.shown.devices:,} "
         f"{asked.kind}, {data['tokens_per_second']:,.0f} tokens/s"
     )
 

@@ -64,7 +64,8 @@ def train(
 
 
 def of_run(run: str, given: dict[str, Any]) -> int:
-    """How many processes go on with a run: as many as it had before, unless another number is given."""
+    """How many processes go on with a run: as many as it had before, unless another number is given, or it is
+    finished."""
     from gpt.training import resume
 
-    return int(given.get("nproc") or resume.processes_of(run or None))
+    return resume.processes_of(run or None, given)

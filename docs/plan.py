@@ -6,8 +6,9 @@ python docs/plan.py
 from pathlib import Path
 
 from gpt.config import PRESETS
+from gpt.model.fit import USABLE
 from gpt.model.params import breakdown, flops_per_token
-from gpt.model.plan import USABLE, Plan, plans
+from gpt.model.plan import Plan, plans
 from gpt.plan_config import PlanConfig
 
 PAGE = Path(__file__).parent / "parallel-plan.md"

@@ -15,6 +15,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+pytest.register_assert_rewrite("several")
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,8 +70,11 @@ class Done:
     err: str
 
 
+Gpt = Callable[..., Done]
+
+
 @pytest.fixture
-def gpt(capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+def gpt(capfd: pytest.CaptureFixture[str]) -> Gpt:
     """Runs a command line in this process and returns exit status, stdout and stderr."""
     import gpt_cli.main
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ranks import LONG, RANK, SHORT, cut
+from ranks import LONG, RANK, SHORT, TEXTS, cut
 
 import gpt
 from gpt import events
@@ -31,7 +31,6 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw-together": ("adamw", {**TOGETHER, "recompute": True}),
     "muon-together": ("muon", TOGETHER),
 }
-TEXTS = {"pairs": "pairs.jsonl"}
 BOTH = {**SHORT, "shard": "full", "tensor": 2, "arch": "modern"}
 
 

@@ -27,6 +27,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 LONG = {**SMALL, "steps": 50, "save_every": 25, "eval_every": 25, "keep": 9}
 SHORT = {**SMALL, "steps": 12, "save_every": 4, "eval_every": 4, "keep": 9}
+WORDS = [word for key, value in SHORT.items() for word in ("--" + key.replace("_", "-"), str(value))]
 RUNS: dict[str, dict[str, Any]] = {
     "adamw": {**LONG, "optimizer": "adamw", "micro_batch": 2},
     "muon": {**LONG, "optimizer": "muon", "n_layer": 3},
@@ -49,7 +50,7 @@ def cut(run: str, copy: str, step: int) -> None:
     Path(copy, "run.json").write_text(json.dumps(record))
 
 
-def runs() -> None:
+def two() -> None:
     """All that comes to a good end."""
     summed: dict[str, list[bool]] = {}
     for name, settings in RUNS.items():
@@ -133,10 +134,9 @@ def command(*words: str) -> None:
     """``gpt train`` with words of its own."""
     from gpt_cli.main import main
 
-    options = [word for key, value in SHORT.items() for word in ("--" + key.replace("_", "-"), str(value))]
-    sys.exit(main(["train", "book.txt", *options, *words]))
+    sys.exit(main(["train", "book.txt", *WORDS, *words]))
 
 
 if __name__ == "__main__":
-    scenarios: dict[str, Callable[[], None]] = {"runs": runs, "broken": broken, "otherwise": otherwise}
+    scenarios: dict[str, Callable[[], None]] = {"two": two, "broken": broken, "otherwise": otherwise}
     scenarios[sys.argv[1]]()

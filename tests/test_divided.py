@@ -1,18 +1,16 @@
 """Runs whose weights are divided among processes: `gpt train --shard full`, `--tensor`. `parts.py` is what they run."""
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Done, spawn
-from parts import BOTH, MODELS, TEXTS, TWO, four, two
-from ranks import SHORT, cut
-from test_parallel import WORDS, Gpt, held_out, losses, strike, texts
+from conftest import Done, Gpt
+from parts import BOTH, MODELS, TWO, four
+from ranks import SHORT, WORDS, cut
+from several import PARTS, assert_ended_and_gone_on, assert_trained_alike, losses, of_events, texts, trained
 from test_resume import assert_same, curve
 
 import gpt as library
@@ -25,34 +23,19 @@ from gpt.runs import checkpoint, folder
 from gpt.training.best import _share
 from gpt.training.saving import Saver
 
-SCRIPT = str(Path(__file__).with_name("parts.py"))
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with texts, in which one process and then two have trained the same."""
-    here, place = Path.cwd(), tmp_path_factory.mktemp("parts")
-    os.chdir(place)
-    try:
-        texts()
-        for name, settings in MODELS.items():
-            library.train(TEXTS.get(name, "book.txt"), out=f"one/{name}", **settings)
-        assert launch([sys.executable, SCRIPT, two.__name__], 2) == Ended(0)
-    finally:
-        os.chdir(here)
-    return place
+    """A folder in which ``one`` process and then two, into ``TWO``, have trained the same."""
+    return trained(tmp_path_factory.mktemp("parts"), MODELS, PARTS)
 
 
 @pytest.mark.parametrize("name", TWO)
 def test_two_train_as_one_does(place: Path, name: str) -> None:
     one, divided = place / "one" / TWO[name][0], place / name
     near = 5e-3 if name.startswith("narrow") else 1e-4
-    assert losses(divided) == pytest.approx(losses(one), abs=near)
-    assert held_out(divided) == pytest.approx(held_out(one), abs=near)
-    norms = [[line["grad_norm"] for line in curve(run) if line["event"] == "step"] for run in (one, divided)]
-    assert norms[1] == pytest.approx(norms[0], rel=2e-2)
-    samples = [[line["text"] for line in curve(run) if line["event"] == "sample"] for run in (one, divided)]
-    assert samples[0] == samples[1]
+    assert_trained_alike(one, divided, norms=2e-2, abs=near)
+    assert of_events(divided, "text", "sample") == of_events(one, "text", "sample")
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -111,7 +94,7 @@ def test_any_run_goes_on_divided_in_any_way(place: Path, workdir: Path) -> None:
 def test_two_times_two(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     library.train("book.txt", out="one/both", **{**BOTH, "shard": "none", "tensor": 1})
-    assert launch([sys.executable, SCRIPT, four.__name__], 4) == Ended(0)
+    assert launch([sys.executable, str(PARTS), four.__name__], 4) == Ended(0)
     assert losses(place / "four") == pytest.approx(losses(place / "one/both"), abs=1e-4)
 
 
@@ -140,8 +123,7 @@ def test_recompute_is_exact(place: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_bad_input_is_one_line(words: list[str], what: str, hint: str, workdir: Path, gpt: Gpt) -> None:
     texts()
-    options = [word for key, value in SHORT.items() for word in ("--" + key.replace("_", "-"), str(value))]
-    done: Done = gpt("train", "book.txt", "--quiet", "-o", "run", *options, *words)
+    done: Done = gpt("train", "book.txt", "--quiet", "-o", "run", *WORDS, *words)
     assert done.code == 2
     assert what in done.err
     assert hint in done.err
@@ -197,25 +179,4 @@ def test_a_disk_that_is_full_leaves_nobody_waiting(tmp_path: Path, monkeypatch: 
 def test_what_ends_one_ends_all_and_the_run_goes_on(workdir: Path) -> None:
     """A process that is killed, and later one that is told to stop: the others give what they have for the checkpoint."""
     texts()
-    words = [*WORDS, "--steps", "60", "--dropout", "0.1", "--save-every", "5", "--nproc", "2", "--shard", "full"]
-    whole = spawn("train", "book.txt", *words, "-o", "whole", "--quiet", "--json")
-    assert (whole.wait(timeout=600), json.loads(whole.communicate()[0])["steps"]) == (0, 60)
-    run = Path("runs/x")
-    killed = spawn("train", "book.txt", *words, "-o", run, "--quiet")
-    out, err, seconds = strike(killed, run, 10, 0, signal.SIGKILL)
-    assert (killed.returncode, out) == (1, "")
-    assert err.startswith("error: process 0 of 2 was ended by SIGKILL")
-    assert err.endswith("hint: go on with: gpt train --resume runs/x\n")
-    assert err.count("\n") == 2
-    assert seconds < 15
-    stopped = spawn("train", "--resume", run, "--quiet")
-    step = folder.checkpoints(run)[-1].step
-    out, err, _ = strike(stopped, run, step + 10, 1, signal.SIGTERM)
-    assert (stopped.returncode, out) == (143, "")
-    assert err.startswith("interrupted at step ")
-    assert err.count("\n") == 1
-    again = spawn("train", "--resume", "--quiet", "--json")
-    out, err = again.communicate(timeout=600)
-    assert (again.returncode, err) == (0, "")
-    assert json.loads(out)["steps"] == 60
-    assert_same(run, Path("whole"))
+    assert_ended_and_gone_on([*WORDS, "--shard", "full"], 60, rank=0)

@@ -115,10 +115,11 @@ def test_a_cpu_keeps_float32_scores_of_long_contexts_under_dropout(dtype: Any) -
         ("gpt2", "sinusoidal", "float32"),
         ("modern", "rotary", "float32"),
         ("modern", "learned", "float32"),
+        ("modern", "rotary", "bfloat16"),
     ],
 )
 def test_fused_attention_keeps_what_is_counted(arch: Any, positions: Any, dtype: Any) -> None:
-    """On a GPU. Its autocast squares in float32, which a CPU's does not: ``modern`` in bfloat16 is not compared."""
+    """On a GPU."""
     config = replace(shape("nano", n_layer=3), arch=arch, positions=positions)
     expected(config, saved(config, 16, dtype), Setup(micro_batch=16, dtype=dtype))
 

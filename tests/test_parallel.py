@@ -2,18 +2,16 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Done, make_text, spawn
-from ranks import LONG, RUNS, SHORT, TEXTS, cut
+from conftest import Gpt
+from ranks import LONG, RUNS, WORDS, cut
+from several import RANKS, assert_ended_and_gone_on, assert_trained_alike, losses, texts, trained
 from test_cli import one_line_of_what_and_what_next
 from test_resume import assert_same, curve
 
@@ -24,56 +22,27 @@ from gpt.errors import UserError
 from gpt.parallel import environment
 from gpt.parallel.launch import Ended, _ended, launch
 from gpt.parallel.world import Ranks, World
-from gpt.runs import folder
 from gpt.text.batches import Ramp
 from gpt.training.recipe import Recipe, resolve
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes where Linux has them")
-Gpt = Callable[..., Done]
-RANKS = Path(__file__).with_name("ranks.py")
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with texts, in which ``one`` process and then ``two`` have trained the same."""
-    here, place = Path.cwd(), tmp_path_factory.mktemp("ranks")
-    os.chdir(place)
-    try:
-        texts()
-        for name, settings in RUNS.items():
-            library.train(TEXTS.get(name, "book.txt"), out=f"one/{name}", **settings)
-        assert launch([sys.executable, str(RANKS), "runs"], 2) == Ended(0)
-    finally:
-        os.chdir(here)
-    return place
-
-
-def texts() -> None:
-    Path("book.txt").write_bytes(make_text().encode())
-    pairs = [{"prompt": f"{n} =>", "completion": " " + "la" * (n % 7) + f" {n * n}"} for n in range(60)]
-    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    """A folder in which ``one`` process and then ``two`` have trained the same."""
+    return trained(tmp_path_factory.mktemp("ranks"), RUNS, RANKS)
 
 
 def heard_by(place: Path, rank: int) -> dict[str, Any]:
     return dict(json.loads((place / f"heard-{rank}.json").read_text()))
 
 
-def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in curve(run) if line["event"] == "step"]
-
-
-def held_out(run: Path) -> list[float]:
-    return [line["val_loss"] for line in curve(run) if line["event"] in ("eval", "end")]
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_two_train_as_one_does(place: Path, name: str) -> None:
     one, two = place / "one" / name, place / "two" / name
     assert len(losses(two)) == 50
-    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
-    assert held_out(two) == pytest.approx(held_out(one), rel=1e-4)
-    norms = [[line["grad_norm"] for line in curve(run) if line["event"] == "step"] for run in (one, two)]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
+    assert_trained_alike(one, two, norms=1e-2, rel=1e-4)
     says = [json.loads((run / "run.json").read_text()) for run in (one, two)]
     assert [said["compute"]["processes"] for said in says] == [1, 2]
     assert says[0]["resolved"]["batch_tokens"] == says[1]["resolved"]["batch_tokens"]
@@ -145,61 +114,9 @@ def test_only_the_first_is_heard(place: Path) -> None:
 # Processes that end before their time
 
 
-WORDS = [word for key, value in SHORT.items() for word in ("--" + key.replace("_", "-"), str(value))]
-SLOW = [*WORDS, "--steps", "150", "--dropout", "0.1", "--save-every", "5", "--nproc", "2"]
-
-
-def worker(launcher: int, rank: int) -> int:
-    """The process of a rank."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == launcher and f"\0RANK={rank}\0" in path.read_text():
-                return int(path.parent.name)
-        except OSError:
-            continue
-    raise AssertionError(f"no process of rank {rank}")
-
-
-def strike(process: "subprocess.Popen[str]", run: Path, step: int, rank: int, signum: int) -> tuple[str, str, float]:
-    """Sends one process a signal once a checkpoint from that step on is there. What the command says, and how long it
-    takes to end."""
-    while not run.is_dir() or not any(entry.step >= step for entry in folder.checkpoints(run)):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    os.kill(worker(process.pid, rank), signum)
-    sent = time.monotonic()
-    out, err = process.communicate(timeout=300)
-    return out, err, time.monotonic() - sent
-
-
 def test_what_ends_one_ends_all_and_the_run_goes_on(workdir: Path) -> None:
     texts()
-    whole = spawn("train", "book.txt", *SLOW, "-o", "whole", "--json", "--quiet")
-    out, err = whole.communicate(timeout=300)
-    assert (whole.returncode, err) == (0, "")
-    assert json.loads(out)["steps"] == 150
-    run = Path("runs/x")
-    killed = spawn("train", "book.txt", *SLOW, "-o", run, "--quiet")
-    out, err, seconds = strike(killed, run, 10, 1, signal.SIGKILL)
-    assert (killed.returncode, out) == (1, "")
-    assert err == (
-        "error: process 1 of 2 was ended by SIGKILL, maybe by the system, for want of memory\n"
-        "hint: go on with: gpt train --resume runs/x\n"
-    )
-    assert seconds < 15
-    stopped = spawn("train", "--resume", run, "--quiet")  # with as many processes as before
-    step = folder.checkpoints(run)[-1].step
-    out, err, _ = strike(stopped, run, step + 10, 1, signal.SIGTERM)
-    assert (stopped.returncode, out) == (143, "")
-    assert err.startswith("interrupted at step ")
-    assert err.endswith("; go on with: gpt train --resume runs/x\n")
-    assert err.count("\n") == 1
-    again = spawn("train", "--resume", "--quiet", "--json")
-    out, err = again.communicate(timeout=300)
-    assert (again.returncode, err) == (0, "")
-    assert json.loads(out)["steps"] == 150
-    assert_same(run, Path("whole"))
+    assert_ended_and_gone_on(WORDS, 150, rank=1)
 
 
 def test_an_error_in_one_is_said_once(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:

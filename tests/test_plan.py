@@ -12,15 +12,18 @@ import torch
 from conftest import ROOT, Done
 from test_cli import one_line_of_what_and_what_next
 
-from gpt.config import PRESETS
-from gpt.model import memory
+from gpt.config import PRESETS, TrainConfig
+from gpt.device import Compute
+from gpt.model import fit, memory
 from gpt.model.cache import KVCache
+from gpt.model.fit import USABLE
 from gpt.model.memory import Setup, training
 from gpt.model.params import breakdown, flops_per_token, flops_sampled
-from gpt.model.plan import USABLE, plans, setups, step_rows
+from gpt.model.plan import plans, setups, step_rows
 from gpt.parallel.shard import rank_parameters
 from gpt.peaks import KINDS, find_kind
 from gpt.plan_config import PlanConfig
+from gpt.training.recipe import resolve
 
 Gpt = Callable[..., Done]
 
@@ -97,6 +100,38 @@ def test_what_is_said_is_what_train_takes(gpt: Gpt) -> None:
     *_, plan = plans(PRESETS["gpt3-6.7b"].model, asked, 2**21)
     said = gpt("train", "--preset", "gpt3-6.7b", "--nproc", "8", *plan.options.split(), "--print-config").out
     assert all(line in said for line in ('shard = "full"', "tensor = 2", 'micro_batch = "2"', "recompute = true"))
+
+
+@pytest.mark.parametrize("preset", ["gpt3-350m", "gpt3-2.7b", "gpt3-6.7b"])
+@pytest.mark.parametrize("kind", ["h100-80gb", "t4-16gb", "cpu"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_train_takes_is_what_is_said(monkeypatch: pytest.MonkeyPatch, preset: str, kind: str, dtype: Any) -> None:
+    """Under ``--micro-batch auto``."""
+    shape, memory = PRESETS[preset].model, KINDS["t4-16gb" if kind == "cpu" else kind].memory
+    monkeypatch.setattr(Compute, "_memory", lambda compute: memory)
+    monkeypatch.setattr("gpt.peaks.host_memory", lambda: memory)
+    compute = Compute(torch.device("cpu" if kind == "cpu" else "cuda"), getattr(torch, dtype))
+    settings: dict[str, Any] = {"preset": preset, "dropout": 0.0, "steps": 1}
+    config = TrainConfig(**settings)
+    recipe = resolve(config, compute, 10**9, 10**9, shape.vocab_size, False, lambda note: None)
+    asked = PlanConfig(kind=kind, devices=1, recompute="off", dtype=dtype)
+    [plan] = plans(shape, asked, PRESETS[preset].batch_tokens)
+    assert (recipe.micro_batch, recipe.loss_chunk) == (plan.setup.micro_batch, plan.setup.loss_chunk)
+
+
+def test_a_micro_batch_is_the_largest_that_fits_with_its_logits_at_once() -> None:
+    config, room = PRESETS["gpt2"].model, 16 * 10**9
+    found = fit.largest(config, Setup(), 96, room)
+    assert (found.loss_chunk, found.accumulates) == (0, True)
+    above = min(n for n in fit.divisors(96) if n > found.micro_batch)
+    assert fit.fits(config, found, room)
+    assert not fit.fits(config, replace(found, micro_batch=above), room)
+    assert fit.largest(config, Setup(), found.micro_batch, room) == replace(found, accumulates=False)
+    many = replace(config, vocab_size=10**6)  # so that one sequence's logits are most of it
+    little = int(training(many, Setup(accumulates=True)).peak / USABLE) - 10**6  # a little less than these want
+    one = fit.largest(many, Setup(), 96, little)
+    assert (one.micro_batch, 0 < one.loss_chunk < config.block_size) == (1, True)
+    assert fit.fits(many, one, little)
 
 
 @pytest.mark.parametrize(

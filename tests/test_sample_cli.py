@@ -16,6 +16,7 @@ import pytest
 from conftest import Done
 
 import gpt as library
+from gpt.decoding.prompts import Results
 
 Gpt = Callable[..., Done]
 PROMPTS = ["the cat", "Zürich 🐕 and a longer prompt than the others", "", "it"]
@@ -143,6 +144,12 @@ def test_a_file_of_samples_is_gone_on_with(
         assert part.read_bytes() == data
 
 
+def test_a_sample_is_in_the_file_as_soon_as_it_is_made(tmp_path: Path) -> None:
+    with Results(tmp_path / "o.jsonl", ["a"]) as results:
+        results.add({"prompt": "a"})
+        assert (tmp_path / "o.jsonl").read_bytes() == b'{"prompt": "a"}\n'
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -176,6 +183,13 @@ def test_files_that_cannot_be_gone_on_with(gpt: Gpt, run_folder: Path, prompts: 
     before = out.read_bytes()
     refused(gpt(*args, "-o", out, "--seed", "2"), "has seed 1, not 2")
     refused(gpt(*args, "-o", out, "--greedy"), "was written with other settings")
+    first = before.splitlines(keepends=True)[0]
+    for line, message in (
+        (first.replace(b'"seed": 1', b'"seed": 2'), "line 5 has seed 2; the lines before have 1"),
+        (first.replace(b'"index": 0', b'"index": "0"'), "line 5 is a sample of another prompt"),
+    ):
+        (tmp_path / "two.jsonl").write_bytes(before + line)
+        refused(gpt(*args, "-o", tmp_path / "two.jsonl"), message)
     refused(gpt("sample", "other", "-m", run_folder, "-o", out), "is a sample of another prompt")
     refused(gpt(*args, "-o", prompts), "line 1 is no sample: it has no 'prompt_index'")
     assert out.read_bytes() == before

@@ -96,9 +96,16 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Each position by itself: (B, T, C) → (B, T, C)."""
         x = self.c_fc(x)
-        x = F.relu(x).square() if self.modern else F.gelu(x, approximate="tanh")
+        x = relu2(x) if self.modern else F.gelu(x, approximate="tanh")
         out: Tensor = self.dropout(self.c_proj(x))
         return out
+
+
+def relu2(x: Tensor) -> Tensor:
+    """ReLU² (So et al. 2021, arXiv 2109.08668), of any shape. A product, since autocast on a GPU computes powers in
+    float32."""
+    x = F.relu(x)
+    return x * x
 
 
 class Block(nn.Module):

@@ -35,7 +35,7 @@ class Setup:
 
     micro_batch: int = 1  # sequences at once on a rank
     accumulates: bool = False  # whether a step takes several micro-batches, so that gradients stay between them
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # of matrix products; weights are float32
+    dtype: str = "bfloat16"  # of matrix products, one of `WIDTHS`; weights are float32
     optimizer: Literal["muon", "adamw"] = "muon"
     recompute: bool = False  # whether blocks keep their input alone and are computed again for the gradient
     loss_chunk: int = 0  # positions whose logits exist at once; 0: all
@@ -163,8 +163,6 @@ def block(config: GPTConfig, setup: Setup) -> int:
     inputs = s * (C + C // t + C)  # of c_attn, c_proj, c_fc
     hidden = 4 * C // t
     mlp = 2 * s * hidden  # before and after its activation
-    if config.arch == "modern" and setup.autocast and setup.device == "cuda":
-        mlp += FLOAT * hidden  # autocast squares in float32 there
     masks = 2 * _mask(config, setup, s) * C
     return norms + inputs + mlp + masks + _heads(config, setup) // t
 
@@ -239,8 +237,6 @@ def _gradient(config: GPTConfig, setup: Setup) -> int:
     inside = s * hidden
     if config.arch == "modern":
         inside = 3 * s * hidden
-        if setup.autocast and setup.device == "cuda":  # in float32
-            inside = (4 * FLOAT - s) * hidden
     return inside + (s * config.n_embd if setup.autocast else 0)
 
 

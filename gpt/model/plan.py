@@ -1,19 +1,17 @@
 """How a model can be trained on so many devices: what fits into their memory, and how long it takes. No torch."""
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gpt.config import GPTConfig
 from gpt.errors import UserError
+from gpt.model.fit import at_once, divisors, in_chunks, largest, room
 from gpt.model.memory import Setup, Training, training
 from gpt.model.params import breakdown, flops_per_token
 from gpt.peaks import Kind, find_kind
 from gpt.plan_config import PlanConfig
 
-USABLE = 0.9  # of a device's memory; the rest is for CUDA's context, the buffers of cuBLAS and NCCL, and fragmentation
 NODE = 8  # devices of a machine, to which tensor parallelism is bound: it sends much, and often
-LEAST_CHUNK = 128  # positions whose logits are computed at once at least
 DAY = 86_400
 TOKENS = 20  # a parameter (Hoffmann et al. 2022, arXiv 2203.15556)
 
@@ -73,8 +71,10 @@ def step_rows(config: GPTConfig, batch_tokens: int, was_asked: bool) -> int:
 def _first(config: GPTConfig, asked: PlanConfig, rows: int, devices: int) -> Plan | None:
     """The first setup that fits, or else the one that needs least; None where none divides the work."""
     least: Plan | None = None
+    kind = find_kind(asked.kind)
+    days = training_days(config, asked, devices, kind)
     for setup in setups(config, asked, rows, devices):
-        plan = _fitted(config, asked, devices, setup)
+        plan = Plan(devices, setup, training(config, setup), room(config, setup, kind.memory), days)
         if plan.fits:
             return plan
         if least is None or plan.memory.peak < least.memory.peak:
@@ -84,26 +84,27 @@ def _first(config: GPTConfig, asked: PlanConfig, rows: int, devices: int) -> Pla
 
 def setups(config: GPTConfig, asked: PlanConfig, rows: int, devices: int) -> Iterator[Setup]:
     """Ways to compute a step, the cheapest first: less is sent without sharding than with it, and less with it than
-    where ranks share each sequence; computing again costs a third more. Of each, the largest micro-batch first."""
+    where ranks share each sequence; computing again costs a third more."""
+    memory = find_kind(asked.kind).memory
     for shard, tensor in _divisions(config, asked, devices):
         data = devices // tensor
         if rows % data:
             continue
         own = rows // data
         for recompute in {"on": (True,), "off": (False,), "auto": (False, True)}[asked.recompute]:
-            for micro_batch in [asked.micro_batch] if asked.micro_batch else divisors(own)[::-1]:
-                if own % micro_batch == 0:
-                    yield Setup(
-                        micro_batch=micro_batch,
-                        accumulates=own > micro_batch,
-                        dtype=asked.dtype,
-                        optimizer=asked.optimizer,
-                        recompute=recompute,
-                        data=data,
-                        shard=shard,
-                        tensor=tensor,
-                        device="cpu" if asked.kind == "cpu" else "cuda",
-                    )
+            setup = Setup(
+                dtype=asked.dtype,
+                optimizer=asked.optimizer,
+                recompute=recompute,
+                data=data,
+                shard=shard,
+                tensor=tensor,
+                device="cpu" if asked.kind == "cpu" else "cuda",
+            )
+            if asked.micro_batch is None:
+                yield largest(config, setup, own, memory)
+            elif own % asked.micro_batch == 0:
+                yield in_chunks(config, at_once(setup, asked.micro_batch, own), memory)
 
 
 def _divisions(config: GPTConfig, asked: PlanConfig, devices: int) -> Iterator[tuple[bool, int]]:
@@ -116,22 +117,6 @@ def _divisions(config: GPTConfig, asked: PlanConfig, devices: int) -> Iterator[t
             yield False, tensor
         if asked.shard == "full" or (asked.shard == "auto" and not alone):
             yield True, tensor
-
-
-def _fitted(config: GPTConfig, asked: PlanConfig, devices: int, setup: Setup) -> Plan:
-    """The plan, with the logits in chunks where they do not fit at once."""
-    kind = find_kind(asked.kind)
-    room = int(USABLE * kind.memory)
-    days = training_days(config, asked, devices, kind)
-    chunk = setup.micro_batch * config.block_size
-    memory = training(config, setup)
-    while memory.peak > room and memory.peak == memory.moments["loss"] and chunk > LEAST_CHUNK:
-        chunk = max(LEAST_CHUNK, chunk // 2)
-        smaller = training(config, replace(setup, loss_chunk=chunk))
-        if smaller.peak >= memory.peak:
-            break
-        setup, memory = replace(setup, loss_chunk=chunk), smaller
-    return Plan(devices, setup, memory, room, days)
 
 
 def trained_tokens(config: GPTConfig, asked: PlanConfig) -> int:
@@ -163,9 +148,3 @@ def _explain(config: GPTConfig, asked: PlanConfig, rows: int) -> None:
         f"a micro-batch of {asked.micro_batch} does not divide the {rows // data:,} sequences of a rank",
         "take one of " + ", ".join(map(str, divisors(rows // data))),
     )
-
-
-def divisors(n: int) -> list[int]:
-    """The whole numbers that divide n, in order."""
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})

@@ -4,7 +4,7 @@ together for checkpoints."""
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,16 +48,9 @@ def divided(recipe: Recipe, compute: Compute, world: World, path: Path | None) -
 class MuonOfParts(Muon):
     """Muon where each process has parts of the matrices: each orthogonalizes an equal share of them, whole."""
 
-    def __init__(
-        self,
-        sharded: Sharded,
-        groups: Iterable[dict[str, Any]],
-        lr: float,
-        weight_decay: float,
-        dtype: torch.dtype,
-        world: World | None = None,
-    ) -> None:
-        super().__init__(groups, lr, weight_decay, dtype, world)
+    def __init__(self, sharded: Sharded, *how: Any) -> None:
+        """``how``: all that `Muon` takes, of parameters of ``sharded.own``."""
+        super().__init__(*how)
         mine = {p for group in self.param_groups for p in group["params"]}
         self.names = {p: name for name, p in sharded.own.named_parameters() if p in mine}
         alike: dict[str, list[str]] = defaultdict(list)

@@ -8,18 +8,18 @@ from typing import Any, Literal
 from gpt.config import GPTConfig, Preset, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.errors import UserError
+from gpt.model.fit import at_once, divisors, in_chunks, largest
+from gpt.model.memory import Setup
 from gpt.model.params import breakdown, nearest_preset
-from gpt.model.plan import divisors
 from gpt.text.batches import Ramp
 from gpt.training import start as starts
 
 Notes = Callable[[str], None]
 DECAY = 0.5  # of the steps
+DROPOUT = 0.1  # where there is any
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
 RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
-LOGITS = 12  # bytes of a logit, in bfloat16 and twice in float32: itself, its softmax and its gradient
 COMPILE_FROM = 3e16  # FLOPs of a run from which compiling pays on a GPU: about two minutes at a third of an H100's peak
-LEAST_CHUNK = 128  # positions
 CPU_FLOPS = 1e13  # of a run of default length on a CPU, as 6 a parameter and token
 
 AS_ASKED = (
@@ -124,8 +124,8 @@ def resolve(
         steps=steps,
         batch_tokens=batch.tokens,
         rows=batch.rows,
-        micro_batch=batch.micro_batch,
-        lr=preset.lr * (MUON_FACTOR if optimizer == "muon" else 1) if config.lr is None else config.lr,
+        micro_batch=batch.setup.micro_batch,
+        lr=_rate(config, preset, optimizer),
         warmup=warmup,
         decay=round(DECAY * steps) if config.decay is None else config.decay,
         optimizer=optimizer,
@@ -135,7 +135,7 @@ def resolve(
         lora_rank=config.lora_rank or 0,
         lora_alpha=2.0 * (config.lora_rank or 0) if config.lora_alpha is None else config.lora_alpha,
         ramp=batch.ramp,
-        loss_chunk=_loss_chunk(batch.micro_batch, model, compute, batch.load),
+        loss_chunk=batch.setup.loss_chunk,
         compile=_compiles(config, compute, 6 * breakdown(model).trainable * tokens),
         **as_asked,
     )
@@ -152,6 +152,12 @@ def _of_no_use(config: TrainConfig, steps: int, warmup: int, held_out: bool) -> 
     if config.decay is not None and config.schedule != "linear":
         lines.append(f"--schedule {config.schedule} has no way down of its own: --decay is not used")
     return lines
+
+
+def _rate(config: TrainConfig, preset: Preset, optimizer: str) -> float:
+    if config.lr is not None:
+        return config.lr
+    return preset.lr * (MUON_FACTOR if optimizer == "muon" else 1)
 
 
 def check_heads(model: GPTConfig, tensor: int) -> None:
@@ -200,23 +206,13 @@ def _pair_rows(config: TrainConfig, preset: Preset, tokens: float) -> int:
 
 
 @dataclass(frozen=True)
-class Load:
-    """What a process has to hold: of all weights one in so many ``parts``, and which activations."""
-
-    parts: int = 1
-    tensor: int = 1
-    recompute: bool = False
-
-
-@dataclass(frozen=True)
 class _Batch:
     """What a step takes, and how many steps take so many tokens."""
 
     rows: int
     row: float  # tokens, of pairs on average
-    micro_batch: int
     ramp: Ramp | None
-    load: Load
+    setup: Setup
 
     @property
     def tokens(self) -> int:
@@ -239,13 +235,42 @@ def _batch(
     if config.batch_tokens is None or pair is not None:
         rows += -rows % processes
     check_share(rows, processes, T if pair is None else None)
-    load = Load(config.tensor * (processes if config.shard == "full" else 1), config.tensor, config.recompute)
-    micro_batch = micro_batch_for(config.micro_batch, rows // processes, model, compute, load)
+    setup = _setup(config, model, compute, rows // processes, processes)
     if config.batch_ramp is not None:
         first = max(1, min(RAMP_FROM[0] // T, round(rows * RAMP_FROM[1])))
         first += -first % processes
-        ramp = Ramp(rows, first, math.ceil(config.batch_ramp / T), micro_batch * processes, processes)
-    return _Batch(rows, T if pair is None else pair, micro_batch, ramp, load)
+        ramp = Ramp(rows, first, math.ceil(config.batch_ramp / T), setup.micro_batch * processes, processes)
+    return _Batch(rows, T if pair is None else pair, ramp, setup)
+
+
+def _setup(config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, processes: int) -> Setup:
+    """What a process with so many ``rows`` of a step computes at once. Dropout that is not decided yet is counted."""
+    if config.dropout is None:
+        model = replace(model, dropout=DROPOUT)
+    setup = Setup(
+        dtype=compute.dtype_name,
+        optimizer="adamw" if config.lora_rank else config.optimizer,
+        recompute=config.recompute,
+        data=processes,
+        shard=config.shard == "full",
+        tensor=config.tensor,
+        device="cuda" if compute.device.type == "cuda" else "cpu",
+    )
+    if config.micro_batch == "auto":
+        return largest(model, setup, rows, compute.memory())
+    return in_chunks(model, at_once(setup, asked_micro_batch(config.micro_batch, rows), rows), compute.memory())
+
+
+def asked_micro_batch(asked: str, rows: int) -> int:
+    """Of a process's ``rows``. Raises `UserError` for one that is no number or does not divide them."""
+    if not asked.isascii() or not asked.isdigit() or int(asked) < 1:
+        raise UserError(f'micro-batch is "{asked}"; it must be auto or a whole number from 1')
+    if rows % int(asked):
+        raise UserError(
+            f"a micro-batch of {asked} does not divide the {rows:,} sequences of a step",
+            "take one of " + ", ".join(map(str, divisors(rows))),
+        )
+    return int(asked)
 
 
 def check_share(rows: int, processes: int, length: int | None = None) -> None:
@@ -285,43 +310,7 @@ def auto_epochs(n_tokens: int, model: GPTConfig, device: str) -> float:
 
 def auto_dropout(epochs: float) -> float:
     """Dropout for a text that is read ``epochs`` times: none unless it is read often enough to be learnt by heart."""
-    return 0.1 if epochs > 8 else 0.0
-
-
-def micro_batch_for(asked: str, rows: int, model: GPTConfig, compute: Compute, load: Load | None = None) -> int:
-    """Sequences at once: the largest divisor of a process's ``rows`` whose activations fit a part of the memory."""
-    if asked != "auto":
-        if not asked.isascii() or not asked.isdigit() or int(asked) < 1:
-            raise UserError(f'micro-batch is "{asked}"; it must be auto or a whole number from 1')
-        if rows % int(asked):
-            raise UserError(
-                f"a micro-batch of {asked} does not divide the {rows:,} sequences of a step",
-                "take one of " + ", ".join(map(str, divisors(rows))),
-            )
-        return int(asked)
-    load = load or Load()
-    a_sequence = model.block_size * (_activations(model, load) + LOGITS * model.vocab_size)
-    return max((d for d in divisors(rows) if d * a_sequence <= _room(model, compute, load)), default=1)
-
-
-def _activations(model: GPTConfig, load: Load) -> int:
-    """Bytes that a position leaves for the backward pass: about 20 numbers of the width a block, of which processes
-    that share it divide some 16; where they are computed anew, one a block, and the 20 of the block at hand."""
-    of_block = 4 + 16 // load.tensor
-    return 4 * (model.n_layer + of_block if load.recompute else of_block * model.n_layer) * model.n_embd
-
-
-def _room(model: GPTConfig, compute: Compute, load: Load) -> float:
-    """Bytes for activations: a part of what weights, gradients and AdamW's two moments leave."""
-    left = compute.memory() - 16 * breakdown(model).trainable // load.parts
-    return left * (0.25 if compute.device.type == "cpu" else 0.6)
-
-
-def _loss_chunk(micro_batch: int, model: GPTConfig, compute: Compute, load: Load) -> int:
-    """Positions whose logits are computed at once: all (0), unless they do not fit beside the activations."""
-    positions = micro_batch * model.block_size
-    fit = (_room(model, compute, load) - positions * _activations(model, load)) / (LOGITS * model.vocab_size)
-    return 0 if fit >= positions else max(LEAST_CHUNK, int(fit))
+    return DROPOUT if epochs > 8 else 0.0
 
 
 def _compiles(config: TrainConfig, compute: Compute, flops: float) -> bool:

@@ -13,16 +13,17 @@ from gpt.config import TrainConfig
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.files import checked, read_json
-from gpt.model.plan import divisors
+from gpt.model.fit import divisors
 from gpt.runs import checkpoint, folder, hub
 from gpt.settings import from_dict
 from gpt.text.tokenizer import Tokenizer
-from gpt.training.recipe import Recipe, check_heads, check_share, micro_batch_for
+from gpt.training.recipe import Recipe, asked_micro_batch, check_heads, check_share
 from gpt.training.record import FORMAT, versions
 from gpt.training.result import Result
 from gpt.training.schedule import lr_at
 from gpt.training.start import Start, find_start
 from gpt.training.state import Machine, Saved, read_saved
+from gpt.words import counted
 
 MAY_CHANGE = (
     "steps",
@@ -107,12 +108,21 @@ def find_run(asked: str | None) -> Path:
     return max(begun)[1]
 
 
-def processes_of(asked: str | None) -> int:
-    """How many processes of one machine a run was last begun or gone on with. Raises as `find_run` does."""
-    record = read_json(find_run(asked) / folder.RECORD)
-    again = record.get("resumed")
-    given = [each.get("given") for each in again if isinstance(each, dict)] if isinstance(again, list) else []
-    said = [each.get("nproc") for each in (record.get("settings"), *given) if isinstance(each, dict)]
+def finished(asked: str | None, given: Mapping[str, Any]) -> Result | None:
+    """The result of a run that has come to its end, unless more steps are asked for. Raises as `find_run` and
+    `read_begun` do."""
+    return read_begun(find_run(asked)).ends_with(given)
+
+
+def processes_of(asked: str | None, given: Mapping[str, Any]) -> int:
+    """How many processes of one machine go on with a run: as many as are ``given``, or as it was last begun or gone on
+    with; one where it is finished. Raises as `find_run` and `read_begun` do."""
+    begun = read_begun(find_run(asked))
+    if begun.ends_with(given):
+        return 1
+    again = begun.record.get("resumed")
+    before = [each.get("given") for each in again if isinstance(each, dict)] if isinstance(again, list) else []
+    said = [each.get("nproc") for each in (begun.record["settings"], *before, given) if isinstance(each, dict)]
     return next((n for n in reversed(said) if type(n) is int and 1 <= n <= 1024), 1)
 
 
@@ -175,9 +185,7 @@ def find_checkpoint(run: Path, note: Notes) -> str | None:
     return path.name
 
 
-def changed(
-    recipe: Recipe, given: Mapping[str, Any], compute: Compute, step: int, note: Notes, processes: int = 1
-) -> Recipe:
+def changed(recipe: Recipe, given: Mapping[str, Any], step: int, note: Notes, processes: int = 1) -> Recipe:
     """The recipe with what was changed, for so many processes. Raises `UserError` for fewer steps, and for a batch that
     does not divide."""
     check_share(recipe.rows, processes)
@@ -201,7 +209,7 @@ def changed(
     if recipe.lora_rank and (recipe.tensor > 1 or recipe.shard == "full"):
         raise UserError("adapters are trained by processes that have all weights each", "leave out --shard, --tensor")
     if micro_batch not in (None, "auto"):
-        recipe = replace(recipe, micro_batch=micro_batch_for(micro_batch, share, recipe.model, compute))
+        recipe = replace(recipe, micro_batch=asked_micro_batch(micro_batch, share))
         note(f"micro-batch {recipe.micro_batch}: the same sums in another order, so equal to rounding")
     if steps is not None and steps < recipe.steps:
         raise UserError(f"the run has {recipe.steps:,} steps; --steps {steps:,} is fewer", "give as many or more")
@@ -236,13 +244,17 @@ def same_compute(begun: Begun, asked: str | None, processes: int, note: Notes) -
         note(f"on {compute.device} instead of {machine.device}: equal to rounding, not bit for bit")
     if processes != machine.processes:
         note(
-            f"{processes} process{'es' * (processes > 1)} instead of {machine.processes}: the same batches; equal to "
+            f"{counted(processes, 'process', 'processes')} instead of {machine.processes}: the same batches; equal to "
             "rounding, but for dropout"
         )
     elif not moved and compute.device.type == "cpu" and torch.get_num_threads() != machine.threads:
         if not 1 <= machine.threads <= 4096:
-            raise UserError(f"{begun.run} is damaged: it says that it ran on {machine.threads} threads", folder.HINT)
-        note(f"{machine.threads} threads, as before, instead of {torch.get_num_threads()}: sums depend on it")
+            raise UserError(
+                f"{begun.run} is damaged: it says that it ran on {counted(machine.threads, 'thread')}", folder.HINT
+            )
+        note(
+            f"{counted(machine.threads, 'thread')}, as before, instead of {torch.get_num_threads()}: sums depend on it"
+        )
         torch.set_num_threads(machine.threads)
     was = begun.record.get("versions")
     if isinstance(was, dict) and was.get("torch") != versions()["torch"]:

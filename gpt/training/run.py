@@ -80,45 +80,56 @@ def go_on(
     given = given or {}
     resume.refuse_others(given, texts)
     asked = from_dict(TrainConfig, given, "resume")
+    if not environment.is_one_of_many() and (result := resume.finished(run, given)):
+        listen(events.Note(f"{result.run} is finished"))
+        return result  # which takes one process, however many the run had
     with contextlib.ExitStack() as held:
         stop = held.enter_context(StopSignal(at_once=True))
         world = held.enter_context(joined(asked.nproc))
         listen, note = _told(listen, world)
         world.agree({"resume": run, **given, **_code()})
-
-        def found() -> tuple[str, str | None]:
-            path = resume.find_run(run)
-            held.enter_context(opening.locked_run(path))
-            begun = resume.read_begun(path)
-            if begun.ends_with(given):
-                note(f"{path} is finished")
-                return str(path), None
-            with files.disk_errors(path):
-                files.recover(path)
-                folder.write_index(path)
-            logs.check(str(given.get("log", begun.config.log)))
-            return str(path), resume.find_checkpoint(path, note)
-
-        place, at = world.decided(found)
+        place, at = world.decided(lambda: _found(run, given, held, note))
         begun = world.together(lambda: resume.read_begun(Path(place), at))
         if result := begun.ends_with(given):
+            note(f"{begun.run} is finished")
             return result
-        compute = world.together(lambda: resume.same_compute(begun, given.get("device"), world.size, note))
-        compute = world.place(compute)
-        world.together(lambda: world.divide(*resume.division(begun, given)))
-        start = shared_start(world, lambda: resume.same_start(begun))
-        tokenizer = start.tokenizer if start else begun.tokenizer
-        data: Data | PairData | None = None
-        if world.first:
-            data = opening.same_data(
-                begun.run, begun.record, begun.texts, begun.config, compute.device.type, listen, note, tokenizer
-            )
-        spent = begun.saved.state.seconds if begun.saved else 0.0
-        data = opening.shared(
-            world, data, lambda: make_pairs(begun.texts, begun.config, compute.device.type, note, tokenizer)
-        )
-        setting = Setting(begun.run, data, compute, start, world, listen, began - spent)
+        setting = _found_again(begun, given, world, listen, began)
         return _begin(setting, begun.config, begun.record, begun, given).train(stop)
+
+
+def _found(
+    run: str | None, given: Mapping[str, Any], held: contextlib.ExitStack, note: Callable[[str], None]
+) -> tuple[str, str | None]:
+    """The run to go on with, which is this process's alone while ``held`` is, put in order, and its checkpoint."""
+    path = resume.find_run(run)
+    held.enter_context(opening.locked_run(path))
+    begun = resume.read_begun(path)
+    if begun.ends_with(given):
+        return str(path), None
+    with files.disk_errors(path):
+        files.recover(path)
+        folder.write_index(path)
+    logs.check(str(given.get("log", begun.config.log)))
+    return str(path), resume.find_checkpoint(path, note)
+
+
+def _found_again(
+    begun: resume.Begun, given: Mapping[str, Any], world: World, listen: Listener, began: float
+) -> Setting:
+    """What a run was made of, as it was, but for what may have changed."""
+    _, note = _told(listen, world)
+    compute = world.together(lambda: resume.same_compute(begun, given.get("device"), world.size, note))
+    compute = world.place(compute)
+    world.together(lambda: world.divide(*resume.division(begun, given)))
+    start = shared_start(world, lambda: resume.same_start(begun))
+    tokenizer = start.tokenizer if start else begun.tokenizer
+    kind, texts, config = compute.device.type, begun.texts, begun.config
+    data: Data | PairData | None = None
+    if world.first:
+        data = opening.same_data(begun.run, begun.record, texts, config, kind, listen, note, tokenizer)
+    data = opening.shared(world, data, lambda: make_pairs(texts, config, kind, note, tokenizer))
+    spent = begun.saved.state.seconds if begun.saved else 0.0
+    return Setting(begun.run, data, compute, start, world, listen, began - spent)
 
 
 def _told(listen: Listener, world: World) -> tuple[Listener, Callable[[str], None]]:
@@ -165,7 +176,7 @@ def _begin(
     given = {**begun.lengthened, **(given or {})} if begun else {}
     if begun:
         step = saved.state.step if saved else 0
-        recipe = _decided(world, partial(resume.changed, recipe, given, setting.compute, step, note, world.rows))
+        recipe = _decided(world, partial(resume.changed, recipe, given, step, note, world.rows))
     if saved is not None and saved.pace is not None and "steps" not in given:
         pace = replace(saved.pace, deadline=saved.pace.deadline + setting.began)
     trainer = Trainer(setting, recipe, saved, begun.path if begun else None)
