@@ -107,19 +107,24 @@ class LanguageModel:
         which must have been made with this model's tokenizer."""
         from gpt.training.prepare import tokenized
 
-        path = tokenized(texts)
+        path, config = tokenized(texts), config or ReadConfig()
+        if side not in SIDES:
+            raise UserError(f'there is no split "{side}"', did_you_mean(side, SIDES))
         if path is not None:
+            for each in fields(ReadConfig):
+                if getattr(config, each.name) != each.default:
+                    self.note(f"{path} is tokenized already: --{each.name.replace('_', '-')} is not used")
             folder = TokenFolder(path)
             if folder.tokenizer.fingerprint != self.tokenizer.fingerprint:
                 raise UserError(
                     f"{path} was made with another tokenizer ({folder.tokenizer.name}) than the model's",
                     "tokenize the text with the model's own: gpt tokenize … --tokenizer MODEL",
                 )
-            if side not in SIDES:
-                raise UserError(f'there is no split "{side}"', did_you_mean(side, SIDES))
             documents = folder.stream(side).documents
             return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window)
-        reading = {f.name: getattr(config or ReadConfig(), f.name) for f in fields(ReadConfig)}
+        if side != "val":
+            self.note(f"{texts[0]} is no folder of tokens: all of it is measured, and --split is not used")
+        reading = {f.name: getattr(config, f.name) for f in fields(ReadConfig)}
         corpus = open_corpus(texts, TextConfig(**reading, val_fraction=0))
         with tempfile.TemporaryDirectory(prefix="gpt-") as place:
             folder = tokenize(corpus, self.tokenizer, Path(place) / "tokens", listen=listen)

@@ -519,8 +519,10 @@ def test_trained_on_it_is_the_text_it_was_made_from(texts: Path, tmp_path: Path,
     folder = make(texts, tmp_path / "tokens")
     heard: list[events.Event] = []
     from_text = _train(texts, tmp_path / "a", vocab_size=400)
-    from_tokens = _train(folder.path, tmp_path / "b", tokenizer="bytes", listen=heard.append)
+    from_tokens = _train(folder.path, tmp_path / "b", tokenizer="bytes", errors="replace", listen=heard.append)
     assert "already: --tokenizer is not used" in str(heard)
+    assert "already: --errors is not used" in str(heard)
+    assert str(heard).count("is not used") == 2
     assert from_text.val_loss == from_tokens.val_loss  # type: ignore[attr-defined]
     model = "model.safetensors"
     a, b = (result.checkpoint / model for result in (from_text, from_tokens))  # type: ignore[attr-defined]
@@ -534,6 +536,15 @@ def test_trained_on_it_is_the_text_it_was_made_from(texts: Path, tmp_path: Path,
     train = json.loads(gpt("eval", tmp_path / "b", folder.path, "--split", "train", "--json", "-q").out)
     assert train["bytes"] + val["bytes"] == folder.bytes
     assert gpt("eval", tmp_path / "b", folder.path, "--split", "test").code == 2
+    assert "already: --field is not used" in gpt("eval", tmp_path / "b", folder.path, "--field", "x").err
+
+
+def test_a_split_is_of_a_folder_of_tokens(tmp_path: Path, run_folder: Path, gpt: Callable[..., Done]) -> None:
+    text = tmp_path / "t.txt"
+    text.write_text("the cat sat on the dog", encoding="utf-8")
+    done = gpt("eval", run_folder, text, "--split", "train", "-q")
+    assert (done.code, "t.txt is no folder of tokens" in done.err) == (0, True), done.err
+    assert gpt("eval", run_folder, text, "--split", "tset").code == 2
 
 
 def test_a_folder_of_another_tokenizer_is_refused(
