@@ -128,13 +128,19 @@ def _as_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") -> i
 def config_file(config_class: type[Any]) -> Any:
     """An option ``--config FILE.toml`` whose values stand behind options and environment, and before defaults."""
     known = [field.name for field in dataclasses.fields(config_class)]
+    kinds = get_type_hints(config_class)
 
     def read(context: typer.Context, path: Path | None) -> Path | None:
         if path is not None and not context.resilient_parsing:
             values = read_toml(path)
-            for key in values:
+            for key, value in values.items():
                 if key not in known:
                     raise UserError(f'{path}: unknown key "{key}"', did_you_mean(key, known))
+                if (without_none(kinds[key]) is bool) != isinstance(value, bool):  # which the parser takes for 1 and 0
+                    said = str(value).lower() if isinstance(value, bool) else repr(value)
+                    raise UserError(
+                        f"{path}: {key} is {said}", "only switches are true or false, and they are nothing else"
+                    )
             context.default_map = {**(context.default_map or {}), **values}
         return path
 

@@ -312,6 +312,12 @@ def test_wrong_input_is_one_clear_line(gpt: Gpt, book: Path, args: list[str], me
     assert set(Path().rglob("*")) == before  # nothing half-written
 
 
+@pytest.mark.parametrize(("line", "said"), [("lr = true", "lr is true"), ("pairs = 'no'", "pairs is 'no'")])
+def test_true_is_no_number_and_words_are_no_switches(gpt: Gpt, workdir: Path, line: str, said: str) -> None:
+    Path("c.toml").write_text(line, encoding="utf-8")
+    one_line_of_what_and_what_next(gpt("train", "--config", "c.toml", "--print-config"), f"c.toml: {said}")
+
+
 def test_suggestions(gpt: Gpt, book: Path) -> None:
     for args, suggestion in {
         ("train", "book.txt", "--preset", "gtp2"): 'did you mean "gpt2"?',

@@ -240,7 +240,7 @@ def test_wrong_input_is_one_clear_line(gpt: Gpt, args: list[str], message: str) 
 
 def test_suggestions(gpt: Gpt) -> None:
     assert 'did you mean "h100-80gb"?' in gpt("params", "gpt2", "--kind", "h100-80").err
-    assert "take --batch-tokens 525,312, or --devices 2" in gpt("params", "gpt2", "--devices", "3").err
+    assert "take --batch-tokens 525312, or --devices 2" in gpt("params", "gpt2", "--devices", "3").err
     assert "--memory is about" in gpt("params", "--list", "--memory").err
     assert "--memory is about" in gpt("params", "--memory").err
 

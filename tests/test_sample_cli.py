@@ -510,6 +510,15 @@ def test_a_checkpoint_that_may_not_be_read_is_named(
     assert "Permission denied: the checkpoint before it is taken" in done.err
 
 
+def test_a_best_that_cannot_be_told_is_said(run_folder: Path, workdir: Path, gpt: Gpt) -> None:
+    shutil.copytree(run_folder, "mine")
+    step = json.loads(Path("mine/index.json").read_text(encoding="utf-8"))["best"]
+    assert "other checkpoints" not in gpt("sample", "hi", "-n", "1", "-m", "mine").err
+    Path("mine", step, "gpt.json").write_text("{", encoding="utf-8")
+    done = gpt("sample", "hi", "-n", "1", "-m", "mine")
+    assert f"mine/{step}/gpt.json is damaged: it is not JSON: the best is taken of the other checkpoints" in done.err
+
+
 def test_runs_that_may_not_be_read_are_passed_over(
     run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch, gpt: Gpt
 ) -> None:

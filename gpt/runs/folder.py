@@ -263,6 +263,7 @@ def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
     if not entries:
         raise UserError(f"the run {run} has no checkpoint yet", "wait for its first one, or train again")
     if which == "best":
+        _tell_unmeasured(run, entries, note)
         return run / best(entries).name
     if which == "latest":
         return newest_whole(run, note)
@@ -270,6 +271,16 @@ def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
     if step not in [entry.step for entry in entries]:
         raise UserError(f"{run} has no checkpoint {which}", "it has " + ", ".join(entry.name for entry in entries))
     return run / step_name(step)
+
+
+def _tell_unmeasured(run: Path, entries: list[Entry], note: Callable[[str], None]) -> None:
+    """Says of which checkpoints it cannot be known whether they are the best."""
+    for entry in entries:
+        if entry.val_loss is None:
+            try:
+                read_json(run / entry.name / META)
+            except UserError as error:
+                note(f"{error.message}: the best is taken of the other checkpoints")
 
 
 def newest_whole(run: Path, note: Callable[[str], None], training: bool = False) -> Path:
