@@ -148,7 +148,7 @@ def load(
     found = folder.find_checkpoint(None if path is None else str(path), note)
     int8 = dtype == "int8"
     compute = devices.pick(device, "auto" if int8 else dtype)
-    narrow = compute.dtype if sampling is not None and not int8 else torch.float32
+    narrow = compute.dtype if sampling is not None else torch.float32
     loaded = checkpoint.load(found, compute.device, dtype=narrow)
     if sampling is not None or int8:
         packed = sampling is not None and sampling.compile != "on"

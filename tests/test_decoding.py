@@ -1,7 +1,10 @@
 """Rows of ids: the context past its size, seeds, batches, what ends a text."""
 
 import math
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +13,15 @@ from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.decoding.context import Context
-from gpt.decoding.generate import Batch, Request, Token, generate
+from gpt.decoding.generate import POSITIONS_AT_ONCE, Batch, Request, Token, generate
 from gpt.decoding.logits import Filters
+from gpt.decoding.write import CACHE_SHARE, ROWS, Sample, Writer
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model import decoder
 from gpt.model.decoder import GPT
 from gpt.sample_config import SampleConfig
+from gpt.text.tokenizer import bytes_tokenizer
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 EOT = 49
@@ -114,6 +119,27 @@ def test_what_a_context_drops_is_counted(positions: str) -> None:
     assert context.dropped == [24]
 
 
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_a_copied_row_goes_on_as_its_source_does(positions: str) -> None:
+    """Rows that begin alike, or not, before and after the context has dropped something of one or the other."""
+    model, rng = tiny_model(8, positions), random.Random(0)
+    for _ in range(50):
+        context = Context(model, CPU, 3)
+        whole = [rng.randrange(50) for _ in range(20)]
+        context.fill(0, [whole[: rng.randrange(1, 20)] for _ in range(3)])
+        for _ in range(rng.randrange(12)):
+            context.step([[rng.randrange(2)] for _ in range(3)])
+        for source, target in ((0, 1), (1, 2)):
+            context.copy(source, target)
+            context.step([[5], [5], [rng.randrange(50)]])
+        assert context.ids[0] == context.ids[1]
+        assert context.dropped[0] == context.dropped[1]
+        context.copy(1, 2)
+        x = context.step([[7]] * 3)
+        assert torch.allclose(x[0], x[1], atol=1e-4)
+        assert torch.allclose(x[0], x[2], atol=1e-4)
+
+
 def test_rotary_sliding_computes_nothing_anew() -> None:
     model = tiny_model(16, "rotary")
     context = Context(model, CPU)
@@ -203,6 +229,111 @@ def test_logprob_is_the_models_own() -> None:
         logprobs = model(torch.tensor([ids])).log_softmax(-1)[0]
     for at, token in enumerate(tokens, 2):
         assert token.logprob == pytest.approx(logprobs[at - 1, token.id].item(), abs=1e-4)
+
+
+def test_a_prompts_log_probabilities_are_those_of_one_forward() -> None:
+    """Of what the context keeps; looked at in parts, of which there are three. There are 50 ids, and 99 are asked for."""
+    model, prompt = tiny_model(2 * POSITIONS_AT_ONCE + 9), [at * at % 47 for at in range(200)]
+    config = SampleConfig(max_tokens=0, echo_logprobs=True, logprobs=99)
+    told, _ = Batch(Context(model, CPU), Filters(config, EOT), [Request(prompt)])
+    kept = prompt[-model.config.block_size :]
+    with torch.no_grad():
+        logprobs = model(torch.tensor([kept]))[0].log_softmax(-1)
+    assert told.prompt is not None
+    assert [token.id for token in told.prompt] == kept
+    assert told.prompt[0] == Token(kept[0], None)
+    for at, token in enumerate(told.prompt[1:], 1):
+        assert token.logprob == pytest.approx(logprobs[at - 1, token.id].item(), abs=1e-4)
+        assert token.top[0][1] == pytest.approx(logprobs[at - 1].max().item(), abs=1e-4)
+        assert len(token.top) == 50
+
+
+# Texts
+
+
+def writer(config: SampleConfig, block_size: int = 64) -> Writer:
+    """Of a model whose ids are bytes."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(257, block_size, 2, 2, 16)).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return Writer(model, bytes_tokenizer(), CPU, config, seed=3)
+
+
+def samples(config: SampleConfig, prompts: list[str], num: int = 1, **more: Any) -> list[Sample]:
+    return [piece.sample for piece in writer(config).write(prompts, range(num), **more) if piece.sample is not None]
+
+
+def test_samples_that_stop_early_leave_others_as_they_are() -> None:
+    config = SampleConfig(max_tokens=60, ignore_eot=True)
+    whole = samples(config, ["a", "b"], num=4)
+    letters = {letter for letter in set(whole[5].text + whole[2].text) - set(whole[0].text) if letter.isascii()}
+    stops = sorted(letters)[:4]  # while others stop, the first goes on, and all wait for it
+    cut = samples(replace(config, stop=tuple(stops)), ["a", "b"], num=4)
+    assert [sample.finish_reason for sample in cut].count("stop") > 2
+    for one, other in zip(whole, cut, strict=True):
+        assert other.tokens == one.tokens[: len(other.tokens)]
+        assert other.text == one.text[: len(other.text)]
+        assert other.finish_reason == ("stop" if any(stop in one.text for stop in stops) else "length")
+        assert not any(stop in other.text for stop in stops)
+
+
+def test_without_a_prompt_a_text_begins_as_a_document_does() -> None:
+    config, some = SampleConfig(max_tokens=9, ignore_eot=True), writer(SampleConfig())
+    [sample] = samples(config, [""])
+    begun = generate(Context(some.model, CPU), [some.tokenizer.eot], config, some.tokenizer.eot, seed=3)
+    assert sample.tokens == [token.id for token in begun]
+
+
+@pytest.mark.parametrize("how", [{"greedy": True}, {"beam": 2}])
+def test_an_end_of_text_that_ends_nothing_is_text(how: dict[str, Any]) -> None:
+    bias = {"bias": ("<|endoftext|>=1000",), "max_tokens": 5}
+    [sample] = samples(SampleConfig(ignore_eot=True, **bias, **how), ["a"])
+    assert (sample.tokens, sample.text, sample.finish_reason) == ([256] * 5, "<|endoftext|>" * 5, "length")
+    [sample] = samples(SampleConfig(**bias, **how), ["a"])
+    assert (sample.tokens, sample.text, sample.finish_reason) == ([], "", "eot")
+
+
+@pytest.mark.parametrize("stop", ["end", "🐕", "🐕🐕"])
+def test_a_search_knows_a_stop_text_by_its_last_byte(stop: str) -> None:
+    ends = writer(SampleConfig(beam=2, stop=("\n", stop)))._ends_with_stop
+    ids = list(f"a text that {stop}".encode())
+    assert [ends(ids[:end]) for end in range(1, len(ids) + 1)] == [False] * (len(ids) - 1) + [True]
+
+
+def test_what_is_done_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    fill = Context.fill
+
+    def counted(self: Context, first: int, prompts: Sequence[Sequence[int]]) -> Tensor:
+        computed.append(len(prompts))
+        return fill(self, first, prompts)
+
+    monkeypatch.setattr(Context, "fill", counted)
+    config = SampleConfig(max_tokens=5)
+    assert samples(config, ["a", "b"], 2, done={(0, 1), (1, 0)}) == [
+        samples(config, ["a"], 2)[0],
+        samples(config, ["b"], 2)[1],
+    ]
+    assert computed == [2, 2, 2]
+
+
+def test_a_text_has_slid_once_the_context_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    slides: list[int] = []
+    monkeypatch.setattr(Context, "_slide", lambda self, row, new: slides.append(row) or self.fill(row, [[0]]))
+    for count, slid in ((60, False), (61, False), (62, True)):  # the last one is only predicted
+        slides.clear()
+        [sample] = samples(SampleConfig(max_tokens=count, ignore_eot=True), ["abcd"])
+        assert (sample.slid, bool(slides)) == (slid, slid)
+
+
+def test_so_many_at_once_as_the_memory_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = writer(SampleConfig(max_tokens=20))._context([[1, 2]], 1, 1).cache
+    size = one.keys.nbytes + one.values.nbytes
+    for fitting, width, rows in ((3, 1, 3), (6, 2, 6), (5, 2, 4), (0, 1, 1), (999, 1, ROWS["cpu"]), (999, 5, 15)):
+        monkeypatch.setattr(Compute, "memory", lambda self, n=fitting: int((n + 0.5) * size / CACHE_SHARE))
+        assert writer(SampleConfig(max_tokens=20))._context([[1, 2], [1]], 50, width).rows == rows
+    assert writer(SampleConfig(max_tokens=20, batch=7))._context([[1, 2]], 50, 1).rows == 7
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ import gpt as library
 from benchmarks import faults
 from gpt import events, files
 from gpt.errors import Interrupted, UserError, WorkError
+from gpt.interrupt import StopSignal
 from gpt.runs import checkpoint, folder, tensors
 from gpt.training import saving
 from gpt.training.state import Saved
@@ -109,6 +110,60 @@ def test_what_the_disk_did_not_keep_is_noticed(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match="what was written is not what can be read"):
         checkpoint.write(tmp_path / "step-000001", contents)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sums_that_the_disk_did_not_keep_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that fits itself, and knows of no file."""
+    write_sums = folder.write_sums
+    monkeypatch.setattr(folder, "write_sums", lambda beside, sums: write_sums(beside, {}))
+    with pytest.raises(OSError, match="what was written is not what can be read"):
+        checkpoint.write(tmp_path / "step-000001", faults.small_checkpoint_files())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be told to forget a file")
+def test_what_is_read_back_comes_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: set[int] = set()
+    fadvise = os.posix_fadvise
+
+    def forgets(descriptor: int, start: int, length: int, how: int) -> None:
+        if (start, length, how) == (0, 0, os.POSIX_FADV_DONTNEED):
+            forgotten.add(os.fstat(descriptor).st_ino)
+        fadvise(descriptor, start, length, how)
+
+    monkeypatch.setattr(os, "posix_fadvise", forgets)
+    saved = tmp_path / "step-000001"
+    checkpoint.write(saved, faults.small_checkpoint_files())
+    assert forgotten == {path.stat().st_ino for path in saved.iterdir() if path.name != folder.CHECKSUMS}
+
+
+def test_what_a_killed_save_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    for name in (".tmp-step-000001", "step-000001"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "stale").write_text("old")
+    with files.whole_folder(tmp_path / "step-000001") as beside:
+        (beside / "x").write_text("new")
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["step-000001", "step-000001/x"]
+
+
+def test_where_the_new_one_cannot_take_its_name_the_old_one_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "step-000001"
+    target.mkdir()
+    (target / "x").write_text("old")
+    replace = os.replace
+
+    def fails(source: Any, to: Any) -> None:
+        if Path(source).name == ".tmp-step-000001":
+            raise OSError(errno.EIO, "Input/output error")
+        replace(source, to)
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError, match="Input/output"), files.whole_folder(target) as beside:
+        (beside / "x").write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    assert (target / "x").read_text() == "old"
 
 
 def test_damaged_copies_are_refused(tmp_path: Path) -> None:
@@ -273,6 +328,53 @@ def test_a_disk_that_stays_full_is_status_1(gpt: Gpt, text: Path, monkeypatch: p
     assert folder.can_go_on(Path("runs/one/step-000008"))
 
 
+def test_a_fault_while_a_checkpoint_is_written_is_no_fault_of_the_disk(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(target: Path, contents: Any) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(checkpoint, "write", broken)
+    with pytest.raises(RuntimeError, match="boom"):
+        library.train(text, out="runs/x", **FAST)
+
+
+def test_the_wait_for_room_ends_with_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(target: Path, contents: Any) -> None:
+        tried.append(target.name)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write", full)
+    monkeypatch.setattr(saving, "ROOM_PAUSE", 0.01)
+    tried: list[str] = []
+    saver = saving.Saver(tmp_path, 1, lambda step: None, lambda text: None)
+    with pytest.raises(WorkError, match="step 4 could not be saved and is lost"):
+        saver.last(4, 10, dict, lambda: len(tried) == 3)
+    assert tried == ["step-000004"] * 3
+
+
+def test_metrics_last_longer_than_what_tells_their_length(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, int]] = []
+    replace, fsync = os.replace, os.fsync
+    metrics = Path("runs/x/metrics.jsonl")
+
+    def renamed(source: Any, target: Any) -> None:
+        if str(target).endswith("step-000012"):
+            done.append(("name", metrics.stat().st_size))
+        replace(source, target)
+
+    def synced(descriptor: int) -> None:
+        if metrics.exists() and os.fstat(descriptor).st_ino == metrics.stat().st_ino:
+            done.append(("sync", os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "replace", renamed)
+    monkeypatch.setattr(os, "fsync", synced)
+    run = library.train(text, out="runs/x", **{**FAST, "eval_every": 12, "save_every": 12}).run
+    state = json.loads((run / "step-000012/training.json").read_text())["state"]
+    assert done == [("sync", state["metrics_bytes"]), ("name", state["metrics_bytes"])]
+
+
 def test_a_signal_that_cannot_be_saved_is_status_1(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(target: Path, contents: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -318,19 +420,24 @@ def test_metrics_that_cannot_be_written_have_a_gap(text: Path) -> None:
 # Writing beside training
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The write of step 4 ends only after step 6 is done; what it holds is step 4 all the same."""
+@pytest.mark.parametrize("until", [6, 8])
+def test_training_goes_on_while_a_checkpoint_is_written(
+    text: Path, monkeypatch: pytest.MonkeyPatch, until: int
+) -> None:
+    """The write of step 4 ends only after step 6 is done, or while the save of step 8 waits for it; what it holds is
+    step 4 all the same."""
     write = checkpoint.write
     reached = threading.Event()
 
     def slow(target: Path, contents: Any) -> None:
         if target.name == "step-000004":
             assert reached.wait(60)
+            time.sleep(0.3 * (until == 8))  # in which that save would copy what is being written, if it did not wait
         write(target, contents)
 
     def watch(event: Any) -> None:
         heard.append(event)
-        if isinstance(event, events.StepEvent) and event.step == 6:
+        if isinstance(event, events.StepEvent) and event.step == until:
             reached.set()
 
     heard: list[Any] = []
@@ -338,7 +445,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(text: Path, monkeypatch:
     monkeypatch.setattr(checkpoint, "write", slow)
     beside = library.train(text, out="beside", listen=watch, **FAST, keep=9)
     saves = {event.checkpoint: event.step for event in heard if isinstance(event, events.SaveEvent)}
-    assert saves["step-000004"] >= 6
+    assert saves["step-000004"] >= until
     for name in ("model.safetensors", "training.safetensors"):
         one, other = (run / "step-000004" / name for run in (plain.run, beside.run))
         assert one.read_bytes() == other.read_bytes()
@@ -386,6 +493,14 @@ def test_killed_runs_go_on(tmp_path: Path) -> None:
 def test_interrupted_commands_go_on(tmp_path: Path) -> None:
     outcomes = faults.many(faults.stopped, 2, tmp_path)
     assert set(outcomes) <= {"saved and gone on with", "before the first step", "finished"}, outcomes
+
+
+def test_after_it_signals_do_what_they_did_before() -> None:
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    with StopSignal() as stop:
+        send(signal.SIGTERM)
+        assert stop.signum == signal.SIGTERM
+    assert {signum: signal.getsignal(signum) for signum in before} == before
 
 
 def test_a_second_signal_ends_at_once(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, Done, make_text, send
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_cli import one_line_of_what_and_what_next
 
 import gpt as library
 from gpt import events
 from gpt.errors import Interrupted, UserError, WorkError
-from gpt.runs import folder
+from gpt.runs import checkpoint, folder
 from gpt.training import step as stepping
 
 Gpt = Callable[..., Done]
@@ -126,13 +126,56 @@ def test_what_stood_behind_the_checkpoint_is_cut(text: Path) -> None:
     interrupted_at(5, lambda listen: library.train(text, out="parts", listen=listen, **settings))
     with Path("parts/metrics.jsonl").open("a") as file:
         file.write('{"event": "step", "step": 6, "tokens": 1, "seconds": 1}\n{"event": "st')
-    (Path("parts") / ".tmp-step-000008").mkdir()
+    (Path("parts") / ".tmp-step-000099").mkdir()
+    (Path("parts") / "step-000005").rename("parts/.tmp-was-step-000005")  # between two renames
     Path("parts/index.json").unlink()
-    indexed: list[bool] = []
-    library.resume("parts", lambda event: indexed.append(Path("parts/index.json").exists()))
-    assert indexed[-1]
+    heard: list[Any] = []
+    library.resume("parts", lambda event: heard.append((event, Path("parts/index.json").exists())))
+    assert [(event.step, indexed) for event, indexed in heard if isinstance(event, events.ResumeEvent)] == [(5, True)]
     assert curve(Path("parts")) == curve(whole.run)
     assert not list(Path("parts").rglob(".tmp*"))
+
+
+def killed_after(run: Path, step: int) -> None:
+    """Makes a run what it would be if it had been killed before the next checkpoint was whole."""
+    for entry in folder.checkpoints(run):
+        if entry.step > step:
+            shutil.rmtree(run / entry.name)
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({k: v for k, v in record.items() if k not in ("ended", "result")}))
+
+
+def test_what_was_due_after_a_checkpoint_s_step_is_not_done_again(text: Path) -> None:
+    settings: dict[str, Any] = {**FAST, "eval_every": 4, "sample_every": 4, "save_every": 4, "keep": 9}
+    whole = library.train(text, out="whole", **settings)
+    shutil.copytree("whole", "parts")
+    killed_after(Path("parts"), 8)
+    library.resume("parts")
+    assert_same(Path("parts"), whole.run)
+    assert curve(Path("parts")) == curve(whole.run)
+
+
+def test_what_is_saved_already_is_not_saved_again(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = library.train(text, out="x", **{**FAST, "save_every": 4, "keep": 9}).run
+    killed_after(run, 8)
+    monkeypatch.setattr(checkpoint, "write", lambda target, contents: pytest.fail(f"{target} is written"))
+    interrupted_at(8, lambda listen: library.resume("x", listen), events.ResumeEvent)
+
+
+def test_threads_are_as_many_as_before(text: Path) -> None:
+    """Sums depend on them."""
+    threads = torch.get_num_threads()
+    library.train(text, out="x", **{**FAST, "save_every": 4, "keep": 9})
+    killed_after(Path("x"), 8)
+    heard: list[Any] = []
+    torch.set_num_threads(threads + 1)
+    try:
+        library.resume("x", heard.append)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(threads)
+    said = f"{threads} threads, as before, instead of {threads + 1}: sums depend on it"
+    assert said in [event.text for event in heard if isinstance(event, events.Note)]
 
 
 def test_without_a_checkpoint_it_starts_at_the_first_step(text: Path) -> None:
@@ -205,7 +248,7 @@ def test_a_twin_in_the_environment_counts(gpt: Gpt, text: Path, monkeypatch: pyt
 
 def test_more_steps(text: Path) -> None:
     """Under a constant rate they are those of a run that was as long from the start."""
-    settings: dict[str, Any] = {**FAST, "schedule": "constant", "warmup": 2, "decay": 6, "eval_every": 4}
+    settings: dict[str, Any] = {**FAST, "schedule": "constant", "warmup": 2, "decay": 6, "eval_every": 4, "keep": 9}
     long = library.train(text, out="long", **{**settings, "steps": 20})
     library.train(text, out="short", **settings)
     notes: list[Any] = []
@@ -215,6 +258,9 @@ def test_more_steps(text: Path) -> None:
     said = [each.text for each in notes if isinstance(each, events.Note)]
     assert any("20 steps instead of 12: from step 12 on, the constant schedule" in line for line in said)
     assert library.resume("short").steps == 20
+    killed_after(Path("short"), 12)  # whose checkpoint knows of 12 steps alone
+    assert library.resume("short").steps == 20
+    assert_same(Path("short"), long.run)
 
 
 def test_a_linear_schedule_goes_up_again(text: Path) -> None:
@@ -273,6 +319,20 @@ def test_fine_tuning(run_folder: Path, text: Path, rank: int | None) -> None:
         base.rename("elsewhere")
         with pytest.raises(UserError, match="base"):
             library.resume("other")
+
+
+def test_a_base_that_is_another_now(run_folder: Path, text: Path) -> None:
+    """Of a run that has no checkpoint yet, which would begin from it."""
+    base = Path(shutil.copytree(folder.find_checkpoint(str(run_folder)), "base"))
+    library.train(text, out="x", init=base, steps=2, dtype="float32")
+    killed_after(Path("x"), 0)
+    weights = load_file(base / "model.safetensors")
+    weights["transformer.ln_f.bias"] += 1
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    (base / "checksums.json").unlink()
+    folder.write_sums(base)
+    with pytest.raises(UserError, match="x was begun from .*base, whose weights are others now"):
+        library.resume("x")
 
 
 def test_minutes(text: Path) -> None:
@@ -342,6 +402,13 @@ def test_patience_is_remembered(text: Path) -> None:
     interrupted_at(whole.steps - 3, lambda listen: library.train(text, out="parts", listen=listen, **settings))
     assert library.resume("parts").steps == whole.steps
     assert_same(Path("parts"), whole.run)
+
+
+def test_with_more_steps_patience_begins_anew(text: Path) -> None:
+    settings: dict[str, Any] = {**FAST, "eval_every": 2, "patience": 2, "lr": 5.0, "warmup": 4, "steps": 40}
+    first = library.train(text, out="x", **settings)
+    assert first.steps < 40
+    assert library.resume("x", steps=50).steps == first.steps + 4
 
 
 def test_memory_that_ran_out_is_remembered(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,6 +276,15 @@ def test_damage_in_a_foreign_folder_is_a_clear_error(gpt2_folder: Path) -> None:
             checkpoint.load(gpt2_folder, CPU)
 
 
+def test_weights_that_are_no_floats_are_refused(gpt2_folder: Path) -> None:
+    path = gpt2_folder / "model.safetensors"
+    weights = load_file(path)
+    weights["transformer.h.0.ln_1.bias"] = weights["transformer.h.0.ln_1.bias"].to(torch.int32)
+    save_file(weights, path)
+    with pytest.raises(UserError, match="ln_1.bias is I32; F32, F16, BF16 can be read"):
+        checkpoint.load(gpt2_folder, CPU)
+
+
 def test_two_files_must_name_one_arch(ours: Path) -> None:
     meta = json.loads((ours / "gpt.json").read_text())
     (ours / "gpt.json").write_text(json.dumps(meta | {"arch": "modern"}))
@@ -369,6 +378,28 @@ def test_pruning_keeps_the_newest_and_the_best(workdir: Path) -> None:
     folder.write_index(run)
     index = json.loads((run / "index.json").read_text())
     assert (index["best"], index["latest"]) == ("step-000002", "step-000005")
+
+
+def test_pruning_lets_go_of_what_lies_behind_the_newest(workdir: Path) -> None:
+    """A run that went on from before it: what is kept, and which is best, has nothing to do with that."""
+    run = fake_run(Path("r"), "", {1: 3.0, 2: 1.0, 3: 2.0, 4: 0.5, 5: 2.0})
+    folder.prune(run, keep=1, newest=3)
+    assert [entry.step for entry in folder.checkpoints(run)] == [2, 3]
+
+
+def test_a_checkpoint_that_goes_loses_its_name_first(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a run that is killed before anything of it is deleted."""
+    run = fake_run(Path("r"), "", {1: None, 2: None, 3: None})
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    folder.prune(run, keep=1)
+    assert [entry.step for entry in folder.checkpoints(run)] == [3]
+
+
+def test_without_a_loss_the_newest_is_best(workdir: Path) -> None:
+    run = fake_run(Path("r"), "", {1: None, 2: None})
+    (run / "step-000002/gpt.json").write_text('{"val_loss": 1e999}')
+    assert folder.best(folder.checkpoints(run)).step == 2
+    assert folder.checkpoints(run)[1].val_loss is None
 
 
 def test_a_taken_name_gets_a_number(workdir: Path) -> None:

@@ -1,5 +1,7 @@
 """Guesses from the text so far change no text, and are found where there are any."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from test_decoding import CPU, EOT, PROMPTS, batched, tiny_model
 
 from gpt.decoding.context import Context
-from gpt.decoding.generate import Batch, Request
+from gpt.decoding.generate import Batch, Request, generate
 from gpt.decoding.logits import Filters
 from gpt.decoding.lookup import LONGEST, Lookup
 from gpt.sample_config import SampleConfig
@@ -53,6 +55,19 @@ def test_the_text_is_the_same(rows: int, positions: str, more: dict[str, object]
     for one, other in zip(plain, guessed, strict=True):
         assert [token.id for token in one] == [token.id for token in other]
         assert [token.logprob for token in one] == pytest.approx([token.logprob for token in other], abs=1e-4)
+
+
+def test_guesses_stay_within_the_room_that_there_is() -> None:
+    """A row that has come to its end is padded as far as others guess."""
+    model, prompts = tiny_model(40), [[1, 2, 3] * 6, [4], [1, 2] * 5]
+    config = SampleConfig(max_tokens=12, speculate=5, temperature=0.3, ignore_eot=True)
+    room = max(map(len, prompts)) + config.max_tokens
+    found: list[list[int]] = [[] for _ in prompts]
+    for event in Batch(Context(model, CPU, 3, room), Filters(config, EOT), map(Request, prompts), seed=3):
+        found[event.number] += [token.id for token in event.tokens]
+    for prompt, ids in zip(prompts, found, strict=True):
+        plain = generate(Context(model, CPU), prompt, replace(config, speculate=0), EOT, seed=3)
+        assert ids == [token.id for token in plain]
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -7,7 +7,7 @@ from conftest import make_text
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gpt.decoding.stream import TextStream
+from gpt.decoding.stream import TextStream, first_stop
 from gpt.text import tokenizer
 from gpt.text.tokenizer import Tokenizer
 
@@ -65,6 +65,11 @@ def test_nothing_of_a_stop_text_is_shown(text: str, stops: list[str]) -> None:
     for piece in pieces:  # what has been shown is never taken back
         shown += piece
         assert expected.startswith(shown)
+
+
+def test_of_stop_texts_in_one_token_the_first_to_be_whole_ends_the_text() -> None:
+    assert first_stop("xabab", ["abab", "b"]) == 2
+    assert first_stop("xabab", ["abab", "ab", "b"]) == 1
 
 
 @PATIENT

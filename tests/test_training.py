@@ -302,6 +302,14 @@ def test_the_best_checkpoint_is_kept_and_reported(text: Path) -> None:
     assert gpt.load(result.run).path == result.checkpoint
 
 
+def test_a_checkpoint_between_evaluations_has_no_loss(text: Path) -> None:
+    heard: list[Any] = []
+    run = gpt.train(text, listen=heard.append, **{**FAST, "steps": 8, "eval_every": 4, "save_every": 2, "keep": 9}).run
+    measured = {event.step: event.val_loss for event in heard if isinstance(event, events.EvalEvent)}
+    assert sorted(measured) == [4, 8]
+    assert {entry.step: entry.val_loss for entry in folder.checkpoints(run)} == {2: None, 6: None, **measured}
+
+
 def test_patience_ends_a_run_that_gets_no_better(text: Path) -> None:
     result, heard = train(text, steps=200, eval_every=2, lr=0.5, warmup=150, patience=3)
     evals = [e.best for e in heard if isinstance(e, events.EvalEvent)]
@@ -448,9 +456,15 @@ def test_a_bad_step_is_left_out_and_the_run_goes_on(text: Path, monkeypatch: pyt
         return whole(*args) * (math.nan if len(calls) == 6 else 1)
 
     monkeypatch.setattr(stepping, "tied_cross_entropy", poisoned)
-    result, heard = train(text, steps=20, eval_every=5)
+    result, heard = train(text, steps=20, eval_every=6, save_every=6, keep=9)
     assert not any(isinstance(event, events.RollbackEvent) for event in heard)
     assert math.isnan(losses(heard)[5])
+    assert [event.step for event in heard if isinstance(event, events.EvalEvent)] == [
+        12,
+        18,
+        20,
+    ]  # none where it is bad
+    assert [entry.step for entry in folder.checkpoints(result.run)] == [12, 18, 20]
     assert math.isfinite(result.val_loss)
     assert all(tensor.isfinite().all() for tensor in weights(result.run).values())
 

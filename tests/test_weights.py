@@ -125,6 +125,19 @@ def test_weights_come_straight_to_their_dtype(run_folder: Path) -> None:
     assert plain.model.head is None
     loaded = library.load(run_folder, sampling=config)
     assert torch.allclose(logits(loaded.model), logits(plain.model), atol=1e-4)
+    to_compile = library.load(run_folder, sampling=SampleConfig(compile="on"))
+    assert not any(isinstance(module, PackedLinear) for module in to_compile.model.modules())
+
+
+def test_wide_weights_are_cast_at_each_product() -> None:
+    model, ids = tiny_model(40), [[1, 2, 3, 4, 5]]
+    context = Context(model, BF16)
+    with torch.inference_mode():
+        found = context.logits(context.fill(0, ids))
+        with BF16.autocast():
+            expected = model(torch.tensor(ids)).float()
+        assert torch.allclose(found, expected, atol=1e-2)
+        assert (found - model(torch.tensor(ids))).abs().max() > 1e-2
 
 
 def test_a_fixed_cache_computes_the_same() -> None:
@@ -147,6 +160,19 @@ def test_a_fixed_cache_computes_the_same() -> None:
         expected = [[token.id for token in tokens] for tokens in batched(model, requests, config, 3)]
         assert found == expected
         assert len(shapes) == 1
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_a_fixed_cache_minds_no_idle_row_whose_context_is_full(positions: str) -> None:
+    model, config = tiny_model(40, positions), SampleConfig(max_tokens=20, ignore_eot=True)
+    requests = [Request([1]), Request(list(range(38)))]
+    batch = Batch(Context(model, CPU, 2, step=model.stack), Filters(config, EOT), requests)
+    found: list[list[int]] = [[], []]
+    for event in batch:
+        found[event.number] += [token.id for token in event.tokens]
+        if len(found[1]) == 3:  # of which the context has taken in two: it is full
+            batch.end(1)
+    assert found[0] == [token.id for token in batched(model, requests[:1], config, 1)[0]]
 
 
 @pytest.mark.slow
@@ -188,6 +214,24 @@ def test_where_compiling_fails_steps_are_computed_as_written(monkeypatch: pytest
     notes.clear()
     assert compiled(prepare(tiny_model(40), CPU, int8=True), CPU, notes.append) is None
     assert len(notes) == 1
+
+
+def test_memory_that_runs_out_is_no_fault_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: full)
+    notes: list[str] = []
+    model = tiny_model(40)
+    with pytest.raises(torch.OutOfMemoryError):
+        list(
+            Batch(
+                Context(model, CPU, step=compiled(model, CPU, notes.append)),
+                Filters(SampleConfig(max_tokens=9, ignore_eot=True), EOT),
+                [Request([1, 2])],
+            )
+        )
+    assert notes == []
 
 
 def test_without_vector_instructions_for_bytes_half_the_levels_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

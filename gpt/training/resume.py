@@ -97,14 +97,12 @@ def find_run(asked: str | None) -> Path:
         if not folder.is_run(Path(asked)):
             raise UserError(f"there is no run {asked} to go on with", folder.known_runs())
         return Path(asked)
-    runs = Path(folder.RUNS)
     begun = []
-    for path in runs.iterdir() if runs.is_dir() else []:
-        if folder.is_run(path):
-            with contextlib.suppress(UserError):
-                record = read_json(path / folder.RECORD)
-                if not record.get("ended"):
-                    begun.append((str(record.get("started", "")), path))
+    for path in folder.runs_in(Path(folder.RUNS)):
+        with contextlib.suppress(UserError):
+            record = read_json(path / folder.RECORD)
+            if not record.get("ended"):
+                begun.append((str(record.get("started", "")), path))
     if not begun:
         raise UserError("there is no unfinished run in runs/ to go on with", folder.known_runs())
     return max(begun)[1]
