@@ -80,6 +80,12 @@ def write(run: Path, *lines: str) -> Path:
     return run
 
 
+def test_an_evaluation_that_is_done_again_counts_once() -> None:
+    """Of a run that was killed after it, and went on from before it."""
+    found = history(held_out(4, 3.0), held_out(8, 2.5), held_out(8, 2.0))
+    assert [(each.step, each.val_loss) for each in found.evals] == [(4, 3.0), (8, 2.0)]
+
+
 def test_lines_that_are_no_events_are_counted(tmp_path: Path) -> None:
     run = write(tmp_path / "r", events.to_json(step(1)), '{"event": "of a later version", "step": 1}', '{"event": "st')
     found = report.read_history(run)
