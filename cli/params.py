@@ -88,9 +88,13 @@ def _shape(target: str | None, shape: dict[str, object]) -> tuple[str, GPTConfig
         if missing:
             raise UserError(f"a shape by hand needs {', '.join(missing)} too", "or name a preset: gpt params --list")
         return "custom", GPTConfig(**{"vocab_size": GPT2_VOCAB, "block_size": 1024, **shape})  # type: ignore[arg-type]
+    from gpt.files import reading
+
+    with reading(Path(target)):
+        there = Path(target).exists()
     if target in PRESETS:
         config = PRESETS[target].model
-    elif Path(target).exists() or ":" in target:
+    elif there or ":" in target:
         from gpt.runs import folder, hf, hub
 
         remote = hub.is_remote(target)

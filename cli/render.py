@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt.events import format_seconds
+from gpt.words import counted
 
 if TYPE_CHECKING:
     import typer
@@ -126,7 +127,7 @@ def result(result: "Result", console: Console | None = None) -> None:
     """The end of ``gpt train``."""
     console = console or stdout()
     rate = f"{result.tokens_per_second:,.0f} tokens/s{percent_of_peak(result.mfu)}"
-    length = f"{result.steps:,} steps in {format_seconds(result.seconds)}, {rate}"
+    length = f"{counted(result.steps, 'step')} in {format_seconds(result.seconds)}, {rate}"
     console.print(Text.assemble(("saved  ", "bold"), f"{result.checkpoint}  ({length})"))
     if result.val_loss is not None and result.bits_per_byte is not None:
         loss = f"{result.val_loss:.4f} nats a token, {result.bits_per_byte:.4f} bits a byte, on held-out text"
@@ -167,7 +168,7 @@ def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bo
 
 def saved_samples(path: Path, count: int) -> None:
     """The end of ``gpt sample --out``."""
-    stdout().print(Text.assemble(("saved  ", "bold"), f"{path}  ({count:,} samples)"))
+    stdout().print(Text.assemble(("saved  ", "bold"), f"{path}  ({counted(count, 'sample')})"))
 
 
 def context_notes(samples: Sequence["Sample"], size: int) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from gpt.words import counted
+
 from . import progress, render
 
 if TYPE_CHECKING:
@@ -145,7 +147,7 @@ def fetched(found: "Corpus", seconds: float, train: str, as_json: bool) -> None:
         values = {"name": found.name, "folder": folder, "files": [str(path) for path in files], "bytes": size}
         render.json_line({**values, "seconds": round(seconds, 2), "train": train})
         return
-    where = f"{folder}  ({len(files):,} file{'s' * (len(files) > 1)}, {size:,} bytes)"
+    where = f"{folder}  ({counted(len(files), 'file')}, {size:,} bytes)"
     console = render.stdout()
     console.print(Text.assemble(("here   ", "bold"), where if folder else "inside this Python: nothing to fetch"))
     console.print(Text.assemble(("train  ", "bold"), train))

@@ -9,6 +9,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from gpt.words import counted
+
 from . import render
 
 if TYPE_CHECKING:
@@ -196,5 +198,5 @@ def tokens(data: Mapping[str, Any]) -> None:
     console.print(line)
     count = len(data["tokens"])
     each = data["bytes"] / max(1, count)
-    console.print(Text(f"{count:,} token{'s' * (count != 1)}, {data['bytes']:,} bytes, {each:.2f} each", "dim"))
+    console.print(Text(f"{counted(count, 'token')}, {data['bytes']:,} bytes, {each:.2f} each", "dim"))
     console.print(Text(" ".join(map(str, data["tokens"])), "dim"))

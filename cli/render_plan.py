@@ -210,8 +210,9 @@ def _time(cost: Cost) -> None:
     if data["days"] is None:
         console.print(f"How much a {asked.kind} computes in {asked.dtype} is not known, so neither are the days.")
         return
+    days = _days(data["days"])
     console.print(
-        f"{data['tokens']:,} tokens at {asked.mfu:.0%} MFU: {_days(data['days'])} days on {cost.shown.devices:,} "
+        f"{data['tokens']:,} tokens at {asked.mfu:.0%} MFU: {days} day{'s' * (days != '1')} on {cost.shown.devices:,} "
         f"{asked.kind}, {data['tokens_per_second']:,.0f} tokens/s"
     )
 

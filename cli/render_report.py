@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt.events import format_seconds
+from gpt.words import counted
 
 from . import render
 from .render_chart import Series, chart
@@ -111,7 +112,7 @@ def _sample(run: dict[str, Any], console: Console) -> None:
     for each in run["rollbacks"]:
         console.print(Text(f"went back to step {each['step']:,} from {each['failed_step']:,}: {each['why']}", "yellow"))
     if run["unread_lines"]:
-        console.print(Text(f"{run['unread_lines']:,} lines of its metrics could not be read", "yellow"))
+        console.print(Text(f"{counted(run['unread_lines'], 'line')} of its metrics could not be read", "yellow"))
 
 
 def copying_line(run: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt.events import format_seconds
+from gpt.words import counted
 
 from . import render
 
@@ -50,8 +51,10 @@ def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
         "split": by,
         "sources": f"{manifest['sources']['count']:,}",
         "shards": f"{len(folder.shards):,}" + (", every sum is right" if verified else ""),
-        "replaced": f"{manifest['replaced']:,} wrong bytes" if manifest["replaced"] else "",
-        "left out": f"{manifest['skipped']:,} files, lines or rows" if manifest["skipped"] else "",
+        "replaced": counted(manifest["replaced"], "wrong byte") if manifest["replaced"] else "",
+        "left out": counted(manifest["skipped"], "file, line or row", "files, lines or rows")
+        if manifest["skipped"]
+        else "",
         "part": "of a corpus: {} of {}".format(*manifest["part"]) if manifest["part"] else "",
     }
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -77,8 +80,8 @@ def _sides(folder: "TokenFolder", console: Console) -> None:
         console.print(
             Text.assemble(
                 (what, "bold"),
-                f"{counts['tokens']:,} tokens of {counts['bytes']:,} bytes, {counts['documents']:,} "
-                f"document{'s' * (counts['documents'] != 1)}",
+                f"{counted(counts['tokens'], 'token')} of {counted(counts['bytes'], 'byte')}, "
+                f"{counted(counts['documents'], 'document')}",
             )
         )
 

@@ -10,6 +10,7 @@ import typer
 
 from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
+from gpt.words import counted
 
 from . import progress, render
 from .options import OUTPUT, Device, Json, SamplingDtype, given_text, option, takes
@@ -66,17 +67,10 @@ def sample(
     with progress.starting(quiet=json):
         from gpt import api
     loaded = api.load(model, device=device, dtype=dtype, note=render.note, sampling=settings)
-    if out is not None:
-        _into_file(loaded, texts, settings, seed, num, out, json)
-        return
-    if seed is None:
-        seed = render.draw_seed(announce=settings.draws and not json)
-    pieces = loaded.write_all(texts, settings, seed, num)
-    if json:
-        samples = render.json_samples(pieces, texts, _seed(settings, seed), loaded.tokenizer)
+    if out is None:
+        _shown(loaded, texts, settings, seed, num, json, echo=not no_echo)
     else:
-        samples = render.stream(pieces, texts, settings.n_best if settings.beam else num, echo=not no_echo)
-    render.context_notes(samples, loaded.model.config.block_size)
+        _into_file(loaded, texts, settings, seed, num, out, json)
 
 
 def _talk(
@@ -132,6 +126,25 @@ def _seed(settings: SampleConfig, seed: int) -> int | None:
     return seed if settings.draws else None
 
 
+def _shown(
+    loaded: "LanguageModel",
+    texts: Sequence[str],
+    settings: SampleConfig,
+    seed: int | None,
+    num: int,
+    json: bool,
+    echo: bool,
+) -> None:
+    if seed is None:
+        seed = render.draw_seed(announce=settings.draws and not json)
+    pieces = loaded.write_all(texts, settings, seed, num)
+    if json:
+        samples = render.json_samples(pieces, texts, _seed(settings, seed), loaded.tokenizer)
+    else:
+        samples = render.stream(pieces, texts, settings.n_best if settings.beam else num, echo)
+    render.context_notes(samples, loaded.model.config.block_size)
+
+
 def _into_file(
     loaded: "LanguageModel",
     texts: Sequence[str],
@@ -146,7 +159,7 @@ def _into_file(
     with Results(out, texts) as results:
         seed = _agreed_seed(settings, seed, results)
         if results.done:
-            render.note(f"{out} has {len(results.done):,} samples; going on")
+            render.note(f"{out} has {counted(len(results.done), 'sample')}; going on")
         with progress.Bar("wrote", "samples", quiet=False) as bar:
             total = len(texts) * (settings.n_best if settings.beam else num)
             bar.skip(len(results.done))

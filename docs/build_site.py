@@ -15,6 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PLACE = ROOT / "build"
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
+ANY_LINK = re.compile(r"(\]\()([^)#\s]*)(#[^)\s]*)?(\))")  # also within the page
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# A broken link in what the generator says: "╭─[ docs/report.md:32:13 ]", the line, and below it "╰──── why".
+BROKEN = re.compile(r"╭─\[ ([^\n]+):(\d+):(\d+) \]$.*?╰─+ ([^\n]+)$", re.MULTILINE | re.DOTALL)
 
 SHIM = "https://unpkg.com/iframe-worker/shim"  # what the theme's pages ask for where search has to work from disk
 WORKER = """if (location.protocol === "file:") {
@@ -39,10 +43,32 @@ def build(place: Path = PLACE) -> int:
 
 
 def render(place: Path) -> int:
-    """Has ``place``/site built; a link or anchor that leads nowhere fails it."""
+    """Has ``place``/site built; a link or anchor that leads nowhere fails it. Says each of them in a line, since the
+    generator itself ends with a traceback; any other failure is said in its own words."""
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "docs")}
-    return subprocess.run(command, cwd=place, env=environment, check=False).returncode
+    done = subprocess.run(
+        command, cwd=place, env=environment, check=False, encoding="utf-8", errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    said = COLOUR.sub("", done.stdout)
+    if done.returncode == 0:
+        print(said, end="")
+        return 0
+    for line in broken_links(place / "docs", said) or [said.rstrip()]:
+        print(line, file=sys.stderr)
+    return done.returncode
+
+
+def broken_links(stage: Path, said: str) -> list[str]:
+    """A line for each link that leads nowhere: file, line, link and why, from the generator's pictures of them."""
+    lines = []
+    for page, row, column, why in BROKEN.findall(said):
+        line = (stage / page).read_text(encoding="utf-8").splitlines()[int(row) - 1]
+        here = [found[2] + (found[3] or "") for found in ANY_LINK.finditer(line) if found.end() >= int(column)]
+        link = f' "{here[0].replace(".py.md", ".py")}"' if here else ""
+        lines.append(f"error: {page}, line {row}: the link{link} leads nowhere: {why.strip()}")
+    return lines
 
 
 def lay_out(path: Path, stage: Path) -> None:

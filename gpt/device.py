@@ -11,6 +11,7 @@ import torch
 from gpt.config import Device, Dtype
 from gpt.errors import UserError, did_you_mean
 from gpt.peaks import host_memory
+from gpt.words import counted
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -49,7 +50,7 @@ class Compute:
         if self.device.type == "cuda":
             return f"{torch.cuda.get_device_name(self.device)}, {self.dtype_name}"
         n = torch.get_num_threads()
-        threads = f", {n} thread{'s' * (n > 1)}" if self.device.type == "cpu" else ""
+        threads = f", {counted(n, 'thread')}" if self.device.type == "cpu" else ""
         return f"{self.device.type}{threads}, {self.dtype_name}"
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -445,3 +446,64 @@ def test_sampling_starts_without_a_compiler(run_folder: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# What may not be read
+
+
+def locked(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Has the system refuse to say anything of what lies in folders called ``what``, as it does to other users."""
+    stat = Path.stat
+
+    def no_stat(path: Path, **kwargs: bool) -> os.stat_result:
+        if path.parent.name == what:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **kwargs)
+
+    monkeypatch.setattr(Path, "stat", no_stat)
+
+
+def test_a_run_that_may_not_be_read_is_named(
+    run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch, gpt: Gpt
+) -> None:
+    shutil.copytree(run_folder, "runs/theirs")
+    locked(monkeypatch, "theirs")
+    Path("t.txt").write_text("the cat sat", encoding="utf-8")
+    for command in (
+        ["sample", "hi", "-m", "runs/theirs"],
+        ["sample", "hi", "-m", "runs/theirs:latest"],
+        ["eval", "runs/theirs", "t.txt"],
+        ["params", "runs/theirs"],
+        ["report", "runs/theirs"],
+        ["inspect", "positions", "-m", "runs/theirs"],
+        ["train", "--resume", "runs/theirs"],
+        ["train", "t.txt", "--init", "runs/theirs"],
+    ):
+        done = gpt(*command)
+        assert (done.code, "cannot read runs/theirs/run.json: Permission denied" in done.err) == (2, True), done.err
+        assert done.err.splitlines()[-1] == "hint: look at its permissions"
+
+
+def test_a_checkpoint_that_may_not_be_read_is_named(
+    run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch, gpt: Gpt
+) -> None:
+    shutil.copytree(run_folder, "mine")
+    step = json.loads(Path("mine/index.json").read_text(encoding="utf-8"))["latest"]
+    locked(monkeypatch, step)
+    for model in (f"mine/{step}", f"mine:{step}"):
+        done = gpt("sample", "hi", "-m", model)
+        assert (done.code, f"cannot read mine/{step}/" in done.err) == (2, True), done.err
+    done = gpt("sample", "hi", "-n", "1", "-m", "mine:latest")
+    assert done.code == 0
+    assert "Permission denied: the checkpoint before it is taken" in done.err
+
+
+def test_runs_that_may_not_be_read_are_passed_over(
+    run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch, gpt: Gpt
+) -> None:
+    shutil.copytree(run_folder, "runs/theirs")
+    shutil.copytree(run_folder, "runs/mine")
+    locked(monkeypatch, "theirs")
+    assert gpt("sample", "hi", "-n", "1").code == 0
+    assert "runs here: runs/mine\n" in gpt("sample", "hi", "-m", "nowhere").err
+    assert "no unfinished run" in gpt("train", "--resume").err

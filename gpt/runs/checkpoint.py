@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpt.config import GPT2_VOCAB, GPTConfig
 from gpt.errors import UserError
-from gpt.files import disk_errors, read_json, side_by_side, to_json, whole_folder, write_pieces
+from gpt.files import disk_errors, read_json, reading, side_by_side, to_json, whole_folder, write_pieces
 from gpt.model import lora
 from gpt.model.decoder import GPT, rotary_table
 from gpt.runs import adapter, folder, hf, tensors
@@ -155,7 +155,8 @@ def look(path: Path) -> tuple[GPTConfig, Tokenizer]:
 
 def _describe(path: Path) -> tuple[GPTConfig, dict[str, Any]]:
     """The shape and what ``gpt.json`` says, where there is one."""
-    ours = (path / folder.META).exists() or (path / folder.CHECKSUMS).exists()
+    with reading(path):
+        ours = (path / folder.META).exists() or (path / folder.CHECKSUMS).exists()
     if ours:
         folder.check_sums(path)
     meta = read_json(path / folder.META) if ours else {}

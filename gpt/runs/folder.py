@@ -83,7 +83,7 @@ def write_sums(folder: Path, sums: Mapping[str, str] | None = None) -> None:
 
 def read_sums(folder: Path) -> dict[str, str]:
     """What `write_sums` recorded. Raises `UserError` where that is damaged, or names a file elsewhere."""
-    record = read_json(folder / CHECKSUMS) if (folder / CHECKSUMS).exists() else {}
+    record = read_json(folder / CHECKSUMS) if _has(folder, CHECKSUMS) else {}
     sums = record.get("sha256")
     if not isinstance(sums, dict) or record.get("self") != _own_sum(sums):
         raise UserError(f"{folder} is damaged: it has no valid {CHECKSUMS}", HINT)
@@ -127,9 +127,12 @@ def weight_sums(folder: Path) -> dict[str, str]:
 
 
 def checkpoints(run: Path) -> list[Entry]:
-    """The checkpoints of a run, by step: what is on disk, with the losses that each one records."""
+    """The checkpoints of a run, by step: what is on disk, with the losses that each one records. Raises `UserError`
+    where the run cannot be read."""
     entries = []
-    for path in run.iterdir():
+    with reading(run):
+        inside = list(run.iterdir())
+    for path in inside:
         match = _STEP.fullmatch(path.name)
         if match and path.is_dir():
             loss: Any = None
@@ -184,25 +187,41 @@ def _remove(checkpoint: Path) -> None:
 
 def can_go_on(path: Path) -> bool:
     """Whether a checkpoint has training state."""
-    return all((path / name).is_file() for name in TRAINING)
+    return all(_has(path, name) for name in TRAINING)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder looks like a checkpoint, ours or transformers'."""
-    return (path / "config.json").is_file()
+    """Whether a folder looks like a checkpoint, ours or transformers'. Raises `UserError` where it cannot be read."""
+    return _has(path, "config.json")
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder looks like a run."""
-    return (path / RECORD).is_file()
+    """Whether a folder looks like a run. Raises `UserError` where it cannot be read."""
+    return _has(path, RECORD)
+
+
+def _has(path: Path, name: str) -> bool:
+    with reading(path):
+        return (path / name).is_file()
+
+
+def runs_in(runs: Path) -> list[Path]:
+    """The runs in a folder of runs, by name. Those that cannot be read are somebody else's, and left out."""
+    with reading(runs):
+        inside = sorted(runs.iterdir()) if runs.is_dir() else []
+    found = []
+    for path in inside:
+        with contextlib.suppress(UserError):
+            found += [path] if is_run(path) else []
+    return found
 
 
 def newest_run(runs: Path = Path(RUNS)) -> Path:
     """The run in ``runs/`` that started last and has a checkpoint."""
     started: list[tuple[str, Path]] = []
-    for path in runs.iterdir() if runs.is_dir() else []:
-        if is_run(path) and checkpoints(path):
-            with contextlib.suppress(UserError):
+    for path in runs_in(runs):
+        with contextlib.suppress(UserError):
+            if checkpoints(path):
                 started.append((str(read_json(path / RECORD).get("started", "")), path))
     if not started:
         raise UserError(
@@ -219,7 +238,9 @@ def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text
     if model and hub.is_remote(model):
         return hub.fetch(model)
     match = _PART.fullmatch(model) if model else None
-    if match and not Path(match[0]).exists():
+    with reading(Path(model or RUNS)):
+        part = match and not Path(match[0]).exists()
+    if match and part:
         return _of_run(Path(match[1]), match[2], note)
     path = Path(model) if model else newest_run()
     if is_run(path):
@@ -270,6 +291,5 @@ def newest_whole(run: Path, note: Callable[[str], None], training: bool = False)
 
 def known_runs() -> str:
     """A hint: which runs there are."""
-    runs = Path(RUNS)
-    names = sorted(str(path) for path in runs.iterdir() if is_run(path)) if runs.is_dir() else []
+    names = [str(path) for path in runs_in(Path(RUNS))]
     return "runs here: " + ", ".join(names) if names else "train one: gpt train FILE"

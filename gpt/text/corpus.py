@@ -16,6 +16,7 @@ from gpt.text.source import Piece, Skipped, Source
 from gpt.text.split import Halved, Split, Spread, Survey, plan_split, survey
 from gpt.text.tokenizer import Tokenizer, auto_vocab_size, check_specials, learn_tokenizer, learn_tokenizer_up_to
 from gpt.text.tokenizer_files import make_tokenizer
+from gpt.words import counted
 
 Listener = Callable[[events.Note | events.Progress], None]
 
@@ -128,7 +129,7 @@ def _without(sources: list[Source], own: Sequence[Source], listen: Listener) -> 
         raise UserError("all of the text is in --val-text: nothing is left to train on", "hold out another text")
     if len(kept) < len(sources):
         count = len(sources) - len(kept)
-        what = f"{count:,} file{'s' * (count != 1)} of --val-text {'are' if count != 1 else 'is'} among the text"
+        what = f"{counted(count, 'file')} of --val-text {'are' if count != 1 else 'is'} among the text"
         listen(events.Note(f"{what}: held out, not trained on"))
     return kept
 

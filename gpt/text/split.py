@@ -16,6 +16,7 @@ from gpt.errors import UserError
 from gpt.text.pieces import HEAD
 from gpt.text.readers import Reader, is_plain
 from gpt.text.source import Piece, Source, utf8_size
+from gpt.words import counted
 
 HASHED_SPLIT_FROM = 200  # documents
 
@@ -136,7 +137,7 @@ def plan_split(
     kept = found.bytes - round(found.bytes * fraction)
     if kept < 1 or kept >= found.bytes:
         raise UserError(
-            f"the text is too short to hold {fraction:g} of it out: {found.bytes:,} byte{'s' * (found.bytes != 1)}",
+            f"the text is too short to hold {fraction:g} of it out: {counted(found.bytes, 'byte')}",
             "give more text, or --val-fraction 0 to hold nothing out",
         )
     return Split("end", fraction, seed, starts=starts, kept=kept)

@@ -27,6 +27,7 @@ from gpt.training.recipe import Recipe
 from gpt.training.record import first_record
 from gpt.training.size import sized
 from gpt.training.start import Start
+from gpt.words import counted
 
 TOKENS = "tokens"  # in the run folder
 Notes = Callable[[str], None]
@@ -175,10 +176,10 @@ def describe(setting: Setting, recipe: Recipe, model: GPT, step: int) -> list[st
     divided = [f"{recipe.tensor} processes compute each sequence"] if recipe.tensor > 1 else []
     divided += ["weights, gradients and moments are divided among all processes"] if recipe.shard == "full" else []
     return [
-        f"model {recipe.preset}: {breakdown(shape).trainable:,} parameters ({shape.n_layer} layers, "
-        f"{shape.n_head} heads, {shape.n_embd} wide, context {shape.block_size}, dropout {shape.dropout:g})",
+        f"model {recipe.preset}: {breakdown(shape).trainable:,} parameters ({counted(shape.n_layer, 'layer')}, "
+        f"{counted(shape.n_head, 'head')}, {shape.n_embd} wide, context {shape.block_size}, dropout {shape.dropout:g})",
         *([lora.describe(model)] if recipe.lora_rank else []),
-        f"{recipe.steps:,} steps of {recipe.batch_tokens:,} tokens, {epochs:.1f} times the text, "
+        f"{counted(recipe.steps, 'step')} of {counted(recipe.batch_tokens, 'token')}, {epochs:.1f} times the text, "
         f"on {processes}{setting.compute.describe()}; run {setting.run}" + (f"; from step {step:,}" if step else ""),
         *(["; ".join(divided)] if divided else []),
     ]

@@ -18,6 +18,7 @@ from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokens import MANIFEST, TokenFolder, is_token_folder
 from gpt.training.recipe import Recipe, preset_name
+from gpt.words import counted
 
 
 @dataclass(frozen=True)
@@ -153,23 +154,29 @@ def describe(folder: TokenFolder, corpus: Corpus | None = None) -> list[str]:
     train, held_out = folder.bytes_of("train"), folder.bytes_of("val")
     first = corpus.first_held_out if corpus else None
     lines = [
-        f"{names}: {folder.documents:,} document{'s' * (folder.documents != 1)}; "
+        f"{names}: {counted(folder.documents, 'document')}; "
         f"{train:,} bytes to train on, {held_out:,} held out" + (f", from {first} on" if first else "")
     ]
     if manifest.get("end_of_text_in_text"):
         lines.append(
-            f"the text contains {folder.tokenizer.eot_token} {manifest['end_of_text_in_text']:,} times: "
+            f"the text contains {folder.tokenizer.eot_token} {counted(manifest['end_of_text_in_text'], 'time')}: "
             "there it is ordinary text"
         )
     if manifest.get("cut_pieces"):
         lines.append(
-            f"{manifest['cut_pieces']:,} pieces of over 500,000 characters without a break are cut there, "
-            "to be tokenized in linear time"
+            counted(
+                manifest["cut_pieces"],
+                "piece of over 500,000 characters without a break is cut there",
+                "pieces of over 500,000 characters without a break are cut there",
+            )
+            + ", to be tokenized in linear time"
         )
     if manifest.get("replaced"):
-        lines.append(f"{manifest['replaced']:,} wrong bytes were replaced by U+FFFD")
+        lines.append(counted(manifest["replaced"], "wrong byte was", "wrong bytes were") + " replaced by U+FFFD")
     if manifest.get("skipped"):
-        lines.append(f"{manifest['skipped']:,} files, lines or rows could not be read and were left out")
+        lines.append(
+            counted(manifest["skipped"], "file, line or row", "files, lines or rows") + " could not be read: left out"
+        )
     tokens = sum(shard.tokens for shard in folder.shards if shard.side == "train")
     lines.append(
         f"tokenizer {folder.tokenizer.name}: {folder.tokenizer.vocab_size:,} ids, {tokens:,} tokens to train on, "

@@ -124,7 +124,7 @@ def resolve(
         batch_tokens=batch.tokens,
         rows=batch.rows,
         micro_batch=batch.setup.micro_batch,
-        lr=preset.lr * (MUON_FACTOR if optimizer == "muon" else 1) if config.lr is None else config.lr,
+        lr=_rate(config, preset, optimizer),
         warmup=_warmup(config, steps, batch),
         decay=round(DECAY * steps) if config.decay is None else config.decay,
         optimizer=optimizer,
@@ -138,6 +138,12 @@ def resolve(
         compile=_compiles(config, compute, 6 * breakdown(model).trainable * tokens),
         **as_asked,
     )
+
+
+def _rate(config: TrainConfig, preset: Preset, optimizer: str) -> float:
+    if config.lr is not None:
+        return config.lr
+    return preset.lr * (MUON_FACTOR if optimizer == "muon" else 1)
 
 
 def check_heads(model: GPTConfig, tensor: int) -> None:

@@ -23,6 +23,7 @@ from gpt.training.result import Result
 from gpt.training.schedule import lr_at
 from gpt.training.start import Start, find_start
 from gpt.training.state import Machine, Saved, read_saved
+from gpt.words import counted
 
 MAY_CHANGE = (
     "steps",
@@ -96,14 +97,12 @@ def find_run(asked: str | None) -> Path:
         if not folder.is_run(Path(asked)):
             raise UserError(f"there is no run {asked} to go on with", folder.known_runs())
         return Path(asked)
-    runs = Path(folder.RUNS)
     begun = []
-    for path in runs.iterdir() if runs.is_dir() else []:
-        if folder.is_run(path):
-            with contextlib.suppress(UserError):
-                record = read_json(path / folder.RECORD)
-                if not record.get("ended"):
-                    begun.append((str(record.get("started", "")), path))
+    for path in folder.runs_in(Path(folder.RUNS)):
+        with contextlib.suppress(UserError):
+            record = read_json(path / folder.RECORD)
+            if not record.get("ended"):
+                begun.append((str(record.get("started", "")), path))
     if not begun:
         raise UserError("there is no unfinished run in runs/ to go on with", folder.known_runs())
     return max(begun)[1]
@@ -245,13 +244,17 @@ def same_compute(begun: Begun, asked: str | None, processes: int, note: Notes) -
         note(f"on {compute.device} instead of {machine.device}: equal to rounding, not bit for bit")
     if processes != machine.processes:
         note(
-            f"{processes} process{'es' * (processes > 1)} instead of {machine.processes}: the same batches; equal to "
+            f"{counted(processes, 'process', 'processes')} instead of {machine.processes}: the same batches; equal to "
             "rounding, but for dropout"
         )
     elif not moved and compute.device.type == "cpu" and torch.get_num_threads() != machine.threads:
         if not 1 <= machine.threads <= 4096:
-            raise UserError(f"{begun.run} is damaged: it says that it ran on {machine.threads} threads", folder.HINT)
-        note(f"{machine.threads} threads, as before, instead of {torch.get_num_threads()}: sums depend on it")
+            raise UserError(
+                f"{begun.run} is damaged: it says that it ran on {counted(machine.threads, 'thread')}", folder.HINT
+            )
+        note(
+            f"{counted(machine.threads, 'thread')}, as before, instead of {torch.get_num_threads()}: sums depend on it"
+        )
         torch.set_num_threads(machine.threads)
     was = begun.record.get("versions")
     if isinstance(was, dict) and was.get("torch") != versions()["torch"]:
