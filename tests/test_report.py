@@ -171,6 +171,13 @@ def test_equal_hashes_do_not_pass_for_equal_ids(monkeypatch: pytest.MonkeyPatch)
     assert [(each.longest, each.share) for each in found] == [(10, 3 / 5), (0, 0.0)]
 
 
+def test_the_longest_of_several_places_counts() -> None:
+    text = list(range(20))
+    for training in ([*text[:15], 99, *text[:9], 98], [*text[:9], 98, *text[:15], 99]):
+        [found] = copying.copied([text], Ids(training))  # type: ignore[arg-type]
+        assert (found.longest, found.start) == (15, 0)
+
+
 def test_only_the_beginning_of_a_huge_text_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "MOST", 50)
     heard: list[tuple[int, int]] = []
