@@ -173,6 +173,12 @@ def test_a_device_by_itself_shares_nothing_out() -> None:
         assert any(each.shard for each in setups(config, asked, 64, devices)) == (devices > tensor)
 
 
+def test_logits_are_not_computed_in_parts_where_that_makes_no_room() -> None:
+    for preset in ("gpt2", "gpt3-175b"):
+        setup = Setup()  # whose update needs more than its loss
+        assert fit.in_chunks(PRESETS[preset].model, setup, 10**8) == setup
+
+
 def test_more_ways_hold_less() -> None:
     config = PRESETS["gpt3-13b"].model
 
