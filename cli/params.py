@@ -54,6 +54,9 @@ def params(
         flag = f"--{next(iter(given))}".replace("_", "-")
         raise UserError(f"{flag} is about what training takes, which {'-o' if out else 'a list'} does not show",
                         "name a preset or a checkpoint: gpt params gpt2 --memory")  # fmt: skip
+    if list_presets and (targets or shape):
+        named = targets[0] if targets else f"--{next(iter(shape))}".replace("_", "-")
+        raise UserError(f"--list shows all presets, and {named} asks for one shape", "leave one of them out")
     if every and out is None:
         render_params.presets(PRESETS, json)
         return

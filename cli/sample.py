@@ -110,9 +110,13 @@ def _check(settings: SampleConfig, num: int, as_json: bool) -> None:
         raise UserError(f"--num {num} samples are drawn, and beams draw nothing", f"the best {num}: --n-best {num}")
     if (settings.logprobs is not None or settings.echo_logprobs) and not as_json:
         raise UserError("--logprobs and --echo-logprobs are for programs", "add --json")
+    default = SampleConfig()
+    without = ("speculate",) if settings.beam else ("length_penalty", "early_stopping")
+    for name in without:
+        if getattr(settings, name) != getattr(default, name):
+            render.note(f"--{name.replace('_', '-')} is not used {'with' if settings.beam else 'without'} --beam")
     if settings.draws:
         return
-    default = SampleConfig()
     names = [
         name for name in ("temperature", "top_k", "top_p", "min_p") if getattr(settings, name) != getattr(default, name)
     ]

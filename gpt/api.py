@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from gpt.evaluate import Encoded, Evaluation, OnWindow, evaluate
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
-from gpt.sample_config import SampleConfig
+from gpt.sample_config import Dtype, SampleConfig
 from gpt.settings import from_dict
 from gpt.text.corpus import Listener, open_corpus
 from gpt.text.tokenize import tokenize
@@ -147,7 +147,7 @@ def load(
     """
     found = folder.find_checkpoint(None if path is None else str(path), note)
     int8 = dtype == "int8"
-    compute = devices.pick(device, "auto" if int8 else dtype)
+    compute = _pick(device, dtype)
     narrow = compute.dtype if sampling is not None else torch.float32
     loaded = checkpoint.load(found, compute.device, dtype=narrow)
     if sampling is not None or int8:
@@ -156,6 +156,13 @@ def load(
     if int8:
         note("int8 rounds the weights: gpt eval TEXT with and without --dtype int8 says what it costs this model")
     return LanguageModel(loaded.model, loaded.tokenizer, compute, found, note)
+
+
+def _pick(device: str, dtype: str) -> Compute:
+    """The device, and the dtype of what int8 does not round. Raises `UserError` for a dtype that there is not."""
+    if dtype not in get_args(Dtype):
+        raise UserError(f'there is no dtype "{dtype}"', did_you_mean(dtype, get_args(Dtype)))
+    return devices.pick(device, "auto" if dtype == "int8" else dtype)
 
 
 @dataclass(frozen=True)
@@ -184,7 +191,7 @@ def bench(
     config = config or BenchConfig()
     sampling = SampleConfig(compile="on" if compile == "on" else "off")
     if isinstance(target, str) and target in PRESETS:
-        compute = devices.pick(device, "auto" if dtype == "int8" else dtype)
+        compute = _pick(device, dtype)
         with compute.device:
             model = GPT(PRESETS[target].model).eval()
         prepare(model, compute, int8=dtype == "int8", packed=compile != "on")

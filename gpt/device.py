@@ -71,7 +71,8 @@ def pick(device: str = "auto", dtype: str = "auto", *, training: bool = False) -
         raise UserError(f'there is no dtype "{dtype}"', did_you_mean(dtype, get_args(Dtype)))
     if dtype == "float16" and where.type == "cpu":
         raise UserError(
-            "the CPU computes float16 slowly and overflows in training", "use bfloat16 or float32 on the CPU"
+            "the CPU computes float16 slowly" + (", and it overflows in training" if training else ""),
+            "use bfloat16 or float32 on the CPU",
         )
     if dtype == "bfloat16" and where.type == "mps" and _mac_release() < 14:
         raise UserError("bfloat16 on MPS needs macOS 14", "use --dtype float32")

@@ -50,3 +50,10 @@ class StopSignal:
             raise Interrupted(signum, "interrupted before the first step")
         if first is not None:
             raise Interrupted(signum, "interrupted twice: ended at once; checkpoints saved before are whole")
+
+
+def interruption(error: BaseException | None) -> Interrupted | None:
+    """The signal behind an error, which whatever it struck in may have put into words of its own."""
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__cause__ or error.__context__
+    return error

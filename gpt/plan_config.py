@@ -30,7 +30,9 @@ class PlanConfig:
         "bfloat16", "Of matrix products; weights, gradients and optimizer state are float32.", panel=_STEP
     )
     optimizer: Literal["muon", "adamw"] = option("muon", "As `gpt train` has it.", panel=_STEP)
-    batch_tokens: int | None = option(None, "Tokens a step, over all ranks.", panel=_STEP, shown="by preset", low=1)
+    batch_tokens: int | None = option(
+        None, "Tokens a step, over all ranks.", panel=_STEP, shown="by preset", low=1, high=2**40
+    )
     micro_batch: int | None = option(
         None, "Sequences at once on a rank.", panel=_STEP, shown="the most that fit", low=1
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import field
@@ -41,7 +42,11 @@ def check_options(config: Any) -> None:
         if type(value) not in fits:
             raise UserError(f"{name} is {value!r}; it must be of the kind {kind.__name__}")
         if low is not None and not low <= value <= high:
-            bounds = f"lie between {low:g} and {high:,}" if high < 2**53 else f"be {low:g} or more, and finite"
+            bounds = f"lie between {low:g} and {high:,}" if high < 2**53 else f"be {low:g} or more"
+            if isinstance(value, float) and not math.isfinite(value):
+                bounds += ", and finite"
+            elif value > high >= 2**53:
+                bounds = f"be at most {high:,.0f}"
             raise UserError(f"{name} is {value}; it must {bounds}")
 
 

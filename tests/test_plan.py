@@ -1,6 +1,7 @@
 """`gpt params --memory --flops --time`: what fits on how many devices, what it costs, what is said of it."""
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -239,10 +240,13 @@ def test_a_checkpoint_has_costs_too(gpt: Gpt, run_folder: Any) -> None:
         (["--devices", "-8"], "devices is -8"),
         (["--tokens", "many"], "tokens"),
         (["--tokens", "0"], "tokens is 0"),
-        (["--tokens", "nan"], "tokens is nan"),
+        (["--tokens", "nan"], "tokens is nan; it must be 1 or more, and finite"),
+        (["--tokens", "1e19"], "tokens is 1e+19; it must be at most 1,000,000,000,000,000,000"),
+        (["--batch-tokens", "1099511628800"], "batch-tokens is 1099511628800; it must lie between 1 and"),
+        (["--list"], "--list shows all presets, and gpt2 asks for one shape"),
         (["--mfu", "0"], "mfu is 0"),
         (["--mfu", "1.5"], "mfu is 1.5"),
-        (["--micro-batch", "0"], "micro-batch is 0"),
+        (["--micro-batch", "0"], "micro-batch is 0; it must be 1 or more"),
         (["--micro-batch", "7"], "a micro-batch of 7 does not divide the 512 sequences of a rank"),
         (["--batch-tokens", "1000"], "batch-tokens 1,000 is not a multiple of the context, 1,024"),
         (["--devices", "16", "--tensor", "8"], "the model's 12 heads cannot be shared evenly by 8 ranks"),
@@ -269,3 +273,16 @@ def test_the_table_in_the_docs_is_what_the_program_says(monkeypatch: pytest.Monk
     import plan as table
 
     assert table.PAGE.read_text(encoding="utf-8") == table.page(), "python docs/plan.py writes it anew"
+
+
+def test_a_batch_of_any_size_is_planned_at_once(gpt: Gpt) -> None:
+    began = time.monotonic()
+    done = gpt("params", "gpt2", "--memory", "--batch-tokens", str(2**40), "--json")
+    assert done.code == 0, done.err
+    assert time.monotonic() - began < 30
+
+
+def test_hints_can_be_typed_as_they_stand(gpt: Gpt) -> None:
+    hint = gpt("params", "gpt2", "--devices", "3").err.splitlines()[-1]
+    for words in hint.removeprefix("hint: take ").split(", or "):
+        assert gpt("params", "gpt2", "--devices", "3", *words.split()).code == 0, hint

@@ -78,6 +78,18 @@ def test_what_beams_do_not_use_is_said(gpt: Gpt, run_folder: Path) -> None:
     done = gpt("sample", "the", "-m", run_folder, "--beam", "2", "-n", "3", "-t", "0.5", "--top-k", "3")
     assert done.err == "what to draw from is not used, since beams draw nothing: --temperature, --top-k\n"
     assert gpt("sample", "the", "-m", run_folder, "-t", "0", "-n", "3").err == ""
+    done = gpt("sample", "the", "-m", run_folder, "--beam", "2", "-n", "3", "--speculate", "2")
+    assert done.err == "--speculate is not used with --beam\n"
+    args = ["--greedy", "--length-penalty", "2", "--early-stopping", "on"]
+    said = gpt("sample", "the", "-m", run_folder, "-n", "3", *args).err
+    assert said == "--length-penalty is not used without --beam\n--early-stopping is not used without --beam\n"
+
+
+@pytest.mark.parametrize("command", [["sample", "the", "-m"], ["bench"]])
+def test_an_unknown_dtype_names_all_that_sampling_takes(gpt: Gpt, run_folder: Path, command: list[str]) -> None:
+    done = gpt(*command, run_folder, "--dtype", "int7")
+    assert done.err.splitlines()[-1] == 'hint: did you mean "int8"?'
+    refused(done, 'there is no dtype "int7"')
 
 
 # Many prompts

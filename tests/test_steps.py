@@ -18,6 +18,7 @@ from test_training import losses, resolved, text, train, weights
 
 import gpt
 from gpt import events
+from gpt.errors import Interrupted
 from gpt.model.decoder import GPT
 from gpt.text.batches import Batches, Ramp
 from gpt.training import step as stepping
@@ -123,6 +124,22 @@ def test_compiled_steps_are_the_same_to_rounding(text: Path, monkeypatch: pytest
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-4)
     said = [event.text for event in compiled if isinstance(event, events.Note)]
     assert any(line.startswith("compiled in") for line in said), said
+
+
+def test_a_signal_while_compiling_is_no_failure_of_it(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def struck(*_: Any, **__: Any) -> Any:
+        def call(*_: Any) -> Any:
+            try:
+                raise Interrupted(15, "interrupted before the first step")
+            except Interrupted as error:  # as torch's compiler puts it
+                raise RuntimeError(f"Interrupted: {error}") from None
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", struck)
+    with pytest.raises(Interrupted, match="nothing is left of the run"):
+        train(text, steps=6, compile="on", out="struck")
+    assert not Path("struck").exists()
 
 
 def test_where_compiling_fails_the_run_goes_on(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

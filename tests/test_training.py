@@ -516,6 +516,22 @@ def resolved(n_bytes: int = 400_000, n_tokens: int = 140_000, vocab_size: int = 
     return recipe.resolve(TrainConfig(**settings), CPU, n_bytes, n_tokens, vocab_size, True, lambda note: None)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"steps": 10, "warmup": 40}, ["the rate rises for 40 steps, and there are 10: it comes to 0.25 of its peak"]),
+        ({"steps": 10, "warmup_tokens": 40_960}, ["the rate rises for 40 steps, and there are 10: it comes to 0.25"]),
+        ({"steps": 10, "warmup": 10, "decay": 3}, []),
+        ({"steps": 10, "schedule": "cosine", "decay": 3}, ["--schedule cosine has no way down of its own: --decay"]),
+    ],
+)
+def test_settings_of_no_use_are_said(settings: dict[str, Any], said: list[str]) -> None:
+    notes: list[str] = []
+    recipe.resolve(TrainConfig(preset="nano", **settings), CPU, 400_000, 140_000, 1024, True, notes.append)
+    assert len(notes) == len(said)
+    assert all(note.startswith(line) for note, line in zip(notes, said, strict=True))
+
+
 def test_every_preset_resolves() -> None:
     for name, preset in PRESETS.items():
         found = resolved(preset=name)

@@ -142,7 +142,7 @@ def _explain(config: GPTConfig, asked: PlanConfig, rows: int) -> None:
         above = -(-rows // data) * data * config.block_size
         raise UserError(
             f"the {rows:,} sequences of a step cannot be shared evenly by {n:,} devices, {max(ways)} a sequence",
-            f"take --batch-tokens {above:,}, or --devices {max(d * max(ways) for d in divisors(rows) if d <= data):,}",
+            f"take --batch-tokens {above}, or --devices {max(d * max(ways) for d in divisors(rows) if d <= data)}",
         )
     raise UserError(
         f"a micro-batch of {asked.micro_batch} does not divide the {rows // data:,} sequences of a rank",

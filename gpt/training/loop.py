@@ -15,7 +15,7 @@ import torch
 from gpt import events
 from gpt.errors import Interrupted, PeerLost, WorkError
 from gpt.files import disk_errors, to_json, write_file
-from gpt.interrupt import Stopped, StopSignal
+from gpt.interrupt import Stopped, StopSignal, interruption
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
 from gpt.text.batches import Int64s
@@ -234,6 +234,8 @@ class Trainer:
         try:
             self.stepper.compile()
         except Exception as error:  # whatever its layers raise
+            if (stopped := interruption(error)) is not None:
+                raise stopped from None
             self.stepper.uncompile()
             self.change(compile=False)
             why = (str(error).strip() or type(error).__name__).splitlines()[0]

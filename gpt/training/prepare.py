@@ -1,7 +1,7 @@
 """Texts → a folder of tokens, made in the run or found where `gpt tokenize` made it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def open_data(path: Path, config: TrainConfig, note: Callable[[str], None], toke
     Raises `UserError` where it was made with another ``tokenizer`` than that of the model that is fine-tuned.
     """
     usual = TextConfig()
-    unused = ("tokenizer", "vocab_size", "val_text", "val_fraction", "field", "split_on", "encoding")
+    unused = [each.name for each in fields(TextConfig) if each.name not in ("seed", "jobs")]  # jobs change no result
     for name in unused:
         if getattr(config, name) != getattr(usual, name):
             note(f"{path} is tokenized already: --{name.replace('_', '-')} is not used")

@@ -112,8 +112,9 @@ def resolve(
     steps = _steps(config, n_tokens, batch, usual)
     tokens = batch.read(steps)
     model = model if config.dropout is not None else replace(model, dropout=auto_dropout(tokens / n_tokens))
-    if config.patience and not held_out:
-        note("nothing is held out, so --patience has nothing to go by")
+    warmup = _warmup(config, steps, batch)
+    for line in _of_no_use(config, steps, warmup, held_out):
+        note(line)
     eval_every = config.eval_every or math.ceil(steps / 20)
     optimizer: Literal["muon", "adamw"] = "adamw" if config.lora_rank else config.optimizer
     as_asked: dict[str, Any] = {each: getattr(config, each) for each in AS_ASKED}
@@ -125,7 +126,7 @@ def resolve(
         rows=batch.rows,
         micro_batch=batch.setup.micro_batch,
         lr=_rate(config, preset, optimizer),
-        warmup=_warmup(config, steps, batch),
+        warmup=warmup,
         decay=round(DECAY * steps) if config.decay is None else config.decay,
         optimizer=optimizer,
         eval_every=eval_every,
@@ -138,6 +139,19 @@ def resolve(
         compile=_compiles(config, compute, 6 * breakdown(model).trainable * tokens),
         **as_asked,
     )
+
+
+def _of_no_use(config: TrainConfig, steps: int, warmup: int, held_out: bool) -> list[str]:
+    """Lines about settings that have no effect, or not the one that they are there for."""
+    lines = []
+    if config.patience and not held_out:
+        lines.append("nothing is held out, so --patience has nothing to go by")
+    if warmup > steps and config.minutes is None:
+        share = f"{steps / warmup:.2g}"
+        lines.append(f"the rate rises for {warmup:,} steps, and there are {steps:,}: it comes to {share} of its peak")
+    if config.decay is not None and config.schedule != "linear":
+        lines.append(f"--schedule {config.schedule} has no way down of its own: --decay is not used")
+    return lines
 
 
 def _rate(config: TrainConfig, preset: Preset, optimizer: str) -> float:
@@ -265,7 +279,7 @@ def check_share(rows: int, processes: int, length: int | None = None) -> None:
         hint = "take --nproc " + " or ".join(str(n) for n in divisors(rows)[:8])
         if length is not None:
             below, above = ((rows // processes + more) * processes * length for more in (0, 1))
-            hint = f"take --batch-tokens {above:,}" + (f" or {below:,}" if below else "") + f", or {hint[5:]}"
+            hint = f"take --batch-tokens {above}" + (f" or {below}" if below else "") + f", or {hint[5:]}"
         raise UserError(f"the {rows:,} sequences of a step cannot be shared evenly by {processes} processes", hint)
 
 
