@@ -135,7 +135,7 @@ class HeadScores:
     def lift(self, kind: str) -> Floats | None:
         """What lies above chance: 0 for even attention, 1 for all of it."""
         score, chance = self.scores[kind], self.chance[kind]
-        if score is None or chance is None or chance >= 1:
+        if score is None or chance is None:
             return None
         lifted: Floats = (score - chance) / (1 - chance)
         return lifted

@@ -25,7 +25,7 @@ import gpt as library
 from benchmarks import faults
 from gpt import events, files
 from gpt.errors import Interrupted, UserError, WorkError
-from gpt.interrupt import StopSignal
+from gpt.interrupt import Stopped, StopSignal
 from gpt.runs import checkpoint, folder, tensors
 from gpt.training import saving
 from gpt.training.state import Saved
@@ -451,6 +451,45 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         assert one.read_bytes() == other.read_bytes()
 
 
+def test_one_checkpoint_is_written_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def slow(target: Path, contents: Any) -> None:
+        told.append(f"{target.name} begins")
+        time.sleep(0.2)
+        told.append(f"{target.name} ends")
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    saver = saving.Saver(tmp_path, 1, lambda step: told.append(f"{step} is whole"), told.append)
+    for step in (1, 2):
+        saver.begin(step, 10, dict)
+    saver.wait()
+    assert told == [
+        "step-000001 begins", "step-000001 ends", "1 is whole", "step-000002 begins", "step-000002 ends", "2 is whole",
+    ]  # fmt: skip
+
+
+def test_what_is_being_written_becomes_whole_though_the_run_fails(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = checkpoint.write
+    struck = threading.Event()
+
+    def slow(target: Path, contents: Any) -> None:
+        assert struck.wait(60)
+        time.sleep(0.5)
+        write(target, contents)
+
+    def strike(event: Any) -> None:
+        if isinstance(event, events.StepEvent) and event.step == 5:
+            struck.set()
+            raise RuntimeError("boom")
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    with pytest.raises(RuntimeError, match="boom"):
+        library.train(text, out="runs/x", listen=strike, **FAST)
+    assert [entry.step for entry in folder.checkpoints(Path("runs/x"))] == [4]
+    folder.check_sums(Path("runs/x/step-000004"), training=True)
+
+
 def test_the_best_keeps_its_weights_alone_once_it_is_old(text: Path) -> None:
     result = library.train(text, out="runs/x", **{**FAST, "steps": 60, "lr": 0.5, "warmup": 58, "keep": 1})
     steps = [entry.step for entry in folder.checkpoints(result.run)]
@@ -501,6 +540,16 @@ def test_after_it_signals_do_what_they_did_before() -> None:
         send(signal.SIGTERM)
         assert stop.signum == signal.SIGTERM
     assert {signum: signal.getsignal(signum) for signum in before} == before
+
+
+def test_work_that_is_watched_is_left_off_at_a_signal() -> None:
+    done = []
+    with StopSignal() as stop, pytest.raises(Stopped):
+        for item in stop.watching(range(9)):
+            done.append(item)
+            if item == 3:
+                send(signal.SIGTERM)
+    assert done == [0, 1, 2, 3]
 
 
 def test_a_second_signal_ends_at_once(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

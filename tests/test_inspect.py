@@ -93,6 +93,8 @@ def test_trace_leaves_the_model_as_it_was() -> None:
     with pytest.raises(ValueError, match="25 positions"):
         inspect.trace(model, list(range(25)))
     assert not model.ln_f._forward_pre_hooks
+    inspect.trace(model.eval(), [1, 2, 3])
+    assert not model.training
 
 
 def test_only_the_layers_that_were_asked_for() -> None:
@@ -210,6 +212,10 @@ def test_look_is_one_model_read_once() -> None:
     assert np.array_equal(seen.patterns[0], inspect.trace(model, ids[9:]).patterns[1])
     with torch.no_grad():
         assert np.allclose(seen.logits, model(torch.tensor([ids[9:]]))[0, -1].numpy(), atol=1e-6)
+    whole, one = (inspect.look(model, ids, bytes_tokenizer(), head=head) for head in (None, 1))
+    for all_heads, this in ((whole.here, one.here), (whole.probe, one.probe)):
+        assert np.array_equal(this.entropy, all_heads.entropy[:, 1:])
+        assert np.array_equal(this.scores["previous"], all_heads.scores["previous"][:, 1:])  # type: ignore[arg-type,index]
     with pytest.raises(UserError, match="there is no layer 2") as wrong:
         inspect.look(model, ids, bytes_tokenizer(), layer=2)
     assert wrong.value.hint == "the model has 2, from 0 to 1"

@@ -1,7 +1,10 @@
 """Several processes train as one does: two of them, over gloo. `ranks.py` is what they run."""
 
 import json
+import logging
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +23,7 @@ from gpt.config import TrainConfig
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.parallel import environment
+from gpt.parallel import launch as launching
 from gpt.parallel.launch import Ended, _ended, launch
 from gpt.parallel.world import Ranks, World
 from gpt.text.batches import Ramp
@@ -205,6 +209,17 @@ def test_a_port_that_is_taken(gpt: Gpt, workdir: Path, monkeypatch: pytest.Monke
     one_line_of_what_and_what_next(gpt("train", "book.txt", "--nproc", "2"), 'MASTER_PORT is "many"')
 
 
+def test_a_port_that_was_in_use_a_moment_ago_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system holds the end of a connection that was closed from there for a minute."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        server.accept()[0].close()
+        client.close()
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    assert launching._port() == port
+
+
 def test_an_environment_that_is_not_whole(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts()
     with pytest.raises(UserError, match="2 processes were asked for"):
@@ -250,6 +265,48 @@ environment.tell(environment.STATUS, 143)
 os.kill(os.getpid(), signal.SIGTERM) if os.environ["RANK"] == "0" else os._exit(75)
 """
     assert launch([sys.executable, "-c", code], 2) == Ended(143)
+
+
+def test_a_launcher_leaves_this_process_as_it_was(tmp_path: Path) -> None:
+    """Torch's takes signals and writes a log."""
+
+    def told() -> tuple[object, ...]:
+        handlers = [signal.getsignal(getattr(signal, name)) for name in launching.SIGNALS]
+        return *handlers, logging.root.manager.disable, dict(os.environ)
+
+    before = told()
+    with launching._environment(str(tmp_path), 1.5):
+        os.environ.pop("TORCH_CPP_LOG_LEVEL")
+        assert environment.began() == 1.5
+        for name in launching.SIGNALS:
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    assert told() == before
+
+
+def test_the_first_process_alone_leaves_the_launcher_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.LAUNCHER, str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        environment.tell(environment.STATUS, 10 + rank)
+    assert environment.told(str(tmp_path), environment.STATUS) == "10"
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"a": 1, "b": 3}, "b is 2 in process 0 and 3 in process 1"),
+        ({"a": 1}, "b is 2 in process 0 and None in process 1"),
+        ({"a": 1, "b": 2, "c": 4}, "c is None in process 0 and 4 in process 1"),
+    ],
+)
+def test_what_only_one_says_is_no_agreement(
+    others: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = Ranks.__new__(Ranks)
+    monkeypatch.setattr(Ranks, "_from_all", lambda self, said: [said, others])
+    with pytest.raises(UserError, match=message):
+        world.agree({"a": 1, "b": 2})
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1])

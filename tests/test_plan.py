@@ -157,6 +157,29 @@ def test_what_is_asked_for_is_kept() -> None:
     assert (plan.setup.shard, plan.setup.tensor, plan.setup.data, plan.setup.recompute) == (False, 2, 1, False)
 
 
+def test_where_nothing_fits_what_needs_least_is_told() -> None:
+    config, asked = PRESETS["gpt3-175b"].model, PlanConfig(kind="a100-80gb", devices=4)
+    for plan in plans(config, asked, 2**21):
+        rows = step_rows(config, 2**21, False)
+        peaks = [training(config, each).peak for each in setups(config, asked, rows, plan.devices)]
+        assert not plan.fits
+        assert plan.memory.peak == min(peaks)
+    assert plan.memory.peak < peaks[0]
+
+
+def test_a_device_by_itself_shares_nothing_out() -> None:
+    config = PRESETS["gpt2"].model
+    for devices, tensor in ((1, 1), (2, 2), (4, 2)):
+        asked = PlanConfig(devices=devices, tensor=tensor)
+        assert any(each.shard for each in setups(config, asked, 64, devices)) == (devices > tensor)
+
+
+def test_logits_are_not_computed_in_parts_where_that_makes_no_room() -> None:
+    for preset in ("gpt2", "gpt3-175b"):
+        setup = Setup()  # whose update needs more than its loss
+        assert fit.in_chunks(PRESETS[preset].model, setup, 10**8) == setup
+
+
 def test_more_ways_hold_less() -> None:
     config = PRESETS["gpt3-13b"].model
 

@@ -80,6 +80,12 @@ def write(run: Path, *lines: str) -> Path:
     return run
 
 
+def test_an_evaluation_that_is_done_again_counts_once() -> None:
+    """Of a run that was killed after it, and went on from before it."""
+    found = history(held_out(4, 3.0), held_out(8, 2.5), held_out(8, 2.0))
+    assert [(each.step, each.val_loss) for each in found.evals] == [(4, 3.0), (8, 2.0)]
+
+
 def test_lines_that_are_no_events_are_counted(tmp_path: Path) -> None:
     run = write(tmp_path / "r", events.to_json(step(1)), '{"event": "of a later version", "step": 1}', '{"event": "st')
     found = report.read_history(run)
@@ -163,6 +169,13 @@ def test_equal_hashes_do_not_pass_for_equal_ids(monkeypatch: pytest.MonkeyPatch)
     training = list(range(100, 140))
     found = copying.copied([[*range(110, 120), 1, 2], list(range(12))], Ids(training))  # type: ignore[arg-type]
     assert [(each.longest, each.share) for each in found] == [(10, 3 / 5), (0, 0.0)]
+
+
+def test_the_longest_of_several_places_counts() -> None:
+    text = list(range(20))
+    for training in ([*text[:15], 99, *text[:9], 98], [*text[:9], 98, *text[:15], 99]):
+        [found] = copying.copied([text], Ids(training))  # type: ignore[arg-type]
+        assert (found.longest, found.start) == (15, 0)
 
 
 def test_only_the_beginning_of_a_huge_text_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,17 @@ def test_parts_hold_every_number_as_often_as_there_are_copies(grid: Grid, config
         assert torch.equal(again, whole)
 
 
+@pytest.mark.parametrize("grid", [Grid(2), Grid(1, 2), Grid(2, 2), Grid(2, 2, True), Grid(3, 1, True)])
+def test_every_number_is_sent_once(grid: Grid) -> None:
+    """To where a checkpoint is put together."""
+    desk = Desk.__new__(Desk)
+    desk.grid, desk.whole = grid, {name: (name, shape) for name, shape in shapes(TINY).items()}
+    for name, shape in shapes(TINY).items():
+        senders = desk._senders(name)
+        assert sum(grid.part(name, shape, rank).numel for rank in senders) == math.prod(shape)
+        assert all(grid.part(name, shape, rank).numel for rank in senders)
+
+
 def test_queries_keys_and_values_of_a_head_stay_together() -> None:
     """With 4 heads of 8: the second of two processes has heads 2 and 3 of each of the three."""
     part = Grid(1, 2).part("h.0.attn.c_attn.weight", (96, 32), 1)
@@ -242,7 +253,8 @@ def read_by_others(folder: Path) -> None:
 def test_two_processes_come_to_what_one_does(tmp_path: Path) -> None:
     sharded, together = Grid(2, 1, True), Grid(1, 2)
     cases = [(sharded, TINY, "adamw"), (sharded, MODERN, "muon"), (together, TINY, "muon"), (together, MODERN, "adamw")]
-    one_position = replace(TINY, block_size=1)  # whose table the second process has nothing of
+    # Of whose table the second process has nothing, nor a matrix to work on.
+    one_position = replace(TINY, block_size=1, n_layer=1)
     assert sharded.part("wpe.weight", (1, 32), 1).numel == 0
     cases.append((sharded, one_position, "muon"))
     run_in(2, agree_with_one, 20, cases, tmp_path)

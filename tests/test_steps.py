@@ -23,6 +23,7 @@ from gpt.model.decoder import GPT
 from gpt.text.batches import Batches, Ramp
 from gpt.training import step as stepping
 from gpt.training.optim import make_optimizer
+from gpt.training.state import Snapshot, TrainState
 
 __all__ = ["text"]  # a fixture
 
@@ -48,6 +49,23 @@ def test_a_step_that_is_left_out_changes_nothing(kind: Literal["muon", "adamw"])
     step(2.0, False)
     assert not torch.equal(before[0]["h.0.mlp.c_fc.weight"], model.h[0].mlp.c_fc.weight)  # type: ignore[union-attr]
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_snapshot_remembers_the_scale_of_the_loss() -> None:
+    """As a run in float16 has it."""
+    model = GPT(gpt.GPTConfig(50, 8, 1, 1, 8))
+    optimizer, scaler = make_optimizer(model, "adamw", 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    snapshot = Snapshot()
+    snapshot.take(model, optimizer, scaler, TrainState(step=3))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, math.inf)
+    for part in optimizer.parts:
+        scaler.unscale_(part)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert snapshot.restore(model, optimizer, scaler).step == 3
+    assert scaler.get_scale() == 8.0
 
 
 class Late:
