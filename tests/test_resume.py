@@ -20,6 +20,7 @@ from gpt import events
 from gpt.errors import Interrupted, UserError, WorkError
 from gpt.runs import checkpoint, folder
 from gpt.training import step as stepping
+from gpt.words import counted
 
 Gpt = Callable[..., Done]
 STEPS = 12
@@ -174,7 +175,7 @@ def test_threads_are_as_many_as_before(text: Path) -> None:
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(threads)
-    said = f"{threads} threads, as before, instead of {threads + 1}: sums depend on it"
+    said = f"{counted(threads, 'thread')}, as before, instead of {threads + 1}: sums depend on it"
     assert said in [event.text for event in heard if isinstance(event, events.Note)]
 
 
