@@ -174,8 +174,8 @@ def test_threads_are_as_many_as_before(text: Path) -> None:
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(threads)
-    said = f"{threads} threads, as before, instead of {threads + 1}: sums depend on it"
-    assert said in [event.text for event in heard if isinstance(event, events.Note)]
+    said = f"as before, instead of {threads + 1}: sums depend on it"
+    assert any(event.text.endswith(said) for event in heard if isinstance(event, events.Note))
 
 
 def test_without_a_checkpoint_it_starts_at_the_first_step(text: Path) -> None:
