@@ -78,6 +78,15 @@ def test_each_process_drops_out_what_is_its_own(monkeypatch: pytest.MonkeyPatch)
         world.seed(5, step)
         assert torch.rand(1).item() in drawn
     assert len(drawn) == 3
+    world.tensor = 2  # ranks 0 and 1 share each sequence, and what is dropped of it
+    for rank, row in ((0, 0), (1, 0), (2, 1)):
+        world.rank = rank
+        world.seed(5, 1)
+        again = torch.rand(1).item()
+        world.rank, world.tensor = row, 1
+        world.seed(5, 1)
+        assert torch.rand(1).item() == again
+        world.tensor = 2
 
 
 def test_a_run_goes_on_with_another_number(place: Path, workdir: Path) -> None:
@@ -259,16 +268,19 @@ def test_which_process_ended_the_others() -> None:
 def test_a_status_that_was_said_stands_whatever_ends_a_process_after_that() -> None:
     """A launcher that sees another one's end first tells the one that has said its word to end too."""
     code = """
-import os, signal
+import os, signal, time
 from gpt.parallel import environment
 environment.tell(environment.STATUS, 143)
+while environment.told(os.environ[environment.LAUNCHER], environment.STATUS) != "143":
+    time.sleep(0.01)
 os.kill(os.getpid(), signal.SIGTERM) if os.environ["RANK"] == "0" else os._exit(75)
 """
     assert launch([sys.executable, "-c", code], 2) == Ended(143)
 
 
-def test_a_launcher_leaves_this_process_as_it_was(tmp_path: Path) -> None:
+def test_a_launcher_leaves_this_process_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's takes signals and writes a log."""
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # the one variable that stays
 
     def told() -> tuple[object, ...]:
         handlers = [signal.getsignal(getattr(signal, name)) for name in launching.SIGNALS]
@@ -276,7 +288,6 @@ def test_a_launcher_leaves_this_process_as_it_was(tmp_path: Path) -> None:
 
     before = told()
     with launching._environment(str(tmp_path), 1.5):
-        os.environ.pop("TORCH_CPP_LOG_LEVEL")
         assert environment.began() == 1.5
         for name in launching.SIGNALS:
             signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -3,12 +3,14 @@
 import contextlib
 import math
 import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gpt.config import GPTConfig, find_preset
 from gpt.errors import UserError
+from gpt.files import side_by_side
 from gpt.model import memory
 from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy
@@ -88,6 +91,31 @@ def test_every_number_is_sent_once(grid: Grid) -> None:
         senders = desk._senders(name)
         assert sum(grid.part(name, shape, rank).numel for rank in senders) == math.prod(shape)
         assert all(grid.part(name, shape, rank).numel for rank in senders)
+
+
+def test_one_tensor_is_asked_for_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though two files are written side by side: what others send has no name."""
+    told: list[str] = []
+    places = {name: (name, shape) for name, shape in shapes(TINY).items()}
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    desk = Desk(Grid(2, 1, True), places, None)  # type: ignore[arg-type]
+
+    def say(which: int) -> int:
+        told.append(desk.names[which])
+        time.sleep(0.05)
+        return which
+
+    def come(rank: int, shape: tuple[int, ...]) -> Any:
+        told.append("sent")
+        return np.zeros(shape, np.float32)
+
+    monkeypatch.setattr(desk, "_say", say)
+    monkeypatch.setattr(desk, "_from", come)
+    names = ["wte.weight", "h.0.attn.c_attn.weight", "h.1.mlp.c_fc.weight", "ln_f.weight"]
+    mine = {name: np.zeros(desk.grid.part(name, places[name][1], 0).shape, np.float32) for name in names}
+    side_by_side(lambda name: desk.ask(name, mine[name]), names)
+    assert sorted(told[::2]) == sorted(names)
+    assert told[1::2] == ["sent"] * 4
 
 
 def test_queries_keys_and_values_of_a_head_stay_together() -> None:
