@@ -208,6 +208,20 @@ def test_the_models_own_log_probability_is_kept_beside_the_score() -> None:
     assert not math.isclose(sum(own) / len(own), best.score, abs_tol=1e-3)
 
 
+def test_a_prompt_s_log_probabilities_are_of_what_the_context_keeps() -> None:
+    model, _ = pair(30, 3)
+    size = model.config.block_size
+    prompt = [at * at % 29 for at in range(size + 9)]
+    config = SampleConfig(beam=2, max_tokens=2, echo_logprobs=True)
+    told, *_ = BeamBatch(Context(model, CPU, 2), Filters(config, 0), [Request(prompt)])
+    assert told.prompt is not None
+    with torch.no_grad():
+        logprobs = model(torch.tensor([prompt[-size:]]))[0].log_softmax(-1)
+    assert [token.id for token in told.prompt] == prompt[-size:]
+    expected = [logprobs[at, id].item() for at, id in enumerate(prompt[-size:][1:])]
+    assert [token.logprob for token in told.prompt[1:]] == pytest.approx(expected, abs=1e-4)
+
+
 def test_what_is_excluded_is_no_way_on() -> None:
     found = Search(SampleConfig(beam=3, max_tokens=3), eot=9)
     logprobs = torch.zeros(1, 4).log_softmax(-1)
