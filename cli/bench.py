@@ -7,7 +7,7 @@ import typer
 from gpt.bench_config import BenchConfig
 
 from . import progress, render
-from .options import Device, Json, SamplingDtype, one_of, takes
+from .options import Device, Json, SamplingDtype, Threads, one_of, takes
 
 
 @takes(BenchConfig)
@@ -21,6 +21,7 @@ def bench(
     json: Json = False,
     device: Device = "auto",
     dtype: SamplingDtype = "auto",
+    threads: Threads = None,
     compile: Annotated[
         str, one_of(("on", "off"), help="torch.compile for steps, on GPUs as CUDA graphs.", rich_help_panel="Machine")
     ] = "off",
@@ -28,7 +29,9 @@ def bench(
     """Measure how fast a model reads a prompt and writes on, beside what this machine's memory allows."""
     with progress.starting(quiet=json):
         from gpt import api
-    measured = api.bench(target, settings, device=device, dtype=dtype, compile=compile, note=render.note)
+    measured = api.bench(
+        target, settings, device=device, dtype=dtype, threads=threads, compile=compile, note=render.note
+    )
     if json:
         render.json_line(render.speed_json(measured))
     else:

@@ -7,7 +7,7 @@ import typer
 from gpt.config import ReadConfig
 
 from . import progress, render
-from .options import OUTPUT, Device, Json, Quiet, SamplingDtype, one_of, option, takes
+from .options import OUTPUT, Device, Json, Quiet, SamplingDtype, Threads, one_of, option, takes
 from .sample import MODEL_HELP
 
 
@@ -31,11 +31,12 @@ def evaluate(
     quiet: Quiet = False,
     device: Device = "auto",
     dtype: SamplingDtype = "auto",
+    threads: Threads = None,
 ) -> None:  # fmt: skip
     """Measure a model on TEXT: loss, perplexity, bits a byte, in fixed windows over the whole of it."""
     with progress.starting(quiet):
         from gpt import api
-    loaded = api.load(model, device=device, dtype=dtype, note=render.note)
+    loaded = api.load(model, device=device, dtype=dtype, threads=threads, note=render.note)
     with progress.TrainDisplay(quiet) as display, progress.Bar("scored", "tokens", quiet) as bar:
         each = render.token_lines(loaded.tokenizer) if tokens else None
         result = loaded.evaluate_files(text, settings, split, stride, display, bar.watching(each))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import typer
 
-from gpt import __version__
+from gpt import __version__, waiting
 from gpt.errors import Interrupted, UserError, is_out_of_memory
 from gpt.parallel import environment
 
@@ -83,6 +83,7 @@ def _main(
 
 def run() -> None:
     """The command ``gpt``."""
+    waiting.set_policy()
     status: list[int] = []
     processes.end_abruptly(status)
     status.append(main(sys.argv[1:]))

@@ -50,6 +50,15 @@ SamplingDtype = Annotated[
 ]
 
 
+Threads = Annotated[
+    int | None,
+    option(
+        "--threads", help="Threads that compute on a CPU; beats OMP_NUM_THREADS.", rich_help_panel="Machine",
+        show_default="one a core, fewer for decoding with a small model",
+    ),
+]  # fmt: skip
+
+
 def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Gives a command an option for each field of ``config_class``, and its body the ``settings`` made from them and,
     where it has such parameters, as ``given`` those that the user said something about, as ``words`` all of the command

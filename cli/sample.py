@@ -13,7 +13,7 @@ from gpt.sample_config import SampleConfig
 from gpt.words import counted
 
 from . import progress, render
-from .options import OUTPUT, Device, Json, SamplingDtype, given_text, option, takes
+from .options import OUTPUT, Device, Json, SamplingDtype, Threads, given_text, option, takes
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
@@ -57,16 +57,17 @@ def sample(
     ] = False,
     device: Device = "auto",
     dtype: SamplingDtype = "auto",
+    threads: Threads = None,
 ) -> None:  # fmt: skip
     """Let a model write on after PROMPT."""
     if interactive:
-        _talk(settings, model, seed, device, dtype, [prompt, prompt_file, prompts, out, json, num > 1])
+        _talk(settings, model, seed, device, dtype, threads, [prompt, prompt_file, prompts, out, json, num > 1])
         return
     texts = _prompts(prompt, prompt_file, prompts)
     _check(settings, num, as_json=json or out is not None)
     with progress.starting(quiet=json):
         from gpt import api
-    loaded = api.load(model, device=device, dtype=dtype, note=render.note, sampling=settings)
+    loaded = api.load(model, device=device, dtype=dtype, threads=threads, note=render.note, sampling=settings)
     if out is None:
         _shown(loaded, texts, settings, seed, num, json, echo=not no_echo)
     else:
@@ -74,7 +75,13 @@ def sample(
 
 
 def _talk(
-    settings: SampleConfig, model: str | None, seed: int | None, device: str, dtype: str, others: list[object]
+    settings: SampleConfig,
+    model: str | None,
+    seed: int | None,
+    device: str,
+    dtype: str,
+    threads: int | None,
+    others: list[object],
 ) -> None:
     if any(others):
         raise UserError("--interactive reads prompts and writes texts as they come", "leave out what says otherwise")
@@ -82,7 +89,7 @@ def _talk(
 
     with progress.starting(quiet=False):
         from gpt import api
-    load = functools.partial(api.load, device=device, dtype=dtype, note=render.note, sampling=settings)
+    load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=render.note, sampling=settings)
     loaded = load(model)
     seed = render.draw_seed(announce=settings.draws) if seed is None else seed
     Conversation(loaded, load, settings, seed).run()

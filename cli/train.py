@@ -28,7 +28,8 @@ def train(
         str | None,
         option(
             help="Go on with a run exactly where it stopped; without RUN: the newest one that is not finished. May be "
-            "joined by a longer --steps, --nproc, --shard, --tensor, --recompute, --device, --micro-batch, --keep.",
+            "joined by a longer --steps, --nproc, --shard, --tensor, --recompute, --device, --threads, --micro-batch, "
+            "--keep.",
             metavar="[RUN]", rich_help_panel="Run", show_default="none",
         ),
     ] = None,

@@ -140,6 +140,7 @@ def load(
     *,
     device: str = "auto",
     dtype: str = "auto",
+    threads: int | None = None,
     note: Callable[[str], None] = lambda text: None,
     sampling: SampleConfig | None = None,
 ) -> LanguageModel:
@@ -148,19 +149,25 @@ def load(
     latest is, ``note`` is told, and the one before is taken.
 
     For settings that it will be ``sampling`` with, weights are laid out for steps of one token (in ``dtype`` itself,
-    not cast at each product); ``dtype`` "int8" rounds them. Such a model is neither trained nor saved.
+    not cast at each product); ``dtype`` "int8" rounds them. Such a model is neither trained nor saved. ``threads`` on a
+    CPU are then as many as its size is worth, unless they are given; else they are left as they are.
     """
     found = folder.find_checkpoint(None if path is None else str(path), note)
     int8 = dtype == "int8"
     compute = _pick(device, dtype)
     narrow = compute.dtype if sampling is not None else torch.float32
     loaded = checkpoint.load(found, compute.device, dtype=narrow)
+    devices.use_threads(compute, threads, _parameters(loaded.model) if sampling is not None else None)
     if sampling is not None or int8:
         packed = sampling is not None and sampling.compile != "on"
         prepare(loaded.model, compute, int8=int8, packed=packed)
     if int8:
         note("int8 rounds the weights: gpt eval TEXT with and without --dtype int8 says what it costs this model")
     return LanguageModel(loaded.model, loaded.tokenizer, compute, found, note)
+
+
+def _parameters(model: GPT) -> int:
+    return breakdown(model.config).trainable
 
 
 def _pick(device: str, dtype: str) -> Compute:
@@ -189,6 +196,7 @@ def bench(
     *,
     device: str = "auto",
     dtype: str = "auto",
+    threads: int | None = None,
     compile: str = "off",
     note: Callable[[str], None] = lambda text: None,
 ) -> Measured:
@@ -199,16 +207,17 @@ def bench(
         compute = _pick(device, dtype)
         with compute.device:
             model = GPT(PRESETS[target].model).eval()
+        devices.use_threads(compute, threads, _parameters(model))
         prepare(model, compute, int8=dtype == "int8", packed=compile != "on")
         name = target
     else:
-        loaded = load(target, device=device, dtype=dtype, note=note, sampling=sampling)
+        loaded = load(target, device=device, dtype=dtype, threads=threads, note=note, sampling=sampling)
         model, compute, name = loaded.model, loaded.compute, str(loaded.path)
     config = config.fitted(model.config.block_size)
     step = compiled(model, compute, note) if compile == "on" else None
     speed = measure(model, compute, config, step)
     kind = "int8" if dtype == "int8" else compute.dtype_name
-    count = breakdown(model.config).trainable
+    count = _parameters(model)
     where = compute.describe().removesuffix(f", {compute.dtype_name}")
     return Measured(name, count, where, kind, step is not None, config, speed)
 

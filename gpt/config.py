@@ -18,6 +18,7 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "on", "off"]
 
+MOST_THREADS = 4096
 # Far above GPT-3's 12,288 × 96: a number from a file beyond these is damage or malice, not a model.
 LIMITS = {"vocab_size": 2**24, "block_size": 2**24, "n_layer": 2**14, "n_head": 2**14, "n_embd": 2**20}
 
@@ -349,6 +350,11 @@ class TrainConfig(TextConfig):
     nproc: int = option(
         1, "Processes on this machine, which share each batch; a GPU each. On more machines: torchrun.",
         panel=_MACHINE, low=1, high=1024,
+    )  # fmt: skip
+    threads: int | None = option(
+        None, "Threads that compute on a CPU, in each process; beats OMP_NUM_THREADS. Another number: equal up "
+        "to rounding.",
+        panel=_MACHINE, shown="one a core", low=1, high=MOST_THREADS,
     )  # fmt: skip
     shard: Literal["none", "full"] = option(
         "none", "full: the processes divide weights, gradients and the optimizer's memory; none: each has all.",

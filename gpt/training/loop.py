@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from gpt import events
 from gpt.errors import Interrupted, PeerLost, WorkError
 from gpt.files import disk_errors, to_json, write_file
@@ -21,7 +19,6 @@ from gpt.runs import checkpoint, folder
 from gpt.text.batches import Int64s
 from gpt.training import logs
 from gpt.training.best import mean_loss, read_best, sample_lines
-from gpt.training.crowd import Crowd
 from gpt.training.guard import LOWER, Guard
 from gpt.training.keeping import Keeper, size_of
 from gpt.training.learner import make_learner
@@ -137,10 +134,8 @@ class Trainer:
         self.first_step = self.began + self.state.first_step
         ended = self.attend()
         self.keeper.remember()
-        crowd = Crowd(torch.get_num_threads() if self.compute.device.type == "cpu" else 1, self.note)
         while not ended:
-            with crowd.step():
-                self.step()
+            self.step()
             if self.state.step == self.recipe.steps - self.recipe.decay:
                 self.retime()
             ended = self.attend()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gpt import device
-from gpt.config import TrainConfig
+from gpt.config import MOST_THREADS, TrainConfig
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.files import checked, read_json
@@ -32,6 +32,7 @@ MAY_CHANGE = (
     "tensor",
     "recompute",
     "device",
+    "threads",
     "micro_batch",
     "keep",
     "log",
@@ -231,12 +232,14 @@ def _rate(recipe: Recipe, step: int) -> float:
     )
 
 
-def same_compute(begun: Begun, asked: str | None, processes: int, note: Notes) -> Compute:
-    """The device, dtype and threads that the run had, or the device that is asked for; threads where it had as many
+def same_compute(begun: Begun, given: Mapping[str, Any], processes: int, note: Notes) -> Compute:
+    """The device, dtype and threads that the run had, or those that are ``given``; threads where it had as many
     ``processes``. Says what moves rounding."""
-    machine = begun.machine
+    machine, asked, threads = begun.machine, given.get("device"), given.get("threads", begun.config.threads)
     if machine is None:
-        return device.pick(asked or begun.config.device, begun.config.dtype, training=True)
+        compute = device.pick(asked or begun.config.device, begun.config.dtype, training=True)
+        device.use_threads(compute, threads)
+        return compute
     where = asked if asked not in (None, "auto") else machine.device
     compute = device.pick(where, machine.dtype, training=True)
     moved = compute.device != torch.device(machine.device)
@@ -247,15 +250,17 @@ def same_compute(begun: Begun, asked: str | None, processes: int, note: Notes) -
             f"{counted(processes, 'process', 'processes')} instead of {machine.processes}: the same batches; equal to "
             "rounding, but for dropout"
         )
-    elif not moved and compute.device.type == "cpu" and torch.get_num_threads() != machine.threads:
-        if not 1 <= machine.threads <= 4096:
+    elif not moved and compute.device.type == "cpu":
+        if not 1 <= machine.threads <= MOST_THREADS:
             raise UserError(
                 f"{begun.run} is damaged: it says that it ran on {counted(machine.threads, 'thread')}", folder.HINT
             )
-        note(
-            f"{counted(machine.threads, 'thread')}, as before, instead of {torch.get_num_threads()}: sums depend on it"
-        )
-        torch.set_num_threads(machine.threads)
+        threads = given.get("threads", machine.threads)
+        if threads != machine.threads:
+            note(f"{counted(threads, 'thread')} instead of {machine.threads}: equal to rounding, not bit for bit")
+        elif threads != torch.get_num_threads():
+            note(f"{counted(threads, 'thread')}, as before, instead of {torch.get_num_threads()}: sums depend on it")
+    device.use_threads(compute, threads)
     was = begun.record.get("versions")
     if isinstance(was, dict) and was.get("torch") != versions()["torch"]:
         note(f"torch {versions()['torch']} instead of {was.get('torch')}: equal to rounding, not bit for bit")

@@ -44,6 +44,7 @@ def train(
         world.agree({"text": list(map(str, texts)), **asdict(config), **_code()})
         world.together(lambda: logs.check(config.log))
         compute = world.place(world.together(lambda: device.pick(config.device, config.dtype, training=True)))
+        device.use_threads(compute, config.threads)
         world.together(lambda: world.divide(config.tensor, config.shard == "full"))
         start = shared_start(world, lambda: find_start(config))
         tokenizer = start.tokenizer if start else None
@@ -118,7 +119,7 @@ def _found_again(
 ) -> Setting:
     """What a run was made of, as it was, but for what may have changed."""
     _, note = _told(listen, world)
-    compute = world.together(lambda: resume.same_compute(begun, given.get("device"), world.size, note))
+    compute = world.together(lambda: resume.same_compute(begun, given, world.size, note))
     compute = world.place(compute)
     world.together(lambda: world.divide(*resume.division(begun, given)))
     start = shared_start(world, lambda: resume.same_start(begun))
