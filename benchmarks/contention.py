@@ -1,0 +1,119 @@
+"""Measures training and decoding with `nano` alone and beside other programs, by how threads wait and how many they are.
+
+    python -m benchmarks.contention [--rounds N]
+
+Takes some ten minutes, in which nothing else should run. Each figure is a median over the rounds, in which all ways take
+turns. A way that is far too slow to finish is stopped, and its rate until then counts.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.results import SCRIPTS, machine, write_section
+
+STEPS, NEW, LIMIT = 60, 32, 25.0  # steps and tokens of a run, seconds that it has
+COMPANIONS = (0, 1, 4)
+CORES = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+SPINNING = {"GOMP_SPINCOUNT": "300000"}  # GNU OpenMP's own; that it is said at all turns our watch off
+WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
+    "default": ({}, []),
+    "threads that spin always, as before": (SPINNING, ["--threads", CORES]),
+    "threads that always sleep, `OMP_WAIT_POLICY=passive`": ({"OMP_WAIT_POLICY": "passive"}, ["--threads", CORES]),
+    "`--threads 1`": ({}, ["--threads", "1"]),
+}
+
+
+@contextlib.contextmanager
+def companions(count: int) -> Iterator[None]:
+    """So many other programs that do nothing but compute."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+
+
+def gpt(environment: dict[str, str], *words: str) -> str:
+    """What the command prints, in the time that it has."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "GPT_"))}
+    try:
+        done = subprocess.run(
+            [str(SCRIPTS / "gpt"), *words], env=clean | environment, capture_output=True, text=True, timeout=LIMIT,
+            encoding="utf-8",
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return ""
+    if done.returncode:
+        sys.exit(done.stderr)
+    return done.stdout
+
+
+def training(tokens: Path, environment: dict[str, str], words: list[str]) -> float:
+    """Tokens a second of a run's steps."""
+    with tempfile.TemporaryDirectory() as place:
+        run = Path(place) / "run"
+        often = ["--eval-every", str(STEPS), "--sample-every", "0"]
+        gpt(
+            environment, "train", str(tokens), "--preset", "nano", "--steps", str(STEPS), "-o", str(run), *often, *words
+        )
+        events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return max((e for e in events if e["event"] == "step"), key=lambda e: e["step"])["tokens_per_second"]
+
+
+def decoding(environment: dict[str, str], words: list[str]) -> float:
+    """Tokens a second after a prompt; 0 where not even one round was done in time."""
+    out = gpt(environment, "bench", "nano", "--rounds", "1", "-n", str(NEW), "--json", *words)
+    return json.loads(out)["decode_tokens_per_second"] if out else 0.0
+
+
+def measured(tokens: Path, rounds: int) -> Iterator[str]:
+    """Lines of the table."""
+    for count in COMPANIONS:
+        trained: dict[str, list[float]] = {way: [] for way in WAYS}
+        decoded: dict[str, list[float]] = {way: [] for way in WAYS}
+        with companions(count):
+            for _ in range(rounds):
+                for way, (environment, words) in WAYS.items():
+                    trained[way].append(training(tokens, environment, words))
+                    decoded[way].append(decoding(environment, words))
+        for way in WAYS:
+            rates = " | ".join(
+                f"{statistics.median(got[way]):,.0f} | {', '.join(f'{rate:,.0f}' for rate in got[way])}"
+                for got in (trained, decoded)
+            )
+            yield f"| {count} | {way} | {rates} |"
+
+
+def main() -> None:
+    """Measures, prints, and records."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as place:
+        tokens = Path(place) / "tokens"
+        gpt({}, "tokenize", "pydocs", "--vocab-size", "1024", "--val-fraction", "0.02", "-o", str(tokens))
+        lines = [
+            *machine("python -m benchmarks.contention"),
+            "",
+            f"`nano`, tokens a second: training ({STEPS} steps of 1,024) and decoding ({NEW} tokens, greedy), medians of "
+            f"{rounds} rounds in turn, beside so many other programs that only compute. 0: not one round in {LIMIT:g} s.",
+            "",
+            "| others | | training | | decoding | |",
+            "|---:|---|---:|---|---:|---|",
+            *measured(tokens, rounds),
+        ]
+    write_section("Beside other programs", lines)
+
+
+if __name__ == "__main__":
+    main()
