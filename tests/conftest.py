@@ -124,9 +124,9 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_tokens": 256, "sample_every": 0}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder."""
+    """An empty current folder, for every test: what lies in the one where the tests were started is nobody's business."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
