@@ -93,7 +93,8 @@ def _cells(
     wide, high = (2, 4) if fine else (1, 1)  # dots of a character
     dots: dict[tuple[int, int], tuple[int, Series]] = {}
     for one in sorted(series, key=lambda one: not one.pale):
-        for x, y in _dense([(across.share(x), up.share(y)) for x, y in one.points], 1 / (width * wide)):
+        shares = [(across.share(x), up.share(y) if math.isfinite(y) else math.nan) for x, y in one.points]
+        for x, y in _dense(shares, 1 / (width * wide)):
             column, row = round(x * (width * wide - 1)), round((1 - y) * (height * high - 1))
             cell = (row // high, column // wide)
             before, other = dots.get(cell, (0, one))
