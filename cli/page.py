@@ -102,7 +102,7 @@ def html(name: str, title: str, data: Data) -> bytes:
         title=title.replace("&", "&amp;").replace("<", "&lt;"),
         style=read("page.css"),
         data=content,
-        script=read("page.js") + "\n" + read(f"{name}.js"),
+        script="\n".join(map(read, ("page.js", "chart.js", f"{name}.js"))),
     )
     return page.encode("utf-8", "backslashreplace")
 

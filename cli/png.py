@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpt.errors import UserError
 
+from .ticks import axis
+
 if TYPE_CHECKING:
     import numpy as np
     from PIL import Image, ImageDraw
@@ -144,20 +146,30 @@ def positions(found: "Positions", model: str) -> bytes:
         image.paste(picture, (12, top))
     y0 = top + shape[0] + 40
     draw.text((12, y0 - 26), "similarity of two places by the tokens between them", SOFT, _font(12))
-    low, high = min(0.0, float(found.similarity.min())), max(1.0, float(found.similarity.max()))
-    last = max(1, len(found.similarity) - 1)
-    points = [
-        (60 + (shape[1] - 60) * at / last, y0 + 160 * (high - float(value)) / (high - low))
-        for at, value in enumerate(found.similarity)
-    ]
-    for mark in (low, 0.5, high):
-        y = y0 + 160 * (high - mark) / (high - low)
-        draw.line((60, y, shape[1], y), LINE)
-        draw.text((52, y), f"{mark:.2f}", SOFT, _font(11), anchor="rm")
-    if len(points) > 1:
-        draw.line(points, BLUE, 2)
-    draw.text((60, y0 + 168), f"0 to {last:,} tokens", SOFT, _font(11))
+    _curve(draw, found.similarity.tolist(), (60, y0, shape[1] - 10, y0 + 160), "tokens apart")
     return _bytes(image)
+
+
+def _curve(draw: "ImageDraw.ImageDraw", values: Sequence[float], box: tuple[int, int, int, int], x_name: str) -> None:
+    """Values by their place, 0 on the left, between round ticks."""
+    left, top, right, bottom = box
+    across, up = axis(0, max(1, len(values) - 1), 8, extend=False), axis(min(0.0, *values), max(1.0, *values), 6)
+
+    def x(place: float) -> float:
+        return left + (right - left) * across.share(place)
+
+    def y(value: float) -> float:
+        return bottom - (bottom - top) * up.share(value)
+
+    for tick, label in zip(up.ticks, up.labels, strict=True):
+        draw.line((left, y(tick), right, y(tick)), LINE)
+        draw.text((left - 8, y(tick)), label, SOFT, _font(11), anchor="rm")
+    for tick, label in zip(across.ticks, across.labels, strict=True):
+        draw.line((x(tick), bottom, x(tick), bottom + 4), LINE)
+        draw.text((x(tick), bottom + 7), label, SOFT, _font(11), anchor="ma")
+    draw.text(((left + right) / 2, bottom + 22), x_name, SOFT, _font(11), anchor="ma")
+    if len(values) > 1:
+        draw.line([(x(place), y(value)) for place, value in enumerate(values)], BLUE, 2)
 
 
 def tokens(pieces: Sequence[str]) -> bytes:

@@ -11,64 +11,103 @@ from itertools import pairwise
 from rich.console import Console
 from rich.text import Text
 
+from . import ticks
+from .ticks import Axis
+
 COLOURS = ("blue", "red", "green", "magenta", "yellow", "cyan")
 MARKS = "*o+x#@%&"
+PALE = "."
+GUTTER = 10  # columns of the labels on the left
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character: four rows of two
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Series:
-    """A named curve of points (x, y), by rising x."""
+    """A named curve of points (x, y), by rising x; a y that is not finite is a gap. Pale ones lie below the others."""
 
     name: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[Point]
+    colour: int = 0
+    pale: bool = False
+
+    @property
+    def style(self) -> str:
+        """Its colour in the console."""
+        return COLOURS[self.colour % len(COLOURS)] + (" dim" if self.pale else "")
+
+    @property
+    def mark(self) -> str:
+        """Its letter where there are no colours."""
+        return PALE if self.pale else MARKS[self.colour % len(MARKS)]
 
 
-def chart(title: str, x_name: str, series: Sequence[Series], console: Console, height: int = 12) -> Text:
-    """The curves in one frame as wide as the console, up to 100 columns. What is not finite is left out."""
-    curves = [Series(one.name, [point for point in one.points if all(map(math.isfinite, point))]) for one in series]
-    all_points = [point for one in curves for point in one.points]
-    if not all_points:
+def chart(
+    title: str, x_name: str, series: Sequence[Series], console: Console, height: int = 13, logarithmic: bool = False
+) -> Text:
+    """The curves in one frame as wide as the console, up to 100 columns. ``logarithmic``: where they span decades."""
+    points = [point for one in series for point in one.points if all(map(math.isfinite, point))]
+    if not points:
         return Text(f"{title}: nothing was recorded", "dim")
-    xs, ys = [x for x, _ in all_points], [y for _, y in all_points]
-    left, right, low, high = min(xs), max(xs), min(ys), max(ys)
-    if low == high:
-        low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
-    width = min(100, console.width) - 12
+    (left, right), (low, high) = ((min(values), max(values)) for values in zip(*points, strict=True))
+    width = max(8, min(100, console.width) - GUTTER - 2)
     fine = console.color_system is not None and (console.encoding or "").startswith("utf")
-    across, down = (2, 4) if fine else (1, 1)
-    grid: dict[tuple[int, int], tuple[int, int]] = {}  # row, column → dots, and the last curve that came by
-    for number, one in enumerate(curves):
-        for x, y in _dense(one.points, (right - left) / max(1, width * across)):
-            column = round((x - left) / ((right - left) or 1) * (width * across - 1))
-            row = round((high - y) / (high - low) * (height * down - 1))
-            cell = (row // down, column // across)
-            dots = grid.get(cell, (0, 0))[0] | (_DOTS[row % 4][column % 2] if fine else 0)
-            grid[cell] = (dots, number)
+    across = ticks.axis(left, right, max(5, min(8, width // 10)), extend=False)
+    up = (ticks.log_axis if logarithmic and ticks.spans_decades(low, high) else ticks.axis)(
+        low, high, (height + 1) // 2
+    )
+    cells = _cells(series, across, up, width, height, fine)
     text = Text.assemble((title, "bold"), "  ")
-    for number, one in enumerate(curves if any(one.name for one in curves) else []):
-        mark = "" if fine else f"{MARKS[number % len(MARKS)]} "
-        text.append(f"{mark}{one.name}  ", COLOURS[number % len(COLOURS)])
+    for one in series:
+        if one.name:
+            text.append(f"{one.name}  " if fine else f"{one.mark} {one.name}  ", one.style)
+    frame = "│┤└─┴" if fine else "|+`-+"
+    labels = {round((height - 1) * (1 - up.share(y))): label for y, label in zip(up.ticks, up.labels, strict=True)}
     for row in range(height):
-        value = high - (high - low) * row / (height - 1)
-        label = f"{value:10.4g} " if row in (0, height // 2, height - 1) else " " * 11
-        text.append("\n" + label, "dim")
+        side = frame[1] if row in labels else frame[0]
+        text.append(f"\n{labels.get(row, ''):>{GUTTER}}{side}", "dim")
         for column in range(width):
-            if (row, column) not in grid:
-                text.append(" ")
-                continue
-            dots, number = grid[row, column]
-            mark = chr(0x2800 + dots) if fine else MARKS[number % len(MARKS)]
-            text.append(mark, COLOURS[number % len(COLOURS)])
-    ends = f"{left:,.4g}".ljust(width - 12) + f"{right:,.4g}".rjust(12)
-    text.append(f"\n{'':11}{ends} {x_name}", "dim")
-    return text
+            text.append(*cells.get((row, column), (" ", "")))
+    return text.append(_foot(across, width, x_name, frame), "dim")
 
 
-def _dense(points: Sequence[tuple[float, float]], step: float) -> list[tuple[float, float]]:
-    """Points with others on the lines between them, so that curves have no holes."""
-    found = list(points[:1])
+def _foot(across: Axis, width: int, x_name: str, frame: str) -> str:
+    """The line below the curves, and below that the labels of its ticks."""
+    line, labels = [frame[3]] * width, [" "] * width
+    free = 0
+    for x, label in zip(across.ticks, across.labels, strict=True):
+        at = round(across.share(x) * (width - 1))
+        line[at] = frame[4]
+        start = max(0, min(width - len(label), at - len(label) // 2))
+        if start >= free:
+            labels[start : start + len(label)] = label
+            free = start + len(label) + 1
+    names = f"{x_name:>{GUTTER}} " + "".join(labels).rstrip()
+    return f"\n{'':{GUTTER}}{frame[2]}{''.join(line)}\n{names}"
+
+
+def _cells(
+    series: Sequence[Series], across: Axis, up: Axis, width: int, height: int, fine: bool
+) -> dict[tuple[int, int], tuple[str, str]]:
+    """Row and column → character and style: the last curve's that comes by, pale ones first."""
+    wide, high = (2, 4) if fine else (1, 1)  # dots of a character
+    dots: dict[tuple[int, int], tuple[int, Series]] = {}
+    for one in sorted(series, key=lambda one: not one.pale):
+        shares = [(across.share(x), up.share(y) if math.isfinite(y) else math.nan) for x, y in one.points]
+        for x, y in _dense(shares, 1 / (width * wide)):
+            column, row = round(x * (width * wide - 1)), round((1 - y) * (height * high - 1))
+            cell = (row // high, column // wide)
+            before, other = dots.get(cell, (0, one))
+            kept = before if other.pale == one.pale else 0  # a pale curve must not thicken the others
+            dots[cell] = (kept | _DOTS[row % 4][column % 2], one)
+    return {cell: (chr(0x2800 + bits) if fine else one.mark, one.style) for cell, (bits, one) in dots.items()}
+
+
+def _dense(points: Sequence[Point], step: float) -> list[Point]:
+    """The finite points, with others on the lines between neighbours, so that curves have no holes but their gaps."""
+    found = [point for point in points if all(map(math.isfinite, point))]
     for (x0, y0), (x1, y1) in pairwise(points):
-        between = min(400, math.ceil((x1 - x0) / step)) if step > 0 else 1
-        found += [(x0 + (x1 - x0) * i / between, y0 + (y1 - y0) * i / between) for i in range(1, between + 1)]
+        if math.isfinite(y0) and math.isfinite(y1):
+            between = min(400, math.ceil((x1 - x0) / step))
+            found += [(x0 + (x1 - x0) * i / between, y0 + (y1 - y0) * i / between) for i in range(1, between)]
     return found

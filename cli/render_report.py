@@ -1,5 +1,6 @@
 """What ``gpt report`` prints, beside `cli.render`."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,40 +28,66 @@ SHOWN = (  # of the settings of one run
 
 def reports(found: "Sequence[Report]") -> None:
     """Results, curves, settings, samples and what these copy, of one run or several."""
-    from .views_report import report_data
+    from .views_report import report_data, smoothing
 
     console = render.stdout()
     runs = [report_data(each, POINTS) for each in found]
     console.print(_results(runs))
-    for title, key in (("loss, nats a token", "loss"), ("learning rate", "lr"), ("gradient norm", "grad_norm"),
-                       ("tokens a second", "tokens_per_second")):  # fmt: skip
-        height = 12 if key == "loss" else 6
-        console.print(Text("\n"), end="")
-        console.print(chart(title, "steps", _series(runs, key), console, height), no_wrap=True)
+    _losses(runs, *smoothing(found, POINTS), console)
+    for title, key in (
+        ("learning rate", "lr"),
+        ("gradient norm", "grad_norm"),
+        ("tokens a second", "tokens_per_second"),
+    ):
+        names = [run["name"] if len(runs) > 1 else "" for run in runs]
+        series = [Series(names[i], _points(run["steps"], key), 2 * i) for i, run in enumerate(runs)]
+        _chart(title, series, console, 7, key == "grad_norm")
     console.print(_settings(found))
     for run in runs:
         _sample(run, console)
 
 
-def _series(runs: Sequence[dict[str, Any]], key: str) -> list[Series]:
-    """The curves of a column; beside the loss of the batches the held-out one."""
-    found = []
-    for run in runs:
-        name = run["name"] if len(runs) > 1 else ""
-        found.append(Series(name or ("training" if key == "loss" else ""), _points(run["steps"], key)))
-        if key == "loss" and run["evals"]["step"]:
-            found.append(Series(f"{name} held-out".strip(), _points(run["evals"], "val_loss")))
-    return found
+def _chart(title: str, series: Sequence[Series], console: Console, height: int, logarithmic: bool) -> None:
+    console.print(Text("\n"), end="")
+    console.print(chart(title, "steps", series, console, height, logarithmic), no_wrap=True)
+
+
+def _losses(runs: Sequence[dict[str, Any]], raw: str, smoothing: str | None, console: Console) -> None:
+    """The losses of batches, smoothed, and the held-out ones; of one run those of the batches themselves too, pale."""
+    from .views_report import smoothed
+
+    series = []
+    for number, run in enumerate(runs):
+        steps = run["steps"]
+        name = run["name"] if len(runs) > 1 else f"training, {smoothing or raw}"
+        if len(runs) == 1 and smoothing:
+            series.append(Series(f"training, {raw}", _points(steps, "loss"), 0, pale=True))
+        series.append(Series(name, _points({**steps, "loss": smoothed(steps["loss"])}, "loss"), 2 * number))
+        if run["evals"]["step"]:
+            name = f"{run['name']} held-out" if len(runs) > 1 else "held-out"
+            series.append(Series(name, _points(run["evals"], "val_loss"), 2 * number + 1))
+    how = f", {smoothing}" if len(runs) > 1 and smoothing else ""
+    _chart(f"loss, nats per token{how}", series, console, 13, True)
 
 
 def _points(columns: dict[str, list[Any]], key: str) -> list[tuple[float, float]]:
     pairs = zip(columns["step"], columns[key], strict=True)
-    return [(step, value) for step, value in pairs if value is not None]
+    return [(step, math.nan if value is None else value) for step, value in pairs]
 
 
 def _results(runs: Sequence[dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("run", "steps", "tokens", "time", "held-out loss", "best at step", "bits a byte", "tokens/s", "end"):
+    for column in (
+        "run",
+        "steps",
+        "tokens",
+        "time",
+        "held-out loss",
+        "best at step",
+        "bits per byte",
+        "tokens/s",
+        "end",
+    ):
         table.add_column(column, justify="left" if column in ("run", "end") else "right")
     for run in runs:
         steps, end, best = run["steps"], run["end"] or {}, run["best"]
@@ -71,7 +98,7 @@ def _results(runs: Sequence[dict[str, Any]]) -> Table:
             _number(last["step"]),
             _number(last["tokens"]),
             "–" if last["seconds"] is None else format_seconds(last["seconds"]),
-            "–" if loss is None else f"{loss:.4f}",
+            "–" if loss is None else f"{loss:.4f}" if loss < 1e6 else f"{loss:.4g}",
             "–" if best is None else f"{best['step']:,}",
             "–" if end.get("bits_per_byte") is None else f"{end['bits_per_byte']:.4f}",
             _number(last["tokens_per_second"]),

@@ -1,5 +1,6 @@
-"""Runs as the data of ``gpt report --json`` and of its page."""
+"""Runs as the data of ``gpt report --json``, of its page and of its charts in the terminal."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,4 +65,45 @@ def _copying(report: Report) -> Tree | None:
 def report_page(reports: Sequence[Report]) -> Tree:
     """What ``pages/report.js`` draws."""
     runs = [report_data(each, POINTS) for each in reports]
-    return {"runs": runs, "differing": [k for k in differing([each.settings for each in reports]) if k != "started"]}
+    for run in runs:
+        run["steps"]["smooth"] = smoothed(run["steps"]["loss"])
+    raw, smooth = smoothing(reports, POINTS)
+    return {
+        "runs": runs,
+        "raw": raw,
+        "smoothing": smooth,
+        "differing": [k for k in differing([each.settings for each in reports]) if k != "started"],
+    }
+
+
+def smoothed(losses: Sequence[float | None]) -> list[float | None]:
+    """Each loss as the mean of those around it. Where fewer came before, as few after it count: the loss falls fast at
+    first, and the mean must lie on the curve. None stays None."""
+    reach = _reach(len(losses))
+    means: list[float | None] = []
+    for at, loss in enumerate(losses):
+        some = losses[at - min(at, reach) : at + min(at, reach) + 1]
+        finite = [each for each in some if each is not None]
+        means.append(None if loss is None else math.fsum(each / len(finite) for each in finite))
+    return means
+
+
+def _reach(points: int) -> int:
+    """Points on either side that count: 4 % of the curve in all, and none of a curve that is short."""
+    return 0 if points < 20 else max(1, points // 50)
+
+
+def smoothing(reports: Sequence[Report], most: int) -> tuple[str, str | None]:
+    """In words, how many steps a point of curves with so many points stands for, and how many once it is smoothed; None
+    where it is not."""
+    each = [max(1, -(-len(report.history.steps) // most)) for report in reports]
+    reach = [_reach(-(-len(report.history.steps) // n)) for report, n in zip(reports, each, strict=True)]
+    wide = [n * (2 * r + 1) for n, r in zip(each, reach, strict=True)]
+    return _mean_of(each), _mean_of(wide) if max(reach) else None
+
+
+def _mean_of(steps: Sequence[int]) -> str:
+    least, largest = min(steps), max(steps)
+    if largest == 1:
+        return "each step"
+    return f"mean of {largest:,} steps" if least == largest else f"mean of {least:,} to {largest:,} steps"

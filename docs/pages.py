@@ -121,8 +121,8 @@ SHOTS: dict[str, Callable[[Page], dict[str, float]]] = {
     "greedy": _next(temperature=0),
     "params": _section("table"),
     "shares": _section("#compared"),
-    "loss": _section("#curves", 420),
-    "report": _top(900),
+    "loss": _section("#curves", 500),
+    "report": _top(1000),
 }
 # The page that they are part of, where that is not the one of attention.
 PAGE_OF = {"params": "params", "shares": "shares", "loss": "report", "report": "report"}

@@ -1,6 +1,7 @@
 """The pages in a real browser: what they show, that they can be walked with keys, that they ask nobody for anything."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -266,13 +267,19 @@ def test_report(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
         loss = (run["end"] or {}).get("val_loss") or run["best"]["val_loss"]
         assert cells[3] == f"{loss:.4f}"
     charts = "figure[data-chart='loss'] path"
-    assert page.locator(charts).count() == 4  # two runs, training and held out
+    charts = f"{charts}.curve:not(.key *)"
+    assert page.locator(charts).count() == 6  # of two runs each step's loss, the smoothed and the held-out one
+    assert page.locator(charts).evaluate_all("all => all.map(each => each.classList.contains('pale'))") == [
+        True, True, False, False, False, False,
+    ]  # fmt: skip
+    assert page.locator("figure[data-chart='loss'] figcaption").inner_text().split("\n")[0] == "Loss, nats per token"
+    assert "training, mean of 1 to 3 steps" in page.locator("figure[data-chart='loss'] figcaption").inner_text()
     before = page.locator(charts).first.get_attribute("d")
     page.select_option("#axis", "seconds")
     assert page.locator(charts).first.get_attribute("d") != before
     page.locator(".legend button").first.click()
-    assert page.locator(charts).count() == 2
-    chart = page.locator("figure[data-chart='loss'] svg")
+    assert page.locator(charts).count() == 3
+    chart = page.locator("figure[data-chart='loss'] > svg")
     chart.focus()
     page.keyboard.press("ArrowRight")
     assert "two held-out" in page.locator("figure[data-chart='loss'] p").inner_text()
@@ -289,6 +296,73 @@ def test_report(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
     page.locator("#sample-1").focus()
     page.keyboard.press("ArrowRight")
     assert page.locator("[data-sample='1'] mark").count() == 1
+
+
+RANGES = [
+    (0.0, 1.0), (1.0, 400.0), (2.308, 6.942), (1.5e-5, 0.008), (9.17e-6, 4.1e-5), (437.8, 437.9), (-0.7131, 1.0),
+    (-3e-7, -1e-7), (2.0, 2.0), (0.0, 0.0), (-5.0, -5.0), (5e-324, 5e-324), (0.0, 1e-310), (-1.7e308, 1.7e308),
+    (1.7976931348623157e308, 1.7976931348623157e308), (1e300, 3e300), (1e18, 1e18 + 512), (0.0, 1e18), (0.0, 409_600.0),
+    (1e6, 1_000_400.0), (0.0, 2.5e6), (0.3, 0.6), (0.1, 0.7), (3.0, 3.0 + 1e-6), (0.0, 3e12), (999.0, 1001.0),
+]  # fmt: skip
+
+
+def test_axes_on_a_page_are_those_in_the_terminal(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
+    from gpt_cli import ticks
+
+    assert gpt("report", two_runs[0], "-o", "r.html").code == 0
+    page = open_page(Path("r.html"))
+    asked = [(low, high, most, extend) for low, high in RANGES for most in (4, 6, 8) for extend in (True, False)]
+    drawn = "all => all.map(([low, high, most, extend]) => { const a = axis(low, high, most, extend); return [[a.low, a.high, ...a.ticks].map(String), a.labels]; })"
+    for one, found in zip(asked, page.evaluate(drawn, asked), strict=True):
+        same = ticks.axis(*one)
+        assert [[float(x) for x in found[0]], found[1]] == [[same.low, same.high, *same.ticks], same.labels], one
+    asked = [
+        (low, high, most) for low, high in ((1e-3, 1e4), (2.0, 3e300), (5e-324, 1.7e308), (3.0, 4.0)) for most in (4, 8)
+    ]
+    drawn = "all => all.map((one) => { const a = logAxis(...one); return [[a.low, a.high, ...a.ticks].map(String), a.labels]; })"
+    for one, found in zip(asked, page.evaluate(drawn, asked), strict=True):
+        same = ticks.log_axis(*one)
+        assert [[float(x) for x in found[0]], found[1]] == [[same.low, same.high, *same.ticks], same.labels], one
+
+
+@pytest.mark.parametrize("width", [360, 800, 1600])
+def test_a_report_fits_its_window(open_page: Any, gpt: Gpt, two_runs: list[Path], width: int) -> None:
+    """No page is wider than its window; charts are as wide as their place, with four to eight round ticks."""
+    assert gpt("report", *two_runs, "-o", "r.html").code == 0
+    page = open_page(Path("r.html"))
+    page.set_viewport_size({"width": width, "height": 800})
+    page.wait_for_function(
+        "[...document.querySelectorAll('figure > svg')].every(each => each.viewBox.baseVal.width === each.clientWidth)"
+    )
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    boxes = [each.bounding_box() for each in page.locator("figure > svg").all()]
+    assert boxes[0]["width"] > 0.85 * width
+    assert len({round(box["y"]) for box in boxes[1:]}) == {360: 3, 800: 2, 1600: 1}[width]
+    for figure in page.locator("figure").all():
+        for side in ("x", "y"):
+            labels = figure.locator(f"svg .{side} text").all_text_contents()
+            assert 3 <= len(labels) <= 8, labels
+            assert len({len(label.partition(".")[2]) for label in labels}) == 1
+
+
+def test_a_report_of_a_run_that_went_wrong(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
+    """NaN, huge and missing numbers leave gaps, and nothing breaks."""
+    told = [json.loads(line) for line in Path("one/metrics.jsonl").read_text().splitlines()]
+    for at, each in enumerate(told):
+        each["step"] += 10**18
+        if each["event"] == "step":
+            each["loss"] = [None, 1e300, 2.0, 1.7e308, 3.0][at % 5]
+    Path("one/metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in told))
+    first = next(each for each in told if each["event"] == "step")
+    Path("two/metrics.jsonl").write_text(json.dumps({**first, "loss": None, "grad_norm": math.inf}) + "\n")
+    assert gpt("report", "one", "two").code == 0
+    assert gpt("report", "one", "two", "-o", "r.html").code == 0
+    page = open_page(Path("r.html"))
+    assert page.locator("figure").count() == 4
+    labels = page.locator("figure[data-chart='loss'] .y text").all_text_contents()
+    assert labels[0] == "1e0"
+    shapes = page.locator("svg path").evaluate_all("all => all.map(each => each.getAttribute('d'))")
+    assert not any("NaN" in shape or "Infinity" in shape for shape in shapes)
 
 
 def test_params(open_page: Any, gpt: Gpt, workdir: Path) -> None:

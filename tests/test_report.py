@@ -243,7 +243,7 @@ def test_in_a_terminal(gpt: Gpt, two_runs: list[Path], monkeypatch: pytest.Monke
     done = gpt("report", "one")
     assert done.code == 0, done.err
     for words in (
-        "loss, nats a token",
+        "loss, nats per token",
         "held-out",
         "learning rate",
         "gradient norm",
@@ -294,17 +294,68 @@ def test_a_curve_in_letters_and_in_dots() -> None:
 
     rising = Series("up", [(float(x), float(x)) for x in range(10)])
     plain = Console(width=52, color_system=None)
-    lines = chart("t", "x", [rising], plain, height=5).plain.splitlines()
-    assert [line.find("*") for line in lines[1:6]] == sorted((line.find("*") for line in lines[1:6]), reverse=True)
-    assert lines[1].startswith("         9 ")
-    assert lines[5].startswith("         0 *")
-    assert lines[1].rstrip().endswith("*")
+    lines = chart("t", "x", [rising], plain, height=9).plain.splitlines()
+    places = [line.find("*") for line in lines[1:10] if "*" in line]
+    assert len(places) == 8  # up to 9, of 10
+    assert places == sorted(places, reverse=True)
+    assert [line[:11] for line in lines[1:10] if "+" in line] == [f"{y:10}+" for y in (10, 5, 0)]
+    assert lines[9].startswith("         0+*")
+    assert lines[11].split() == ["x", "0", "2", "4", "6", "8"]
+    assert all(len(line) <= 52 for line in lines)
     fine = Console(width=52, color_system="truecolor", force_terminal=True)
     if (fine.encoding or "").startswith("utf"):
         assert any(0x2800 < ord(mark) < 0x2900 for mark in chart("t", "x", [rising], fine).plain)
     assert "nothing was recorded" in chart("t", "x", [Series("", [(1.0, math.nan)])], plain).plain
     flat = chart("t", "x", [Series("", [(1.0, 2.0)])], plain, height=5).plain  # one point
     assert flat.count("*") == 1
+
+
+def test_curves_have_gaps_and_pale_ones_lie_below() -> None:
+    from gpt_cli.render_chart import Series, chart
+    from rich.console import Console
+
+    plain = Console(width=52, color_system=None)
+    gap = Series("", [(0.0, 1.0), (1.0, 1.0), (2.0, math.nan), (8.0, 1.0), (9.0, 1.0)])
+    [line] = [line for line in chart("t", "x", [gap], plain).plain.splitlines() if "*" in line]
+    assert " " * 25 in line.strip()
+    same = [(0.0, 5000.0), (9.0, 5000.0)]
+    both = chart("t", "x", [Series("", same), Series("", same, pale=True)], plain).plain
+    assert "*" in both
+    assert "." not in both
+    exploded = [(float(x), 10.0 ** (30 * x)) for x in range(11)]
+    lines = chart("t", "x", [Series("", exploded)], plain, logarithmic=True).plain.splitlines()
+    assert [line.split("+")[0].strip() for line in lines[1:14] if line[10] == "+"] == [
+        f"1e{n}" for n in range(300, -1, -50)
+    ]
+
+
+def test_a_smoothed_curve_is_the_mean_of_the_steps_around() -> None:
+    from gpt_cli.views_report import smoothed
+
+    losses = [float(x * x % 17) for x in range(150)]
+    found = smoothed(losses)
+    assert found[0] == losses[0]
+    assert found[1] == pytest.approx(sum(losses[:3]) / 3)  # as many after it as before
+    assert found[50] == pytest.approx(sum(losses[47:54]) / 7)
+    assert found[149] == pytest.approx(sum(losses[146:]) / 4)
+    line = [100.0 - x for x in range(100)]
+    assert smoothed(line)[:98] == pytest.approx(line[:98])  # it lies on what falls evenly
+    assert smoothed(losses[:19]) == losses[:19]
+    assert smoothed([]) == []
+    holes: list[float | None] = [None if x == 50 else 2.0 for x in range(100)]
+    assert smoothed(holes) == holes
+    assert smoothed([1.7e308] * 40) == pytest.approx([1.7e308] * 40)
+
+
+def test_the_legend_says_how_a_curve_is_smoothed() -> None:
+    from gpt_cli.views_report import smoothing
+
+    def run(steps: int) -> report.Report:
+        return report.Report(Path("r"), {}, history(*(step(n) for n in range(1, steps + 1))), None)
+
+    assert smoothing([run(19)], 1000) == ("each step", None)
+    assert smoothing([run(400)], 1000) == ("each step", "mean of 17 steps")
+    assert smoothing([run(400), run(1)], 100) == ("mean of 1 to 4 steps", "mean of 1 to 20 steps")
 
 
 def test_a_missing_run_is_an_error_in_python(tmp_path: Path) -> None:

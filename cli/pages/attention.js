@@ -74,7 +74,7 @@ const big = el("canvas", { id: "map", tabindex: 0, role: "img" });
 const readout = el("p", { id: "readout", "aria-live": "polite" });
 const facts = el("div", { id: "facts" });
 const strip = el("p", { class: "tokens", id: "strip" });
-const list = el("table", { id: "attends" });
+const list = el("table", { id: "attends", class: "bars" });
 const geometry = {};
 
 function choose(layer, head) {
@@ -146,7 +146,7 @@ function point(query, key) {
   list.replaceChildren(el("caption", { class: "soft" }, `“${shown(texts[query])}” (${query}) attends to`),
     ...keys.slice(0, 8).map((k) => el("tr", {}, el("th", { scope: "row", class: "mono" }, `${shown(texts[k])} (${k})`),
       el("td", { class: "number" }, short(share(state.layer, state.head, query, k))),
-      el("td", {}, el("span", { class: "bar", style: `width:${(160 * share(state.layer, state.head, query, k)).toFixed(1)}px` })))));
+      el("td", {}, el("span", { class: "bar", style: `width:${(100 * share(state.layer, state.head, query, k)).toFixed(1)}%` })))));
   const where = key === null ? keys[0] : key;
   readout.textContent = `${nameOf(state.layer, state.head)}: “${shown(texts[query])}” (${query}) gives ` +
     `${short(share(state.layer, state.head, query, where))} to “${shown(texts[where])}” (${where})`;
@@ -194,7 +194,7 @@ for (let l = -1; l < L; l++) {
   if (l === AVERAGE || H > 1) grid.append(headButton(l, AVERAGE, row, 2, "average"));
   if (l !== AVERAGE) for (let h = 0; h < H; h++) grid.append(headButton(l, h, row, 3 + h));
 }
-section("Heads", el("p", { class: "soft" }, "Each square is a head: queries down, keys across, darker (in the dark: brighter) is more, on a " +
+const heads = section("Heads", el("p", { class: "soft" }, "Each square is a head: queries down, keys across, darker (in the dark: brighter) is more, on a " +
   "square-root scale. Layers from top to bottom, heads from left to right, both counted from 0. Click, or arrow keys."),
   el("div", { class: "scroll" }, grid));
 texts.forEach((text, q) => strip.append(el("span", { class: "token", role: "button", tabindex: -1, "aria-label": `token ${q}: ${shown(text)}`,
@@ -207,8 +207,12 @@ texts.forEach((text, q) => strip.append(el("span", { class: "token", role: "butt
     point(to, null);
     strip.children[to].focus();
   } }, shown(text))));
-section("Head", el("div", { class: "row" }, el("div", { class: "scroll" }, big), facts), readout);
-section("Text", el("p", { class: "soft" }, "Point at a token, or walk with the arrow keys: what it attends to is coloured."), strip, list);
+const head = section("Head", el("div", { class: "row" }, el("div", { class: "scroll" }, big), facts), readout);
+const text = section("Text", el("p", { class: "soft" }, "Point at a token, or walk with the arrow keys: what it attends to is coloured."), strip, list);
+if (H <= 6) { // more need the whole width
+  beside([heads], [head]);
+  head.parentElement.style.flexBasis = `${108 + 4 + T * Math.max(4, Math.min(26, Math.floor(620 / T)))}px`; // the map's
+}
 
 // The logit lens
 const lensTable = el("table", { class: "lens", id: "lens" });
@@ -225,7 +229,7 @@ function drawLens() {
 }
 redraws.push(drawLens);
 drawLens();
-section("Logit lens", el("p", { class: "soft" }, "The residual stream after each block, read through the last LayerNorm and the unembedding: the " +
+const lens = section("Logit lens", el("p", { class: "soft" }, "The residual stream after each block, read through the last LayerNorm and the unembedding: the " +
   "likeliest next token after each token (columns), coloured by its probability; the last row is the model's own. Point at one for the first five."),
   el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "logit lens" }, lensTable));
 
@@ -257,7 +261,7 @@ function distribution(temperature, k, p) {
   const total = sum((rank) => why[rank] === null);
   return { probabilities: warmed.map((value, rank) => why[rank] === null ? value / total : 0), why, kept: greedy ? 1 : why.filter((each) => each === null).length };
 }
-const nextTable = el("table", { id: "next" }), nextFacts = el("p", { id: "next-facts", "aria-live": "polite" });
+const nextTable = el("table", { id: "next", class: "bars" }), nextFacts = el("p", { id: "next-facts", "aria-live": "polite" });
 function drawNext() {
   const temperature = +controls.temperature.input.value, k = +controls["top-k"].input.value, p = +controls["top-p"].input.value;
   const { probabilities, why, kept } = distribution(temperature, k, p);
@@ -270,15 +274,16 @@ function drawNext() {
   const rows = order.slice(0, 25).map((id, rank) => el("tr", { "data-id": id },
     el("th", { scope: "row", class: "mono" }, shown(data.texts[id])),
     el("td", { class: "number" }, model[rank].toFixed(4)), el("td", { class: "number now" }, probabilities[rank].toFixed(4)),
-    el("td", {}, el("span", { class: "bar" + (why[rank] ? " out" : ""), style: `width:${Math.max(1, 300 * (why[rank] ? model[rank] : probabilities[rank])).toFixed(1)}px` })),
-    el("td", { class: "soft" }, why[rank] ? "left out by " + why[rank] : rank === 0 ? "greedy" : "")));
+    el("td", {}, el("span", { class: "bar" + (why[rank] ? " out" : ""), style: `width:${(100 * (why[rank] ? model[rank] : probabilities[rank])).toFixed(2)}%` })),
+    el("td", { class: "soft why" }, why[rank] ? "left out by " + why[rank] : rank === 0 ? "greedy" : "")));
   nextTable.replaceChildren(el("thead", {}, el("tr", {}, el("th", {}, "next token"), el("th", { class: "number" }, "model"),
     el("th", { class: "number" }, "drawn with"), el("td", {}), el("td", {}))), el("tbody", {}, rows));
 }
-section("Next token", el("div", { class: "controls panel" },
+const next = section("Next token", el("div", { class: "controls panel" },
   control("temperature", "temperature", { min: 0, max: 2, step: 0.05, value: 1 }),
   control("top-k", "top-k", { min: 0, max: Math.min(100, order.length), step: 1, value: 0 }),
   control("top-p", "top-p", { min: 0, max: 1, step: 0.01, value: 0 })), nextFacts, el("div", { class: "scroll" }, nextTable));
+beside([text, lens], [next]);
 drawNext();
 redraws.push(() => { showFacts(); point(state.query, state.key); });
 choose(L * H === 1 ? 0 : state.layer, state.head);

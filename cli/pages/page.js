@@ -29,7 +29,8 @@ function unpacked(base64, kind) {
 const withCommas = (number) => Math.round(number).toLocaleString("en-US");
 const short = (value) => value === null || value === undefined ? "–" : Number(value).toFixed(3);
 function plain(value) {
-  if (value === 0 || (Math.abs(value) >= 0.001 && Math.abs(value) < 1e5)) return String(+Number(value).toPrecision(4));
+  if (Math.abs(value) >= 1000 && Math.abs(value) < 1e15) return withCommas(value);
+  if (value === 0 || (Math.abs(value) >= 0.001 && Math.abs(value) < 1000)) return String(+Number(value).toPrecision(4));
   return Number(value).toExponential(2);
 }
 
@@ -76,6 +77,13 @@ function section(title, ...children) {
   return node;
 }
 
+// Groups of sections beside each other, where the page is wide enough; else one below the other.
+function beside(...groups) {
+  const box = el("div", { class: "beside" });
+  groups[0][0].replaceWith(box);
+  box.append(...groups.map((group) => el("div", {}, group)));
+}
+
 // A token as it is shown: line ends and tabs come escaped already, a space alone would be nothing to see.
 const shown = (text) => text === "" ? "∅" : text.replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
 
@@ -92,51 +100,3 @@ function context2d(canvas, width, height) {
 
 function colour(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
 rampEnds();
-
-// Curves in one frame: series of [x, y] or of y by index. Pointing at it, or the arrow keys, reads the values.
-function lineChart({ name, x, series, height = 240, format = plain }) {
-  const width = 760, left = 62, right = 12, top = 10, bottom = 34;
-  const curves = series.map((one) => ({ ...one, points: one.points.map((p, i) => Array.isArray(p) ? p : [i, p]).filter((p) => p[1] !== null && p[0] !== null) }))
-    .filter((one) => one.points.length);
-  const all = curves.flatMap((one) => one.points);
-  const readout = el("p", { class: "soft", "aria-live": "polite" }, " ");
-  if (!all.length) return el("p", { class: "soft" }, "nothing was recorded");
-  const span = (values) => values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
-  const [x0, x1] = span(all.map((p) => p[0]));
-  let [y0, y1] = span(all.map((p) => p[1]));
-  if (y0 === y1) { y0 -= 0.5 * Math.abs(y0) || 0.5; y1 += 0.5 * Math.abs(y1) || 0.5; }
-  const sx = (v) => left + (x1 === x0 ? 0.5 : (v - x0) / (x1 - x0)) * (width - left - right);
-  const sy = (v) => top + (1 - (v - y0) / (y1 - y0)) * (height - top - bottom);
-  const marks = [0, 0.25, 0.5, 0.75, 1];
-  const cursor = svg("line", { class: "axis", y1: top, y2: height - bottom, x1: -9, x2: -9 });
-  const frame = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: 0, "aria-label": `${name} by ${x}`, style: `width:100%;max-width:${width}px` },
-    marks.map((m) => { const v = y0 + m * (y1 - y0); return svg("g", {}, svg("line", { class: "axis", x1: left, x2: width - right, y1: sy(v), y2: sy(v) }),
-      svg("text", { x: left - 6, y: sy(v) + 4, "text-anchor": "end" }, format(v))); }),
-    marks.map((m) => { const v = x0 + m * (x1 - x0); return svg("text", { x: sx(v), y: height - bottom + 16, "text-anchor": m === 0 ? "start" : m === 1 ? "end" : "middle" }, plain(v)); }),
-    svg("text", { x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, x),
-    curves.map((one) => svg("path", { class: one.faint ? "curve faint" : "curve", style: `stroke:var(${one.colour})` + (one.dash ? `;stroke-dasharray:${one.dash}` : ""),
-      d: one.points.map((p, i) => `${i ? "L" : "M"}${sx(p[0]).toFixed(1)} ${sy(p[1]).toFixed(1)}`).join("") })),
-    curves.filter((one) => one.points.length === 1).map((one) => svg("circle", { cx: sx(one.points[0][0]), cy: sy(one.points[0][1]), r: 3, style: `fill:var(${one.colour})` })),
-    cursor);
-  let at = x0;
-  const read = () => {
-    cursor.setAttribute("x1", sx(at)); cursor.setAttribute("x2", sx(at));
-    readout.textContent = `${x} ${plain(at)}: ` + curves.map((one) => {
-      const near = one.points.reduce((best, p) => Math.abs(p[0] - at) < Math.abs(best[0] - at) ? p : best);
-      return `${one.name} ${format(near[1])}`;
-    }).join(", ");
-  };
-  frame.addEventListener("pointermove", (event) => {
-    const box = frame.getBoundingClientRect(), place = (event.clientX - box.left) / box.width * width;
-    at = Math.min(x1, Math.max(x0, x0 + (place - left) / (width - left - right) * (x1 - x0)));
-    read();
-  });
-  frame.addEventListener("keydown", (event) => {
-    const step = { ArrowLeft: -0.01, ArrowRight: 0.01 }[event.key];
-    if (!step) return;
-    event.preventDefault();
-    at = Math.min(x1, Math.max(x0, at + step * (x1 - x0)));
-    read();
-  });
-  return el("figure", { style: "margin:0 0 10px", "data-chart": name }, frame, readout);
-}

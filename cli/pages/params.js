@@ -5,27 +5,30 @@ const kinds = shapes[0].rows.map((row) => row.matrix);
 const colourOf = (matrix) => `var(--c${kinds.indexOf(matrix) % 8})`;
 
 if (shapes.length > 1) {
-  const stacked = (shape) => el("div", { style: "display:flex;width:420px;height:18px;border-radius:3px;overflow:hidden", role: "img",
+  const stacked = (shape) => el("div", { class: "stacked", role: "img",
     "aria-label": shape.rows.map((row) => `${row.matrix} ${(100 * row.parameters / shape.total_weights).toFixed(1)} %`).join(", ") },
     shape.rows.map((row) => el("span", { title: `${row.matrix}: ${withCommas(row.parameters)}, ${(100 * row.parameters / shape.total_weights).toFixed(1)} %`,
       style: `width:${100 * row.parameters / shape.total_weights}%;background:${colourOf(row.matrix)}` })));
-  section("Side by side", el("p", { class: "legend" }, kinds.map((kind) => [el("span", { class: "swatch", style: `background:${colourOf(kind)}` }), kind + "   "]).flat()),
-    el("div", { class: "scroll" }, el("table", { id: "compared" },
+  section("Side by side", el("p", { class: "legend" }, kinds.map((kind) => el("span", { class: "legend-item" }, el("span", { class: "swatch", style: `background:${colourOf(kind)}` }), kind))),
+    el("div", { class: "scroll" }, el("table", { id: "compared", class: "bars" },
       el("thead", {}, el("tr", {}, ["model", "layers", "heads", "width", "context", "trainable", "shares of the weights"].map((name, i) => el("th", { class: i && i < 6 ? "number" : "" }, name)))),
       el("tbody", {}, shapes.map((shape) => el("tr", {}, el("th", { scope: "row" }, shape.name),
         ["n_layer", "n_head", "n_embd", "block_size"].map((key) => el("td", { class: "soft", style: "text-align:right" }, withCommas(shape.config[key]))),
         el("td", { class: "number" }, withCommas(shape.trainable)), el("td", {}, stacked(shape))))))));
 }
+const each = el("div", { class: "cards" });
+document.getElementById("main").append(each);
 for (const shape of shapes) {
   const most = Math.max(...shape.rows.map((row) => row.parameters));
-  const node = section(shape.name, el("div", { class: "scroll" }, el("table", {},
+  const node = section(shape.name, el("div", { class: "scroll" }, el("table", { class: "bars" },
     el("thead", {}, el("tr", {}, el("th", {}, "Matrix"), el("th", {}, "Dimensions"), el("th", { class: "number" }, "Parameters"), el("th", { class: "number" }, "Share"), el("td", {}))),
     el("tbody", {}, shape.rows.map((row) => el("tr", {}, el("th", { scope: "row" }, row.matrix), el("td", {}, row.dimensions),
       el("td", { class: "number" }, withCommas(row.parameters)), el("td", { class: "number" }, `${(100 * row.parameters / shape.total_weights).toFixed(1)} %`),
-      el("td", {}, el("span", { class: "bar", style: `width:${(300 * row.parameters / most).toFixed(2)}px;background:${colourOf(row.matrix)}` }))))),
+      el("td", {}, el("span", { class: "bar", style: `width:${(100 * row.parameters / most).toFixed(3)}%;background:${colourOf(row.matrix)}` }))))),
     )), el("p", {}, `${withCommas(shape.total_weights)} weights − ${withCommas(shape.tied)} tied + ${withCommas(shape.positions)} positions + ` +
     `${withCommas(shape.biases)} biases + ${withCommas(shape.layer_norms)} LayerNorms = `, el("strong", {}, `${withCommas(shape.trainable)} trainable`)),
     shape.note ? el("p", { class: "soft" }, shape.note + ".") : null);
   node.dataset.shape = shape.name;
+  each.append(node);
 }
 document.body.dataset.ready = "yes";

@@ -1,11 +1,12 @@
 // The table of positions as a picture, and how alike two places are by their distance.
 heading("Positions", `${data.model}: ${data.kind}, ${data.block_size} places` + (data.table ? ` of ${data.n_embd} numbers` : ""));
+let table;
 const readout = el("p", { id: "readout", "aria-live": "polite" }, " ");
 if (data.table) {
   const [rows, columns] = data.table.shape, values = unpacked(data.table.values, Float32Array);
   const most = values.reduce((m, v) => Math.max(m, Math.abs(v)), 1e-30);
   const canvas = el("canvas", { id: "table", tabindex: 0, role: "img", "aria-label": "table of positions: places down, numbers across; arrow keys read it",
-    style: `width:100%;max-width:${Math.max(400, columns)}px;height:${Math.max(240, Math.min(rows, 900))}px;image-rendering:pixelated` });
+    style: `width:100%;height:${Math.max(300, Math.min(rows, 900))}px;image-rendering:pixelated` });
   const draw = () => {
     canvas.width = columns; canvas.height = rows;
     const image = new ImageData(columns, rows), low = ends[0], cold = [40, 90, 200], hot = [210, 60, 30];
@@ -34,10 +35,11 @@ if (data.table) {
   });
   redraws.push(draw);
   draw();
-  section("Table", el("p", { class: "soft" }, "Places from top to bottom, numbers of the vector from left to right; blue below zero, red above, on a square-root scale." +
+  table = section("Table", el("p", { class: "soft" }, "Places from top to bottom, numbers of the vector from left to right; blue below zero, red above, on a square-root scale." +
     (data.table.step.some((step) => step > 1) ? ` Every ${data.table.step[0]}th place and every ${data.table.step[1]}th number is shown.` : "")), canvas, readout);
-} else section("No table", el("p", {}, "These positions are no vectors that are added: queries and keys are turned by an angle that grows with the place."));
-section("Similarity by distance", el("p", { class: "soft" }, data.table ? "The mean cosine of the rows of two places so many tokens apart."
+} else table = section("No table", el("p", {}, "These positions are no vectors that are added: queries and keys are turned by an angle that grows with the place."));
+const similar = section("Similarity by distance", el("p", { class: "soft" }, data.table ? "The mean cosine of the rows of two places so many tokens apart."
   : "The score of two equal vectors so many tokens apart, whose pairs of numbers weigh the same."),
-  lineChart({ name: "similarity", x: "tokens apart", series: [{ name: "similarity", colour: "--c0", points: data.similarity }] }));
+  lineChart({ name: "similarity", x: "tokens apart", series: [{ name: "similarity", colour: "--c0", points: data.similarity.map((y, x) => [x, y]) }], height: 320 }));
+beside([table], [similar]);
 document.body.dataset.ready = "yes";

@@ -5,43 +5,53 @@ const last = (list) => list.length ? list[list.length - 1] : null;
 heading(runs.length > 1 ? `${runs.length} runs` : runs[0].name, runs.map((run) => run.run).join(", "));
 
 section("Results", el("div", { class: "scroll" }, el("table", { id: "results" },
-  el("thead", {}, el("tr", {}, ["run", "steps", "tokens", "time", "held-out loss", "best at step", "bits a byte", "tokens/s", "end"]
+  el("thead", {}, el("tr", {}, ["run", "steps", "tokens", "time", "held-out loss", "best at step", "bits per byte", "tokens/s", "end"]
     .map((name, i) => el("th", { class: i && i < 8 ? "number" : "" }, name)))),
   el("tbody", {}, runs.map((run, i) => {
     const end = run.end || {}, best = run.best || {}, loss = end.val_loss ?? best.val_loss;
     const cells = [withCommas(last(run.steps.step) ?? 0), withCommas(last(run.steps.tokens) ?? 0), minutes(last(run.steps.seconds)),
-      loss === undefined || loss === null ? "–" : loss.toFixed(4), best.step === undefined ? "–" : withCommas(best.step),
+      loss === undefined || loss === null ? "–" : loss < 1e6 ? loss.toFixed(4) : plain(loss), best.step === undefined ? "–" : withCommas(best.step),
       end.bits_per_byte ? end.bits_per_byte.toFixed(4) : "–", last(run.steps.tokens_per_second) === null ? "–" : withCommas(last(run.steps.tokens_per_second))];
     return el("tr", {}, el("th", { scope: "row" }, el("span", { class: "swatch", style: `background:var(${colours[i]})` }), run.name),
       cells.map((cell) => el("td", { class: "number" }, cell)), el("td", {}, end.reason || "none yet"));
   })))));
 
-const axes = { step: "steps", tokens: "tokens", seconds: "seconds" };
-let axis = "step";
+const axes = { step: "steps", tokens: "tokens", seconds: "time" };
+let against = "step";
+const longest = Math.max(0, ...runs.map((run) => last(run.steps.seconds) ?? 0));
+const [unit, unitName] = longest > 7200 ? [3600, "hours"] : longest > 300 ? [60, "minutes"] : [1, "seconds"];
 const place = el("div", { id: "curves" });
-function series(key) {
+const held = { dash: "5 4", dots: true };
+// The columns of a chart as curves. The loss: each step's, pale, and above it smoothed; beside it the held-out one.
+function series(name) {
   return runs.flatMap((run, i) => {
     if (hidden.has(i)) return [];
-    const name = runs.length > 1 ? run.name : "";
-    const one = (columns, column, label, dash) => ({ name: label, colour: colours[i], dash, points: columns[axis].map((x, at) => [x, columns[column][at]]) });
-    const found = [one(run.steps, key, name || (key === "loss" ? "training" : key))];
-    if (key === "loss" && run.evals.step.length) {
-      found[0].faint = true; // noise: the held-out curve stands before it
-      const held = one(run.evals, "val_loss", (name + " held-out").trim(), "6 4");
-      if (runs.length === 1) held.colour = "--c1";
-      found.push(held);
-    }
+    const one = (columns, column, label, style) => ({ name: label, colour: colours[i], ...style,
+      points: columns[against].map((x, at) => [against === "seconds" ? x / unit : x, columns[column][at]]) });
+    if (name !== "loss") return [one(run.steps, name, runs.length > 1 ? run.name : name)];
+    const label = runs.length > 1 ? run.name : "training";
+    const found = data.smoothing ? [one(run.steps, "loss", label, { pale: true })] : [];
+    found.push(one(run.steps, "smooth", label));
+    if (run.evals.step.length) found.push(one(run.evals, "val_loss", runs.length > 1 ? `${run.name} held-out` : "held-out",
+      { ...held, ...(runs.length === 1 ? { colour: "--c1" } : {}) }));
     return found;
   });
 }
+function legend() {
+  const [own, other] = runs.length > 1 ? ["--soft", "--soft"] : [colours[0], "--c1"];
+  return [...(data.smoothing ? [[`training, ${data.raw}`, { colour: own, pale: true }]] : []),
+    [`training, ${data.smoothing ?? data.raw}`, { colour: own }],
+    ...(runs.some((run) => run.evals.step.length) ? [["held-out", { colour: other, ...held }]] : [])];
+}
 function draw() {
-  const charts = [["loss", "Loss, nats a token" + " (dashed: held out)"], ["lr", "Learning rate"], ["grad_norm", "Gradient norm, before clipping"], ["tokens_per_second", "Tokens a second"]];
+  const charts = [["loss", "Loss, nats per token"], ["lr", "Learning rate"], ["grad_norm", "Gradient norm, before clipping"], ["tokens_per_second", "Tokens a second"]];
   if (runs.some((run) => run.steps.mfu.some((x) => x !== null))) charts.push(["mfu", "Share of the device's peak (MFU)"]);
-  place.replaceChildren(...charts.flatMap(([key, title]) => [el("h3", {}, title),
-    lineChart({ name: key, x: axes[axis], series: series(key), height: key === "loss" ? 320 : 190 })]));
+  const [loss, ...others] = charts.map(([name, title]) => lineChart({ name, title, x: against === "seconds" ? unitName : axes[against], series: series(name),
+    legend: name === "loss" ? legend() : [], height: name === "loss" ? 380 : 220, logarithmic: name === "loss" || name === "grad_norm" }));
+  place.replaceChildren(loss, el("div", { class: "charts" }, others));
 }
 section("Curves", el("div", { class: "controls" }, el("label", { for: "axis" }, "against",
-  el("select", { id: "axis", onchange: (event) => { axis = event.target.value; draw(); } },
+  el("select", { id: "axis", onchange: (event) => { against = event.target.value; draw(); } },
     Object.entries(axes).map(([key, name]) => el("option", { value: key }, name)))),
   runs.length > 1 ? el("span", { class: "legend" }, runs.map((run, i) => el("button", { type: "button", "aria-pressed": "true",
     onclick: (event) => {
@@ -62,7 +72,7 @@ function settings() {
       runs.map((run) => el("td", { class: "mono" }, run.settings[key] === null || run.settings[key] === undefined ? "–" : String(run.settings[key])))))));
 }
 settings();
-section("Settings", runs.length > 1 ? el("label", { for: "only" }, onlyDiffering, " only what differs (marked)") : null, el("div", { class: "scroll" }, table));
+const settled = section("Settings", runs.length > 1 ? el("label", { for: "only" }, onlyDiffering, " only what differs (marked)") : null, el("div", { class: "scroll" }, table));
 
 const samples = section("Samples");
 runs.forEach((run, i) => {
@@ -85,7 +95,7 @@ function marked(text, part) {
   return at < 0 ? [text] : [text.slice(0, at), el("mark", {}, part), text.slice(at + part.length)];
 }
 
-section("Copying", runs.map((run) => {
+const copying = section("Copying", runs.map((run) => {
   const all = run.copying, name = runs.length > 1 ? `${run.name}: ` : "";
   if (!all) return el("p", { class: "soft" }, name + (run.samples.length ? "not measured: the tokens that it was trained on are not there." : "there are no samples."));
   const part = all.compared === all.trained ? "" : ` (its first ${withCommas(all.compared)} of ${withCommas(all.trained)} tokens)`;
@@ -93,6 +103,7 @@ section("Copying", runs.map((run) => {
     (all.longest ? `the longest span word for word has ${all.longest} tokens, at step ${withCommas(all.step)}:` : "no span of 8 tokens is.")),
     all.longest ? el("pre", {}, all.text) : null];
 }).flat());
+beside([settled], [samples, copying]);
 const told = runs.flatMap((run) => [...run.rollbacks.map((one) => `${run.name} went back to step ${one.step} from ${one.failed_step}: ${one.why}`),
   ...run.resumes.map((step) => `${run.name} went on from step ${step}`), ...(run.unread_lines ? [`${run.unread_lines} lines of ${run.name}'s metrics could not be read`] : [])]);
 if (told.length) section("Along the way", el("ul", {}, told.map((line) => el("li", {}, line))));

@@ -1,0 +1,98 @@
+"""Axes with round ticks, for the terminal and PNGs. ``pages/chart.js`` has the same; a test compares the two."""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+FLAT = 1e-8  # a range narrower than this, beside its numbers, is drawn as if it were one number
+TINY = 1e-300  # as is a range below this, so that no step between ticks is subnormal
+NEAR = 1e-6  # of a step: what floating point may be off by
+UNITS = {6: "M", 9: "B", 12: "T"}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A range of numbers with ticks at round ones, and a label for each."""
+
+    low: float
+    high: float
+    ticks: Sequence[float]
+    labels: Sequence[str]
+    log: bool = False
+
+    def share(self, value: float) -> float:
+        """How far along the axis a number lies: 0 at its low end, 1 at its high one."""
+        low, high, at = (math.log10(x) if self.log else x / 2 for x in (self.low, self.high, value))
+        return (at - low) / (high - low)  # halves, since the whole span may be above the largest float
+
+
+def axis(low: float, high: float, most: int, extend: bool = True) -> Axis:
+    """A linear axis with at most ``most`` ticks: multiples of 1, 2 or 5 times a power of ten.
+
+    ``extend``: it ends at ticks, as an axis of values does. Else it ends where the numbers do, but begins at 0 if they
+    begin close to it, as an axis of steps does.
+    """
+    low, high = _widened(0.0 if not extend and 0 < low <= high / 10 else low, high)
+    first, last, step, k = _steps(low, high, most, extend, math.floor(math.log10((high / 2 - low / 2) / most)) - 1)
+    numbers = [n * step for n in range(first, last + 1) if math.isfinite(_times(n * step, k))]
+    ticks = [_times(n, k) for n in numbers]
+    if extend:
+        low, high = min([low, *ticks]), max([high, *ticks])
+    return Axis(low, high, ticks, _labels(numbers, k))
+
+
+def log_axis(low: float, high: float, most: int) -> Axis:
+    """A logarithmic axis of positive numbers: its ticks are decades, every one or every 2nd, 5th, 10th, …"""
+    first, last, step, k = _steps(math.log10(low), math.log10(high), most, True, 0)
+    decades = [n * step * 10**k for n in range(first, max(last, first + 1) + 1)]
+    decades = [n for n in decades if 0 < _times(1, n) < math.inf]
+    ticks = [_times(1, n) for n in decades]
+    small = all(-4 < n < 6 for n in decades)
+    labels = [(f"{10**n:,}" if n >= 0 else f"{_times(1, n):.{-n}f}") if small else f"1e{n}" for n in decades]
+    return Axis(min([low, *ticks]), max([high, *ticks]), ticks, labels, log=True)
+
+
+def spans_decades(low: float, high: float) -> bool:
+    """Whether positive numbers span more than three decades, so that a linear axis would show only the largest."""
+    return low > 0 and high / 1000 > low
+
+
+def _widened(low: float, high: float) -> tuple[float, float]:
+    """The range, or one around it where it is too narrow to have ticks."""
+    largest = max(abs(low), abs(high))
+    if high / 2 - low / 2 > max(FLAT * largest, TINY):
+        return low, high
+    half = largest / 2 if largest > TINY else 0.5
+    return max(low - half, -sys.float_info.max), min(high + half, sys.float_info.max)
+
+
+def _steps(low: float, high: float, most: int, extend: bool, k: int) -> tuple[int, int, int, int]:
+    """First and last multiple of the finest step, 1, 2 or 5 times 10^k, that gives at most ``most``; ``k`` or more."""
+    for power in count(k):
+        for step in (1, 2, 5):
+            size = _times(step, power)
+            first, last = math.floor(low / size + NEAR), math.ceil(high / size - NEAR)
+            if not extend:
+                first, last = math.ceil(low / size - NEAR), math.floor(high / size + NEAR)
+            if last - first < most:
+                return first, last, step, power
+    raise AssertionError("some step is coarse enough")
+
+
+def _times(number: int, power: int) -> float:
+    """Number × 10^power, rounded once."""
+    return float(f"{number}e{power}")
+
+
+def _labels(numbers: Sequence[int], k: int) -> list[str]:
+    """Numbers × 10^k, all with the same decimals and in the same unit."""
+    top = len(str(max(map(abs, numbers)))) - 1 + k  # the largest's power of ten
+    unit, mark = 0, ""
+    if top < -3 or top >= 15:
+        unit, mark = top, f"e{top}"
+    elif top >= 6 and top // 3 * 3 - k <= 3:
+        unit, mark = top // 3 * 3, UNITS[top // 3 * 3]
+    decimals = max(0, unit - k)
+    return ["0" if mark and not n else f"{_times(n, k - unit):,.{decimals}f}{mark}" for n in numbers]

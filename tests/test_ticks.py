@@ -1,0 +1,69 @@
+"""Axes: round ticks for any numbers, labelled alike."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from gpt_cli import ticks
+from hypothesis import given
+from hypothesis import strategies as st
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "most", "extend", "labels"),
+    [
+        (2.308, 6.942, 8, True, ["2", "3", "4", "5", "6", "7"]),
+        (1.5e-5, 0.008, 6, True, ["0.000", "0.002", "0.004", "0.006", "0.008"]),
+        (9.17e-6, 4.1e-5, 6, True, ["0", "1e-5", "2e-5", "3e-5", "4e-5", "5e-5"]),
+        (1e-5, 1.2e-4, 8, True, ["0", "0.2e-4", "0.4e-4", "0.6e-4", "0.8e-4", "1.0e-4", "1.2e-4"]),
+        (1, 400, 5, False, ["0", "100", "200", "300", "400"]),
+        (1, 437.8, 6, False, ["0", "100", "200", "300", "400"]),
+        (300, 400, 6, False, ["300", "320", "340", "360", "380", "400"]),
+        (0, 409_600, 6, False, ["0", "100,000", "200,000", "300,000", "400,000"]),
+        (0, 2.5e6, 6, False, ["0", "0.5M", "1.0M", "1.5M", "2.0M", "2.5M"]),
+        (0, 3.1e11, 5, False, ["0", "100B", "200B", "300B"]),
+        (-0.71, 1, 6, True, ["-1.0", "-0.5", "0.0", "0.5", "1.0"]),
+        (2, 2, 6, True, ["1.0", "1.5", "2.0", "2.5", "3.0"]),
+        (1e300, 3e300, 6, True, ["1.0e300", "1.5e300", "2.0e300", "2.5e300", "3.0e300"]),
+        (0.3, 0.6, 8, True, ["0.30", "0.35", "0.40", "0.45", "0.50", "0.55", "0.60"]),
+        (5e-324, 1e-310, 6, True, ["-0.5", "0.0", "0.5"]),
+    ],
+)  # fmt: skip
+def test_labels(low: float, high: float, most: int, extend: bool, labels: list[str]) -> None:
+    assert ticks.axis(low, high, most, extend).labels == labels
+
+
+@given(finite, finite, st.integers(4, 8), st.booleans())
+def test_ticks_are_round_even_and_around_the_numbers(a: float, b: float, most: int, extend: bool) -> None:
+    low, high = sorted((a, b))
+    found = ticks.axis(low, high, most, extend)
+    assert 1 <= len(found.ticks) <= most
+    assert len(found.labels) == len(found.ticks) == len(set(found.labels))
+    assert found.low <= low
+    assert found.high >= high
+    assert -1e-6 <= found.share(low) <= found.share(high) <= 1 + 1e-6
+    shares = [found.share(tick) for tick in found.ticks]
+    assert all(-1e-6 <= share <= 1 + 1e-6 for share in shares)
+    steps = [after - before for before, after in pairwise(shares)]
+    assert steps == pytest.approx([steps[0]] * len(steps), abs=1e-6) if steps else True
+    decimals = {len(label.partition("e")[0].rstrip("MBT").partition(".")[2]) for label in found.labels if label != "0"}
+    assert len(decimals) <= 1
+    if extend and max(abs(low), abs(high)) < 1e308:
+        assert len(found.ticks) >= 3 or most == 4
+        assert (found.low, found.high) == (min(low, found.ticks[0]), max(high, found.ticks[-1]))
+
+
+def test_decades() -> None:
+    assert ticks.log_axis(0.002, 50, 8).labels == ["0.001", "0.01", "0.1", "1", "10", "100"]
+    assert ticks.log_axis(2, 3e7, 5).labels == ["1e0", "1e2", "1e4", "1e6", "1e8"]
+    assert ticks.log_axis(2, 3, 5).labels == ["1", "10"]
+    huge = ticks.log_axis(5e-324, 1.7e308, 8)
+    assert huge.labels == ["1e-200", "1e0", "1e200"]
+    assert [huge.share(x) for x in (5e-324, 1.7e308)] == [0, 1]
+    assert ticks.log_axis(1, 100, 5).share(10) == pytest.approx(0.5)
+    assert ticks.spans_decades(1, 1001)
+    assert not ticks.spans_decades(1, 1000)
+    assert not ticks.spans_decades(0, 1000)
+    assert math.isfinite(huge.share(1.0))
