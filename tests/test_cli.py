@@ -83,12 +83,12 @@ OPTIONS = {
     "train": "--init --pairs --lora-rank --lora-alpha --merge-lora "
     "--out -o --preset --arch --positions --n-layer --n-head --n-embd --block-size --dropout --tokenizer --vocab-size "
     "--sample-bytes --val-fraction --val-text --field --split-on --encoding --errors --skip-bad --jobs --steps --epochs --minutes --batch-tokens --micro-batch --batch-ramp --optimizer --lr --warmup --warmup-tokens --schedule --decay --weight-decay "
-    "--clip --eval-every --patience --save-every --keep --sample-every --log --device --nproc --shard --tensor --recompute --dtype --compile --seed --resume --config --print-config "
+    "--clip --eval-every --patience --save-every --keep --sample-every --log --device --nproc --threads --shard --tensor --recompute --dtype --compile --seed --resume --config --print-config "
     "--json --quiet -q",
     "sample": "--model -m --prompt-file --prompts --temperature -t --top-k --top-p --min-p --repetition-penalty "
     "--no-repeat-ngram --bias --greedy --beam --length-penalty --early-stopping --n-best --max-tokens -n --min-tokens "
-    "--interactive -i --stop --ignore-eot --num -N --seed --no-echo --json --out -o --logprobs --echo-logprobs --batch --speculate --compile --device --dtype",
-    "eval": "--field --split-on --encoding --errors --skip-bad --stride --split --tokens --json --quiet -q --device --dtype",
+    "--interactive -i --stop --ignore-eot --num -N --seed --no-echo --json --out -o --logprobs --echo-logprobs --batch --speculate --compile --device --dtype --threads",
+    "eval": "--field --split-on --encoding --errors --skip-bad --stride --split --tokens --json --quiet -q --device --dtype --threads",
     "tokenize": "--out -o --resume --part --tokenizer --vocab-size --sample-bytes --val-fraction --val-text --field "
     "--split-on --encoding --errors --skip-bad --jobs --seed --json --quiet -q",
     "params": "--list --n-layer --n-head --n-embd --block-size --vocab-size --positions --arch --out -o --json "
@@ -101,7 +101,7 @@ OPTIONS = {
     "inspect analogy": "--count -k --model -m --out -o --json",
     "inspect positions": "--model -m --out -o --json",
     "inspect tokens": "--file --model -m --out -o --json",
-    "bench": "--prompt-tokens --new-tokens -n --batch --rounds --json --device --dtype --compile",
+    "bench": "--prompt-tokens --new-tokens -n --batch --rounds --json --device --dtype --threads --compile",
     "data": "",
     "data list": "--json",
     "data show": "--verify --json --quiet -q",
