@@ -108,7 +108,8 @@ def main() -> None:
             *machine("python -m benchmarks.contention"),
             "",
             f"`nano`, tokens per second: training ({STEPS} steps of 1,024) and decoding ({NEW} tokens, greedy), "
-            f"medians of {rounds} rounds in turn, beside so many other programs that only compute. 0: nothing in {LIMIT:g} s.",
+            f"medians of {rounds} rounds in turn, beside so many other programs that only compute. 0: nothing in "
+            f"{LIMIT:g} s.",
             "",
             "| others | | training | | decoding | |",
             "|---:|---|---:|---|---:|---|",

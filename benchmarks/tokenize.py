@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.results import SCRIPTS, machine, write_section
-from gpt.text.catalogue import cache_dir
+from gpt.files import cache_dir
 from gpt.text.tokenizer import gpt2_tokenizer
 
 LEAST = 64_000_000  # bytes of text

@@ -231,3 +231,14 @@ def file_sum(path: Path, from_disk: bool = False) -> str:
         if from_disk and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def cache_dir() -> Path:
+    """The per-user folder for downloads: ``GPT_CACHE_DIR``, or where the platform keeps caches."""
+    if os.environ.get("GPT_CACHE_DIR"):
+        return Path(os.environ["GPT_CACHE_DIR"])
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "gpt" / "cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "gpt"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt"

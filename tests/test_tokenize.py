@@ -22,7 +22,7 @@ import gpt
 from gpt import events
 from gpt.config import TextConfig, TokenizeConfig
 from gpt.errors import Interrupted, UserError, WorkError
-from gpt.text import corpus, items, slices, tokenize, tokens
+from gpt.text import corpus, encoders, items, slices, tokens
 from gpt.text.source import Piece
 from gpt.text.tokenize import tokenize_texts
 from gpt.text.tokenizer import bytes_tokenizer
@@ -620,12 +620,12 @@ def test_a_full_disk_leaves_finished_slices(texts: Path, tmp_path: Path, monkeyp
     assert contents(make(texts, tmp_path / "out", resume=True).path) == expected
 
 
-def _die(item: object) -> None:
+def _die(*item: object) -> None:
     os._exit(9)
 
 
 def test_a_process_that_dies_is_one_line(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenize, "_encode_in_process", _die)
+    monkeypatch.setattr(encoders, "_encode_in_process", _die)
     with pytest.raises(WorkError, match="ended unexpectedly"):
         make(texts, tmp_path / "out", jobs=2)
 
@@ -633,10 +633,11 @@ def test_a_process_that_dies_is_one_line(texts: Path, tmp_path: Path, monkeypatc
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks into /proc")
 def test_processes_end_with_their_parent(texts: Path, tmp_path: Path) -> None:
     code = (
-        "import os, time; from gpt.text.tokenize import Encoders; from gpt.text.tokenizer import bytes_tokenizer\n"
-        "if __name__ == '__main__':\n"
-        " with Encoders(bytes_tokenizer(), 2) as encoders:\n"
-        "  print(*{encoders.pool.submit(os.getpid).result() for _ in range(20)}, flush=True); time.sleep(60)"
+        "import os, time; from gpt.text.encoders import Encoders; from gpt.text.tokenizer import bytes_tokenizer\n"
+        "with Encoders(2) as encoders:\n"  # not below `if __name__ == '__main__'`: nobody imports this again
+        "    for _ in range(2):\n"
+        "        encoders.tokenizers.put((bytes_tokenizer(), None))\n"
+        "    print(*{encoders.pool.submit(os.getpid).result() for _ in range(20)}, flush=True); time.sleep(60)"
     )
     path = tmp_path / "script.py"
     path.write_text(code)

@@ -6,7 +6,6 @@ import io
 import os
 import platform
 import re
-import sys
 import sysconfig
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO
 from urllib.parse import urljoin, urlsplit
 
 from gpt.errors import UserError, did_you_mean
+from gpt.files import cache_dir
 from gpt.text import fetch as download
 from gpt.text.fetch import OnBytes, ignore
 from gpt.text.source import Source
@@ -208,14 +208,3 @@ def _is_utf8(data: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return b"\0" not in data
-
-
-def cache_dir() -> Path:
-    """The per-user folder for downloads: ``GPT_CACHE_DIR``, or where the platform keeps caches."""
-    if os.environ.get("GPT_CACHE_DIR"):
-        return Path(os.environ["GPT_CACHE_DIR"])
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "gpt" / "cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "gpt"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt"

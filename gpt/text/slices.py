@@ -34,7 +34,7 @@ from gpt.text.tokens import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
-    from gpt.text.tokenize import Encoded
+    from gpt.text.encoders import Encoded
 
 SLICE_IDS = 2**24  # ids that end a slice: 32 or 64 MiB
 

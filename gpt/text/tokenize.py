@@ -6,141 +6,27 @@ slice is a line of ``progress.jsonl``; going on reads the unfinished group again
 """
 
 import contextlib
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
-
-import numpy as np
 
 from gpt import events
 from gpt.config import TokenizeConfig
 from gpt.errors import Interrupted, UserError, WorkError
 from gpt.files import check_new, reading
 from gpt.interrupt import StopSignal
-from gpt.text import shards, slices
+from gpt.text import slices
 from gpt.text.corpus import Corpus, Listener, open_corpus, tokenizer_for
+from gpt.text.encoders import Encoded, Encoders
 from gpt.text.items import Item, Mark, read_items
+from gpt.text.shards import id_type
 from gpt.text.slices import Done
 from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokens import MANIFEST, SIDES, Side, TokenFolder
-
-if TYPE_CHECKING:
-    from multiprocessing.queues import Queue
+from gpt.text.tokens import MANIFEST, TokenFolder
 
 INLINE_BYTES = 4_000_000  # below this, starting processes takes longer than the work
-
-
-@dataclass
-class Encoded:
-    """An item's ids by side, end-of-texts in their places, and where documents begin in them."""
-
-    ids: dict[Side, shards.Ids]
-    offsets: dict[Side, shards.Offsets]
-    cut_pieces: int
-    end_of_text_in_text: int
-
-
-def encode_item(tokenizer: Tokenizer, item: Item) -> Encoded:
-    """What the processes do."""
-    dtype = shards.id_type(tokenizer.vocab_size)
-    eot = np.array([tokenizer.eot], dtype)
-    parts: dict[Side, list[shards.Ids]] = {side: [] for side in SIDES}
-    offsets: dict[Side, list[int]] = {side: [] for side in SIDES}
-    lengths = dict.fromkeys(SIDES, 0)
-    cuts = 0
-    for text, begins, side in zip(item.texts, item.begins, item.sides, strict=True):
-        if begins:
-            offsets[side].append(lengths[side])
-            parts[side].append(eot)
-        ids, cut = tokenizer.encode_counted(text)
-        parts[side].append(ids.astype(dtype))
-        lengths[side] += len(ids) + begins
-        cuts += cut
-    return Encoded(
-        {side: np.concatenate(of_side) for side, of_side in parts.items() if of_side},
-        {side: np.array(of_side, np.uint64) for side, of_side in offsets.items()},
-        cuts,
-        sum(text.count(tokenizer.eot_token) for text in item.texts),
-    )
-
-
-_tokenizer: Tokenizer  # a process's own
-
-
-def _start_process(tokenizers: "Queue[Tokenizer]") -> None:
-    """A process leaves Ctrl-C to its parent, and ends when that is gone."""
-    global _tokenizer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    _tokenizer = tokenizers.get()
-
-
-def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
-    parent.join()
-    os._exit(1)
-
-
-def _encode_in_process(item: Item) -> Encoded:
-    return encode_item(_tokenizer, item)
-
-
-class Encoders:
-    """``jobs`` processes that encode items, or this one if that is 1. They start at once, while other work goes on."""
-
-    AHEAD = 16  # items for each process and so many more are in memory at most: it works on while we write
-
-    def __init__(self, tokenizer: Tokenizer, jobs: int) -> None:
-        self.tokenizer, self.jobs = tokenizer, jobs
-        self.pool: ProcessPoolExecutor | None = None
-
-    def __enter__(self) -> Self:
-        if self.jobs > 1:
-            context = multiprocessing.get_context("spawn")
-            tokenizers: Queue[Tokenizer] = context.Queue()  # as an argument it would hold up each start
-            tokenizers.cancel_join_thread()
-            self.pool = ProcessPoolExecutor(self.jobs, context, _start_process, (tokenizers,))
-            with contextlib.suppress(BrokenProcessPool):  # it is seen at the first item
-                for _ in range(self.jobs):
-                    tokenizers.put(replace(self.tokenizer))
-                    self.pool.submit(os.getpid)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(cancel_futures=True)
-
-    def encode(self, items: Iterator[tuple[Item, Mark]]) -> Iterator[tuple[Mark, Encoded]]:
-        """Every item encoded, in order."""
-        if self.pool is None:
-            yield from ((mark, encode_item(self.tokenizer, item)) for item, mark in items)
-            return
-        waiting: deque[tuple[Mark, Future[Encoded]]] = deque()
-        try:
-            for item, mark in items:
-                waiting.append((mark, self.pool.submit(_encode_in_process, item)))
-                if len(waiting) > 2 * self.jobs + self.AHEAD:
-                    mark, done = waiting.popleft()
-                    yield mark, done.result()
-            while waiting:
-                mark, done = waiting.popleft()
-                yield mark, done.result()
-        except BrokenProcessPool:
-            raise WorkError(
-                "a process that tokenizes ended unexpectedly (out of memory, or killed)",
-                "take fewer --jobs; in a script of your own, call this below: if __name__ == '__main__':",
-            ) from None
 
 
 def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listener = lambda event: None) -> TokenFolder:
@@ -156,13 +42,14 @@ def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listene
     if not begun:
         check_new(out, "give another --out; where it was not finished, --resume goes on with it")
     corpus = open_corpus(texts, config, listen)
-    if begun:
-        tokenizer = slices.check_begun(out, corpus, config.share)
-        if (out / MANIFEST).exists():
-            return TokenFolder(out)
-    else:
-        tokenizer = tokenizer_for(corpus, config, lambda text: listen(events.Note(text)))
-    return tokenize(corpus, tokenizer, out, config.jobs, config.share, listen)
+    with Encoders(_jobs(config.jobs, corpus)) as encoders:
+        if begun:
+            tokenizer = slices.check_begun(out, corpus, config.share)
+            if (out / MANIFEST).exists():
+                return TokenFolder(out)
+        else:
+            tokenizer = tokenizer_for(corpus, config, lambda text: listen(events.Note(text)))
+        return tokenize(corpus, tokenizer, out, encoders=encoders, share=config.share, listen=listen)
 
 
 def tokenize(
@@ -172,12 +59,13 @@ def tokenize(
     jobs: int | None = None,
     share: tuple[int, int] | None = None,
     listen: Listener = lambda event: None,
+    encoders: Encoders | None = None,
 ) -> TokenFolder:
     """Makes the token folder ``out``, or goes on with it where it was begun with the same text and settings.
 
-    ``share``: the I-th of N parts of the sources. Raises `UserError` for text that cannot be read, or where another
-    process has ``out``; `WorkError` where the disk is full; `Interrupted` after SIGINT or SIGTERM. Finished slices stay
-    valid whatever happens.
+    ``share``: the I-th of N parts of the sources. ``encoders``: processes that were started before, instead of
+    ``jobs``. Raises `UserError` for text that cannot be read, or where another process has ``out``; `WorkError` where
+    the disk is full; `Interrupted` after SIGINT or SIGTERM. Finished slices stay valid whatever happens.
     """
     about = slices.describe(corpus, tokenizer, share)
     i, n = share or (1, 1)
@@ -188,9 +76,9 @@ def tokenize(
             held.enter_context(slices.locked(out))
         done = slices.read_progress(out, about) if begun else Done()
         items = _items(corpus, mine, done, tokenizer.pattern, listen)
-        encoders = held.enter_context(Encoders(tokenizer, _jobs(jobs, corpus)))
+        encoders = encoders or held.enter_context(Encoders(_jobs(jobs, corpus)))
         stop = held.enter_context(StopSignal())
-        stream = encoders.encode(items)
+        stream = encoders.encode(tokenizer, id_type(tokenizer.vocab_size), items)
         first = list(islice(stream, 1))  # the processes go on while the folder is made
         if not begun:
             _check_room(corpus, first, len(mine) / len(corpus.groups), out, listen)

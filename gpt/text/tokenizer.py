@@ -20,8 +20,8 @@ import tiktoken
 
 from gpt.config import LIMITS
 from gpt.errors import UserError, WorkError
+from gpt.files import cache_dir
 from gpt.text.boundaries import GPT2_PATTERN, SPACES, cuts
-from gpt.text.catalogue import cache_dir
 
 END_OF_TEXT = "<|endoftext|>"
 GPT2_FINGERPRINT = "278c76e956a0d28755e8cb07656cc21c373520d95c7af18e9db55b9938d6c5fb"

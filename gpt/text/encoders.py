@@ -1,0 +1,151 @@
+"""Texts → ids in processes. Imports little: each process that starts does so anew."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import types
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from gpt.errors import WorkError
+from gpt.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from multiprocessing.queues import Queue
+
+    from gpt.text.items import Item, Mark
+    from gpt.text.tokens import Side
+
+IdType = np.dtype[np.unsignedinteger[Any]]
+
+
+@dataclass
+class Encoded:
+    """An item's ids by side, end-of-texts in their places, and where documents begin in them."""
+
+    ids: dict["Side", npt.NDArray[np.unsignedinteger[Any]]]
+    offsets: dict["Side", npt.NDArray[np.uint64]]
+    cut_pieces: int
+    end_of_text_in_text: int
+
+
+def encode(tokenizer: Tokenizer, dtype: IdType, texts: list[str], begins: list[bool], sides: list["Side"]) -> Encoded:
+    """Encodes the texts of an item, each with whether it begins a document and which side it is for."""
+    eot = np.array([tokenizer.eot], dtype)
+    parts: dict[Side, list[npt.NDArray[np.unsignedinteger[Any]]]] = {"train": [], "val": []}
+    offsets: dict[Side, list[int]] = {"train": [], "val": []}
+    lengths: dict[Side, int] = {"train": 0, "val": 0}
+    cuts = 0
+    for text, start, side in zip(texts, begins, sides, strict=True):
+        if start:
+            offsets[side].append(lengths[side])
+            parts[side].append(eot)
+        ids, cut = tokenizer.encode_counted(text)
+        parts[side].append(ids.astype(dtype))
+        lengths[side] += len(ids) + start
+        cuts += cut
+    return Encoded(
+        {side: np.concatenate(of_side) for side, of_side in parts.items() if of_side},
+        {side: np.array(of_side, np.uint64) for side, of_side in offsets.items()},
+        cuts,
+        sum(text.count(tokenizer.eot_token) for text in texts),
+    )
+
+
+_tokenizer: Tokenizer  # a process's own
+_dtype: IdType
+
+
+def _start_process(tokenizers: "Queue[tuple[Tokenizer, IdType] | None]") -> None:
+    """A process leaves Ctrl-C to its parent, and ends when that is gone."""
+    global _tokenizer, _dtype
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    given = tokenizers.get()
+    if given is not None:  # else there will be nothing to encode
+        _tokenizer, _dtype = given
+
+
+def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _encode_in_process(texts: list[str], begins: list[bool], sides: list["Side"]) -> Encoded:
+    return encode(_tokenizer, _dtype, texts, begins, sides)
+
+
+class Encoders:
+    """``jobs`` processes that encode items, or this one if that is 1. They start at once, while other work goes on, and
+    wait for the tokenizer."""
+
+    AHEAD = 16  # items for each process and so many more are in memory at most: it works on while we write
+
+    def __init__(self, jobs: int) -> None:
+        self.jobs = jobs
+        self.pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        if self.jobs > 1:
+            context = multiprocessing.get_context("spawn")
+            self.tokenizers: Queue[tuple[Tokenizer, IdType] | None] = context.Queue()
+            self.tokenizers.cancel_join_thread()
+            self.pool = ProcessPoolExecutor(self.jobs, context, _start_process, (self.tokenizers,))
+            with contextlib.suppress(BrokenProcessPool), _main_is_not_run_again():  # it is seen at the first item
+                for _ in range(self.jobs):
+                    self.pool.submit(os.getpid)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool is not None:
+            for _process in range(self.jobs):
+                self.tokenizers.put(None)  # for those that were given none
+            self.pool.shutdown(cancel_futures=True)
+
+    def encode(
+        self, tokenizer: Tokenizer, dtype: IdType, items: Iterator[tuple["Item", "Mark"]]
+    ) -> Iterator[tuple["Mark", Encoded]]:
+        """Every item encoded, in order; once."""
+        if self.pool is None:
+            yield from ((mark, encode(tokenizer, dtype, i.texts, i.begins, i.sides)) for i, mark in items)
+            return
+        for _ in range(self.jobs):
+            self.tokenizers.put((replace(tokenizer), dtype))  # without what it has made for itself
+        waiting: deque[tuple[Mark, Future[Encoded]]] = deque()
+        try:
+            for item, mark in items:
+                waiting.append((mark, self.pool.submit(_encode_in_process, item.texts, item.begins, item.sides)))
+                if len(waiting) > 2 * self.jobs + self.AHEAD:
+                    mark, done = waiting.popleft()
+                    yield mark, done.result()
+            while waiting:
+                mark, done = waiting.popleft()
+                yield mark, done.result()
+        except BrokenProcessPool:
+            raise WorkError(
+                "a process that tokenizes ended unexpectedly (out of memory, or killed)", "take fewer --jobs"
+            ) from None
+
+
+@contextlib.contextmanager
+def _main_is_not_run_again() -> Iterator[None]:
+    """Processes that are spawned meanwhile don't import the program's main module, as Python's would: ours need nothing
+    of it, the command's takes a quarter of a second, and a script may do its work right there."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
