@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -117,26 +118,40 @@ class Encoders:
     def encode(
         self, tokenizer: Tokenizer, dtype: IdType, items: Iterator[tuple["Item", "Mark"]]
     ) -> Iterator[tuple["Mark", Encoded]]:
-        """Every item encoded, in order; once."""
+        """Every item encoded, in order; once. Processes begin with the first ones at once."""
         if self.pool is None:
-            yield from ((mark, encode(tokenizer, dtype, i.texts, i.begins, i.sides)) for i, mark in items)
-            return
+            return ((mark, encode(tokenizer, dtype, i.texts, i.begins, i.sides)) for i, mark in items)
         for _ in range(self.jobs):
             self.tokenizers.put((replace(tokenizer), dtype))  # without what it has made for itself
-        waiting: deque[tuple[Mark, Future[Encoded]]] = deque()
-        try:
-            for item, mark in items:
-                waiting.append((mark, self.pool.submit(_encode_in_process, item.texts, item.begins, item.sides)))
-                if len(waiting) > 2 * self.jobs + self.AHEAD:
-                    mark, done = waiting.popleft()
-                    yield mark, done.result()
-            while waiting:
-                mark, done = waiting.popleft()
-                yield mark, done.result()
-        except BrokenProcessPool:
-            raise WorkError(
-                "a process that tokenizes ended unexpectedly (out of memory, or killed)", "take fewer --jobs"
-            ) from None
+        submitted = ((mark, self._submit(item)) for item, mark in items)
+        return _results(deque(islice(submitted, 2 * self.jobs + self.AHEAD)), submitted)
+
+    def _submit(self, item: "Item") -> "Future[Encoded]":
+        assert self.pool is not None
+        with _broken_is_told():
+            return self.pool.submit(_encode_in_process, item.texts, item.begins, item.sides)
+
+
+def _results(
+    waiting: "deque[tuple[Mark, Future[Encoded]]]", submitted: Iterator[tuple["Mark", "Future[Encoded]"]]
+) -> Iterator[tuple["Mark", Encoded]]:
+    """The results in order; for each one the next item is submitted first."""
+    while waiting:
+        waiting.extend(islice(submitted, 1))
+        mark, done = waiting.popleft()
+        with _broken_is_told():
+            encoded = done.result()
+        yield mark, encoded
+
+
+@contextlib.contextmanager
+def _broken_is_told() -> Iterator[None]:
+    try:
+        yield
+    except BrokenProcessPool:
+        raise WorkError(
+            "a process that tokenizes ended unexpectedly (out of memory, or killed)", "take fewer --jobs"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from gpt.text.corpus import Corpus
 from gpt.text.items import Mark
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokenizer import describe as describe_tokenizer
-from gpt.text.tokenizer_files import find_tokenizer, read_own, tokenizer_files
+from gpt.text.tokenizer_files import find_tokenizer, read_own
 from gpt.text.tokens import (
     COUNTS,
     MANIFEST,
@@ -155,13 +155,13 @@ def describe(corpus: Corpus, tokenizer: Tokenizer, share: tuple[int, int] | None
     }
 
 
-def begin(out: Path, about: Mapping[str, Any], corpus: Corpus, tokenizer: Tokenizer) -> None:
-    """Makes the folder, with the tokenizer and the first line of progress: what it is made from."""
+def begin(out: Path, about: Mapping[str, Any], corpus: Corpus, tokenizer: Mapping[str, bytes]) -> None:
+    """Makes the folder, with the files of the tokenizer and the first line of progress: what it is made from."""
     sources = [[source.name, source.size, source.time] for source in corpus.sources]
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(out) as beside:
-            for name, data in tokenizer_files(tokenizer).items():
+            for name, data in tokenizer.items():
                 write_file(beside / name, data)
             write_file(beside / PROGRESS, (json.dumps({"about": about, "sources": sources}) + "\n").encode())
 

@@ -24,6 +24,7 @@ from gpt.text.items import Item, Mark, read_items
 from gpt.text.shards import id_type
 from gpt.text.slices import Done
 from gpt.text.tokenizer import Tokenizer
+from gpt.text.tokenizer_files import tokenizer_files
 from gpt.text.tokens import MANIFEST, TokenFolder
 
 INLINE_BYTES = 4_000_000  # below this, starting processes takes longer than the work
@@ -79,10 +80,11 @@ def tokenize(
         encoders = encoders or held.enter_context(Encoders(_jobs(jobs, corpus)))
         stop = held.enter_context(StopSignal())
         stream = encoders.encode(tokenizer, id_type(tokenizer.vocab_size), items)
-        first = list(islice(stream, 1))  # the processes go on while the folder is made
-        if not begun:
+        described = None if begun else tokenizer_files(tokenizer)  # half a second, while processes start and encode
+        first = list(islice(stream, 1))
+        if described is not None:
             _check_room(corpus, first, len(mine) / len(corpus.groups), out, listen)
-            slices.begin(out, about, corpus, tokenizer)
+            slices.begin(out, about, corpus, described)
             held.enter_context(slices.locked(out))
         writer = slices.Writer(out, tokenizer.vocab_size, done)
         for mark, encoded in chain(first, stream):
