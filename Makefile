@@ -31,6 +31,7 @@ fix: $(VENV)/.made-dev
 bench: $(VENV)/.made-dev
 	$(BIN)/python -m benchmarks.run
 	$(BIN)/python -m benchmarks.tokenize
+	$(BIN)/python -m benchmarks.finetune
 	$(PIP) -e '.[bench]'
 	$(BIN)/python -m benchmarks.decode
 	-$(BIN)/python -m benchmarks.pages

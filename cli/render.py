@@ -118,7 +118,8 @@ def percent_of_peak(mfu: float | None) -> str:
 def result_json(result: "Result") -> dict[str, Any]:
     """The last line of ``gpt train --json``."""
     values = asdict(result)
-    del values["sample"], values["prompt"], values["mfu"]
+    for key in ("sample", "prompt", "mfu", "answers", "held_out_answers"):
+        del values[key]
     rounded = {"tokens_per_second": round(result.tokens_per_second, 1), "seconds": round(result.seconds, 2)}
     return values | {"run": str(result.run), "checkpoint": str(result.checkpoint)} | rounded
 
@@ -132,6 +133,9 @@ def result(result: "Result", console: Console | None = None) -> None:
     if result.val_loss is not None and result.bits_per_byte is not None:
         loss = f"{result.val_loss:.4f} nats a token, {result.bits_per_byte:.4f} bits a byte, on held-out text"
         console.print(Text.assemble(("loss   ", "bold"), loss))
+    if result.answers is not None:
+        held_out = "" if result.held_out_answers is None else f" trained on, {result.held_out_answers} held out"
+        console.print(Text.assemble(("pairs  ", "bold"), f"answered exactly (greedy): {result.answers}{held_out}"))
     console.print(Text.assemble(("sample", "bold")))
     console.print(Text(excerpt(result.sample, 12), "italic"))
     short = 0 < len(result.prompt) <= 60 and result.prompt.isprintable()

@@ -17,6 +17,7 @@ Positions = Literal["learned", "sinusoidal", "rotary"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "on", "off"]
+Optimizer = Literal["muon", "adamw"]
 
 MOST_THREADS = 4096
 # Far above GPT-3's 12,288 × 96: a number from a file beyond these is damage or malice, not a model.
@@ -266,7 +267,11 @@ class TrainConfig(TextConfig):
     n_embd: int | None = option(None, "Width; divisible by --n-head.", panel=_MODEL, shown="by preset", low=1)
     block_size: int | None = option(None, "Context in tokens.", panel=_MODEL, shown="by preset", low=1)
     dropout: float | None = option(
-        None, "Share of activations dropped in training.", panel=_MODEL, shown="by how often the text is read", low=0
+        None,
+        "Share of activations dropped in training.",
+        panel=_MODEL,
+        shown="by how often the text is read; with --init 0",
+        low=0,
     )
     init: str | None = option(
         None, "Start from the weights and tokenizer of a model: a run, RUN:latest, a checkpoint, a GPT-2 folder of "
@@ -306,7 +311,7 @@ class TrainConfig(TextConfig):
     )  # fmt: skip
     lr: float | None = option(
         None, "Peak learning rate.", panel=_OPTIM,
-        shown="by preset; with --init a tenth of it, with --lora-rank all", low=0,
+        shown="by preset; with --init half of it (AdamW: a fifth), with --lora-rank twice", low=0,
     )  # fmt: skip
     warmup: int | None = option(
         None, "Steps of linear warm-up.", panel=_OPTIM, shown="a twentieth of the steps, at most 2,000", low=0
@@ -314,9 +319,10 @@ class TrainConfig(TextConfig):
     warmup_tokens: int | None = option(
         None, "Warm-up as tokens, instead of --warmup (GPT-3's recipe: 375,000,000).", panel=_OPTIM, shown="none", low=0
     )
-    optimizer: Literal["muon", "adamw"] = option(
-        "muon", "muon: for the matrices of the blocks, with AdamW for the rest; adamw: for all.", panel=_OPTIM
-    )
+    optimizer: Optimizer | None = option(
+        None, "muon: for the matrices of the blocks, with AdamW for the rest; adamw: for all.", panel=_OPTIM,
+        shown="muon; adamw for adapters, and with --init from 100 million parameters on",
+    )  # fmt: skip
     schedule: Literal["linear", "cosine", "constant"] = option(
         "linear", "After warm-up: constant and then a line down to 0, a cosine down to a tenth, or constant.",
         panel=_OPTIM,

@@ -1,6 +1,7 @@
 """Loss over a whole text, in fixed windows and without randomness."""
 
 import codecs
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from gpt.device import Compute
 from gpt.errors import UserError
@@ -124,18 +126,24 @@ def spread_windows(documents: Documents, block_size: int, wanted: int) -> list[W
 
 
 @torch.inference_mode()
-def window_losses(model: GPT, some: Sequence[Window], compute: Compute) -> list[npt.NDArray[np.float64]]:
-    """The loss of each counted target of each window, in nats. Windows are padded to the longest."""
+def window_logits(model: GPT, some: Sequence[Window], compute: Compute) -> tuple[Tensor, Tensor]:
+    """Logits (n, T, V) and targets (n, T) of windows, padded to the longest; what does not count is `IGNORED`."""
     length = max(len(window.x) for window in some)
     x = np.zeros((len(some), length), np.int64)
     y = np.full((len(some), length), losses.IGNORED, np.int64)
     for row, window in enumerate(some):
         x[row, : len(window.x)] = window.x
-        y[row, : len(window.y)] = window.y
+        y[row, window.skipped : len(window.y)] = window.y[window.skipped :]
     targets = torch.from_numpy(y).to(compute.device)
     with compute.autocast():
         # Not model(x): where processes have parts of it, the trunk is what gathers them.
-        logits = model.unembed(model.trunk(torch.from_numpy(x).to(compute.device)))
+        return model.unembed(model.trunk(torch.from_numpy(x).to(compute.device))), targets
+
+
+@torch.inference_mode()
+def window_losses(model: GPT, some: Sequence[Window], compute: Compute) -> list[npt.NDArray[np.float64]]:
+    """The loss of each counted target of each window, in nats."""
+    logits, targets = window_logits(model, some, compute)
     of_all = losses.token_losses(logits, targets).cpu().double().numpy()
     return [of_all[row, window.skipped : len(window.y)] for row, window in enumerate(some)]
 
@@ -144,14 +152,40 @@ def each_window(
     model: GPT, some: Iterable[Window], compute: Compute
 ) -> Iterator[tuple[Window, npt.NDArray[np.float64]]]:
     """Every window with the losses of its counted targets, in order, computed in batches without dropout."""
+    with _evaluating(model):
+        for batch in _batches(some, _at_once(model)):
+            yield from zip(batch, window_losses(model, batch, compute), strict=True)
+
+
+def count_exact(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[int, int]:
+    """How many windows greedy decoding would write exactly, since the likeliest id is the target wherever one counts;
+    and how many windows have targets that count."""
+    exact, count = 0, 0
+    with _evaluating(model):
+        for batch in _batches(some, _at_once(model)):
+            logits, targets = window_logits(model, batch, compute)
+            counts = targets != losses.IGNORED
+            asked = counts.any(-1)
+            exact += int((asked & ((logits.argmax(-1) == targets) | ~counts).all(-1)).sum())
+            count += int(asked.sum())
+    return exact, count
+
+
+@contextlib.contextmanager
+def _evaluating(model: GPT) -> Iterator[None]:
+    """The model without dropout, while this lasts."""
     training = model.training
     model.eval()
     try:
-        positions = min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // model.config.vocab_size)
-        for batch in _batches(some, max(1, positions // model.config.block_size)):
-            yield from zip(batch, window_losses(model, batch, compute), strict=True)
+        yield
     finally:
         model.train(training)
+
+
+def _at_once(model: GPT) -> int:
+    """Windows in a batch."""
+    positions = min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // model.config.vocab_size)
+    return max(1, positions // model.config.block_size)
 
 
 def _batches(all_windows: Iterable[Window], size: int) -> Iterator[list[Window]]:

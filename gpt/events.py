@@ -77,6 +77,20 @@ class ResumeEvent(Event):
 
 
 @dataclass(frozen=True)
+class AnswersEvent(Event):
+    """How many pairs the best checkpoint answers exactly, decoding greedily: ``exact`` of the ``asked``, which are at
+    most 500, spread over all ``pairs`` that were trained on; and of those held out, null where none are."""
+
+    kind: ClassVar[str] = "answers"
+    exact: int
+    asked: int
+    pairs: int
+    held_out_exact: int | None = None
+    held_out_asked: int | None = None
+    held_out_pairs: int | None = None
+
+
+@dataclass(frozen=True)
 class EndEvent(Event):
     """The end of a run and why: ``steps`` (all done), ``patience``, ``signal`` or ``diverged``; the best checkpoint's
     loss over the whole held-out text, null where nothing was held out or the run was cut off."""
@@ -114,7 +128,8 @@ class Plan:
 
 
 KINDS: dict[str, type[Event]] = {
-    cls.kind: cls for cls in (StepEvent, EvalEvent, SampleEvent, SaveEvent, RollbackEvent, ResumeEvent, EndEvent)
+    cls.kind: cls
+    for cls in (StepEvent, EvalEvent, SampleEvent, SaveEvent, RollbackEvent, ResumeEvent, AnswersEvent, EndEvent)
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from benchmarks import gpu
+from benchmarks import finetune, gpu
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process groups to end")
 
@@ -92,3 +92,17 @@ def test_what_failed_has_a_row_of_its_own() -> None:
     assert "- floors: no CUDA | device" in lines
     assert lines[-1].count("|") == lines[-2].count("|") == 12
     assert "out of   memory" in lines[-1]
+
+
+@pytest.mark.parametrize("kind", finetune.KINDS)
+def test_pairs_to_learn_are_distinct_and_the_same_each_time(kind: str) -> None:
+    pairs = finetune.KINDS[kind](5000)
+    assert len({pair["prompt"] for pair in pairs}) == len(pairs) == 5000
+    assert pairs == finetune.KINDS[kind](5000)
+    assert all(pair["completion"].startswith(" ") for pair in pairs)
+
+
+def test_english_with_its_italian() -> None:
+    pairs = {pair["prompt"]: pair["completion"] for pair in finetune.phrases(5040)}
+    assert pairs["we open the door =>"] == " apriamo la porta"
+    assert pairs["he watches the sea =>"] == " guarda il mare"

@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 
 from gpt import evaluate
 from gpt.config import GPTConfig
+from gpt.decoding.context import Context
+from gpt.decoding.generate import generate
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.decoder import GPT
+from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import bytes_tokenizer
 
 CPU = Compute(torch.device("cpu"), torch.float32)
@@ -32,6 +35,25 @@ def test_every_token_but_a_documents_first_counts_once(
         assert window.start % stride == 0
         counted += [(window.document, int(y)) for y in window.y[window.skipped :]]
     assert sorted(counted) == [(d, y) for d, length in enumerate(lengths) for y in range(1, length)]
+
+
+def test_exact_is_what_greedy_decoding_writes() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(20, 8, 1, 2, 16, dropout=0.5))
+    torch.nn.init.normal_(model.wte.weight)  # so that it repeats no single id
+    prompts = [[1, 2, 3], [4], [5, 6], [7, 8]]
+    greedy = SampleConfig(greedy=True, max_tokens=4)
+    ids = [[*p, *(token.id for token in generate(Context(model.eval(), CPU), p, greedy, eot=19))] for p in prompts]
+    ids[1][3] = (ids[1][3] + 1) % 20  # in the middle
+    ids[2][-1] = (ids[2][-1] + 1) % 20
+    found = [
+        evaluate.Window(number, 0, np.array(row[:-1]), np.array(row[1:]), len(prompt) - 1)
+        for number, (prompt, row) in enumerate(zip(prompts, ids, strict=True))
+    ]
+    nothing = evaluate.Window(4, 0, np.array([1]), np.array([2]), 1)
+    assert [evaluate.count_exact(model, [each], CPU)[0] for each in found] == [1, 0, 0, 1]
+    assert evaluate.count_exact(model.train(), [*found, nothing], CPU) == (2, 4)
+    assert model.training
 
 
 @pytest.mark.parametrize("stride", [None, 3, 8])

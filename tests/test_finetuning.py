@@ -14,13 +14,14 @@ from test_cli import one_line_of_what_and_what_next
 
 import gpt as library
 from gpt import events
-from gpt.config import GPTConfig, TrainConfig
+from gpt.config import PRESETS, GPTConfig, TrainConfig
 from gpt.files import file_sum
 from gpt.model.decoder import GPT
 from gpt.model.params import nearest_preset
 from gpt.runs import checkpoint
 from gpt.text.tokenizer import bytes_tokenizer
 from gpt.training import start
+from gpt.training.recipe import auto_optimizer
 
 Gpt = Callable[..., Done]
 CPU = torch.device("cpu")
@@ -60,7 +61,7 @@ def test_it_goes_on_from_the_weights(run_folder: Path, other: Path) -> None:
     record = json.loads((result.run / "run.json").read_text())
     assert record["init"]["sha256"] == {"model.safetensors": file_sum(base.path / "model.safetensors")}
     assert record["init"]["path"] == str(base.path)
-    assert record["resolved"]["lr"] == pytest.approx(8e-4)  # a tenth of nano's with Muon
+    assert record["resolved"]["lr"] == pytest.approx(4e-3)  # half of nano's with Muon
 
 
 def test_the_first_step_is_from_the_bases_weights(run_folder: Path, other: Path) -> None:
@@ -107,6 +108,32 @@ def test_a_gpt2_folder_of_transformers(workdir: Path, other: Path) -> None:
 def test_the_usual_batch_and_rate_are_those_of_the_nearest_size() -> None:
     assert nearest_preset(GPTConfig(50257, 1024, 12, 12, 768)) == "gpt2"
     assert nearest_preset(GPTConfig(300, 64, 2, 2, 32)) == "nano"
+
+
+@pytest.mark.parametrize(
+    ("preset", "device", "tokens", "passes"),
+    [
+        ("nano", "cpu", 4_000, 20),
+        ("nano", "cpu", 200_000, 10),
+        ("nano", "cuda", 2_000_000, 3),
+        ("gpt2", "cpu", 4_000, 3e13 / (6 * 124_439_808 * 4_000)),
+        ("gpt2", "cpu", 20_000, 3),
+        ("gpt2", "cuda", 20_000, 20),
+    ],
+)
+def test_few_pairs_are_read_often(preset: str, device: str, tokens: int, passes: float) -> None:
+    model = PRESETS[preset].model
+    assert start.usual_epochs(tokens, True, model, device) == pytest.approx(passes)
+    assert start.usual_epochs(tokens, False, model, device) == 3
+
+
+def test_adamw_tunes_large_models_and_adapters() -> None:
+    def chosen(preset: str, **settings: Any) -> str:
+        return auto_optimizer(TrainConfig(**settings), PRESETS[preset].model)
+
+    assert [chosen("mini", init="x"), chosen("gpt2", init="x"), chosen("gpt2")] == ["muon", "adamw", "muon"]
+    assert chosen("gpt2", init="x", optimizer="muon") == "muon"
+    assert chosen("mini", init="x", lora_rank=2) == "adamw"
 
 
 def test_a_token_folder_must_be_of_the_same_vocabulary(gpt: Gpt, run_folder: Path, other: Path) -> None:

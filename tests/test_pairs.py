@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from gpt import events
 from gpt.config import TextConfig
 from gpt.errors import UserError
 from gpt.model.loss import IGNORED
+from gpt.sample_config import SampleConfig
 from gpt.text.pairs import Pair, read_pairs, split
 from gpt.text.tokenizer import bytes_tokenizer
+from gpt.training import best
 from gpt.training.pairs import PairBatches, PairSet
 
 Gpt = Callable[..., Done]
@@ -177,6 +181,50 @@ def test_pairs_go_on_from_a_model(run_folder: Path, file: Path) -> None:
     evals = [event.val_loss for event in heard if isinstance(event, events.EvalEvent)]
     assert result.val_loss < evals[0] - 0.5
     assert library.load(result.run).tokenizer.fingerprint == library.load(run_folder).tokenizer.fingerprint
+
+
+@pytest.fixture(scope="module")
+def model_to_tune(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model that has read the words of the pairs in another order."""
+    folder, chance = tmp_path_factory.mktemp("base"), random.Random(0)
+    words = sorted({word for pair in BY_HEART for text in pair.values() for word in text.split()})
+    text = "".join(chance.choice(words) + chance.choice("   \n") for _ in range(4000))
+    (folder / "text.txt").write_text(text)
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "batch_tokens": 512}
+    return library.train(
+        folder / "text.txt", out=folder / "run", steps=60, dtype="float32", vocab_size=300, sample_every=0, **shape
+    ).run
+
+
+@pytest.mark.parametrize(("rank", "least"), [(None, 38), (8, 30)])
+def test_pairs_are_given_back_with_what_is_chosen_by_default(
+    gpt: Gpt, model_to_tune: Path, file: Path, rank: int | None, least: int
+) -> None:
+    file.write_text(jsonl(BY_HEART[:40]))
+    adapters = [] if rank is None else ["--lora-rank", str(rank)]
+    done = gpt(
+        "train", file, "--pairs", "--val-fraction", "0", "--init", model_to_tune, *adapters, "--dtype", "float32"
+    )
+    assert done.code == 0, done.err
+    said = re.search(r"answered exactly \(greedy\): (\d+) of 40$", done.out, re.MULTILINE)
+    assert said is not None
+    assert int(said[1]) >= least
+    prompts = [pair["prompt"] for pair in BY_HEART[:40]]
+    pieces = library.load("runs/pairs").write_all(prompts, SampleConfig(greedy=True, max_tokens=20))
+    samples = [piece.sample for piece in pieces if piece.sample is not None]
+    answers = [(sample.text, sample.finish_reason) for sample in samples]
+    assert sum(answer == (p["completion"], "eot") for answer, p in zip(answers, BY_HEART, strict=False)) == int(said[1])
+
+
+def test_both_sides_are_asked_and_of_many_pairs_a_sample(gpt: Gpt, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(best, "ASKED", 10)
+    done = gpt("train", file, "--pairs", "--steps", "2", "--dtype", "float32", "--json")
+    assert "answers" not in done.out
+    lines = [json.loads(line) for line in Path("runs/pairs/metrics.jsonl").read_text().splitlines()]
+    keys = ("asked", "pairs", "held_out_asked", "held_out_pairs")
+    assert [[each[key] for key in keys] for each in lines if each["event"] == "answers"] == [[10, 59, 6, 6]]
+    again = gpt("train", "--resume", "runs/pairs")
+    assert "answered exactly (greedy): 0 of 10 (of 59) trained on, 0 of 6 held out" in again.out
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,20 +21,28 @@ from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder
 from gpt.sample_config import SampleConfig
 from gpt.training.opening import Setting
+from gpt.training.pairs import PairData, PairSet
 from gpt.training.recipe import Recipe
+from gpt.training.result import Answers
+
+Measure = Callable[[GPT, Iterable[Window], Compute], tuple[float, int]]
 
 SAMPLE = SampleConfig(max_tokens=80)  # what is shown as the model learns
+ASKED = 500  # pairs of each side that are compared with what the model answers
 
 
 @dataclass(frozen=True)
 class Best:
-    """The best checkpoint: its loss over all that is held out, nats a token, and a few lines from it."""
+    """The best checkpoint: its loss over all that is held out, nats a token, a few lines from it, and how it answers
+    the pairs of each side, where there are any."""
 
     path: Path
     model: GPT
     val_loss: float | None
     bits_per_byte: float | None
     text: str
+    answers: Answers | None
+    held_out_answers: Answers | None
 
 
 def read_best(setting: Setting, recipe: Recipe, stop: StopSignal) -> Best:
@@ -49,7 +57,13 @@ def read_best(setting: Setting, recipe: Recipe, stop: StopSignal) -> Best:
         whole = data.windows(recipe.model.block_size)
         loss = mean_loss(setting.world, model, whole, compute, stop)
         bits = bits_per_byte(loss * data.held_out_targets, data.held_out_bytes)
-    return Best(path, model, loss, bits, sample_lines(setting, model, compute, recipe.seed, stop))
+    answers = held_out_answers = None
+    if isinstance(data, PairData):
+        answers, held_out_answers = (
+            _answers(setting.world, model, side, compute, stop) for side in (data.train, data.held_out)
+        )
+    text = sample_lines(setting, model, compute, recipe.seed, stop)
+    return Best(path, model, loss, bits, text, answers, held_out_answers)
 
 
 def _read(path: Path, recipe: Recipe, compute: Compute, world: World) -> GPT:
@@ -61,18 +75,35 @@ def _read(path: Path, recipe: Recipe, compute: Compute, world: World) -> GPT:
     return parts.divided(recipe, compute, world, path).model
 
 
+def _answers(world: World, model: GPT, pairs: PairSet, compute: Compute, stop: StopSignal) -> Answers | None:
+    """How pairs are answered; None where there are none. Raises `Stopped` after a signal."""
+    if not pairs.ids:
+        return None
+    exact, asked = _summed(evaluate.count_exact, world, model, pairs.spread(ASKED), compute, stop)
+    return Answers(int(exact), int(asked), len(pairs.ids))
+
+
 def mean_loss(world: World, model: GPT, some: Iterable[Window], compute: Compute, stop: StopSignal) -> float:
     """Nats a token over windows, of which each process computes its share, so that none waits long for another. Raises
     `Stopped` in all after a signal in one."""
+    total, count = _summed(evaluate.total_loss, world, model, some, compute, stop)
+    return total / count if count else math.nan
+
+
+def _summed(
+    measure: Measure, world: World, model: GPT, some: Iterable[Window], compute: Compute, stop: StopSignal
+) -> tuple[float, float]:
+    """The sums of what ``measure`` gives over windows, of which each process computes its share. Raises `Stopped` in
+    all after a signal in one."""
     total, count, stopped = 0.0, 0, False
     try:
-        total, count = evaluate.total_loss(model, world.watching(stop, _share(world, some)), compute)
+        total, count = measure(model, world.watching(stop, _share(world, some)), compute)
     except Stopped:
         stopped = True
     total, counted, stops = world.sum(total, count, stopped)
     if stops:
         raise Stopped
-    return total / counted if counted else math.nan
+    return total, counted
 
 
 def _share(world: World, some: Iterable[Window]) -> Iterator[Window]:

@@ -18,7 +18,7 @@ from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
 from gpt.text.batches import Int64s
 from gpt.training import logs
-from gpt.training.best import mean_loss, read_best, sample_lines
+from gpt.training.best import Best, mean_loss, read_best, sample_lines
 from gpt.training.guard import LOWER, Guard
 from gpt.training.keeping import Keeper, size_of
 from gpt.training.learner import make_learner
@@ -335,6 +335,7 @@ class Trainer:
             checkpoint.save(merged, best.model, self.tokenizer_files, {"val_loss": best.val_loss})
             self.note(f"merged: {merged}")
         self.emit(events.SampleEvent, text=best.text)
+        self.tell_answers(best)
         reason = "patience" if self.state.step < self.recipe.steps else "steps"
         loss, bits = best.val_loss, best.bits_per_byte
         self.emit(events.EndEvent, reason=reason, checkpoint=best.path.name, val_loss=loss, bits_per_byte=bits)
@@ -352,9 +353,24 @@ class Trainer:
             dtype=self.compute.dtype_name,
             sample=best.text,
             prompt=self.data.prompt,
+            answers=best.answers,
+            held_out_answers=best.held_out_answers,
         )
         self.write_record(ended=reason, result=result.record())
         return result
+
+    def tell_answers(self, best: Best) -> None:
+        """How the best checkpoint answers the pairs, and that it is not the last one."""
+        if best.answers is None:
+            return
+        held_out = {} if best.held_out_answers is None else vars(best.held_out_answers)
+        counts = vars(best.answers) | {f"held_out_{key}": count for key, count in held_out.items()}
+        self.emit(events.AnswersEvent, **counts)
+        if best.path.name != folder.step_name(self.state.step):
+            self.note(
+                f"the loss of the held-out pairs was lowest at {best.path.name}, which is kept as the best; the last "
+                f"step's weights: -m {self.run}:latest"
+            )
 
     def end_by_signal(self) -> NoReturn:
         """Saves what there is and raises `Interrupted`; `WorkError` where the disk does not take it."""

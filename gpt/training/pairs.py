@@ -52,6 +52,11 @@ class PairSet:
         ids = self.ids[number]
         return Window(number, 0, ids[:-1], ids[1:], self.skipped[number])
 
+    def spread(self, wanted: int) -> list[Window]:
+        """At most ``wanted`` of the pairs, spread over all of them."""
+        total = len(self.ids)
+        return [self.window(i * total // min(wanted, total)) for i in range(min(wanted, total))]
+
     def check(self, block_size: int) -> None:
         """Raises `UserError` naming a pair that is longer than the context."""
         for ids, where in zip(self.ids, self.where, strict=True):
@@ -133,8 +138,7 @@ class PairData:
 
     def some_windows(self, block_size: int, wanted: int) -> list[Window]:
         """At most ``wanted`` of the held-out pairs, spread over all of them."""
-        total = len(self.held_out.ids)
-        return [self.held_out.window(i * total // min(wanted, total)) for i in range(min(wanted, total))]
+        return self.held_out.spread(wanted)
 
 
 def make_pairs(

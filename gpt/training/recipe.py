@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gpt.config import GPTConfig, Preset, TrainConfig, find_preset
+from gpt.config import GPTConfig, Optimizer, Preset, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.fit import at_once, divisors, in_chunks, largest
@@ -40,7 +40,7 @@ class Recipe:
     lr: float
     warmup: int
     decay: int  # steps at the end over which the linear schedule goes down
-    optimizer: Literal["muon", "adamw"]
+    optimizer: Optimizer
     schedule: Literal["linear", "cosine", "constant"]
     weight_decay: float
     clip: float
@@ -100,23 +100,25 @@ def resolve(
     Tells ``note`` what it had to change. Raises `UserError` for settings that contradict each other or the text.
     """
     name = preset_name(config, n_bytes, compute.device.type) if start is None else nearest_preset(start)
-    preset = find_preset(name)
-    if start is not None:
-        preset = replace(preset, model=start, lr=(1 if config.lora_rank else starts.RATE) * preset.lr)
+    preset = find_preset(name) if start is None else replace(find_preset(name), model=start)
     model = _model(config, preset, 2**63 if pairs else n_tokens, vocab_size, note)
+    optimizer = auto_optimizer(config, model)
     check_heads(model, config.tensor)
-    usual = auto_epochs(n_tokens, model, compute.device.type) if start is None else starts.EPOCHS
-    if start is not None or pairs:
-        preset = starts.tuned(preset, usual, n_tokens)
+    if start is not None:
+        usual = starts.usual_epochs(n_tokens, pairs > 0, model, compute.device.type)
+        preset = starts.tuned(preset, usual * n_tokens, starts.PAIR_STEPS if pairs else starts.STEPS)
+    else:
+        usual = auto_epochs(n_tokens, model, compute.device.type)
+        preset = starts.tuned(preset, usual * n_tokens, starts.STEPS) if pairs else preset
     batch = _batch(config, preset, model, compute, n_tokens / pairs if pairs else None, processes)
     steps = _steps(config, n_tokens, batch, usual)
     tokens = batch.read(steps)
-    model = model if config.dropout is not None else replace(model, dropout=auto_dropout(tokens / n_tokens))
+    dropout = auto_dropout(tokens / n_tokens) if start is None else 0.0
+    model = model if config.dropout is not None else replace(model, dropout=dropout)
     warmup = _warmup(config, steps, batch)
     for line in _of_no_use(config, steps, warmup, held_out):
         note(line)
     eval_every = config.eval_every or math.ceil(steps / 20)
-    optimizer: Literal["muon", "adamw"] = "adamw" if config.lora_rank else config.optimizer
     as_asked: dict[str, Any] = {each: getattr(config, each) for each in AS_ASKED}
     return Recipe(
         preset=name,
@@ -141,6 +143,14 @@ def resolve(
     )
 
 
+def auto_optimizer(config: TrainConfig, model: GPTConfig) -> Optimizer:
+    """What trains ``model``: Muon, but AdamW for adapters and for a large model that is fine-tuned."""
+    if config.lora_rank:
+        return "adamw"
+    large = config.init is not None and breakdown(model).trainable >= starts.ADAMW_FROM
+    return config.optimizer or ("adamw" if large else "muon")
+
+
 def _of_no_use(config: TrainConfig, steps: int, warmup: int, held_out: bool) -> list[str]:
     """Lines about settings that have no effect, or not the one that they are there for."""
     lines = []
@@ -154,10 +164,13 @@ def _of_no_use(config: TrainConfig, steps: int, warmup: int, held_out: bool) -> 
     return lines
 
 
-def _rate(config: TrainConfig, preset: Preset, optimizer: str) -> float:
+def _rate(config: TrainConfig, preset: Preset, optimizer: Optimizer) -> float:
     if config.lr is not None:
         return config.lr
-    return preset.lr * (MUON_FACTOR if optimizer == "muon" else 1)
+    rate = preset.lr * (MUON_FACTOR if optimizer == "muon" else 1)
+    if config.init is None:
+        return rate
+    return rate * (starts.LORA_RATE if config.lora_rank else starts.RATE[optimizer])
 
 
 def check_heads(model: GPTConfig, tensor: int) -> None:
@@ -245,11 +258,11 @@ def _batch(
 
 def _setup(config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, processes: int) -> Setup:
     """What a process with so many ``rows`` of a step computes at once. Dropout that is not decided yet is counted."""
-    if config.dropout is None:
+    if config.dropout is None and config.init is None:
         model = replace(model, dropout=DROPOUT)
     setup = Setup(
         dtype=compute.dtype_name,
-        optimizer="adamw" if config.lora_rank else config.optimizer,
+        optimizer=auto_optimizer(config, model),
         recompute=config.recompute,
         data=processes,
         shard=config.shard == "full",

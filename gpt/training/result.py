@@ -11,6 +11,18 @@ from gpt.runs import folder
 
 
 @dataclass(frozen=True)
+class Answers:
+    """Pairs that greedy decoding gives back exactly: ``exact`` of the ``asked``, spread over all ``pairs``."""
+
+    exact: int
+    asked: int
+    pairs: int
+
+    def __str__(self) -> str:
+        return f"{self.exact:,} of {self.asked:,}" + (f" (of {self.pairs:,})" if self.asked < self.pairs else "")
+
+
+@dataclass(frozen=True)
 class Result:
     """What a finished run gives; losses are the best checkpoint's over the whole held-out text."""
 
@@ -28,6 +40,8 @@ class Result:
     dtype: str
     sample: str  # a few lines from the best checkpoint
     prompt: str  # that they began with
+    answers: Answers | None = None  # pairs that were trained on; None for running text
+    held_out_answers: Answers | None = None
 
     def record(self) -> dict[str, Any]:
         """As ``run.json`` keeps it, so that the folder may be moved."""

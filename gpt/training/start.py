@@ -1,5 +1,6 @@
 """The model that fine-tuning starts from: found, compared with what was asked for, and made ready to train."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,16 +8,23 @@ from typing import Any
 
 import torch
 
-from gpt.config import GPTConfig, Preset, TrainConfig
+from gpt.config import GPTConfig, Optimizer, Preset, TrainConfig
 from gpt.errors import UserError
 from gpt.model.decoder import GPT
+from gpt.model.params import breakdown
 from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder
 from gpt.text.tokenizer import Tokenizer
 
-RATE = 0.1  # of the rate that a model of this size is trained with from nothing; adapters take all of it
-EPOCHS = 3.0  # the default length
-LEAST_STEPS = 100  # batches shrink until the default length has so many
+# Searched on nano; AdamW's rate is the customary one (docs/defaults.md).
+RATE: dict[Optimizer, float] = {"muon": 0.5, "adamw": 0.2}  # of a model's rate from nothing
+LORA_RATE = 2.0  # the same for adapters
+ADAMW_FROM = 100_000_000  # parameters; Muon's own step then costs as much as thousands of tokens
+EPOCHS = 3.0  # passes over running text, and over pairs at least
+PAIR_EPOCHS = 20.0  # passes over pairs at most, within the two limits below
+PAIR_TOKENS = 2_000_000
+PAIR_FLOPS = 3e13  # on a CPU, as 6 a parameter and token
+STEPS, PAIR_STEPS = 100, 400  # batches shrink until the default length has so many steps
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,15 @@ def refuse_others(config: TrainConfig, model: GPTConfig) -> None:
         )
 
 
-def tuned(preset: Preset, epochs: float, n_tokens: int) -> Preset:
-    """A preset for a text of ``n_tokens`` that is read ``epochs`` times: batches small enough for some steps."""
-    return replace(preset, batch_tokens=max(1, min(preset.batch_tokens, round(epochs * n_tokens / LEAST_STEPS))))
+def usual_epochs(n_tokens: int, pairs: bool, model: GPTConfig, device: str) -> float:
+    """How often to read what ``model`` is fine-tuned on. Running text is read a few times, since more makes the
+    held-out loss rise; pairs are to be given back, and few of them are read often."""
+    if not pairs:
+        return EPOCHS
+    limit = PAIR_FLOPS / (6 * breakdown(model).trainable) if device == "cpu" else math.inf
+    return max(EPOCHS, min(PAIR_EPOCHS, min(PAIR_TOKENS, limit) / n_tokens))
+
+
+def tuned(preset: Preset, tokens: float, steps: int) -> Preset:
+    """A preset whose batches are small enough to read ``tokens`` in so many steps."""
+    return replace(preset, batch_tokens=max(1, min(preset.batch_tokens, round(tokens / steps))))
