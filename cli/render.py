@@ -4,8 +4,6 @@ Results go to stdout; progress, notes and errors to stderr.
 """
 
 import contextlib
-import json
-import math
 import os
 import secrets
 import shlex
@@ -20,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt.events import format_seconds
-from gpt.words import counted
+from gpt.words import as_json, counted
 
 if TYPE_CHECKING:
     import typer
@@ -74,9 +72,8 @@ def write(text: str) -> None:
 
 def json_line(values: Mapping[str, Any]) -> None:
     """One object a line on stdout. A number that is none becomes null."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
     narrow = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
-    write(json.dumps(finite, ensure_ascii=narrow) + "\n")
+    write(as_json(values, ascii=narrow) + "\n")
 
 
 def error(message: str, hint: str) -> None:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from gpt.errors import UserError, did_you_mean
+from gpt.words import as_json
 
 KEY = "prompt"
 
@@ -95,7 +96,7 @@ class Results:
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Writes a sample, at once."""
-        self._file.write(json.dumps(values, ensure_ascii=False).encode() + b"\n")
+        self._file.write(as_json(values).encode() + b"\n")
         self._file.flush()
         self.count += 1
 
