@@ -6,7 +6,7 @@ import typer
 
 from gpt.config import ReadConfig
 
-from . import progress, render
+from . import inputs, progress, render
 from .options import OUTPUT, Device, Json, Quiet, SamplingDtype, one_of, option, takes
 from .sample import MODEL_HELP
 
@@ -33,6 +33,7 @@ def evaluate(
     dtype: SamplingDtype = "auto",
 ) -> None:  # fmt: skip
     """Measure a model on TEXT: loss, perplexity, bits a byte, in fixed windows over the whole of it."""
+    inputs.announce(text)
     with progress.starting(quiet):
         from gpt import api
     loaded = api.load(model, device=device, dtype=dtype, note=render.note)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,10 +13,10 @@ from gpt.words import as_json
 KEY = "prompt"
 
 
-def parse_prompts(data: bytes, where: str) -> list[str]:
-    """The prompts of lines ``{"prompt": …}``; empty lines are left out. Raises `UserError` naming the line."""
+def parse_prompts(lines: Iterable[bytes], where: str) -> list[str]:
+    """The prompts of ``lines``, each ``{"prompt": …}``; empty ones are left out. Raises `UserError` naming the line."""
     prompts = []
-    for number, line in enumerate(data.split(b"\n"), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         values = _object(line, f"{where}, line {number}")
