@@ -88,7 +88,9 @@ class Conversation:
                 self.text += piece
         finally:
             render.write("\n")
-        render.context_notes([writing.sample], self.loaded.model.config.block_size)
+        forgotten = render.Forgotten()
+        forgotten.add(writing.sample)
+        render.context_notes(forgotten, self.loaded.model.config.block_size)
 
     def _set(self, words: str) -> None:
         name, value = (*re.split(r"[\s=]+", words, maxsplit=1), "")[:2]

@@ -9,7 +9,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,9 +144,22 @@ def draw_seed(announce: bool) -> int:
     return seed
 
 
-def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bool) -> list["Sample"]:
+@dataclass
+class Forgotten:
+    """What the context had no room for, of all samples so far."""
+
+    dropped: int = 0  # tokens of a prompt
+    slid: bool = False  # whether a text outgrew it
+
+    def add(self, sample: "Sample") -> None:
+        """One more sample."""
+        self.dropped = max(self.dropped, sample.dropped)
+        self.slid |= sample.slid
+
+
+def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bool) -> Forgotten:
     """Texts on stdout, piece by piece, with a line above each where there are several."""
-    samples = []
+    forgotten = Forgotten()
     told = None
     for piece in pieces:
         if (piece.prompt, piece.index) != told:
@@ -159,8 +172,8 @@ def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bo
         write(piece.text)
         if piece.sample is not None:
             write("\n")
-            samples.append(piece.sample)
-    return samples
+            forgotten.add(piece.sample)
+    return forgotten
 
 
 def saved_samples(path: Path, count: int) -> None:
@@ -168,25 +181,24 @@ def saved_samples(path: Path, count: int) -> None:
     stdout().print(Text.assemble(("saved  ", "bold"), f"{path}  ({counted(count, 'sample')})"))
 
 
-def context_notes(samples: Sequence["Sample"], size: int) -> None:
+def context_notes(forgotten: Forgotten, size: int) -> None:
     """What the context of ``size`` tokens had no room for."""
-    dropped = max((sample.dropped for sample in samples), default=0)
-    if dropped:
+    if dropped := forgotten.dropped:
         note(f"the prompt has {dropped + size:,} tokens, and the context {size:,}: its first {dropped:,} were left out")
-    if any(sample.slid for sample in samples):
+    if forgotten.slid:
         note(f"the text outgrew the context of {size:,} tokens: what stood further back was forgotten")
 
 
 def json_samples(
     pieces: Iterable["Piece"], prompts: Sequence[str], seed: int | None, tokenizer: "Tokenizer"
-) -> list["Sample"]:
+) -> Forgotten:
     """A line of JSON for each sample."""
-    samples = []
+    forgotten = Forgotten()
     for piece in pieces:
         if piece.sample is not None:
             json_line(sample_json(piece, prompts[piece.prompt], seed, tokenizer))
-            samples.append(piece.sample)
-    return samples
+            forgotten.add(piece.sample)
+    return forgotten
 
 
 def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Tokenizer") -> dict[str, Any]:
