@@ -570,3 +570,18 @@ def test_a_file_of_many_samples_is_gone_on_with(gpt: Gpt, run_folder: Path, tmp_
     assert len(found) == len(lines) > 30
     again = [json.loads(line) for line in whole[7:20]]
     assert [found[0, line["index"]] for line in again] == [line["text"] for line in again]
+
+
+@pytest.mark.parametrize(
+    "content", [b"my diary", b"a line\nand another", b"{", b'{"prompt_ind', b'{"prompt_index": 0, "in']
+)
+def test_a_file_that_is_no_sample_is_left_as_it_is(gpt: Gpt, run_folder: Path, tmp_path: Path, content: bytes) -> None:
+    """Also where it has no whole line: what was cut off by us begins as our lines do."""
+    out = tmp_path / "diary.txt"
+    out.write_bytes(content)
+    done = gpt("sample", "the", "-m", run_folder, "-n", "2", "--seed", "1", "-o", out)
+    if content.startswith(b"{"):
+        assert (done.code, len(out.read_bytes().splitlines())) == (0, 1)
+    else:
+        refused(done, "diary.txt, line ")
+        assert out.read_bytes() == content

@@ -11,6 +11,7 @@ from gpt.errors import UserError, did_you_mean
 from gpt.words import as_json
 
 KEY = "prompt"
+BEGINS = b'{"prompt_index": '  # a sample's line
 
 
 def parse_prompts(lines: Iterable[bytes], where: str) -> list[str]:
@@ -72,8 +73,10 @@ class Results:
         self._file.seek(0)
         whole = 0
         for number, line in enumerate(self._file, 1):
-            if not line.endswith(b"\n"):
-                break  # the last, cut off
+            if not line.endswith(b"\n"):  # the last, cut off
+                if not line.startswith(BEGINS[: len(line)]):
+                    raise UserError(f"{self.path}, line {number} is no sample", "name another file")
+                break
             self._take(line, f"{self.path}, line {number}", prompts)
             whole += len(line)
         self._file.truncate(whole)
