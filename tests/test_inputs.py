@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -100,3 +101,18 @@ def test_a_terminal_is_told_how_to_end(workdir: Path) -> None:
         process.communicate(timeout=60)
     assert process.returncode == 130
     assert os.listdir() == []
+
+
+def test_a_conversation_survives_bytes_that_are_no_text(run_folder: Path, workdir: Path) -> None:
+    env = {**os.environ, "PYTHONUTF8": "1"}
+    with spawn("sample", "-i", "-m", run_folder, "-n", "0", stdin=subprocess.PIPE, env=env) as process:
+        assert process.stdin is not None
+        process.stdin.buffer.write(b"the\n\xff\xfe\n/set temperature \xff\ncat\n")
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "the\ncat\n")
+    assert err.count("error: the line is not UTF-8") == 2
+
+
+def test_a_conversation_without_stdin(gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io, "TextIOWrapper", lambda buffer: None)
+    refused(gpt("sample", "-i", "-m", run_folder, "--greedy"), "there is no standard input to read")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from multiprocessing.queues import Queue
 
 INLINE_BYTES = 4_000_000  # below this, starting processes takes longer than the work
-MOST_A_CORE = 8  # processes; a thousand on two cores take minutes to start, and gain nothing
+MOST_A_CORE = 2  # processes; a thousand on two cores take minutes to start, and gain nothing
 
 
 @dataclass
