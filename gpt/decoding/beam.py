@@ -83,12 +83,13 @@ class Search:
         """The likeliest ways on, best first: (sum of log-probabilities, hypothesis, id). Raises `NotANumber` where a
         hypothesis has none."""
         totals = shaped + torch.tensor([each.total for each in self.live], device=shaped.device)[:, None]
-        values, ids = (each.tolist() for each in totals.topk(min(count, totals.size(-1)), dim=-1))
-        if not all(row[0] > EXCLUDED for row in values):  # NaN comes first
+        values, ids = totals.topk(min(count, totals.size(-1)), dim=-1)
+        rows = values.tolist()
+        if not all(row[0] > EXCLUDED for row in rows):  # NaN comes first
             raise no_logits()
         ways = [
             (value, parent, id)
-            for parent, row in enumerate(zip(values, ids, strict=True))
+            for parent, row in enumerate(zip(rows, ids.tolist(), strict=True))
             for value, id in zip(*row, strict=True)
             if value > EXCLUDED
         ]
