@@ -6,7 +6,7 @@ import typer
 
 from gpt.config import ReadConfig
 
-from . import progress, render
+from . import inputs, progress, render
 from .options import OUTPUT, Device, Json, Quiet, SamplingDtype, Threads, one_of, option, takes
 from .sample import MODEL_HELP
 
@@ -34,6 +34,7 @@ def evaluate(
     threads: Threads = None,
 ) -> None:  # fmt: skip
     """Measure a model on TEXT: loss, perplexity, bits a byte, in fixed windows over the whole of it."""
+    inputs.announce(text)
     with progress.starting(quiet):
         from gpt import api
     loaded = api.load(model, device=device, dtype=dtype, threads=threads, note=render.note)

@@ -8,8 +8,8 @@ import typer
 
 from gpt.errors import UserError
 
-from . import page, png, progress, render
-from .options import Device, Json, given_text, option
+from . import inputs, page, png, progress, render
+from .options import Device, Json, option
 from .page import Forms, Out
 from .sample import MODEL_HELP
 
@@ -40,7 +40,7 @@ def attention(
     device: Device = "auto",
 ) -> None:
     """Show what each token attends to in every head, what heads do, and what the model would say at each layer."""
-    text = given_text(prompt, prompt_file, "prompt", "--prompt-file")
+    text = inputs.text(prompt, prompt_file, "prompt", "--prompt-file")
     page.check_out(out)
     loaded = _load(model, device, json)
     from gpt import inspect
@@ -141,7 +141,7 @@ def tokens(
     json: Json = False,
 ) -> None:
     """Show how a text is cut into tokens."""
-    words = given_text(text, file, "text", "--file")
+    words = inputs.text(text, file, "text", "--file")
     if not words:
         raise UserError("there is nothing to cut", "give TEXT, or --file")
     page.check_out(out)

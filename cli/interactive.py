@@ -44,7 +44,11 @@ class Conversation:
         }  # fmt: skip
 
     def run(self) -> None:
-        """Until the end of the input."""
+        """Until the end of the input. Raises `UserError` where there is none."""
+        if sys.stdin is None:
+            raise UserError("there is no standard input to read", "give a prompt instead of --interactive")
+        with contextlib.suppress(AttributeError, ValueError):
+            sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         if sys.stdin.isatty():
             render.note("/help says what there is besides prompts; Ctrl-D ends")
         with _history():
@@ -58,6 +62,8 @@ class Conversation:
 
     def take(self, words: str) -> None:
         """A prompt, or a command. Raises `UserError` for one that cannot be followed."""
+        if any("\ud800" <= char <= "\udfff" for char in words):
+            raise UserError("the line is not UTF-8", "it was not taken; go on with the next")
         if not words.startswith("/") or words.startswith("//"):
             self.prompt, self.index = words.removeprefix("/") if words.startswith("//") else words, 0
             self._write(self.prompt)
@@ -88,7 +94,9 @@ class Conversation:
                 self.text += piece
         finally:
             render.write("\n")
-        render.context_notes([writing.sample], self.loaded.model.config.block_size)
+        forgotten = render.Forgotten()
+        forgotten.add(writing.sample)
+        render.context_notes(forgotten, self.loaded.model.config.block_size)
 
     def _set(self, words: str) -> None:
         name, value = (*re.split(r"[\s=]+", words, maxsplit=1), "")[:2]

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import sys
-import traceback
 from collections.abc import Callable
 
 import typer
@@ -104,7 +103,7 @@ def main(args: list[str]) -> int:
         if _is_closed_pipe(error):
             return _pipe_closed()
         if debug and not isinstance(error, (Interrupted, KeyboardInterrupt, SystemExit)):
-            traceback.print_exception(error)
+            render.trace(error)
         silenced = processes.silenced(error)
         status = _report(error, _command(args)) if silenced is None else silenced
         environment.tell(environment.STATUS, status)

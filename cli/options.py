@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -12,7 +11,9 @@ import typer
 
 from gpt import config, sample_config
 from gpt.errors import UserError, did_you_mean
-from gpt.settings import from_dict, read_toml, without_none
+from gpt.settings import from_dict, without_none
+
+from . import inputs
 
 OUTPUT = "Output"
 
@@ -141,7 +142,7 @@ def config_file(config_class: type[Any]) -> Any:
 
     def read(context: typer.Context, path: Path | None) -> Path | None:
         if path is not None and not context.resilient_parsing:
-            values = read_toml(path)
+            values = inputs.toml(path)
             for key, value in values.items():
                 if key not in known:
                     raise UserError(f'{path}: unknown key "{key}"', did_you_mean(key, known))
@@ -157,24 +158,3 @@ def config_file(config_class: type[Any]) -> Any:
         "--config", help="Settings from a TOML file; options and GPT_… variables beat it.",
         is_eager=True, callback=read, rich_help_panel=OUTPUT, show_default="none",
     )  # fmt: skip
-
-
-def given_text(text: str | None, file: Path | None, what: str, flag: str) -> str:
-    """The text from the one place that was named: the words themselves, or a file (``-`` is stdin)."""
-    if text is not None and file is not None:
-        raise UserError(f"a {what} and {flag} were given", "give one of them")
-    if file is None:
-        text = text or ""
-    else:
-        try:
-            data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
-            text = data.decode("utf-8")
-        except OSError as error:
-            raise UserError(f"cannot read {file}: {error.strerror or error}") from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"{file} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start:,}") from None
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UserError(f"the {what} is not UTF-8", f"put it into a file and give {flag}") from None
-    return text

@@ -4,23 +4,23 @@ Results go to stdout; progress, notes and errors to stderr.
 """
 
 import contextlib
-import json
-import math
 import os
 import secrets
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from gpt.events import format_seconds
-from gpt.words import counted
+from gpt.words import as_json, counted
 
 if TYPE_CHECKING:
     import typer
@@ -33,7 +33,28 @@ if TYPE_CHECKING:
     from gpt.training.result import Result
 
 
-class _Stderr(Console):
+# What a terminal obeys, or hides, instead of showing it: C0 but for line feed and tab, DEL, C1, and what turns the
+# direction of text or breaks lines. Names of files, keys of JSON and a model's own words may hold any of it.
+_HIDDEN = (*range(9), *range(11, 32), *range(127, 160), 0x061C, *range(0x2028, 0x202F), *range(0x2066, 0x2070),
+           *range(0xFFF9, 0xFFFC))  # fmt: skip
+_AS_ESCAPE = {code: f"\\u{code:04x}" for code in _HIDDEN}  # also JSON's
+_AS_SYMBOL = _AS_ESCAPE | {code: chr(0x2400 + code) for code in range(32) if code in _HIDDEN} | {127: "␡"}
+
+
+class _Shown(Console):
+    """A console on which a terminal shows what it is told, and obeys rich alone."""
+
+    def shown(self, text: str) -> str:
+        """Text as a terminal may have it: control characters as symbols. Files and pipes have it as it is."""
+        return text.translate(_AS_SYMBOL) if self.is_terminal else text
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """As rich does; its own control codes are segments of another kind."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(self.shown(segment.text), segment.style)
+
+
+class _Stderr(_Shown):
     """A console on stderr whose reader may go away: nobody is watching then, and the work goes on."""
 
     def on_broken_pipe(self) -> None:
@@ -43,14 +64,15 @@ class _Stderr(Console):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
-def stderr() -> Console:
+def stderr() -> _Shown:
     """Where everything but results goes."""
-    return _Stderr(stderr=True, highlight=False, soft_wrap=True)
+    return _Stderr(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
-def stdout() -> Console:
+def stdout() -> _Shown:
     """Where results go. Into a file or pipe, tables are as wide as they need."""
-    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    width = None if sys.stdout.isatty() else 160
+    return _Shown(highlight=False, soft_wrap=True, width=width, markup=False, emoji=False)
 
 
 def make_output_safe() -> None:
@@ -67,29 +89,35 @@ def bar(share: float, width: int, console: Console) -> Text:
 
 
 def write(text: str) -> None:
-    """Text on stdout as it is, at once."""
-    sys.stdout.write(text)
+    """Text on stdout, at once: as it is, but for control characters on a terminal."""
+    sys.stdout.write(text.translate(_AS_SYMBOL) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def json_line(values: Mapping[str, Any]) -> None:
     """One object a line on stdout. A number that is none becomes null."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
     narrow = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
-    write(json.dumps(finite, ensure_ascii=narrow) + "\n")
+    line = as_json(values, ascii=narrow)
+    write((line.translate(_AS_ESCAPE) if sys.stdout.isatty() else line) + "\n")
 
 
 def error(message: str, hint: str) -> None:
     """What is wrong, and what to do next."""
     console = stderr()
-    console.print(Text.assemble(("error: ", "bold red"), " ".join(message.split())))
+    console.print(Text.assemble(("error: ", "bold red"), " ".join(console.shown(message).split())))
     if hint:
-        console.print(Text.assemble(("hint: ", "bold"), " ".join(hint.split())))
+        console.print(Text.assemble(("hint: ", "bold"), " ".join(console.shown(hint).split())))
+
+
+def trace(error: BaseException) -> None:
+    """Where an error came from, for ``--debug``."""
+    stderr().print(Text("".join(traceback.format_exception(error))), end="")
 
 
 def note(text: str) -> None:
     """A line to whoever watches."""
-    stderr().print(Text(text, "dim"))
+    console = stderr()
+    console.print(Text(console.shown(text), "dim"))
 
 
 def usage_error(error: "typer.TyperException") -> tuple[str, str]:
@@ -151,9 +179,22 @@ def draw_seed(announce: bool) -> int:
     return seed
 
 
-def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bool) -> list["Sample"]:
+@dataclass
+class Forgotten:
+    """What the context had no room for, of all samples so far."""
+
+    dropped: int = 0  # tokens of a prompt
+    slid: bool = False  # whether a text outgrew it
+
+    def add(self, sample: "Sample") -> None:
+        """One more sample."""
+        self.dropped = max(self.dropped, sample.dropped)
+        self.slid |= sample.slid
+
+
+def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bool) -> Forgotten:
     """Texts on stdout, piece by piece, with a line above each where there are several."""
-    samples = []
+    forgotten = Forgotten()
     told = None
     for piece in pieces:
         if (piece.prompt, piece.index) != told:
@@ -166,8 +207,8 @@ def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bo
         write(piece.text)
         if piece.sample is not None:
             write("\n")
-            samples.append(piece.sample)
-    return samples
+            forgotten.add(piece.sample)
+    return forgotten
 
 
 def saved_samples(path: Path, count: int) -> None:
@@ -175,25 +216,24 @@ def saved_samples(path: Path, count: int) -> None:
     stdout().print(Text.assemble(("saved  ", "bold"), f"{path}  ({counted(count, 'sample')})"))
 
 
-def context_notes(samples: Sequence["Sample"], size: int) -> None:
+def context_notes(forgotten: Forgotten, size: int) -> None:
     """What the context of ``size`` tokens had no room for."""
-    dropped = max((sample.dropped for sample in samples), default=0)
-    if dropped:
+    if dropped := forgotten.dropped:
         note(f"the prompt has {dropped + size:,} tokens, and the context {size:,}: its first {dropped:,} were left out")
-    if any(sample.slid for sample in samples):
+    if forgotten.slid:
         note(f"the text outgrew the context of {size:,} tokens: what stood further back was forgotten")
 
 
 def json_samples(
     pieces: Iterable["Piece"], prompts: Sequence[str], seed: int | None, tokenizer: "Tokenizer"
-) -> list["Sample"]:
+) -> Forgotten:
     """A line of JSON for each sample."""
-    samples = []
+    forgotten = Forgotten()
     for piece in pieces:
         if piece.sample is not None:
             json_line(sample_json(piece, prompts[piece.prompt], seed, tokenizer))
-            samples.append(piece.sample)
-    return samples
+            forgotten.add(piece.sample)
+    return forgotten
 
 
 def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Tokenizer") -> dict[str, Any]:

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def write_bytes(data: bytes) -> None:
-    """Bytes on stdout, whatever its encoding."""
+    """Bytes on stdout, whatever its encoding; a terminal shows them as text."""
+    if sys.stdout.isatty():
+        render.write(data.decode("utf-8", "backslashreplace"))
+        return
     sys.stdout.flush()
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()

@@ -1,7 +1,6 @@
 """``gpt sample``."""
 
 import functools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,13 +11,14 @@ from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
 from gpt.words import counted
 
-from . import progress, render
-from .options import OUTPUT, Device, Json, SamplingDtype, Threads, given_text, option, takes
+from . import inputs, progress, render
+from .options import OUTPUT, Device, Json, SamplingDtype, Threads, option, takes
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
     from gpt.decoding.prompts import Results
 
+HIGHEST = {"num": 2**63 - 1, "seed": 2**53}
 MODEL_HELP = (
     "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, a GPT-2 folder of transformers, or hf:NAME of the hub."
 )
@@ -43,7 +43,8 @@ def sample(
     num: Annotated[int, option("--num", "-N", help="How many samples.", rich_help_panel="Text")] = 1,
     seed: Annotated[
         int | None,
-        option(help="Same seed, same text.", show_default="drawn and printed", rich_help_panel="Text"),
+        option(help="Same seed, same text; a whole number from 0.", show_default="drawn and printed",
+               rich_help_panel="Text"),
     ] = None,
     no_echo: Annotated[bool, option("--no-echo", help="Do not print the prompt.", rich_help_panel=OUTPUT)] = False,
     json: Json = False,
@@ -60,6 +61,7 @@ def sample(
     threads: Threads = None,
 ) -> None:  # fmt: skip
     """Let a model write on after PROMPT."""
+    _check_numbers(num, seed)
     if interactive:
         _talk(settings, model, seed, device, dtype, threads, [prompt, prompt_file, prompts, out, json, num > 1])
         return
@@ -97,22 +99,22 @@ def _talk(
 
 def _prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> list[str]:
     if prompts is None:
-        return [given_text(prompt, prompt_file, "prompt", "--prompt-file")]
+        return [inputs.text(prompt, prompt_file, "prompt", "--prompt-file")]
     if prompt is not None or prompt_file is not None:
         raise UserError("one prompt and --prompts were given", "give one of them")
     from gpt.decoding.prompts import parse_prompts
 
-    try:
-        data = sys.stdin.buffer.read() if str(prompts) == "-" else prompts.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {prompts}: {error.strerror or error}") from None
-    return parse_prompts(data, str(prompts))
+    return parse_prompts(inputs.lines(prompts, "prompts"), inputs.name(prompts))
+
+
+def _check_numbers(num: int, seed: int | None) -> None:
+    for name, value, low in (("num", num, 1), ("seed", seed, 0)):
+        if value is not None and not low <= value <= HIGHEST[name]:
+            raise UserError(f"{name} is {value}; it must be a whole number from {low} to {HIGHEST[name]:,}")
 
 
 def _check(settings: SampleConfig, num: int, as_json: bool) -> None:
     """Refuses what makes no sense together, and says what has no effect."""
-    if num < 1:
-        raise UserError(f"num is {num}; it must be 1 or more")
     if settings.beam and num > 1:
         raise UserError(f"--num {num} samples are drawn, and beams draw nothing", f"the best {num}: --n-best {num}")
     if (settings.logprobs is not None or settings.echo_logprobs) and not as_json:
@@ -150,10 +152,10 @@ def _shown(
         seed = render.draw_seed(announce=settings.draws and not json)
     pieces = loaded.write_all(texts, settings, seed, num)
     if json:
-        samples = render.json_samples(pieces, texts, _seed(settings, seed), loaded.tokenizer)
+        forgotten = render.json_samples(pieces, texts, _seed(settings, seed), loaded.tokenizer)
     else:
-        samples = render.stream(pieces, texts, settings.n_best if settings.beam else num, echo)
-    render.context_notes(samples, loaded.model.config.block_size)
+        forgotten = render.stream(pieces, texts, settings.n_best if settings.beam else num, echo)
+    render.context_notes(forgotten, loaded.model.config.block_size)
 
 
 def _into_file(

@@ -7,7 +7,7 @@ import typer
 
 from gpt.config import TokenizeConfig
 
-from . import progress, render, render_tokens
+from . import inputs, progress, render, render_tokens
 from .options import Json, Quiet, takes
 
 
@@ -22,6 +22,7 @@ def tokenize(
 ) -> None:
     """Turn TEXT into a folder of tokens that `gpt train` takes: checked, resumable, of any size."""
     began = time.perf_counter()
+    inputs.announce(text)
     from gpt.text.tokenize import tokenize_texts
 
     with progress.TrainDisplay(quiet) as display:

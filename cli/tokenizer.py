@@ -1,6 +1,5 @@
 """``gpt tokenizer train|show|encode|decode``."""
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,8 +10,8 @@ from gpt.config import LearnConfig, ReadConfig
 from gpt.errors import UserError
 from gpt.files import check_new
 
-from . import progress, render, render_vocabulary
-from .options import Json, Quiet, given_text, option, takes
+from . import inputs, progress, render, render_vocabulary
+from .options import Json, Quiet, option, takes
 
 if TYPE_CHECKING:
     from gpt.text.tokenizer import Tokenizer
@@ -43,6 +42,7 @@ def train(
     from gpt.text import corpus, tokenizer_files
 
     check_new(out, tokenizer_files.NEW)
+    inputs.announce(text)
     with progress.TrainDisplay(quiet) as display:
         learnt, sample = corpus.learn(text, settings, special or (), display)
     tokenizer_files.save_tokenizer(learnt, out)
@@ -64,6 +64,7 @@ def show(
         raise UserError(f"longest is {longest}; it must be 0 or more")
     found = _find(tokenizer)
     used = None
+    inputs.announce(text)
     if text:
         from gpt.text import vocabulary
 
@@ -85,7 +86,7 @@ def encode(
     """Print the ids of TEXT, separated by spaces."""
     if text is None and file is None:
         raise UserError("there is nothing to encode", "give TEXT, or --file")
-    words = given_text(text, file, "text", "--file")
+    words = inputs.text(text, file, "text", "--file")
     found = _find(tokenizer)
     ids = found.encode(words, specials=special).tolist()
     if json:
@@ -101,7 +102,7 @@ def decode(
 ) -> None:
     """Print the text of ids, its bytes exactly as they are."""
     words = [word for each in ids for word in (_stdin().split() if each == "-" else each.split())]
-    numbers = [int(word) if word.isdecimal() and len(word) < 20 else -1 for word in words]
+    numbers = [int(word) if word.isascii() and word.isdecimal() and len(word) < 20 else -1 for word in words]
     if -1 in numbers:
         raise UserError(f'"{words[numbers.index(-1)]}" is no id', "ids are whole numbers, separated by spaces")
     render_vocabulary.write_bytes(_find(tokenizer).decode_bytes(numbers))
@@ -117,4 +118,6 @@ def _find(word: str | None) -> "Tokenizer":
 
 
 def _stdin() -> str:
-    return sys.stdin.buffer.read().decode("utf-8", "replace")
+    stdin = Path("-")
+    with inputs.opened(stdin, "ids") as stream:
+        return inputs.bounded(stream, stdin, inputs.MOST_TEXT, "decode them in parts").decode("utf-8", "replace")

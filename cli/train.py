@@ -11,7 +11,7 @@ from gpt.config import TrainConfig
 from gpt.parallel import environment
 from gpt.settings import to_toml
 
-from . import processes, progress, render
+from . import inputs, processes, progress, render
 from .options import OUTPUT, Json, Quiet, config_file, option, takes
 
 
@@ -49,6 +49,8 @@ def train(
     if nproc > 1 and not environment.is_one_of_many():
         raise SystemExit(processes.start(words, nproc, began))
     quiet = quiet or environment.rank() > 0
+    if not environment.rank():
+        inputs.announce(text)
     with progress.starting(quiet):
         from gpt.training import run
     with progress.TrainDisplay(quiet) as display:

@@ -18,8 +18,8 @@ class BenchConfig:
     new_tokens: int | None = option(
         None, "Tokens that are written after it.", panel="Text", flags=("-n",), shown="128, or what fits", low=1
     )
-    batch: int = option(1, "Texts at once.", panel="Text", low=1)
-    rounds: int = option(3, "Times that all of it is done; medians are shown.", panel="Text", low=1)
+    batch: int = option(1, "Texts at once.", panel="Text", low=1, high=2**16)
+    rounds: int = option(3, "Times that all of it is done; medians are shown.", panel="Text", low=1, high=1000)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -297,7 +297,7 @@ class TrainConfig(TextConfig):
     )
     minutes: float | None = option(
         None, "Length as minutes of the whole command, from its start to the last checkpoint, instead of --steps.",
-        panel=_LENGTH, shown="none", low=0,
+        panel=_LENGTH, shown="none", low=0, high=10**7,
     )  # fmt: skip
     batch_tokens: int | None = option(
         None, "Tokens a step: a multiple of the context.", panel=_LENGTH, shown="by preset", low=1

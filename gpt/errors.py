@@ -24,6 +24,13 @@ class WorkError(UserError):
     exit_code = 1
 
 
+class NotANumber(WorkError):
+    """A model computed NaN or infinity where there must be a number: damaged weights, or too narrow a dtype."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "its weights are damaged, or overflow: take another checkpoint, or --dtype float32")
+
+
 class PeerLost(WorkError):
     """Another process of the run has ended, for a reason that it tells itself."""
 

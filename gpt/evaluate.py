@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpt.device import Compute
-from gpt.errors import UserError
+from gpt.errors import NotANumber, UserError
 from gpt.model import loss as losses
 from gpt.model.decoder import GPT
 from gpt.text.tokenizer import Tokenizer
@@ -222,16 +222,19 @@ def evaluate(
 ) -> Evaluation:
     """The loss over the documents, each by itself. ``on_window`` sees each window's losses as they come.
 
-    Raises `UserError` where no token can be predicted.
+    Raises `UserError` where no token can be predicted, and `NotANumber` where the loss is none.
     """
     count = int(np.maximum(documents.lengths - 1, 0).sum())
     if not count:
         raise UserError("the text has one token at most: nothing in it can be predicted", "give a longer text")
-    total = 0.0
+    total, wrong = 0.0, 0
     for window, of_window in each_window(model, windows(documents, model.config.block_size, stride), compute):
         total += float(of_window.sum())
+        wrong += int(np.count_nonzero(~np.isfinite(of_window)))
         if on_window is not None:
             on_window(window, of_window, count)
+    if wrong:
+        raise NotANumber(f"the loss is {total / count}: that of {wrong:,} of {count:,} tokens is no finite number")
     n_bytes, n_words = count_text(tokenizer, documents)
     return Evaluation(
         loss=total / count,

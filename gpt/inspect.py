@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpt.errors import UserError
+from gpt.errors import NotANumber, UserError
 from gpt.model.decoder import GPT, Attention
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.vocabulary import visible
@@ -49,7 +49,7 @@ def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = 
     """Runs the model over ids (T) and keeps what it computes on the way. ``layers``: whose patterns to keep (all).
 
     Patterns are the softmax of the very queries and keys that the model attends with. Raises ValueError past the
-    context.
+    context, and `NotANumber` where logits are none.
     """
     kept = list(range(model.config.n_layer)) if layers is None else list(layers)
     idx = torch.as_tensor(np.asarray(ids, np.int64), device=model.wte.weight.device)[None]
@@ -62,9 +62,17 @@ def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = 
             patterns[layer] = _pattern(module, x, turn)[0].cpu()
 
     with torch.inference_mode(), _evaluating(model), _hooked(model, attends, residual):
-        logits = model(idx)[0].float()
+        logits = _numbers("logits", model(idx)[0].float())
     stacked = torch.stack([patterns[layer] for layer in kept]).numpy()
     return Trace(idx[0].cpu().numpy(), kept, stacked, torch.stack(residual).float(), logits)
+
+
+def _numbers(what: str, tensor: Tensor) -> Tensor:
+    """The tensor itself. Raises `NotANumber` where not all of it is finite."""
+    wrong = tensor.numel() - int(tensor.isfinite().sum())
+    if wrong:
+        raise NotANumber(f"{wrong:,} of {tensor.numel():,} {what} of the model are no finite numbers")
+    return tensor
 
 
 def _pattern(attention: Attention, x: Tensor, turn: Tensor | None) -> Tensor:
@@ -273,7 +281,7 @@ class Embeddings:
 
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        table = model.wte.weight.detach().float().cpu().numpy()
+        table = _numbers("numbers of the embedding", model.wte.weight.detach().float()).cpu().numpy()
         norms = np.linalg.norm(table, axis=1, keepdims=True)
         self.rows: Floats = table / np.maximum(norms, 1e-30)
         known = np.zeros(len(table), np.bool_)
@@ -354,7 +362,7 @@ def positions(model: GPT) -> Positions:
         assert model.turn is not None
         cosines = model.turn[0, : model.config.block_size].float()
         return Positions(model.config.positions, None, cosines.mean(dim=-1).cpu().numpy())
-    rows = table.detach().float().cpu()
+    rows = _numbers("numbers of the table of positions", table.detach().float()).cpu()
     unit = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
     size = len(unit)
     # All pairs that are d apart at once: the correlation of each column with itself, by its spectrum.

@@ -10,6 +10,7 @@ from gpt.settings import check_options, option, without_none
 
 _TEXT, _FILTER, _BEAM, _MACHINE, _OUTPUT = "Text", "Choice of the next token", "Beam search", "Machine", "Output"
 MOST_BEAMS = 1024
+MOST_BIAS = 10**9  # either way; far beyond what logits differ by, and far within what a float holds
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
@@ -134,7 +135,10 @@ class SampleConfig:
                 value = float(number)
             except ValueError:
                 value = math.nan
-            if not (token and equals and math.isfinite(value)):
-                raise UserError(f'bias is "{word}"; it must be TOKEN=NUMBER', "such as --bias ' the=-2.5'")
+            if not (token and equals and abs(value) <= MOST_BIAS):
+                raise UserError(
+                    f'bias is "{word}"; it must be TOKEN=NUMBER, from {-MOST_BIAS:,} to {MOST_BIAS:,}',
+                    "such as --bias ' the=-2.5'",
+                )
             pairs.append((token, value))
         return pairs

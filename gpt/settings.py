@@ -6,12 +6,12 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import field
-from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from gpt.errors import UserError, did_you_mean
 
 T = TypeVar("T")
+MOST_TOML = 2**20  # bytes
 
 
 def without_none(kind: Any) -> Any:
@@ -85,11 +85,9 @@ def to_toml(values: Mapping[str, Any]) -> str:
     return "\n".join(lines).replace("\x7f", "\\u007F") + "\n"
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The table in a TOML file; `UserError` where it cannot be read."""
+def parse_toml(data: bytes, where: str) -> dict[str, Any]:
+    """The table in the bytes of a TOML file; `UserError` naming ``where`` for what is none."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not TOML: {error}", "gpt train --print-config shows the form") from None
+        return tomllib.loads(data.decode("utf-8").replace("\r\n", "\n"))
+    except (ValueError, RecursionError) as error:  # ValueError: also bytes that are not UTF-8, numbers of many digits
+        raise UserError(f"{where} is not TOML: {error}", "gpt train --print-config shows the form") from None

@@ -1,6 +1,26 @@
-"""What is said of numbers."""
+"""What is said of numbers, to people and to programs."""
+
+import json
+import math
+from typing import Any
 
 
 def counted(n: int, one: str, many: str = "") -> str:
     """``1 step``, ``2,000 steps``; ``many`` is the plural where it is not ``one`` and an s."""
     return f"{n:,} {one if n == 1 else many or one + 's'}"
+
+
+def as_json(values: Any, ascii: bool = False) -> str:
+    """JSON of one line. NaN and infinity, which JSON has no words for, become null."""
+    try:
+        return json.dumps(values, ensure_ascii=ascii, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(values), ensure_ascii=ascii)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value

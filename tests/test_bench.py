@@ -65,3 +65,22 @@ def test_tokens_that_fit() -> None:
         BenchConfig(prompt_tokens=60, new_tokens=5).fitted(64)
     with pytest.raises(UserError):
         measure(GPT(GPTConfig(9, 8, 1, 1, 4)), CPU, BenchConfig(prompt_tokens=9))
+
+
+def test_what_no_machine_holds_is_refused_at_once(gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words, said in (
+        (["--batch", "1000000000"], "batch is 1000000000; it must lie between 1 and 65,536"),
+        (["--rounds", "1000000000000000"], "rounds is 1000000000000000; it must lie between 1 and 1,000"),
+    ):
+        done = gpt("bench", run_folder, *words)
+        assert done.code == 2
+        assert said in done.err
+    monkeypatch.setattr(Compute, "memory", lambda self: 2**20)
+    kept = "keys and values of 65,536 texts of 32 tokens take 1.1 GB, and there are 0.0 GB"
+    for words in (
+        ["bench", run_folder, "--batch", "65536", "-n", "24"],
+        ["sample", "x", "-m", run_folder, "-N", "65536", "--batch", "65536", "-n", "31", "--seed", "1"],
+    ):
+        done = gpt(*words)
+        assert (done.code, done.out) == (2, "")
+        assert kept in done.err

@@ -186,6 +186,13 @@ def recipe(processes: int, **settings: Any) -> Recipe:
     return resolve(asked, compute, 10**5, 10**5, 400, True, lambda note: None, None, 0, processes)
 
 
+def test_more_processes_than_a_machine_has_room_for(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpt.parallel.launch.host_memory", lambda: 8 * 2**30)
+    Path("book.txt").write_text("the cat " * 500)
+    done = gpt("train", "book.txt", "--nproc", "1024")
+    one_line_of_what_and_what_next(done, "1,024 processes take 275 GB before any work, and this machine has 9 GB")
+
+
 def test_a_batch_that_cannot_be_shared() -> None:
     with pytest.raises(UserError, match="the 8 sequences of a step cannot be shared evenly by 3 processes") as error:
         recipe(3)

@@ -8,15 +8,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Done
+from conftest import Done, spawn
 
 import gpt as library
 from gpt.decoding.prompts import Results
+from gpt.sample_config import SampleConfig
 
 Gpt = Callable[..., Done]
 PROMPTS = ["the cat", "Zürich 🐕 and a longer prompt than the others", "", "it"]
@@ -528,3 +530,58 @@ def test_runs_that_may_not_be_read_are_passed_over(
     assert gpt("sample", "hi", "-n", "1").code == 0
     assert "runs here: runs/mine\n" in gpt("sample", "hi", "-m", "nowhere").err
     assert "no unfinished run" in gpt("train", "--resume").err
+
+
+# Many samples
+
+
+@pytest.mark.parametrize("num", ["1000000000", str(2**63 - 1)])
+def test_samples_are_made_as_they_are_read(run_folder: Path, tmp_path: Path, num: str) -> None:
+    """However many are asked for, the first ones come at once and in order, and only those are made that are read."""
+    args = ["sample", "the", "-m", run_folder, "-n", "3", "--seed", "1", "--json"]
+    with spawn(*args, "-N", num) as process:
+        assert process.stdout is not None
+        lines = [json.loads(process.stdout.readline()) for _ in range(40)]
+        process.stdout.close()
+        process.wait(timeout=60)
+    assert process.returncode == 0
+    assert [line["index"] for line in lines] == list(range(40))
+    few = library.load(run_folder).write_all(["the"], SampleConfig(max_tokens=3), 1, 40)
+    assert [piece.sample.text for piece in few if piece.sample] == [line["text"] for line in lines]
+
+
+def test_a_file_of_many_samples_is_gone_on_with(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+    out, args = tmp_path / "out.jsonl", ["-m", run_folder, "-n", "3", "--seed", "1"]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "the"}\n{"prompt": "cat"}\n')
+    assert gpt("sample", "--prompts", prompts, *args, "-N", "20", "-o", out).code == 0
+    whole = out.read_text().splitlines()
+    out.write_text("".join(line + "\n" for line in [*whole[:7], *whole[25:27]]))  # not only the first ones
+    with spawn("sample", "--prompts", prompts, *args, "-N", "1000000000", "-o", out) as process:
+        for _ in range(600):
+            time.sleep(0.1)
+            if out.read_text().count("\n") > 30:
+                break
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    found = {(line["prompt_index"], line["index"]): line["text"] for line in lines}
+    assert len(found) == len(lines) > 30
+    again = [json.loads(line) for line in whole[7:20]]
+    assert [found[0, line["index"]] for line in again] == [line["text"] for line in again]
+
+
+@pytest.mark.parametrize(
+    "content", [b"my diary", b"a line\nand another", b"{", b'{"prompt_ind', b'{"prompt_index": 0, "in']
+)
+def test_a_file_that_is_no_sample_is_left_as_it_is(gpt: Gpt, run_folder: Path, tmp_path: Path, content: bytes) -> None:
+    """Also where it has no whole line: what was cut off by us begins as our lines do."""
+    out = tmp_path / "diary.txt"
+    out.write_bytes(content)
+    done = gpt("sample", "the", "-m", run_folder, "-n", "2", "--seed", "1", "-o", out)
+    if content.startswith(b"{"):
+        assert (done.code, len(out.read_bytes().splitlines())) == (0, 1)
+    else:
+        refused(done, "diary.txt, line ")
+        assert out.read_bytes() == content

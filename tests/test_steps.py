@@ -18,9 +18,12 @@ from test_training import losses, resolved, text, train, weights
 
 import gpt
 from gpt import events
-from gpt.errors import Interrupted
+from gpt.config import TrainConfig
+from gpt.device import Compute
+from gpt.errors import Interrupted, UserError
 from gpt.model.decoder import GPT
 from gpt.text.batches import Batches, Ramp
+from gpt.training import recipe
 from gpt.training import step as stepping
 from gpt.training.optim import make_optimizer
 from gpt.training.state import Snapshot, TrainState
@@ -214,3 +217,38 @@ def test_logits_in_chunks_where_they_do_not_fit(text: Path) -> None:
     huge = resolved(preset="gpt2", vocab_size=2**24, n_tokens=10**9, n_layer=1, n_embd=16, n_head=1)
     assert huge.micro_batch == 1
     assert 128 <= huge.loss_chunk < 1024
+
+
+def test_a_batch_that_grows_for_ages_is_known_at_once() -> None:
+    ramp = Ramp(800, 50, 10**15, 25)
+    assert [ramp.before(step + 1) - ramp.before(step) for step in (0, 10**12, 10**13)] == [50, 75, 800]
+    assert ramp.before(ramp.steps(10**18)) >= 10**18 > ramp.before(ramp.steps(10**18) - 1)
+
+
+def test_lengths_that_only_a_number_can_have(text: Path) -> None:
+    """They are computed when they are needed, so that a run with them begins at once."""
+    small = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "batch_tokens": 64}
+    assert resolved(steps=10**12, **small).tokens(10**12) == 64 * 10**12
+    assert resolved(steps=10**6, batch_ramp=2**53, **small).tokens(10**6) < 64 * 10**6
+    most = dict.fromkeys(("eval_every", "save_every", "warmup", "decay", "patience", "sample_every"), 2**53)
+    resolved(steps=2**53, warmup_tokens=None, **most, **small)
+    with pytest.raises(UserError, match=r"^1e\+15 epochs are 15,625,000,000,000,000,000 steps; at most 9,007,199"):
+        resolved(epochs=1e15, n_tokens=10**6, **small)
+    with pytest.raises(UserError, match="^minutes is 1e\\+300; it must lie between 0 and 10,000,000"):
+        TrainConfig(minutes=1e300)
+
+
+def test_what_the_machine_cannot_hold_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = 8 * 2**30
+    monkeypatch.setattr(recipe, "host_memory", lambda: memory)
+    monkeypatch.setattr(Compute, "memory", lambda self: memory)
+    small = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8}
+    with pytest.raises(UserError, match=r"the ids of a step of 1,073,741,824 tokens take 51.5 GB, .* has 8.6 GB"):
+        resolved(batch_tokens=2**30, **small)
+    resolved(batch_tokens=2**26, **small)
+    with pytest.raises(UserError, match=r"parameters take [\d,.]+ GB in training .* there are 8.6 GB"):
+        recipe.check_model(resolved(n_layer=2**14), Compute(torch.device("cpu"), torch.float32), 1)
+    recipe.check_model(resolved(), Compute(torch.device("cpu"), torch.float32), 1)
+    memory = 2**50
+    with pytest.raises(UserError, match=r"sizes$"):
+        resolved(batch_tokens=2**25, batch_ramp=10**12, micro_batch="1", **{**small, "block_size": 1})

@@ -25,7 +25,7 @@ from gpt.errors import Interrupted, UserError, WorkError
 from gpt.text import corpus, encoders, items, slices, tokens
 from gpt.text.source import Piece
 from gpt.text.tokenize import tokenize_texts
-from gpt.text.tokenizer import bytes_tokenizer
+from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
 from gpt.text.tokenizer_files import find_tokenizer
 from gpt.text.tokens import TokenFolder
 
@@ -690,3 +690,18 @@ def test_interrupted_before_the_first_step_nothing_is_left(texts: Path, tmp_path
     with pytest.raises(Interrupted, match="nothing is left of the run"):
         _train(texts, tmp_path / "run", listen=stop)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_thousand_processes_are_not_begun(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+
+    class Few(tokenize.Encoders):
+        def __init__(self, tokenizer: Tokenizer, jobs: int) -> None:
+            begun.append(jobs)
+            super().__init__(tokenizer, 1)
+
+    monkeypatch.setattr(tokenize, "Encoders", Few)
+    make(texts, tmp_path / "out", jobs=1024)
+    make(texts, tmp_path / "other", jobs=2)
+    assert begun[0] <= 2 * (os.cpu_count() or 1)
+    assert begun[1] == 2

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gpt.decoding.context import Context
-from gpt.decoding.generate import Request, Token, prompt_tokens, read
+from gpt.decoding.generate import Request, Token, no_logits, prompt_tokens, read
 from gpt.decoding.logits import EXCLUDED, Filters
 from gpt.sample_config import SampleConfig
 
@@ -80,12 +80,16 @@ class Search:
         return parents
 
     def _candidates(self, shaped: Tensor, count: int) -> list[tuple[float, int, int]]:
-        """The likeliest ways on, best first: (sum of log-probabilities, hypothesis, id)."""
+        """The likeliest ways on, best first: (sum of log-probabilities, hypothesis, id). Raises `NotANumber` where a
+        hypothesis has none."""
         totals = shaped + torch.tensor([each.total for each in self.live], device=shaped.device)[:, None]
         values, ids = totals.topk(min(count, totals.size(-1)), dim=-1)
+        rows = values.tolist()
+        if not all(row[0] > EXCLUDED for row in rows):  # NaN comes first
+            raise no_logits()
         ways = [
             (value, parent, id)
-            for parent, row in enumerate(zip(values.tolist(), ids.tolist(), strict=True))
+            for parent, row in enumerate(zip(rows, ids.tolist(), strict=True))
             for value, id in zip(*row, strict=True)
             if value > EXCLUDED
         ]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gpt.device import Compute
+from gpt.errors import UserError
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
 
@@ -28,6 +29,7 @@ class Context:
         self.compute = compute
         self.size = model.config.block_size
         room = min(self.size, room or self.size)
+        _check_room(model, compute, rows, room)
         self.cache = KVCache(model.config, rows, compute.device, compute.dtype, room, model.heads)
         self._step = step
         if step is not None:
@@ -123,6 +125,18 @@ class Context:
     def _trunk(self, ids: Tensor, cache: KVCache) -> Tensor:
         with self._autocast():
             return self.model.trunk(ids, cache)
+
+
+def _check_room(model: GPT, compute: Compute, rows: int, room: int) -> None:
+    """Raises `UserError` where the device cannot hold so many rows."""
+    shape = model.config
+    needed = 2 * shape.n_layer * rows * room * shape.n_embd * compute.dtype.itemsize
+    if needed > compute.memory():
+        raise UserError(
+            f"keys and values of {rows:,} texts of {room:,} tokens take {needed / 1e9:,.1f} GB, and there are "
+            f"{compute.memory() / 1e9:,.1f} GB",
+            "take a smaller --batch, or fewer beams or tokens",
+        )
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -1,5 +1,6 @@
 """Prompts' ids → more ids: rows are filled with prompts, then a step gives each row a token. Knows nothing of text."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from gpt.decoding.context import Context
 from gpt.decoding.logits import Filters, key_of, step_key
 from gpt.decoding.lookup import Lookup
+from gpt.errors import NotANumber
 from gpt.sample_config import SampleConfig
 
 POSITIONS_AT_ONCE = 64  # of a prompt, whose logits are looked at together
@@ -180,13 +182,22 @@ class Batch:
 
 
 def read(logprobs: Tensor, rows: Sequence[int], ids: Sequence[int], top: int | None = None) -> list[Token]:
-    """Tokens for ids that were chosen in rows of the model's own log-probabilities (n, V)."""
+    """Tokens for ids that were chosen in rows of the model's own log-probabilities (n, V). Raises `NotANumber` where
+    one is NaN: a single NaN among the logits makes all of a row NaN, and so do logits that are all -inf. The chosen
+    ones are read back anyway, so this check waits for no device."""
     chosen = logprobs[rows, ids].tolist()
+    if any(map(math.isnan, chosen)):
+        raise no_logits()
     if not top:
         return [Token(id, value) for id, value in zip(ids, chosen, strict=True)]
     values, likeliest = logprobs[rows].topk(min(top, logprobs.size(-1)), dim=-1)
     tops = [tuple(zip(*pair, strict=True)) for pair in zip(likeliest.tolist(), values.tolist(), strict=True)]
     return [Token(*token) for token in zip(ids, chosen, tops, strict=True)]
+
+
+def no_logits() -> NotANumber:
+    """The error of a model that says nothing about the next token."""
+    return NotANumber("the model's logits are no finite numbers, so that no token can be chosen")
 
 
 def prompt_tokens(context: Context, x: Tensor, ids: Sequence[int], top: int) -> list[Token]:

@@ -2,20 +2,22 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from gpt.errors import UserError, did_you_mean
+from gpt.words import as_json
 
 KEY = "prompt"
+BEGINS = b'{"prompt_index": '  # a sample's line
 
 
-def parse_prompts(data: bytes, where: str) -> list[str]:
-    """The prompts of lines ``{"prompt": …}``; empty lines are left out. Raises `UserError` naming the line."""
+def parse_prompts(lines: Iterable[bytes], where: str) -> list[str]:
+    """The prompts of ``lines``, each ``{"prompt": …}``; empty ones are left out. Raises `UserError` naming the line."""
     prompts = []
-    for number, line in enumerate(data.split(b"\n"), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         values = _object(line, f"{where}, line {number}")
@@ -71,8 +73,10 @@ class Results:
         self._file.seek(0)
         whole = 0
         for number, line in enumerate(self._file, 1):
-            if not line.endswith(b"\n"):
-                break  # the last, cut off
+            if not line.endswith(b"\n"):  # the last, cut off
+                if not line.startswith(BEGINS[: len(line)]):
+                    raise UserError(f"{self.path}, line {number} is no sample", "name another file")
+                break
             self._take(line, f"{self.path}, line {number}", prompts)
             whole += len(line)
         self._file.truncate(whole)
@@ -95,7 +99,7 @@ class Results:
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Writes a sample, at once."""
-        self._file.write(json.dumps(values, ensure_ascii=False).encode() + b"\n")
+        self._file.write(as_json(values).encode() + b"\n")
         self._file.flush()
         self.count += 1
 

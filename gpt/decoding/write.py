@@ -104,8 +104,9 @@ class Writer:
             first = max((number for number, _ in done), default=0)  # a prompt's texts come together
             told = self._search(ids, range(first, len(ids)))
         else:
-            wanted = [(number, index) for number in range(len(ids)) for index in indices]
-            told = self._draw(ids, [each for each in wanted if each not in done])
+            wanted = ((number, index) for number in range(len(ids)) for index in indices)
+            count = len(ids) * len(indices) - sum(number < len(ids) and index in indices for number, index in done)
+            told = self._draw(ids, (each for each in wanted if each not in done), count)
         yield from (piece for piece in told if (piece.prompt, piece.index) not in done)
 
     def _context(self, ids: Sequence[Sequence[int]], count: int, width: int) -> Context:
@@ -127,13 +128,21 @@ class Writer:
             room = min(-(-room // ROOMS) * ROOMS, shape.block_size)  # few lengths, each of which is compiled
         return Context(self.model, self.compute, width * rows, room, step)
 
-    def _draw(self, ids: list[list[int]], wanted: list[tuple[int, int]]) -> Iterator[Piece]:
-        context = self._context([ids[number] for number, _ in wanted], len(wanted), 1)
-        batch = Batch(context, self.filters, (Request(ids[number], index) for number, index in wanted), self.seed)
+    def _draw(self, ids: list[list[int]], wanted: Iterable[tuple[int, int]], count: int) -> Iterator[Piece]:
+        """``wanted``: prompts and indices, ``count`` of them, each of which is looked at when a row is free for it."""
+        begun: dict[int, tuple[int, int]] = {}
+
+        def requests() -> Iterator[Request]:
+            for at, (number, index) in enumerate(wanted):
+                begun[at] = number, index
+                yield Request(ids[number], index)
+
+        context = self._context(ids, count, 1)
+        batch = Batch(context, self.filters, requests(), self.seed)
         texts: dict[int, _Text] = defaultdict(self._text)
-        turns = _Turns(len(wanted))
+        turns = _Turns()
         for event in batch:
-            text, (number, index), reason = texts[event.number], wanted[event.number], event.reason
+            text, (number, index), reason = texts[event.number], begun[event.number], event.reason
             text.prompt = event.prompt or text.prompt
             shown = ""
             for token in event.tokens:
@@ -148,6 +157,7 @@ class Writer:
             if reason is not None:
                 shown += text.flush()
                 sample = self._sample(texts.pop(event.number), reason, len(ids[number]))
+                del begun[event.number]
             yield from turns.take(event.number, Piece(number, index, shown, sample), last=sample is not None)
 
     def _text(self) -> "_Text":
@@ -174,7 +184,7 @@ class Writer:
         context = self._context(wanted, len(wanted), self.config.beam)
         stops = self._ends_with_stop if self.config.stop else None
         texts: dict[int, _Text] = defaultdict(self._text)
-        turns = _Turns(len(wanted))
+        turns = _Turns()
         for event in BeamBatch(context, self.filters, (Request(each) for each in wanted), stops):
             text, number = texts[event.number], numbers[event.number]
             text.prompt = event.prompt or text.prompt
@@ -208,20 +218,20 @@ class Writer:
 
 
 class _Turns:
-    """Puts pieces of ``count`` texts in order, one text after the other: what comes too early waits."""
+    """Puts pieces of texts in order, one text after the other: what comes too early waits."""
 
-    def __init__(self, count: int) -> None:
-        self._waiting: list[list[Piece]] = [[] for _ in range(count)]
-        self._ended = [False] * count
+    def __init__(self) -> None:
+        self._waiting: dict[int, list[Piece]] = defaultdict(list)
+        self._ended: set[int] = set()
         self._turn = 0
 
     def take(self, number: int, piece: Piece, last: bool) -> Iterator[Piece]:
         """Takes a piece of text ``number``, and gives those whose turn it is."""
         self._waiting[number].append(piece)
-        self._ended[number] = last
-        while self._turn < len(self._ended):
-            some, self._waiting[self._turn] = self._waiting[self._turn], []
-            yield from some
-            if not self._ended[self._turn]:
-                return
+        if last:
+            self._ended.add(number)
+        yield from self._waiting.pop(self._turn, ())
+        while self._turn in self._ended:
+            self._ended.remove(self._turn)
             self._turn += 1
+            yield from self._waiting.pop(self._turn, ())

@@ -18,8 +18,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gpt.errors import PeerLost, UserError
 from gpt.parallel.environment import BEGAN, LAUNCHER, RUN, STATUS, told
+from gpt.peaks import host_memory
 
 SIGNALS = ("SIGINT", "SIGTERM")
+PROCESS_BYTES = 2**28  # that Python and torch take in each process, before any work
 LONGEST_SAVE = 24 * 3600  # seconds that a run which was told to stop may take to save; a second signal ends it at once
 
 # What a process ends with since another has ended, the least likely first.
@@ -37,13 +39,24 @@ class Ended:
     run: Path | None = None
 
 
+def _check_room(nproc: int) -> None:
+    needed, memory = nproc * PROCESS_BYTES, host_memory()
+    if needed > memory:
+        raise UserError(
+            f"{nproc:,} processes take {needed / 1e9:,.0f} GB before any work, and this machine has "
+            f"{memory / 1e9:,.0f} GB",
+            "take fewer --nproc: one a GPU, or one a few cores",
+        )
+
+
 def launch(command: Sequence[str], nproc: int, began: float | None = None) -> Ended:
     """Runs ``command`` in ``nproc`` processes until all have ended. Each finds its rank in its environment, as torchrun
     has it; signals are passed on. The processes meet at a port that is free, or at ``MASTER_PORT`` where that is set.
     ``began``: when the work did, on the clock of `time.perf_counter`.
 
-    Raises `UserError` where that port is taken.
+    Raises `UserError` where that port is taken, and where this machine has no room for so many processes.
     """
+    _check_room(nproc)
     config: dict[str, Any] = {
         "min_nodes": 1,
         "max_nodes": 1,

@@ -6,15 +6,17 @@ that borders fall elsewhere. What is left over, less than a window, differs from
 """
 
 import hashlib
-from bisect import bisect_left
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Int64s = npt.NDArray[np.int64]
+MOST_SIZES = 2**24  # that growing batches may come in
 
 
 class Ring(Protocol):
@@ -39,23 +41,36 @@ class Ramp:
     unit: int
     by: int = 1
 
+    @property
+    def sizes(self) -> int:
+        """How many sizes batches come in at most."""
+        return self.unit // self.by + self.rows // self.unit + 1
+
     @cached_property
-    def _starts(self) -> list[int]:
-        starts = [0]
-        while starts[-1] < self.over:
-            size = self.first + (self.rows - self.first) * starts[-1] // self.over
-            starts.append(starts[-1] + max(size - size % self.unit, min(size - size % self.by, self.unit)))
-        return starts
+    def _stages(self) -> list[tuple[int, int, int]]:
+        """Where batches of another size begin: the step, the rows before it, and the rows of each step from there on.
+        However many tokens a batch grows over, it does so in few sizes."""
+        stages, step, start = [], 0, 0
+        while start < self.over:
+            exact = self.first + (self.rows - self.first) * start // self.over
+            by = self.by if exact < self.unit else self.unit
+            size = exact - exact % by
+            stages.append((step, start, size))
+            # After so many rows the line reaches the next size.
+            grown = -(-(size + by - self.first) * self.over // max(1, self.rows - self.first))
+            count = -(-(min(self.over, grown) - start) // size)
+            step, start = step + count, start + count * size
+        return [*stages, (step, start, self.rows)]
 
     def before(self, step: int) -> int:
         """Rows of all steps before this one, which is counted from 0."""
-        growing = len(self._starts) - 1
-        return self._starts[min(step, growing)] + max(0, step - growing) * self.rows
+        first, start, size = self._stages[bisect_right(self._stages, step, key=itemgetter(0)) - 1]
+        return start + (step - first) * size
 
     def steps(self, rows: int) -> int:
         """The fewest steps that take so many rows."""
-        beyond = -(-(rows - self._starts[-1]) // self.rows)
-        return bisect_left(self._starts, rows) if beyond <= 0 else len(self._starts) - 1 + beyond
+        first, start, size = self._stages[bisect_right(self._stages, rows, key=itemgetter(1)) - 1]
+        return first - (start - rows) // size
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,8 @@ def _files(paths: Iterator[str] | Sequence[str], skipped: Skipped | None) -> lis
 def _file(path: str) -> Source:
     try:
         status = Path(path).stat()
+        if stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode):  # which may never end
+            raise UserError(f"{path} is a device, and no text", "give a file, a folder, or - for standard input")
         if not stat.S_ISREG(status.st_mode):  # a pipe, as in <(command), which can be read once
             return _spooled(path, open(path, "rb"))
     except OSError as error:

@@ -28,6 +28,7 @@ from gpt.text.tokenizer_files import tokenizer_files
 from gpt.text.tokens import MANIFEST, TokenFolder
 
 INLINE_BYTES = 4_000_000  # below this, starting processes takes longer than the work
+MOST_A_CORE = 2  # processes; a thousand on two cores take minutes to start, and gain nothing
 
 
 def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listener = lambda event: None) -> TokenFolder:
@@ -116,10 +117,10 @@ def _items(
 
 def _jobs(asked: int | None, corpus: Corpus) -> int:
     """How many processes: as many as there are cores, and none but this one for a small text."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if asked is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return cores if corpus.found.bytes > INLINE_BYTES else 1
-    return asked
+    return min(asked, MOST_A_CORE * cores)
 
 
 def _check_room(corpus: Corpus, first: list[tuple[Mark, Encoded]], share: float, out: Path, listen: Listener) -> None:

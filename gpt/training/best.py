@@ -13,6 +13,7 @@ from gpt import device, evaluate
 from gpt.decoding.context import Context
 from gpt.decoding.generate import generate
 from gpt.device import Compute
+from gpt.errors import NotANumber
 from gpt.evaluate import Window
 from gpt.interrupt import Stopped, StopSignal
 from gpt.model.decoder import GPT
@@ -135,6 +136,9 @@ def _sample_lines(setting: Setting, model: GPT, compute: Compute, seed: int, sto
     try:
         tokens = setting.world.watching(stop, generate(Context(model, compute), given, how, tokenizer.eot, seed))
         ids = [token.id for token in tokens if token.id != tokenizer.eot]
+    except NotANumber as error:  # the loss is what decides whether the run goes on
+        setting.warn(f"there is no sample: {error.message}")
+        return ""
     finally:
         model.train(training)
     return prompt + tokenizer.decode(ids)

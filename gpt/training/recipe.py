@@ -9,9 +9,10 @@ from gpt.config import GPTConfig, Optimizer, Preset, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.fit import at_once, divisors, in_chunks, largest
-from gpt.model.memory import Setup
+from gpt.model.memory import Setup, training
 from gpt.model.params import breakdown, nearest_preset
-from gpt.text.batches import Ramp
+from gpt.peaks import host_memory
+from gpt.text.batches import MOST_SIZES, Ramp
 from gpt.training import start as starts
 
 Notes = Callable[[str], None]
@@ -20,6 +21,9 @@ DROPOUT = 0.1  # where there is any
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
 RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
 COMPILE_FROM = 3e16  # FLOPs of a run from which compiling pays on a GPU: about two minutes at a third of an H100's peak
+MOST_STEPS = 2**53
+ID_BYTES, ROW_BYTES = 16, 256  # of an id of a batch, and of a row beside its ids, on the host
+BATCH_SHARE = 0.5  # of the host's memory that they may take
 CPU_FLOPS = 1e13  # of a run of default length on a CPU, as 6 a parameter and token
 
 AS_ASKED = (
@@ -248,12 +252,26 @@ def _batch(
     if config.batch_tokens is None or pair is not None:
         rows += -rows % processes
     check_share(rows, processes, T if pair is None else None)
+    _check_batch(rows // processes, rows * (T if pair is None else pair))
     setup = _setup(config, model, compute, rows // processes, processes)
     if config.batch_ramp is not None:
         first = max(1, min(RAMP_FROM[0] // T, round(rows * RAMP_FROM[1])))
         first += -first % processes
         ramp = Ramp(rows, first, math.ceil(config.batch_ramp / T), setup.micro_batch * processes, processes)
+        if ramp.sizes > MOST_SIZES:
+            raise UserError(f"a batch that grows to {rows:,} sequences has {ramp.sizes:,} sizes", "leave it out")
     return _Batch(rows, T if pair is None else pair, ramp, setup)
+
+
+def _check_batch(rows: int, tokens: float) -> None:
+    """Raises `UserError` where this machine cannot hold a process's ``rows`` of a step of so many ``tokens``."""
+    needed, memory = rows * ROW_BYTES + ID_BYTES * tokens, host_memory()
+    if needed > BATCH_SHARE * memory:
+        raise UserError(
+            f"the ids of a step of {tokens:,.0f} tokens take {needed / 1e9:,.1f} GB, and this machine has "
+            f"{memory / 1e9:,.1f} GB",
+            "take a smaller --batch-tokens",
+        )
 
 
 def _setup(config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, processes: int) -> Setup:
@@ -272,6 +290,30 @@ def _setup(config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, p
     if config.micro_batch == "auto":
         return largest(model, setup, rows, compute.memory())
     return in_chunks(model, at_once(setup, asked_micro_batch(config.micro_batch, rows), rows), compute.memory())
+
+
+def check_model(recipe: Recipe, compute: Compute, processes: int) -> None:
+    """Raises `UserError` where a device cannot hold what stays there between the steps, whatever is computed at once:
+    a system that has promised too much memory kills. Not for adapters, whose moments are small."""
+    model, memory = recipe.model, compute.memory()
+    if recipe.lora_rank:
+        return
+    setup = Setup(
+        dtype=compute.dtype_name,
+        optimizer=recipe.optimizer,
+        data=processes,
+        shard=recipe.shard == "full",
+        tensor=recipe.tensor,
+        device="cuda" if compute.device.type == "cuda" else "cpu",
+    )
+    step = training(model, setup)
+    stays = step.parameters + step.gradients + step.optimizer + (step.snapshot if setup.device == "cpu" else 0)
+    if stays > memory:
+        raise UserError(
+            f"{breakdown(model).trainable:,} parameters take {stays / 1e9:,.1f} GB in training (weights, gradients, "
+            f"the optimizer's memory), and there are {memory / 1e9:,.1f} GB",
+            "take a smaller --preset; gpt params --memory says what each needs",
+        )
 
 
 def asked_micro_batch(asked: str, rows: int) -> int:
@@ -310,7 +352,10 @@ def _steps(config: TrainConfig, n_tokens: int, batch: _Batch, usual_epochs: floa
     epochs = usual_epochs if config.epochs is None else config.epochs
     if epochs <= 0:
         raise UserError(f"epochs is {epochs:g}; it must be more than 0")
-    return batch.steps(epochs * n_tokens)
+    steps = batch.steps(epochs * n_tokens)
+    if steps > MOST_STEPS:
+        raise UserError(f"{epochs:g} epochs are {steps:,} steps; at most {MOST_STEPS:,} are counted", "take fewer")
+    return steps
 
 
 def auto_epochs(n_tokens: int, model: GPTConfig, device: str) -> float:

@@ -22,7 +22,7 @@ from gpt.training.opening import Listener, Setting
 from gpt.training.pace import Pace
 from gpt.training.pairs import PairData, make_pairs
 from gpt.training.prepare import Data
-from gpt.training.recipe import Recipe, resolve
+from gpt.training.recipe import Recipe, check_model, resolve
 from gpt.training.result import Result
 from gpt.training.start import find_start, shared_start
 
@@ -168,6 +168,7 @@ def _begin(
     recipe, pace = begun.recipe if begun else None, None
     if recipe is None:
         recipe = recipe_for(config, note)
+        world.together(partial(check_model, recipe, setting.compute, world.rows))
         if config.minutes is not None:
             pace = Trainer(setting, recipe).rehearse(config.minutes)
             steps = world.decided(partial(_steps_now, pace))

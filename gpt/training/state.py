@@ -19,14 +19,13 @@ from gpt.errors import UserError
 from gpt.files import checked, read_json, to_json
 from gpt.model.decoder import GPT
 from gpt.runs import adapter, checkpoint, folder, tensors
-from gpt.text.batches import Ramp
+from gpt.text.batches import MOST_SIZES, Ramp
 from gpt.training.learner import Learner
 from gpt.training.optim import Optimizers
 from gpt.training.pace import Pace
 from gpt.training.recipe import Recipe
 
 FORMAT = 1
-MOST = 2**24  # steps in which a batch grows
 STATE, TENSORS = folder.TRAINING
 WEIGHT, MEMORY, _RANDOM = "weight:", "optimizer:", "random:"  # before the names of a snapshot's tensors
 _DTYPES = ("F32", "U8", "I64")
@@ -187,12 +186,9 @@ def read_saved(path: Path) -> Saved:
         raise UserError(
             f"{where} is damaged: step {step} of {recipe.steps}, {recipe.micro_batch} of {recipe.rows} rows"
         )
-    ramp = recipe.ramp  # one that does not grow, or in too small steps, would never end
+    ramp = recipe.ramp  # one that does not grow, or in too many sizes, would never end
     if ramp and not (
-        1 <= ramp.first <= ramp.rows == recipe.rows
-        and ramp.unit >= 1
-        and _even(ramp)
-        and ramp.over <= MOST * ramp.first
+        1 <= ramp.first <= ramp.rows == recipe.rows and ramp.unit >= 1 and _even(ramp) and ramp.sizes <= MOST_SIZES
     ):
         raise UserError(f"{where} is damaged: its batches grow from {ramp.first} to {ramp.rows} over {ramp.over} rows")
     return saved

@@ -1,0 +1,120 @@
+"""What a command is given in a file or on stdin: read within bounds, and said where that keeps one waiting."""
+
+import contextlib
+import io
+import os
+import stat
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from gpt.errors import UserError
+from gpt.settings import MOST_TOML, parse_toml
+
+from . import render
+
+WAIT_SECONDS = 1.0  # in silence, before it is said what is waited for
+MOST_TEXT = 64 * 2**20  # bytes of a text for the model to read, and of a line of prompts
+MOST_PROMPTS = 2**30  # bytes of a file of prompts
+
+
+def text(words: str | None, file: Path | None, what: str, flag: str) -> str:
+    """The text from the one place that was named: the words themselves, or a file (``-`` is stdin)."""
+    if words is not None and file is not None:
+        raise UserError(f"a {what} and {flag} were given", "give one of them")
+    if file is not None:
+        with opened(file, f"the {what}") as stream:
+            data = bounded(stream, file, MOST_TEXT, f"a {what} has at most so many")
+        try:
+            words = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{name(file)} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start:,}"
+            ) from None
+    words = words or ""
+    try:
+        words.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError(f"the {what} is not UTF-8", f"put it into a file and give {flag}") from None
+    return words
+
+
+def lines(file: Path, what: str) -> Iterator[bytes]:
+    """The lines of a file of many texts, as they come."""
+    left = MOST_PROMPTS
+    with opened(file, what) as stream:
+        while line := stream.readline(MOST_TEXT + 1):
+            left -= len(line)
+            if len(line) > MOST_TEXT:
+                raise _too_long(f"a line of {name(file)}", MOST_TEXT, "a prompt has at most so many")
+            if left < 0:
+                raise _too_long(name(file), MOST_PROMPTS, "cut it into several files")
+            yield line
+
+
+def toml(file: Path) -> dict[str, Any]:
+    """The table in a TOML file."""
+    with opened(file, "settings") as stream:
+        return parse_toml(bounded(stream, file, MOST_TOML, "settings are a few lines"), str(file))
+
+
+def bounded(stream: BinaryIO, file: Path, most: int, hint: str) -> bytes:
+    """All of a stream. Raises `UserError` past so many bytes: a device never ends."""
+    data = stream.read(most + 1)
+    if len(data) > most:
+        raise _too_long(name(file), most, hint)
+    return data
+
+
+def name(file: Path) -> str:
+    """What errors call it."""
+    return "stdin" if str(file) == "-" else str(file)
+
+
+def _too_long(what: str, most: int, hint: str) -> UserError:
+    return UserError(f"{what} has more than {most:,} bytes", hint)
+
+
+@contextlib.contextmanager
+def opened(file: Path, what: str) -> Iterator[BinaryIO]:
+    """A file to read, or stdin where it is ``-``. Says on stderr that it waits for ``what`` where nothing comes from a
+    terminal or a pipe. Raises `UserError` where it cannot be read."""
+    if str(file) == "-" and sys.stdin is None:
+        raise UserError("there is no standard input to read", "give a file")
+    try:
+        with _waiting(file, what):
+            if str(file) == "-":
+                yield sys.stdin.buffer
+            else:
+                with file.open("rb") as stream:
+                    yield stream
+    except OSError as error:
+        raise UserError(f"cannot read {name(file)}: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def _waiting(file: Path, what: str) -> Iterator[None]:
+    stdin = str(file) == "-"
+    try:
+        mode = (os.fstat(sys.stdin.fileno()) if stdin else file.stat()).st_mode
+    except io.UnsupportedOperation:  # a stdin in memory
+        mode = stat.S_IFREG
+    if stat.S_ISREG(mode):
+        yield
+        return
+    end = "; Ctrl-D ends it" if stdin and sys.stdin.isatty() else ", which has not ended yet"
+    timer = threading.Timer(WAIT_SECONDS, render.note, [f"reading {what} from {name(file)}{end}"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def announce(texts: Sequence[str] | None) -> None:
+    """Says that a text is read from a terminal."""
+    if "-" in (texts or ()) and sys.stdin is not None and sys.stdin.isatty():
+        render.note("reading the text from stdin; Ctrl-D ends it")

@@ -1,0 +1,118 @@
+"""What commands read: bounds, devices that never end, and pipes that keep one waiting."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Done, spawn
+from gpt_cli import inputs
+
+Gpt = Callable[..., Done]
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="devices and named pipes are Unix's")
+
+
+def refused(done: Done, message: str) -> None:
+    assert done.code == 2, done.err
+    first, second = done.err.splitlines()[-2:]
+    assert first == f"error: {message}"
+    assert second.startswith("hint: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("sample --prompt-file", "/dev/zero has more than 67,108,864 bytes"),
+        ("sample --prompts", "a line of /dev/zero has more than 67,108,864 bytes"),
+        ("train --config", "/dev/zero has more than 1,048,576 bytes"),
+        ("inspect attention --prompt-file", "/dev/zero has more than 67,108,864 bytes"),
+        ("inspect tokens --file", "/dev/zero has more than 67,108,864 bytes"),
+        ("tokenizer encode --tokenizer bytes --file", "/dev/zero has more than 67,108,864 bytes"),
+        ("train", "/dev/zero is a device, and no text"),
+        ("tokenize -o tokens", "/dev/zero is a device, and no text"),
+        ("train --val-text", "/dev/zero is a device, and no text"),
+    ],
+)
+def test_devices_that_never_end(gpt: Gpt, workdir: Path, words: str, message: str) -> None:
+    refused(gpt(*words.split(), "/dev/zero"), message)
+    assert os.listdir() == []
+
+
+def test_all_prompts_together_have_a_bound(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "MOST_PROMPTS", 100)
+    lines = b'{"prompt": "the cat"}\n'  # 22 bytes
+    done = gpt("sample", "--prompts", "-", "-m", "none", stdin=5 * lines)
+    refused(done, "stdin has more than 100 bytes")
+    assert "there is no run" in gpt("sample", "--prompts", "-", "-m", "none", stdin=4 * lines).err
+
+
+def test_ids_from_stdin_have_a_bound_and_ascii_digits(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "MOST_TEXT", 5)
+    assert gpt("tokenizer", "decode", "-", "--tokenizer", "bytes", stdin=b"72 105").err.startswith(
+        "error: stdin has mo"
+    )
+    assert gpt("tokenizer", "decode", "-", "--tokenizer", "bytes", stdin=b"72 33").out == "H!"
+    assert 'error: "٣" is no id' in gpt("tokenizer", "decode", "٣", "--tokenizer", "bytes").err
+
+
+def test_closed_stdin_is_an_error_of_two_lines(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io, "TextIOWrapper", lambda buffer: None)  # with which the fixture makes sys.stdin
+    refused(gpt("sample", "--prompt-file", "-"), "there is no standard input to read")
+
+
+def test_a_silent_pipe_is_told_of_and_can_be_interrupted(workdir: Path) -> None:
+    os.mkfifo("pipe")
+    with spawn("sample", "--prompt-file", "pipe") as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "reading the prompt from pipe, which has not ended yet\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
+
+
+def test_a_pipe_that_is_written_in_time_is_read_in_silence(run_folder: Path, workdir: Path) -> None:
+    os.mkfifo("pipe")
+    with spawn("sample", "--prompts", "pipe", "-m", run_folder, "-n", "2", "--greedy") as process:
+        with open("pipe", "w") as pipe:
+            pipe.write('{"prompt": "the cat"}\n')
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert out.startswith("the cat")
+
+
+def test_a_terminal_is_told_how_to_end(workdir: Path) -> None:
+    ours, theirs = os.openpty()
+    with spawn("sample", "--prompts", "-", stdin=theirs) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "reading prompts from stdin; Ctrl-D ends it\n"
+        os.write(ours, b"\x04")
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err.splitlines()[0]) == (2, "error: stdin holds no prompt")
+    with spawn("tokenize", "-", "-o", "tokens", stdin=theirs) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "reading the text from stdin; Ctrl-D ends it\n"
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert os.listdir() == []
+
+
+def test_a_conversation_survives_bytes_that_are_no_text(run_folder: Path, workdir: Path) -> None:
+    env = {**os.environ, "PYTHONUTF8": "1"}
+    with spawn("sample", "-i", "-m", run_folder, "-n", "0", stdin=subprocess.PIPE, env=env) as process:
+        assert process.stdin is not None
+        process.stdin.buffer.write(b"the\n\xff\xfe\n/set temperature \xff\ncat\n")
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "the\ncat\n")
+    assert err.count("error: the line is not UTF-8") == 2
+
+
+def test_a_conversation_without_stdin(gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io, "TextIOWrapper", lambda buffer: None)
+    refused(gpt("sample", "-i", "-m", run_folder, "--greedy"), "there is no standard input to read")
