@@ -12,6 +12,7 @@ from gpt.errors import UserError
 from gpt.model.decoder import GPT
 from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder
+from gpt.runs.record import StartRecord
 from gpt.text.tokenizer import Tokenizer
 
 RATE = 0.1  # of the rate that a model of this size is trained with from nothing; adapters take all of it
@@ -33,9 +34,9 @@ class Start:
         """Its weights in ``shape``: its own, but for another dropout or a shorter context."""
         return checkpoint.load(self.path, device, shape).model.train()
 
-    def record(self) -> dict[str, Any]:
-        """What ``run.json`` says of it."""
-        return {"model": self.asked, "path": str(self.path.absolute()), "sha256": self.sums}
+    def record(self) -> StartRecord:
+        """The part of ``run.json`` that names it."""
+        return StartRecord(self.asked, str(self.path.absolute()), self.sums)
 
 
 def find_start(config: TrainConfig) -> Start | None:
