@@ -117,7 +117,8 @@ def _without_waiting(name: str, flags: int) -> int:
 
 def is_file_name(name: str) -> bool:
     """Whether a name that was read from a file can be that of a file in a folder, on every system."""
-    return 0 < len(name) <= LONGEST_NAME and name.isprintable() and Path(name).name == name
+    fits = 0 < len(name) <= LONGEST_NAME and name.isprintable()
+    return fits and name != ".." and Path(name).name == name
 
 
 def read_regular(path: Path, limit: int) -> bytes:
