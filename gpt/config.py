@@ -15,6 +15,7 @@ from gpt.settings import check_options, option
 Arch = Literal["gpt2", "modern"]
 Positions = Literal["learned", "sinusoidal", "rotary"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
+DEVICE = r"(cpu|mps|cuda)(:\d{1,3})?"  # a regular expression: one that was picked
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "on", "off"]
 Optimizer = Literal["muon", "adamw"]

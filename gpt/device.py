@@ -12,7 +12,7 @@ from typing import get_args
 import torch
 
 from gpt import waiting
-from gpt.config import MOST_THREADS, Device, Dtype
+from gpt.config import DEVICE, MOST_THREADS, Device, Dtype
 from gpt.errors import UserError, did_you_mean
 from gpt.peaks import host_memory
 from gpt.words import counted
@@ -94,7 +94,7 @@ def _device(name: str) -> torch.device:
     }
     if name == "auto":
         return torch.device(next(kind for kind in has if has[kind]))
-    match = re.fullmatch(r"(cpu|mps|cuda)(:\d{1,3})?", name)
+    match = re.fullmatch(DEVICE, name)
     if match is None:
         raise UserError(f'there is no device "{name}"', did_you_mean(name, get_args(Device)))
     if not has[match[1]] or (match[2] and match[1] == "cuda" and int(match[2][1:]) >= torch.cuda.device_count()):

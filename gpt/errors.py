@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+LONGEST = 5000  # characters of a message; a path may have 4,096
+
 
 class UserError(Exception):
     """Something the user can mend: ``message`` says what is wrong, with the numbers; ``hint`` what to do next.
@@ -14,8 +16,13 @@ class UserError(Exception):
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = shortened(message)
+        self.hint = shortened(hint)
+
+
+def shortened(text: str) -> str:
+    """A text of at most `LONGEST` characters: what is longer, such as a name from a damaged file, has a gap."""
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
 
 
 class WorkError(UserError):
@@ -57,7 +64,7 @@ class Interrupted(Exception):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``did you mean "x"?`` for the nearest known name, else the list of the known ones."""
     known = list(known)
-    near = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    near = get_close_matches(name[:100].lower(), known, n=1, cutoff=0.5)
     return f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(known)
 
 

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gpt.errors import UserError
-from gpt.settings import from_dict
+from gpt.settings import Amount, Count, checked
 
 
 @dataclass(frozen=True)
@@ -14,9 +15,9 @@ class Event:
     """What every event carries: the steps done, tokens seen and seconds since the start of the command."""
 
     kind: ClassVar[str] = ""
-    step: int
-    tokens: int
-    seconds: float
+    step: Count
+    tokens: Count
+    seconds: Amount
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,9 @@ KINDS: dict[str, type[Event]] = {
 }
 
 
+_LOSSES = ("loss", "grad_norm", "val_loss")  # null where they are no finite number
+
+
 def to_json(event: Event) -> str:
     """One line of ``metrics.jsonl``. A loss that is no finite number becomes null: JSON has no NaN."""
     values: dict[str, Any] = {"event": event.kind}
@@ -142,17 +146,21 @@ def to_json(event: Event) -> str:
     return json.dumps(values, ensure_ascii=False)
 
 
-def from_json(line: str) -> Event:
-    """The event that `to_json` wrote; `UserError` where the line is none."""
+def from_json(line: str | bytes) -> Event:
+    """The event that `to_json` wrote; `UserError` where the line is none: every field is of its type, numbers are
+    finite and texts can be printed."""
     try:
         values = json.loads(line)
         cls = KINDS[values.pop("event")]
-    except (ValueError, KeyError, AttributeError, TypeError):
+        for value in values.values():
+            if isinstance(value, str):
+                value.encode()  # no half of a surrogate pair
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise UserError(f"not an event: {line[:80]!r}") from None
-    for key in ("loss", "grad_norm", "val_loss"):
-        if key in values and values[key] is None and cls is not EndEvent:
-            values[key] = float("nan")
-    return from_dict(cls, values, "metrics")
+    lost = [] if cls is EndEvent else [key for key in _LOSSES if key in values and values[key] is None]
+    event = checked(cls, values | dict.fromkeys(lost, 0.0), "metrics")
+    nothing: dict[str, Any] = dict.fromkeys(lost, math.nan)
+    return dataclasses.replace(event, **nothing)
 
 
 def time_left(step: int, steps: int, first_step: int, seconds: float) -> float | None:

@@ -4,25 +4,28 @@ And what every room asks of a file: JSON that may be damaged, a sum, an error of
 """
 
 import contextlib
-import dataclasses
 import errno
 import hashlib
 import json
-import math
 import os
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, TypeVar
 
 from filelock import FileLock, Timeout
 
 from gpt.errors import UserError, WorkError
-from gpt.settings import from_dict, without_none
 
 JSON_LIMIT = 64 * 2**20  # bytes; no JSON file of ours is larger
+LINE_LIMIT = 2**20  # bytes of a line of JSON
+LINES_LIMIT = 2**30  # bytes of a file of such lines
+LONGEST_NAME = 255  # characters of a file's
+DEEPEST = 64  # lists and objects within each other
 FULL = (errno.ENOSPC, errno.EDQUOT)
 LOCK = ".lock"
 TEMPORARY, ASIDE = ".tmp-", ".tmp-was-"  # before the names of what is written, and of what it replaces
@@ -87,51 +90,76 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def open_regular(path: Path, limit: int | None = None) -> BufferedReader:
+    """Opens a regular file to read, or a link to one, of at most ``limit`` bytes. A FIFO or a device is not waited
+    for: the open file itself is looked at, so that nothing can take its place in between.
+
+    Raises `UserError` for what is no such file or no name of one, and OSError as `open` does.
+    """
+    try:
+        file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
+    except ValueError:  # a zero byte or half a surrogate pair
+        raise UserError(f"{str(path)!r} cannot be the name of a file") from None
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        file.close()
+        raise UserError(f"{path} is a pipe, a device or a socket, and no regular file", "put a copy in its place")
+    if limit is not None and status.st_size > limit:
+        file.close()
+        raise UserError(f"{path} has {status.st_size:,} bytes: more than the {limit:,} that such a file may have")
+    return file
+
+
+def _without_waiting(name: str, flags: int) -> int:
+    """Opens a FIFO that nobody writes at once, where the system knows FIFOs."""
+    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name that was read from a file can be that of a file in a folder, on every system."""
+    fits = 0 < len(name) <= LONGEST_NAME and name.isprintable()
+    return fits and name != ".." and Path(name).name == name
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """All of a regular file of at most ``limit`` bytes. Raises `UserError`."""
+    with reading(path), open_regular(path, limit=limit) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:  # it has grown
+        raise UserError(f"{path} has more than the {limit:,} bytes that such a file may have")
+    return data
+
+
+def read_lines(file: BufferedReader) -> Iterator[bytes]:
+    """The lines of a file; of one that is longer than `LINE_LIMIT` its first part, which is no JSON."""
+    while line := file.readline(LINE_LIMIT):
+        yield line
+        while len(line) == LINE_LIMIT and not line.endswith(b"\n"):
+            line = file.readline(LINE_LIMIT)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; `UserError` where there is none, it is huge, or it is something else."""
     try:
-        with reading(path):
-            size = path.stat().st_size
-            if size > JSON_LIMIT:
-                raise UserError(f"{path} has {size:,} bytes: far more than such a file needs")
-            value = json.loads(path.read_bytes())
+        value = json.loads(read_regular(path, JSON_LIMIT))
     except (ValueError, RecursionError):
         raise UserError(f"{path} is damaged: it is not JSON") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} is damaged: it holds no JSON object")
+    if not _is_flat(value):
+        raise UserError(f"{path} is damaged: its values lie more than {DEEPEST} deep in each other")
     return value
 
 
-def checked(cls: type[T], values: Any, where: str) -> T:
-    """A dataclass of numbers, words and further dataclasses from JSON that may be damaged: every field of its type,
-    every number finite. Raises `UserError` naming ``where``."""
-    if not isinstance(values, dict):
-        raise UserError(f"{where} is damaged: no {cls.__name__} is in it")
-    hints = get_type_hints(cls)
-    found = dict(values)
-    for key, value in values.items():
-        if key not in hints:
-            raise UserError(f"{where} is damaged: it has a key {key[:40]!r}")
-        kind = hints[key]
-        inner = without_none(kind)
-        if dataclasses.is_dataclass(inner):
-            found[key] = None if value is None and inner is not kind else checked(inner, value, where)  # type: ignore[arg-type]
-        elif not _fits(value, kind):
-            raise UserError(f"{where} is damaged: {key} is {str(value)[:40]!r}")
-    return from_dict(cls, found, where)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    inner = without_none(kind)
-    if value is None:
-        return inner is not kind
-    if get_origin(inner) is Literal:
-        return value in get_args(inner)
-    if inner is float:
-        return type(value) in (int, float) and abs(value) <= sys.float_info.max and math.isfinite(value)
-    if inner is int:
-        return type(value) is int and abs(value) < 2**63
-    return isinstance(value, get_origin(inner) or inner) and (inner is bool or type(value) is not bool)
+def _is_flat(value: Any) -> bool:
+    """Whether lists and objects lie at most `DEEPEST` deep in each other."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inside = (each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer))
+        level = [each for each in inside if isinstance(each, (dict, list))]
+        if not level:
+            return True
+    return False
 
 
 def to_json(values: Mapping[str, Any]) -> bytes:
@@ -227,7 +255,7 @@ def locked(folder: Path, hint: str) -> Iterator[None]:
 
 def file_sum(path: Path, from_disk: bool = False) -> str:
     """sha256 of a file, in hexadecimal; ``from_disk``: not of what the system still has of it in memory."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if from_disk and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -3,15 +3,19 @@
 import dataclasses
 import json
 import math
+import reprlib
 import tomllib
 from collections.abc import Mapping
-from dataclasses import field
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from gpt.errors import UserError, did_you_mean
 
 T = TypeVar("T")
 MOST_TOML = 2**20  # bytes
+LARGEST = 3.4028234663852886e38  # of float32
 
 
 def without_none(kind: Any) -> Any:
@@ -76,6 +80,79 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str) -> T:
         return cls(**values)
     except TypeError as error:
         raise UserError(f"{where}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Within:
+    """Bounds of a number that `checked` reads: ``Annotated[int, Within(0)]``."""
+
+    low: float
+    high: float = 2**53
+
+
+Count = Annotated[int, Within(0)]
+Positive = Annotated[int, Within(1)]
+Amount = Annotated[float, Within(0)]
+
+
+def checked(cls: type[T], values: Any, where: str) -> T:
+    """A dataclass of numbers, words, lists and tables of these, and further dataclasses, from JSON that may be damaged:
+    every field of its type, every number finite, as float32 too, and within its bounds. Raises `UserError` naming
+    ``where``."""
+    if not isinstance(values, dict):
+        raise UserError(f"{where} is damaged: no {cls.__name__} is in it")
+    hints = _hints(cls)  # type: ignore[arg-type]  # a class can be hashed
+    found = {}
+    for key, value in values.items():
+        if key not in hints:
+            raise UserError(f"{where} is damaged: it has a key {key[:40]!r}")
+        if not _fits(value, hints[key]):
+            raise UserError(f"{where} is damaged: {key} is {reprlib.repr(value)}")
+        found[key] = _read(value, hints[key], where)
+    try:
+        return from_dict(cls, found, where)
+    except UserError as error:
+        if error.message.startswith(where):
+            raise
+        raise UserError(f"{where} is damaged: {error.message}", error.hint) from None
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    """The type of each field."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {each.name: hints[each.name] for each in dataclasses.fields(cls)}
+
+
+def _read(value: Any, kind: Any, where: str) -> Any:
+    """A value whose dataclasses are made of the tables in it."""
+    inner = without_none(kind)
+    if dataclasses.is_dataclass(inner) and isinstance(inner, type) and isinstance(value, dict):
+        return checked(inner, value, where)
+    if get_origin(inner) is list and isinstance(value, list):
+        return [_read(each, get_args(inner)[0], where) for each in value]
+    return value
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, kinds = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _fits(value, kinds[0]) and kinds[1].low <= value <= kinds[1].high
+    if origin in (Union, UnionType):
+        return any(_fits(value, each) for each in kinds)
+    if origin is Literal:
+        return value in kinds
+    if origin is list:
+        return isinstance(value, list) and all(_fits(each, kinds[0]) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(each, kinds[1]) for each in value.values())
+    if dataclasses.is_dataclass(kind):
+        return isinstance(value, dict)  # `_read` looks at it
+    if kind is float:
+        return type(value) in (int, float) and abs(value) <= LARGEST
+    if kind is int:
+        return type(value) is int and abs(value) < 2**63
+    return isinstance(value, kind) and (kind is bool or type(value) is not bool)
 
 
 def to_toml(values: Mapping[str, Any]) -> str:

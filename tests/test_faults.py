@@ -27,6 +27,7 @@ from gpt import events, files
 from gpt.errors import Interrupted, UserError, WorkError
 from gpt.interrupt import Stopped, StopSignal
 from gpt.runs import checkpoint, folder, tensors
+from gpt.settings import checked
 from gpt.training import saving
 from gpt.training.state import Saved
 
@@ -193,7 +194,7 @@ def test_forged_state_is_of_its_types_or_refused(says: dict[str, Any], value: An
         key = data.draw(st.sampled_from(sorted(at)))
     at[key] = value
     try:
-        read = files.checked(kind, forged, "x")
+        read = checked(kind, forged, "x")
     except UserError as error:
         assert "\n" not in error.message
         return

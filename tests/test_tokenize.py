@@ -22,10 +22,10 @@ import gpt
 from gpt import events
 from gpt.config import TextConfig, TokenizeConfig
 from gpt.errors import Interrupted, UserError, WorkError
-from gpt.text import corpus, encoders, items, slices, tokens
+from gpt.text import corpus, encoders, items, slices, tokenize, tokens
 from gpt.text.source import Piece
 from gpt.text.tokenize import tokenize_texts
-from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
+from gpt.text.tokenizer import bytes_tokenizer
 from gpt.text.tokenizer_files import find_tokenizer
 from gpt.text.tokens import TokenFolder
 
@@ -696,9 +696,9 @@ def test_a_thousand_processes_are_not_begun(texts: Path, tmp_path: Path, monkeyp
     begun: list[int] = []
 
     class Few(tokenize.Encoders):
-        def __init__(self, tokenizer: Tokenizer, jobs: int) -> None:
+        def __init__(self, jobs: int) -> None:
             begun.append(jobs)
-            super().__init__(tokenizer, 1)
+            super().__init__(1)
 
     monkeypatch.setattr(tokenize, "Encoders", Few)
     make(texts, tmp_path / "out", jobs=1024)

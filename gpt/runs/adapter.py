@@ -7,10 +7,11 @@ from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.errors import UserError
-from gpt.files import checked, read_json
+from gpt.files import read_json
 from gpt.model import lora
 from gpt.runs import folder, hub
 from gpt.runs import tensors as files
+from gpt.settings import checked
 
 FILE = "adapter.safetensors"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpt.config import GPT2_VOCAB, GPTConfig
 from gpt.errors import UserError
-from gpt.files import disk_errors, read_json, reading, side_by_side, to_json, whole_folder, write_pieces
+from gpt.files import disk_errors, is_file_name, read_json, reading, side_by_side, to_json, whole_folder, write_pieces
 from gpt.model import lora
 from gpt.model.decoder import GPT, rotary_table
 from gpt.runs import adapter, folder, hf, tensors
@@ -199,7 +199,7 @@ def _weight_files(path: Path) -> list[Path]:
             raise UserError(f"{path} has no {MODEL}", hint)
         return [path / MODEL]
     parts = read_json(index).get("weight_map")
-    if not isinstance(parts, dict) or not all(isinstance(n, str) and Path(n).name == n for n in parts.values()):
+    if not isinstance(parts, dict) or not all(isinstance(n, str) and is_file_name(n) for n in parts.values()):
         raise UserError(f"{index} does not name files of its own folder")
     return [path / name for name in sorted(set(parts.values()))]
 

@@ -7,18 +7,19 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpt.errors import UserError
-from gpt.files import TEMPORARY, file_sum, read_json, reading, side_by_side, to_json, write_file
+from gpt.files import TEMPORARY, file_sum, is_file_name, read_json, reading, side_by_side, to_json, write_file
 from gpt.runs import hub
+from gpt.runs.record import RECORD as RECORD
+from gpt.runs.record import RunRecord
+from gpt.settings import LARGEST
 
 RUNS = "runs"
-RECORD = "run.json"
 METRICS = "metrics.jsonl"
 CHECKSUMS = "checksums.json"
 META = "gpt.json"
@@ -88,7 +89,7 @@ def read_sums(folder: Path) -> dict[str, str]:
     if not isinstance(sums, dict) or record.get("self") != _own_sum(sums):
         raise UserError(f"{folder} is damaged: it has no valid {CHECKSUMS}", HINT)
     for name in sums:
-        if Path(name).name != name or len(name) > LONGEST_NAME:
+        if not is_file_name(name) or len(name) > LONGEST_NAME:
             raise UserError(f"{folder / CHECKSUMS} names a file outside its folder: {name[:80]!r}", HINT)
     return sums
 
@@ -138,7 +139,7 @@ def checkpoints(run: Path) -> list[Entry]:
             loss: Any = None
             with contextlib.suppress(UserError):
                 loss = read_json(path / META).get("val_loss")
-            number = type(loss) in (int, float) and abs(loss) < sys.float_info.max
+            number = type(loss) in (int, float) and abs(loss) <= LARGEST
             entries.append(Entry(int(match[1]), float(loss) if number else None))
     return sorted(entries, key=lambda entry: entry.step)
 
@@ -222,7 +223,7 @@ def newest_run(runs: Path = Path(RUNS)) -> Path:
     for path in runs_in(runs):
         with contextlib.suppress(UserError):
             if checkpoints(path):
-                started.append((str(read_json(path / RECORD).get("started", "")), path))
+                started.append((RunRecord.read(path).started, path))
     if not started:
         raise UserError(
             f"there is no run with a checkpoint in {runs}{os.sep} to take a model from",

@@ -8,9 +8,10 @@ from typing import Any
 
 from gpt import events
 from gpt.errors import UserError
-from gpt.files import file_sum, read_json, reading
+from gpt.files import LINES_LIMIT, file_sum, open_regular, read_lines, reading
 from gpt.runs import folder
 from gpt.runs.copying import MOST, Copied, copied
+from gpt.runs.record import RunRecord
 from gpt.text.tokens import MANIFEST, TokenFolder, is_token_folder
 
 STEP_KEYS = ("step", "tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second", "mfu")
@@ -38,7 +39,8 @@ class History:
                 self.steps.append(event)
             case events.EvalEvent():
                 self._go_back(event.step)
-                self.evals = [each for each in self.evals if each.step < event.step] + [event]
+                _cut(self.evals, event.step - 1)
+                self.evals.append(event)
             case events.SampleEvent():
                 self.samples.append(event)
             case events.RollbackEvent():
@@ -53,9 +55,9 @@ class History:
     def _go_back(self, step: int) -> None:
         """Forgets what came after a step."""
         if self.steps and self.steps[-1].step > step:
-            self.steps = [each for each in self.steps if each.step <= step]
-            self.evals = [each for each in self.evals if each.step <= step]
-            self.samples = [each for each in self.samples if each.step <= step]
+            _cut(self.steps, step)
+            _cut(self.evals, step)
+            _cut(self.samples, step)
         self.end = None
 
     @property
@@ -65,6 +67,12 @@ class History:
         return min(measured, key=lambda each: each.val_loss, default=None)
 
 
+def _cut(events: list[Any], step: int) -> None:
+    """Takes the events after a step from the end of a list, each once whatever the file says."""
+    while events and events[-1].step > step:
+        events.pop()
+
+
 def read_history(run: Path) -> History:
     """What ``metrics.jsonl`` tells. Raises `UserError` for a run without it, or with nothing in it."""
     path, history = run / folder.METRICS, History()
@@ -72,8 +80,8 @@ def read_history(run: Path) -> History:
         raise UserError(
             f"the run {run} has no metrics: {folder.METRICS} is not there", "it stopped before its first step"
         )
-    with reading(path), path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
+    with reading(path), open_regular(path, limit=LINES_LIMIT) as file:
+        for line in read_lines(file):
             try:
                 history.add(events.from_json(line))
             except UserError:
@@ -99,7 +107,7 @@ class Report:
     ``--pairs``, which keeps none."""
 
     path: Path
-    record: Mapping[str, Any]
+    record: RunRecord
     history: History
     copying: Copying | None
 
@@ -111,22 +119,24 @@ class Report:
     @property
     def settings(self) -> dict[str, Any]:
         """What was settled, flat: how it trained, the shape of the model, the text and the machine."""
-        resolved = dict(self.record.get("resolved") or {})
-        shape, ramp = resolved.pop("model", None) or {}, resolved.pop("ramp", None)
-        compute, tokens = self.record.get("compute") or {}, self.record.get("tokens") or {}
-        init, tokenizer = self.record.get("init") or {}, self.record.get("tokenizer") or {}
+        record = self.record
+        resolved = dict(record.resolved or {})
+        shape, ramp = resolved.pop("model", None), resolved.pop("ramp", None)
+        tables = {key: str(value) for key, value in resolved.items() if isinstance(value, dict)}  # of a later version
         return {
-            "text": ", ".join(map(str, self.record.get("texts") or [])) or None,
-            "init": init.get("asked"),
-            "tokenizer": tokenizer.get("name"),
-            "train_tokens": tokens.get("train"),
-            "held_out_tokens": tokens.get("held_out"),
-            **{str(key): value for key, value in {**shape, **resolved}.items()},
+            "text": ", ".join(record.texts or []) or None,
+            "init": record.init and record.init.model,
+            "tokenizer": record.tokenizer and record.tokenizer.name,
+            "train_tokens": record.tokens and record.tokens.train,
+            "held_out_tokens": record.tokens and record.tokens.held_out,
+            **(shape if isinstance(shape, dict) else {}),
+            **resolved,
+            **tables,
             "batch_ramp": None if ramp is None else str(ramp),
-            "device": compute.get("device"),
-            "dtype": compute.get("dtype"),
-            "threads": compute.get("threads"),
-            "started": self.record.get("started"),
+            "device": record.compute and record.compute.device,
+            "dtype": record.compute and record.compute.dtype,
+            "threads": record.compute and record.compute.threads,
+            "started": record.started or None,
         }
 
     def columns(self, most: int | None = None) -> tuple[Columns, Columns]:
@@ -180,18 +190,18 @@ def report(run: Path, each: Callable[[int, int], None] = lambda done, total: Non
 
     Raises `UserError` where it has no metrics or its ``run.json`` is damaged.
     """
-    record, history = read_json(run / folder.RECORD), read_history(run)
+    record, history = RunRecord.read(run), read_history(run)
     tokens = _training_tokens(run, record)
     return Report(run, record, history, None if tokens is None else _copying(history, tokens, each))
 
 
-def _training_tokens(run: Path, record: Mapping[str, Any]) -> TokenFolder | None:
+def _training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
     """The tokens that the run was trained on: its own, or the folder that it names, if that is still the same."""
     try:
         if is_token_folder(run / "tokens"):
             return TokenFolder(run / "tokens")
-        sources = record.get("sources") or []
-        path = Path(sources[0]["name"]) if len(sources) == 1 else None
+        sources = record.sources or []
+        path = Path(str(sources[0]["name"])) if len(sources) == 1 else None
         if path is None or not is_token_folder(path) or file_sum(path / MANIFEST) != sources[0]["sha256"]:
             return None
         return TokenFolder(path)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gpt.errors import UserError
-from gpt.files import reading
+from gpt.files import open_regular, reading
 
 Array = npt.NDArray[Any]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -122,9 +123,9 @@ def _check(
     file: Path, shapes: Shapes, where: str, ours: Callable[[str], str | None], dtypes: Sequence[str]
 ) -> list[str]:
     """The names in a file, none of which is another than expected."""
-    with reading(file), file.open("rb") as opened_file:
+    with reading(file), open_regular(file) as opened_file:
         start = opened_file.read(_LENGTH.size)
-        size = file.stat().st_size
+        size = os.fstat(opened_file.fileno()).st_size
     length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else size
     if length > min(size - _LENGTH.size, _HEADER_ROOM + _HEADER_EACH * len(shapes)):
         raise UserError(f"{file} is damaged or no safetensors file: its header has {length:,} bytes", HINT)

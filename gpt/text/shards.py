@@ -9,6 +9,7 @@ inside a document that the file before it began.
 import contextlib
 import hashlib
 import mmap
+import os
 import struct
 import sys
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpt.errors import UserError
-from gpt.files import file_sum, whole_file
+from gpt.files import file_sum, open_regular, whole_file
 
 MAGIC = b"GPTIDS\r\n"
 VERSION = 2
@@ -69,10 +70,9 @@ class Shard:
         _check_little_endian()
         self.path = path
         self._map: mmap.mmap | None = None
-        with self._system_errors():
-            size = path.stat().st_size
-            with path.open("rb") as file:
-                header = file.read(HEADER.size)
+        with self._system_errors(), open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            header = file.read(HEADER.size)
         self._check_header(header, size)
 
     @contextlib.contextmanager
@@ -85,7 +85,7 @@ class Shard:
     def _mapped(self) -> mmap.mmap:
         """The file in memory, mapped when it is first asked for: a corpus may have more files than may be open."""
         if self._map is None:
-            with self._system_errors(), self.path.open("rb") as file:
+            with self._system_errors(), open_regular(self.path) as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             if hasattr(self._map, "madvise"):
                 self._map.madvise(mmap.MADV_RANDOM)

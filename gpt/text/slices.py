@@ -12,8 +12,8 @@ import numpy as np
 
 from gpt import files
 from gpt.errors import UserError
-from gpt.files import disk_errors, whole_folder, write_file
-from gpt.settings import from_dict
+from gpt.files import LINES_LIMIT, disk_errors, open_regular, read_regular, whole_folder, write_file
+from gpt.settings import Count, checked
 from gpt.text import shards
 from gpt.text.corpus import Corpus
 from gpt.text.items import Mark
@@ -37,6 +37,20 @@ if TYPE_CHECKING:
     from gpt.text.encoders import Encoded
 
 SLICE_IDS = 2**24  # ids that end a slice: 32 or 64 MiB
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A line of ``progress.jsonl`` after the first: a finished slice."""
+
+    group: Count
+    slice: Count
+    items: Count
+    last: bool
+    shards: list[ShardRecord]
+    sources: list[SourceRecord]
+    read: dict[str, Count]
+    encoded: dict[str, Count]
 
 
 @dataclass
@@ -196,7 +210,7 @@ def check_begun(out: Path, corpus: Corpus, share: tuple[int, int] | None) -> Tok
 
 def _first_line(out: Path) -> dict[str, Any]:
     try:
-        with (out / PROGRESS).open("rb") as file:
+        with open_regular(out / PROGRESS, LINES_LIMIT) as file:
             begun: dict[str, Any] = json.loads(file.readline())
         about = begun["about"]
         if all(isinstance(about[key], dict) for key in ("asked", "reading")) and all(
@@ -204,7 +218,7 @@ def _first_line(out: Path) -> dict[str, Any]:
             for name, size, time in begun["sources"]
         ):
             return begun
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         pass
     raise UserError(f"{out} is no token folder that was begun here", "give another place with --out")
 
@@ -218,7 +232,7 @@ def read_progress(out: Path, about: Mapping[str, Any]) -> Done:
     begun = _first_line(out)
     done = Done()
     dropped = False
-    for line in (out / PROGRESS).read_bytes().split(b"\n")[1:]:
+    for line in read_regular(out / PROGRESS, LINES_LIMIT).split(b"\n")[1:]:
         record = _slice_line(line)
         if record is None:
             dropped |= line != b""  # the last one may be torn
@@ -244,14 +258,10 @@ def read_progress(out: Path, about: Mapping[str, Any]) -> Done:
 
 def _slice_line(line: bytes) -> dict[str, Any] | None:
     """A line of progress; None where it is none."""
-    with contextlib.suppress(ValueError, TypeError, KeyError, UserError):
+    with contextlib.suppress(ValueError, RecursionError, UserError):
         record: dict[str, Any] = json.loads(line)
-        numbers = [record[key] for key in ("group", "slice", "items")]
-        for shard in record["shards"]:
-            from_dict(ShardRecord, shard, PROGRESS)
-        for source in record["sources"]:
-            from_dict(SourceRecord, source, PROGRESS)
-        if all(type(number) is int for number in numbers) and record.keys() >= {"last", "read", "encoded"}:
+        found = checked(Slice, record, PROGRESS)
+        if {*found.read, *found.encoded} <= set(COUNTS):
             return record
     return None
 
@@ -259,7 +269,7 @@ def _slice_line(line: bytes) -> dict[str, Any] | None:
 def _are_there(out: Path, line: dict[str, Any]) -> bool:
     """Whether the shards of a slice are on the disk, as long as they should be."""
     for shard in line["shards"]:
-        record = from_dict(ShardRecord, shard, PROGRESS)
+        record = checked(ShardRecord, shard, PROGRESS)
         name = shard_name(record.side, line["group"], line["slice"])
         try:
             if record.file != name or len(shards.Shard(out / name)) != record.tokens:
@@ -307,8 +317,8 @@ def _short(value: Any) -> str:
 def finish(out: Path, about: Mapping[str, Any], done: Done) -> None:
     """The manifest, with which the folder is whole."""
     lines = done.lines()
-    made = [from_dict(ShardRecord, shard, PROGRESS) for line in lines for shard in line["shards"]]
-    sources = [from_dict(SourceRecord, source, PROGRESS) for line in lines for source in line["sources"]]
+    made = [checked(ShardRecord, shard, PROGRESS) for line in lines for shard in line["shards"]]
+    sources = [checked(SourceRecord, source, PROGRESS) for line in lines for source in line["sources"]]
     counts = dict.fromkeys(COUNTS, 0)
     for line in lines:
         for key, value in [*line["encoded"].items(), *(line["read"].items() if line["last"] else [])]:

@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from gpt.errors import UserError, did_you_mean
-from gpt.files import check_new, disk_errors, read_json, reading, to_json, whole_folder, write_file
+from gpt.files import (
+    JSON_LIMIT,
+    check_new,
+    disk_errors,
+    read_json,
+    read_regular,
+    reading,
+    to_json,
+    whole_folder,
+    write_file,
+)
 from gpt.text import tokenizer_json
 from gpt.text.tokenizer import (
     Tokenizer,
@@ -95,8 +105,7 @@ def read_own(folder: Path, said: Any, where: str) -> Tokenizer:
     Raises `UserError` where one does not fit the other.
     """
     file = folder / RANKS
-    with reading(file):
-        ranks = from_tiktoken(file.read_bytes(), str(file))
+    ranks = from_tiktoken(read_regular(file, JSON_LIMIT), str(file))
     try:
         specials = dict(said.get("specials", {}))
         tokenizer = Tokenizer(said["name"], said["pattern"], ranks, said["eot"], said["eot_token"], specials)
@@ -114,7 +123,7 @@ def read_transformers(folder: Path) -> Tokenizer | None:
     if whole.is_file():
         return tokenizer_json.from_tokenizer_json(read_json(whole), str(whole))
     if vocab.is_file() and merges.is_file():
-        text = merges.read_text(encoding="utf-8", errors="replace")
+        text = read_regular(merges, JSON_LIMIT).decode("utf-8", "replace")
         return tokenizer_json.from_vocab_and_merges(read_json(vocab), text, str(vocab))
     return None
 

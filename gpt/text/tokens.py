@@ -19,8 +19,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpt.errors import UserError
-from gpt.files import disk_errors, file_sum, read_json, to_json, whole_file, whole_folder, write_file
-from gpt.settings import from_dict
+from gpt.files import (
+    LINES_LIMIT,
+    disk_errors,
+    file_sum,
+    open_regular,
+    read_json,
+    read_lines,
+    to_json,
+    whole_file,
+    whole_folder,
+    write_file,
+)
+from gpt.settings import Count, checked
 from gpt.text.shards import Shard
 from gpt.text.stream import Stream
 from gpt.text.tokenizer import Tokenizer
@@ -40,11 +51,11 @@ class ShardRecord:
 
     file: str
     side: Side
-    group: int
-    slice: int
-    documents: int
-    tokens: int
-    bytes: int
+    group: Count
+    slice: Count
+    documents: Count
+    tokens: Count
+    bytes: Count
     sha256: str
 
 
@@ -52,12 +63,12 @@ class ShardRecord:
 class SourceRecord:
     """What was read: its size as stored and the time of its last change, and the text that came out of it."""
 
-    group: int
+    group: Count
     name: str
-    size: int
+    size: Count
     time: int
-    documents: int
-    bytes: int
+    documents: Count
+    bytes: Count
     sha256: str  # of the text in UTF-8
 
 
@@ -85,7 +96,7 @@ class TokenFolder:
                 "make it again from the text",
             )
         try:
-            self.shards = [from_dict(ShardRecord, record, MANIFEST) for record in self.manifest["shards"]]
+            self.shards = [checked(ShardRecord, record, MANIFEST) for record in self.manifest["shards"]]
             self._check_manifest()
         except (KeyError, TypeError, ValueError, AssertionError, UserError):
             raise UserError(f"{self.path / MANIFEST} is damaged", "make the folder again from the text") from None
@@ -107,9 +118,7 @@ class TokenFolder:
         places = [(record.side, record.group, record.slice) for record in self.shards]
         assert places == sorted(set(places))
         for record in self.shards:
-            assert record.side in SIDES
             assert record.file == shard_name(record.side, record.group, record.slice)
-            assert min(record.group, record.slice, record.documents, record.tokens, record.bytes) >= 0
         assert manifest["tokens"] == sum(record.tokens for record in self.shards)
         assert all(manifest[side] == _totals(self.shards, side) for side in SIDES)
 
@@ -162,10 +171,11 @@ class TokenFolder:
     def sources(self) -> Iterator[SourceRecord]:
         """What was read."""
         try:
-            with (self.path / SOURCES).open(encoding="utf-8", errors="surrogateescape") as lines:
-                for line in lines:
-                    yield from_dict(SourceRecord, json.loads(line), SOURCES)
-        except (OSError, ValueError, TypeError) as error:
+            with open_regular(self.path / SOURCES, LINES_LIMIT) as file:
+                for line in read_lines(file):
+                    values = json.loads(line.decode("utf-8", "surrogateescape"))
+                    yield checked(SourceRecord, values, str(self.path / SOURCES))
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"cannot read {self.path / SOURCES}: {error}", "make the folder again") from None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gpt.runs import checkpoint
+from gpt.runs.record import Machine
 from gpt.training import lora
 from gpt.training.learner import Learner
 from gpt.training.metrics import Metrics
@@ -16,7 +17,7 @@ from gpt.training.opening import Setting
 from gpt.training.pace import Pace
 from gpt.training.recipe import Recipe
 from gpt.training.saving import NoSaver, Saver
-from gpt.training.state import WEIGHT, Machine, Snapshot, TrainState, Whole, as_it_is
+from gpt.training.state import WEIGHT, Snapshot, TrainState, Whole, as_it_is
 
 
 def size_of(learner: Learner, tokenizer: checkpoint.TokenizerFiles) -> int:

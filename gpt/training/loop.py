@@ -12,10 +12,11 @@ from typing import Any, NoReturn
 
 from gpt import events
 from gpt.errors import Interrupted, PeerLost, WorkError
-from gpt.files import disk_errors, to_json, write_file
+from gpt.files import disk_errors
 from gpt.interrupt import Stopped, StopSignal, interruption
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
+from gpt.runs.record import Resumed, RunRecord
 from gpt.text.batches import Int64s
 from gpt.training import logs
 from gpt.training.best import Best, mean_loss, read_best, sample_lines
@@ -62,7 +63,7 @@ class Trainer:
             self.model, self.optimizer, self.compute, recipe, self.on_halved, self.world, learner.sharded
         )
         self.speed = Speed.of(self.model, recipe, self.compute, self.world.size)
-        self.record: dict[str, Any] | None = None  # what run.json holds
+        self.record: RunRecord | None = None
         if recipe.compile:
             self.compile()
         self.batches = self.data.batches(recipe)
@@ -78,7 +79,7 @@ class Trainer:
             vars(self.state).update(vars(before.restore(learner.own, self.optimizer, self.stepper.scaler)))
         self.held_out = self.data.some_windows(recipe.model.block_size, self.state.windows)
 
-    def open(self, record: dict[str, Any], log: str, given: Mapping[str, Any] | None = None) -> None:
+    def open(self, record: RunRecord, log: str, given: Mapping[str, Any] | None = None) -> None:
         """Writes ``run.json``, looks for room, and says what is to be done."""
         self.metrics: Metrics | None = None
         if self.world.first:
@@ -92,17 +93,17 @@ class Trainer:
             self.note(line)
         self.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
 
-    def _open_files(self, record: dict[str, Any], log: str, given: Mapping[str, Any] | None) -> None:
+    def _open_files(self, record: RunRecord, log: str, given: Mapping[str, Any] | None) -> None:
         if self.state.step == 0:
-            self.record = run_record(record, self.recipe, self.compute, self.data, self.start, self.world.size)
+            record = run_record(record, self.recipe, self.compute, self.data, self.start, self.world.size)
         else:
-            again = {"at": now(), "step": self.state.step, "given": dict(given or {})}
-            self.record = record | {"resumed": [*record.get("resumed", []), again]}
-        self.record = {key: value for key, value in self.record.items() if key not in ("ended", "result")}
+            again = Resumed(now(), self.state.step, dict(given or {}))
+            record = replace(record, resumed=[*record.resumed, again])
+        self.record = replace(record, ended=None, result=None)
         check_room(self.run, size_of(self.learner, self.tokenizer_files))
         self.change()
         self.metrics = Metrics(self.run, self.setting.warn, self.state.metrics_bytes)
-        self.logs = logs.Logs(log, self.run, self.record, self.note, self.state.step)
+        self.logs = logs.Logs(log, self.run, vars(self.record), self.note, self.state.step)
 
     def train(self, stop: StopSignal) -> Result:
         """All that is left to do, until the end, the end of patience, or a signal."""
@@ -251,9 +252,9 @@ class Trainer:
     def write_record(self, **more: Any) -> None:
         """Writes ``run.json`` with something more, once the folder is a run."""
         if self.record is not None:
-            self.record |= more
+            self.record = replace(self.record, **more)
             with disk_errors(self.run, folder.KEPT):
-                write_file(self.run / folder.RECORD, to_json(self.record))
+                self.record.write(self.run)
 
     def rehearse(self, minutes: float) -> Pace:
         """Measures how long steps and evaluations take here. What it leaves of weights is of no use."""

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from gpt.files import disk_errors
+from gpt.files import disk_errors, open_regular
 from gpt.runs.folder import KEPT, METRICS
 
 
@@ -17,8 +17,12 @@ class Metrics:
         """``upto``: what lies behind so many bytes is of a run that was cut off, and is done again."""
         self.path, self.warn, self.failing = run / METRICS, warn, False
         with disk_errors(run, KEPT):
+            before = b""
+            if self.path.exists():
+                with open_regular(self.path) as file:
+                    before = file.read(upto)
             self.file = self.path.open("ab", buffering=0)
-            whole = self.path.read_bytes()[:upto].rfind(b"\n") + 1 if upto else 0
+            whole = before.rfind(b"\n") + 1
             self.file.truncate(whole)
         self.size = whole
 

@@ -12,11 +12,12 @@ from gpt import events
 from gpt.config import TrainConfig
 from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
-from gpt.files import disk_errors, locked, to_json, write_file
+from gpt.files import disk_errors, locked
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.parallel.world import World
 from gpt.runs import folder
+from gpt.runs.record import RunRecord
 from gpt.text.corpus import Corpus, open_corpus
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokens import MANIFEST
@@ -64,7 +65,7 @@ def new_run(
     note: Notes,
     tokenizer: Tokenizer | None,
     processes: int = 1,
-) -> Iterator[tuple[Path, Data | PairData, dict[str, Any]]]:
+) -> Iterator[tuple[Path, Data | PairData, RunRecord]]:
     """A new run folder, this process's alone, the data of the run, tokenized into it unless they come tokenized, and
     what ``run.json`` says by then: it is there before the text is tokenized. Where something fails before the first
     step, no folder is left."""
@@ -89,7 +90,7 @@ def new_run(
     with locked_run(run):
         with taken_back(run):
             with disk_errors(run):
-                write_file(run / folder.RECORD, to_json(record))
+                record.write(run)
             if data is None:
                 assert corpus is not None
                 data = make_data(corpus, config, run / TOKENS, device, listen, note, tokenizer)
@@ -137,7 +138,7 @@ def _discard(run: Path) -> None:
 
 def same_data(
     run: Path,
-    record: dict[str, Any],
+    record: RunRecord,
     texts: Sequence[str],
     config: TrainConfig,
     device: str,
@@ -157,10 +158,10 @@ def same_data(
     else:  # the run ended while it tokenized
         shutil.rmtree(run / TOKENS, ignore_errors=True)
         data = make_data(open_corpus(texts, config, listen), config, run / TOKENS, device, listen, note, tokenizer)
-    said = record.get("tokenizer")
-    made_with = said.get("fingerprint") if isinstance(said, dict) else None
-    was = record.get("sources")
-    if (was is not None and was != data.sources()) or made_with not in (None, data.tokenizer.fingerprint):
+    made_with, was = record.tokenizer, record.sources
+    if (was is not None and was != data.sources()) or (
+        made_with and made_with.fingerprint != data.tokenizer.fingerprint
+    ):
         raise UserError(
             f"the text of {run} is not what it was: {', '.join(texts) or run / TOKENS}",
             "put it back as it was, or fine-tune on the new text with --init",

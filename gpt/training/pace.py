@@ -2,21 +2,25 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from gpt.errors import UserError
+from gpt.settings import Within
 
 PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # of the whole time, and at most, spent on measuring
 END_SECONDS = 2.0  # the last checkpoint measured, saved, read back and sampled from; the program's own end
+
+Seconds = Annotated[float, Within(-1e12, 1e12)]
 
 
 @dataclass(frozen=True)
 class Pace:
     """When a run must end, and how long its parts take, in seconds."""
 
-    deadline: float  # on the clock of time.perf_counter
-    step: float
-    evaluations: float  # all periodic ones
-    end: float  # all after the last step
+    deadline: Seconds  # on the clock of time.perf_counter
+    step: Annotated[float, Within(1e-9, 1e9)]
+    evaluations: Seconds  # all periodic ones
+    end: Seconds  # all after the last step
 
     def steps(self, now: float) -> int:
         """Steps of the whole run, as far as one can tell before it. Raises `UserError` where none fits."""

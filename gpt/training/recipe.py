@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from gpt.config import GPTConfig, Optimizer, Preset, TrainConfig, find_preset
 from gpt.device import Compute
@@ -12,6 +12,7 @@ from gpt.model.fit import at_once, divisors, in_chunks, largest
 from gpt.model.memory import Setup, training
 from gpt.model.params import breakdown, nearest_preset
 from gpt.peaks import host_memory
+from gpt.settings import Amount, Count, Positive, Within
 from gpt.text.batches import MOST_SIZES, Ramp
 from gpt.training import start as starts
 
@@ -37,31 +38,31 @@ class Recipe:
 
     preset: str
     model: GPTConfig
-    steps: int
-    batch_tokens: int  # tokens a step
-    rows: int  # sequences a step
-    micro_batch: int  # sequences at once in a process; the rest of its share of the rows is accumulated
-    lr: float
-    warmup: int
-    decay: int  # steps at the end over which the linear schedule goes down
+    steps: Positive
+    batch_tokens: Positive  # tokens a step
+    rows: Positive  # sequences a step
+    micro_batch: Positive  # sequences at once in a process; the rest of its share of the rows is accumulated
+    lr: Amount
+    warmup: Count
+    decay: Count  # steps at the end over which the linear schedule goes down
     optimizer: Optimizer
     schedule: Literal["linear", "cosine", "constant"]
-    weight_decay: float
-    clip: float
-    eval_every: int
-    patience: int
-    save_every: int
-    keep: int
-    sample_every: int
-    seed: int
-    lora_rank: int = 0  # 0: no adapters, all weights are trained
-    lora_alpha: float = 0.0
+    weight_decay: Amount
+    clip: Amount
+    eval_every: Positive
+    patience: Count
+    save_every: Positive
+    keep: Positive
+    sample_every: Count
+    seed: Count
+    lora_rank: Annotated[int, Within(0, 2**20)] = 0  # 0: no adapters, all weights are trained
+    lora_alpha: Amount = 0.0
     merge_lora: bool = False
     ramp: Ramp | None = None
-    loss_chunk: int = 0  # positions whose logits exist at once; 0: all of a micro-batch
+    loss_chunk: Count = 0  # positions whose logits exist at once; 0: all of a micro-batch
     compile: bool = False
     shard: Literal["none", "full"] = "none"  # whether processes divide weights, gradients and moments
-    tensor: int = 1  # processes that share each sequence
+    tensor: Annotated[int, Within(1, 1024)] = 1  # processes that share each sequence
     recompute: bool = False  # activations of blocks
 
     def tokens(self, steps: int) -> int:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from gpt.errors import UserError
-from gpt.files import checked
 from gpt.runs import folder
+from gpt.settings import checked
 
 
 @dataclass(frozen=True)

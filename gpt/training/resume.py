@@ -12,17 +12,17 @@ from gpt import device
 from gpt.config import MOST_THREADS, TrainConfig
 from gpt.device import Compute
 from gpt.errors import UserError
-from gpt.files import checked, read_json
 from gpt.model.fit import divisors
 from gpt.runs import checkpoint, folder, hub
-from gpt.settings import from_dict
+from gpt.runs.record import FORMAT, Machine, RunRecord
+from gpt.settings import checked, from_dict
 from gpt.text.tokenizer import Tokenizer
 from gpt.training.recipe import Recipe, asked_micro_batch, check_heads, check_share
-from gpt.training.record import FORMAT, versions
+from gpt.training.record import versions
 from gpt.training.result import Result
 from gpt.training.schedule import lr_at
 from gpt.training.start import Start, find_start
-from gpt.training.state import Machine, Saved, read_saved
+from gpt.training.state import Saved, read_saved
 from gpt.words import counted
 
 MAY_CHANGE = (
@@ -46,7 +46,7 @@ class Begun:
     starts at step 0. ``result``: of one that has come to its end."""
 
     run: Path
-    record: dict[str, Any]  # run.json
+    record: RunRecord
     texts: list[str]
     config: TrainConfig
     path: Path | None = None
@@ -63,25 +63,19 @@ class Begun:
         where nothing was saved."""
         if self.saved is not None:
             return self.saved.recipe
-        if "resolved" not in self.record or self.config.minutes is not None:
+        if self.record.resolved is None or self.config.minutes is not None:
             return None
-        return checked(Recipe, self.record["resolved"], str(self.run / folder.RECORD))
+        return checked(Recipe, self.record.resolved, str(self.run / folder.RECORD))
 
     @property
     def machine(self) -> Machine | None:
         """What it computed on."""
-        if self.saved is not None:
-            return self.saved.machine
-        if "compute" not in self.record:
-            return None
-        return checked(Machine, self.record["compute"], str(self.run / folder.RECORD))
+        return self.record.compute if self.saved is None else self.saved.machine
 
     @property
     def lengthened(self) -> dict[str, int]:
         """The steps that were asked for when the run was gone on with before, where its checkpoint is older."""
-        again = self.record.get("resumed")
-        given = [each.get("given") for each in again if isinstance(each, dict)] if isinstance(again, list) else []
-        steps = [each.get("steps") for each in given if isinstance(each, dict)]
+        steps = [each.given.get("steps") for each in self.record.resumed]
         most = max((n for n in steps if type(n) is int), default=0)
         return {"steps": most} if self.recipe is not None and self.recipe.steps < most < 2**53 else {}
 
@@ -101,9 +95,9 @@ def find_run(asked: str | None) -> Path:
     begun = []
     for path in folder.runs_in(Path(folder.RUNS)):
         with contextlib.suppress(UserError):
-            record = read_json(path / folder.RECORD)
-            if not record.get("ended"):
-                begun.append((str(record.get("started", "")), path))
+            record = RunRecord.read(path)
+            if not record.ended:
+                begun.append((record.started, path))
     if not begun:
         raise UserError("there is no unfinished run in runs/ to go on with", folder.known_runs())
     return max(begun)[1]
@@ -121,9 +115,8 @@ def processes_of(asked: str | None, given: Mapping[str, Any]) -> int:
     begun = read_begun(find_run(asked))
     if begun.ends_with(given):
         return 1
-    again = begun.record.get("resumed")
-    before = [each.get("given") for each in again if isinstance(each, dict)] if isinstance(again, list) else []
-    said = [each.get("nproc") for each in (begun.record["settings"], *before, given) if isinstance(each, dict)]
+    before = [each.given for each in begun.record.resumed]
+    said = [each.get("nproc") for each in (begun.record.settings or {}, *before, given)]
     return next((n for n in reversed(said) if type(n) is int and 1 <= n <= 1024), 1)
 
 
@@ -150,19 +143,15 @@ def read_begun(run: Path, at: str | None = None) -> Begun:
     """What ``run.json`` says, and the checkpoint ``at`` which the run goes on. Raises `UserError` where that is damaged
     or from another version."""
     where = str(run / folder.RECORD)
-    record = read_json(run / folder.RECORD)
-    if record.get("format") != FORMAT:
-        raise UserError(
-            f"{where} has format {record.get('format')!r}; this program reads format {FORMAT}", "update gpt"
-        )
-    texts, settings = record.get("texts"), record.get("settings")
-    if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts) or not isinstance(settings, dict):
+    record = RunRecord.read(run)
+    if record.format != FORMAT:
+        raise UserError(f"{where} has format {record.format}; this program reads format {FORMAT}", "update gpt")
+    if record.texts is None or record.settings is None:
         raise UserError(f"{where} is damaged: it does not say what the run was asked for", "train again")
-    config = from_dict(TrainConfig, settings, where)
-    begun = Begun(run, record, texts, replace(config, preset=record.get("size", config.preset)))
-    if record.get("ended"):
-        result = record.get("result")
-        begun.result = Result.of(run, result) if isinstance(result, dict) else None
+    config = from_dict(TrainConfig, record.settings, where)
+    begun = Begun(run, record, record.texts, replace(config, preset=record.size or config.preset))
+    if record.ended and record.result is not None:
+        begun.result = Result.of(run, record.result)
     if at is not None:
         begun.path = run / at
         begun.saved = read_saved(begun.path)
@@ -261,8 +250,8 @@ def same_compute(begun: Begun, given: Mapping[str, Any], processes: int, note: N
         elif threads != torch.get_num_threads():
             note(f"{counted(threads, 'thread')}, as before, instead of {torch.get_num_threads()}: sums depend on it")
     device.use_threads(compute, threads)
-    was = begun.record.get("versions")
-    if isinstance(was, dict) and was.get("torch") != versions()["torch"]:
+    was = begun.record.versions
+    if was is not None and was.get("torch") != versions()["torch"]:
         note(f"torch {versions()['torch']} instead of {was.get('torch')}: equal to rounding, not bit for bit")
     return compute
 
@@ -270,16 +259,16 @@ def same_compute(begun: Begun, given: Mapping[str, Any], processes: int, note: N
 def same_start(begun: Begun) -> Start | None:
     """The model that the run was begun from, where it is still needed: its weights below adapters, or at step 0. Raises
     `UserError` where it is gone, or its weights are others."""
-    init = begun.record.get("init")
+    init = begun.record.init
     asked = begun.config.init
     if asked is None or (begun.saved is not None and not begun.saved.recipe.lora_rank):
         return None
-    if isinstance(init, dict) and isinstance(init.get("path"), str):
-        asked = init["path"]
+    if init is not None:
+        asked = init.path
         if hub.is_remote(begun.config.init or ""):
             asked = f"{str(begun.config.init).partition('@')[0]}@{Path(asked).name}"
     start = find_start(replace(begun.config, init=asked))
-    if start is not None and isinstance(init, dict) and start.sums != init.get("sha256"):
+    if start is not None and init is not None and start.sums != init.sha256:
         raise UserError(
             f"{begun.run} was begun from {asked}, whose weights are others now", "put them back as they were"
         )

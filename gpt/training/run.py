@@ -15,7 +15,8 @@ from gpt.interrupt import StopSignal
 from gpt.parallel import environment
 from gpt.parallel.world import World, joined
 from gpt.runs import folder
-from gpt.settings import from_dict
+from gpt.runs.record import RunRecord
+from gpt.settings import checked, from_dict
 from gpt.training import logs, opening, resume
 from gpt.training.loop import Trainer
 from gpt.training.opening import Listener, Setting
@@ -56,12 +57,13 @@ def train(
                 opened = opening.new_run(texts, config, compute, listen, note, tokenizer, world.size)
                 run, data, record = held.enter_context(opened)
                 until_begun.enter_context(opening.taken_back(run))
-                return str(run), record
+                return str(run), record.members()
 
-            run, record = world.decided(made)
+            run, said = world.decided(made)
+            record = RunRecord.of(said, run)
             data = opening.shared(world, data, lambda: make_pairs(texts, config, compute.device.type, note, tokenizer))
             setting = Setting(Path(run), data, compute, start, world, listen, began)
-            trainer = _begin(setting, replace(config, preset=record["size"]), record)
+            trainer = _begin(setting, replace(config, preset=record.size or config.preset), record)
         return trainer.train(stop)
 
 
@@ -146,7 +148,7 @@ def _told(listen: Listener, world: World) -> tuple[Listener, Callable[[str], Non
 def _begin(
     setting: Setting,
     config: TrainConfig,
-    record: dict[str, Any],
+    record: RunRecord,
     begun: resume.Begun | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> Trainer:
@@ -191,7 +193,7 @@ def _begin(
 
 def _decided(world: World, do: Callable[[], Recipe]) -> Recipe:
     """The first process's recipe, in all."""
-    return files.checked(Recipe, world.decided(lambda: asdict(do())), "what the first process decided")
+    return checked(Recipe, world.decided(lambda: asdict(do())), "what the first process decided")
 
 
 def _code() -> dict[str, str]:

@@ -14,6 +14,7 @@ from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder
+from gpt.runs.record import StartRecord
 from gpt.text.tokenizer import Tokenizer
 
 # Searched on nano; AdamW's rate is the customary one (docs/defaults.md).
@@ -41,9 +42,9 @@ class Start:
         """Its weights in ``shape``: its own, but for another dropout or a shorter context."""
         return checkpoint.load(self.path, device, shape).model.train()
 
-    def record(self) -> dict[str, Any]:
-        """What ``run.json`` says of it."""
-        return {"model": self.asked, "path": str(self.path.absolute()), "sha256": self.sums}
+    def record(self) -> StartRecord:
+        """The part of ``run.json`` that names it."""
+        return StartRecord(self.asked, str(self.path.absolute()), self.sums)
 
 
 def find_start(config: TrainConfig) -> Start | None:

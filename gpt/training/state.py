@@ -9,16 +9,18 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gpt.errors import UserError
-from gpt.files import checked, read_json, to_json
+from gpt.files import read_json, to_json
 from gpt.model.decoder import GPT
 from gpt.runs import adapter, checkpoint, folder, tensors
+from gpt.runs.record import Machine
+from gpt.settings import LARGEST, Amount, Count, Positive, Within, checked
 from gpt.text.batches import MOST_SIZES, Ramp
 from gpt.training.learner import Learner
 from gpt.training.optim import Optimizers
@@ -35,31 +37,31 @@ _DTYPES = ("F32", "U8", "I64")
 class TrainState:
     """Everything, beside weights, moments, random states and the recipe, that decides what happens next."""
 
-    step: int = 0  # optimizer steps done; the next batch is a function of it
-    settled_step: int = -1  # the newest step after which all that was due is done: evaluation, sample
-    measured_step: int = -1  # the newest evaluation's …
+    step: Count = 0  # optimizer steps done; the next batch is a function of it
+    settled_step: Annotated[int, Within(-1)] = -1  # the newest step after which all that was due is done
+    measured_step: Annotated[int, Within(-1)] = -1  # the newest evaluation's …
     measured_loss: float | None = None  # … and its loss, nats a token
-    windows: int = 0  # of held-out text that evaluations take, once it is settled
+    windows: Count = 0  # of held-out text that evaluations take, once it is settled
     best_loss: float | None = None  # lowest held-out loss so far
-    evals_since_best: int = 0  # for patience
-    rate_factor: float = 1.0  # of the learning rate; lower once the run had to go back
-    bad_steps: int = 0  # in a row, with a loss that is no number or has exploded
+    evals_since_best: Count = 0  # for patience
+    rate_factor: Annotated[float, Within(0, 1)] = 1.0  # of the learning rate; lower once the run had to go back
+    bad_steps: Count = 0  # in a row, with a loss that is no number or has exploded
     has_learnt: bool = False  # a loss well below guessing was seen
-    step_seconds: float = 0.0  # spent on steps alone, without evaluation, sampling and saving
-    seconds: float = 0.0  # of all commands so far, up to this state
-    first_step: float = 0.0  # when it began, in those seconds
-    metrics_bytes: int = 0  # of metrics.jsonl, up to this state
+    step_seconds: Amount = 0.0  # spent on steps alone, without evaluation, sampling and saving
+    seconds: Amount = 0.0  # of all commands so far, up to this state
+    first_step: Amount = 0.0  # when it began, in those seconds
+    metrics_bytes: Count = 0  # of metrics.jsonl, up to this state
 
 
 @dataclass(frozen=True)
 class Scaling:
     """What `torch.amp.GradScaler` remembers; with float16 alone."""
 
-    scale: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    _growth_tracker: int
+    scale: Annotated[float, Within(0, LARGEST)]
+    growth_factor: Annotated[float, Within(1, 2**10)]
+    backoff_factor: Annotated[float, Within(0, 1)]
+    growth_interval: Positive
+    _growth_tracker: Count
 
 
 @dataclass(frozen=True)
@@ -71,16 +73,6 @@ class Draws:
     numpy_position: int
     numpy_has_gauss: int
     numpy_gauss: float
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a run computes on, as far as it decides rounding."""
-
-    device: str
-    dtype: str
-    threads: int
-    processes: int = 1
 
 
 @dataclass(frozen=True)

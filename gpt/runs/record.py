@@ -1,0 +1,113 @@
+"""``run.json``: what a run was asked for, what it decided, on what it computes, and how it ended."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from gpt.config import DEVICE, Dtype
+from gpt.errors import UserError
+from gpt.files import read_json, to_json, write_file
+from gpt.settings import Count, checked
+
+RECORD = "run.json"
+FORMAT = 1
+Scalar = str | int | float | bool | None
+Table = dict[str, Scalar]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device that a run computes on, as far as it decides rounding."""
+
+    device: str
+    dtype: str
+    threads: int
+    processes: int = 1
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(DEVICE, self.device):
+            raise UserError(f"there is no device {self.device[:40]!r}")
+        if self.dtype not in get_args(Dtype):
+            raise UserError(f"there is no dtype {self.dtype[:40]!r}")
+
+
+@dataclass(frozen=True)
+class TokenizerRecord:
+    """The tokenizer of a run."""
+
+    name: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Tokens on each side of the text."""
+
+    train: Count
+    held_out: Count
+
+
+@dataclass(frozen=True)
+class StartRecord:
+    """The model that a run was fine-tuned from: the user's words, its folder, and its weights' sums by file."""
+
+    model: str
+    path: str
+    sha256: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """One time that the run was resumed: when, from which step, and what was given."""
+
+    at: str
+    step: Count
+    given: Table = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """All of ``run.json``. A member that was not known yet, or that an older version did not write, is None."""
+
+    format: int | None = None
+    started: str = ""  # so that text sorts as time does
+    texts: list[str] | None = None
+    settings: Table | None = None  # a `TrainConfig`
+    size: str | None = None  # the preset, where it was chosen from the minutes
+    resolved: dict[str, Scalar | Table] | None = None  # a `Recipe`, from the first step on
+    compute: Machine | None = None
+    versions: dict[str, str] | None = None  # of what computes
+    tokenizer: TokenizerRecord | None = None
+    tokens: TokenCounts | None = None
+    sources: list[Table] | None = None  # what was read, each with its sum
+    init: StartRecord | None = None
+    resumed: list[Resumed] = field(default_factory=list)
+    ended: str | None = None  # why
+    result: Table | None = None  # a `Result`
+    others: dict[str, Any] = field(default_factory=dict)  # members that this version does not know
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], where: str) -> "RunRecord":
+        """The record in the object of a ``run.json``. Raises `UserError` naming ``where``."""
+        known = {each.name for each in dataclasses.fields(cls)} - {"others"}
+        others = {key: value for key, value in values.items() if key not in known}
+        record = checked(cls, {key: value for key, value in values.items() if key in known}, where)
+        return dataclasses.replace(record, others=others)
+
+    @classmethod
+    def read(cls, run: Path) -> "RunRecord":
+        """The record of a run. Raises `UserError` where it is damaged."""
+        return cls.of(read_json(run / RECORD), str(run / RECORD))
+
+    def members(self) -> dict[str, Any]:
+        """The object that ``run.json`` holds."""
+        values = dataclasses.asdict(self)
+        others: dict[str, Any] = values.pop("others")
+        return {key: value for key, value in values.items() if value not in (None, [])} | others
+
+    def write(self, run: Path) -> None:
+        """Writes ``run.json``, whole or not at all. Raises OSError."""
+        write_file(run / RECORD, to_json(self.members()))

@@ -1,0 +1,310 @@
+"""Files that a run, a checkpoint or a folder of tokens keeps and that somebody else may have written: values of another
+kind, numbers beyond all bounds, pipes and devices in a file's place. `benchmarks/forged.py` tries thousands."""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Done
+from test_cli import one_line_of_what_and_what_next
+
+from benchmarks import forged
+from gpt import events
+from gpt.errors import LONGEST, UserError
+from gpt.files import DEEPEST, LINE_LIMIT, file_sum, open_regular, read_json, read_lines, read_regular
+from gpt.runs import folder, report, tensors
+from gpt.runs.record import RunRecord
+from gpt.settings import checked
+from gpt.text.shards import Shard
+from gpt.text.tokenizer_files import read_own
+from gpt.training.metrics import Metrics
+from gpt.training.state import Saved
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pipes with names and alarms are POSIX's")
+Gpt = Callable[..., Done]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("forged")
+    forged.make(place)
+    return place
+
+
+@pytest.fixture
+def run(made: Path, workdir: Path) -> Path:
+    """A run that was cut off, in the current folder."""
+    shutil.copytree(made / "begun-run", "run")
+    shutil.copytree(made / "theirs", "theirs")
+    return Path("run")
+
+
+def test_a_forged_value_is_read_or_refused(made: Path) -> None:
+    outcomes, wrong = forged.tried(made, 60)
+    assert not wrong
+    assert outcomes["works"] > 20
+    assert outcomes["refused"] > 20
+
+
+# Files that are none
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("instead", [fifo, device])
+@pytest.mark.parametrize(
+    ("file", "command"),
+    [
+        ("metrics.jsonl", "report run"),
+        ("metrics.jsonl", "train --resume run"),
+        ("run.json", "report run"),
+        ("tokens/manifest.json", "train --resume run"),
+        ("tokens/sources.jsonl", "train --resume run"),
+        ("tokens/train-00000-00000.ids", "train --resume run"),
+        ("tokens/tokenizer.tiktoken", "train --resume run"),
+        ("step-000008/gpt.json", "sample -m run:step-8"),
+        ("step-000008/model.safetensors", "sample -m run:step-8"),
+        ("theirs/model-00001-of-00001.safetensors", "sample -m theirs"),
+        ("theirs/tokenizer.json", "sample -m theirs"),
+    ],
+)
+def test_no_pipe_is_waited_for_and_no_device_is_read(
+    gpt: Gpt, run: Path, file: str, command: str, instead: Callable[[Path], None]
+) -> None:
+    path = Path(file) if file.startswith("theirs") else run / file
+    path.unlink()
+    instead(path)
+    with forged.in_time():
+        done = gpt(*command.split())
+    assert done.code == 2, done
+    assert len([line for line in done.err.splitlines() if line.startswith("error:")]) == 1
+    assert "a fault" not in done.err
+
+
+@pytest.mark.parametrize("instead", [fifo, device])
+def test_what_reads_tells_a_file_from_what_is_none(tmp_path: Path, instead: Callable[[Path], None]) -> None:
+    path = tmp_path / "x"
+    instead(path)
+    readers: list[Callable[[], object]] = [
+        lambda: read_json(path), lambda: file_sum(path), lambda: Shard(path), lambda: tensors.read([path], {}, "it"),
+        lambda: read_own(tmp_path, {}, "x"), lambda: Metrics(tmp_path, print),
+    ]  # fmt: skip
+    for name in ("tokenizer.tiktoken", "metrics.jsonl"):
+        path.with_name(name).symlink_to(path)
+    for read in readers:
+        with forged.in_time(), pytest.raises(UserError, match="is a pipe, a device or a socket"):
+            read()
+
+
+def test_a_link_to_a_regular_file_is_one(gpt: Gpt, run: Path) -> None:
+    for path in [path for path in run.rglob("*") if path.is_file() and path.name != ".lock"]:
+        elsewhere = Path(f"elsewhere-{path.parent.name}-{path.name}")
+        shutil.move(path, elsewhere)
+        path.symlink_to(elsewhere.absolute())
+    assert gpt("report", run).code == 0
+    assert gpt("sample", "-m", run, "-n", "1").code == 0
+
+
+def test_a_file_is_of_the_size_that_it_may_have(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"12345")
+    assert read_regular(path, 5) == b"12345"
+    with pytest.raises(UserError, match="has 5 bytes: more than the 4"):
+        read_regular(path, 4)
+    with pytest.raises(UserError, match="cannot be the name"):
+        open_regular(tmp_path / "a\0b")
+    with pytest.raises(UserError, match="Is a directory"):
+        read_regular(tmp_path, 5)
+
+
+def test_a_file_that_grows_after_it_was_opened_has_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"1234567")
+    fstat = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda descriptor: os.stat_result((*fstat(descriptor)[:6], 3, 0, 0, 0)))
+    with pytest.raises(UserError, match="more than the 4 bytes"):
+        read_regular(path, 4)
+
+
+def test_a_line_without_an_end_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"a\n" + 3 * LINE_LIMIT * b"b" + b"\nc\n" + LINE_LIMIT * b"d")
+    with open_regular(path) as file:
+        assert [(line[:1], len(line)) for line in read_lines(file)] == [
+            (b"a", 2), (b"b", LINE_LIMIT), (b"c", 2), (b"d", LINE_LIMIT),
+        ]  # fmt: skip
+
+
+def test_json_lies_only_so_deep(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    for depth, fine in ((DEEPEST - 1, True), (DEEPEST, False), (10**5, False)):
+        path.write_text('{"a": ' + depth * "[" + depth * "]" + "}")
+        if fine:
+            assert "a" in read_json(path)
+        else:
+            with pytest.raises(UserError, match="is damaged"):
+                read_json(path)
+
+
+def test_a_message_is_never_longer_than_a_page() -> None:
+    assert len(UserError("x" * 10**6, "y" * 10**6).message) <= LONGEST + 3
+    assert UserError("x" * LONGEST).message == "x" * LONGEST
+
+
+# run.json
+
+
+def test_a_record_is_written_as_it_was_read(run: Path) -> None:
+    said = json.loads((run / "run.json").read_text()) | {"of a later version": [1, {"a": None}]}
+    (run / "run.json").write_text(json.dumps(said))
+    record = RunRecord.read(run)
+    assert record.others == {"of a later version": [1, {"a": None}]}
+    assert record.compute is not None
+    record.write(run)
+    assert json.loads((run / "run.json").read_text()) == said
+
+
+def test_a_record_of_an_older_version(run: Path) -> None:
+    """It had no sums, no counts and no machine, and a null where no model was fine-tuned."""
+    said = json.loads((run / "run.json").read_text())
+    old = {key: said[key] for key in ("format", "started", "texts", "settings")} | {"init": None}
+    (run / "run.json").write_text(json.dumps(old))
+    record = RunRecord.read(run)
+    assert (record.init, record.compute, record.resumed) == (None, None, [])
+
+
+@pytest.mark.parametrize("key", ["init", "tokens", "sources", "compute", "versions", "tokenizer", "resumed", "result"])
+@pytest.mark.parametrize("value", ["a text", 7, {"a": {"b": []}}, [3], True])
+def test_a_member_of_another_kind(gpt: Gpt, run: Path, key: str, value: Any) -> None:
+    said = json.loads((run / "run.json").read_text()) | {key: value}
+    (run / "run.json").write_text(json.dumps(said))
+    for command in (("report", run), ("train", "--resume", run)):
+        one_line_of_what_and_what_next(gpt(*command), f"{run / 'run.json'} is damaged")
+
+
+def test_the_model_that_a_run_was_tuned_from_is_reported(made: Path) -> None:
+    assert report.report(made / "lora").settings["init"] == str(made / "run")
+
+
+# metrics.jsonl
+
+STEP = {"event": "step", "step": 3, "tokens": 8, "seconds": 1.5, "loss": 2.5, "lr": 0.1, "grad_norm": 1.0,
+        "tokens_per_second": 9.0, "mfu": None}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", [key for key in STEP if key != "event"])
+@pytest.mark.parametrize("value", ['"text"', "true", "[]", "{}", "1e308", "NaN", "-Infinity", "1e999", '"\\ud800"'])
+def test_a_line_with_a_value_of_another_kind_is_no_event(key: str, value: str) -> None:
+    line = json.dumps(STEP | {key: "HERE"}).replace('"HERE"', value)
+    with pytest.raises(UserError):
+        events.from_json(line)
+
+
+@pytest.mark.parametrize("key", [key for key in STEP if key not in ("event", "mfu")])
+def test_null_stands_for_a_loss_alone(key: str) -> None:
+    line = json.dumps(STEP | {key: None})
+    if key in ("loss", "grad_norm"):
+        read = events.from_json(line)
+        assert getattr(read, key) != getattr(read, key)
+        assert events.to_json(read) == line
+    else:
+        with pytest.raises(UserError):
+            events.from_json(line)
+
+
+def test_lines_that_nobody_can_read_are_counted(gpt: Gpt, run: Path) -> None:
+    lines = [
+        10**5 * "[", '{"event": ' + 10**5 * "[", json.dumps(STEP | {"step": 10**18}), json.dumps(STEP | {"step": -1}),
+        '{"event": "sample", "step": 3, "tokens": 1, "seconds": 1, "text": "\\ud800"}', "\\", "\xff\x00", "[]", "null",
+    ]  # fmt: skip
+    with (run / "metrics.jsonl").open("a", encoding="latin-1") as file:
+        file.write("".join(line + "\n" for line in lines))
+    assert report.read_history(run).unread == len(lines)
+    done = gpt("report", run)
+    assert (done.code, f"{len(lines)} lines of its metrics could not be read" in done.out) == (0, True)
+
+
+@pytest.mark.parametrize("number", [3e38, -3e38, 2**53, 1e-300])
+def test_large_numbers_are_drawn(gpt: Gpt, run: Path, number: float) -> None:
+    wild = STEP | dict.fromkeys(("seconds", "loss", "lr", "grad_norm", "tokens_per_second", "mfu"), number)
+    wild["seconds"] = min(abs(number), 2**53)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(wild | {"step": step, "tokens": 2**53}) + "\n" for step in (20, 21, 2**53))
+    assert gpt("report", run).code == 0
+    assert gpt("report", run, "--json").code == 0
+    assert gpt("report", run, "-o", "page.html").code == 0
+    found = report.read_history(run)
+    assert (found.unread, len(found.steps)) == (0, 15)
+
+
+def test_steps_that_always_go_back_take_no_longer(tmp_path: Path) -> None:
+    history, began = report.History(), time.monotonic()
+    count = 100_000
+    for step in [*range(count), *range(count, 0, -1)]:
+        history.add(events.StepEvent(step, 1, 1.0, 1.0, 1.0, 1.0, 1.0))
+    assert [each.step for each in history.steps] == [0, 1]
+    assert time.monotonic() - began < 20
+
+
+# training.json
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("recipe.lr", 1e308), ("recipe.lr", -1.0), ("recipe.clip", 1e17), ("recipe.weight_decay", 1e308),
+        ("recipe.steps", 0), ("recipe.steps", 2**60), ("recipe.eval_every", 0), ("recipe.keep", 0),
+        ("recipe.lora_rank", 2**40), ("recipe.tensor", 10**6), ("recipe.warmup", -1), ("state.rate_factor", 2.0),
+        ("state.step", -1), ("state.metrics_bytes", -1), ("state.best_loss", 1e308), ("draws.numpy_gauss", 1e308),
+        ("machine.device", "cuda\u001b[31m"), ("machine.device", "cpu:0\n"), ("machine.dtype", "int3"),
+    ],
+)  # fmt: skip
+def test_what_goes_on_is_within_bounds(gpt: Gpt, run: Path, place: str, value: Any) -> None:
+    path = run / folder.step_name(8) / "training.json"
+    said = json.loads(path.read_text())
+    checked(Saved, said, "x")
+    table, key = place.split(".")
+    said[table][key] = value
+    path.write_text(json.dumps(said))
+    forged._sign(folder.step_name(8))(run)
+    one_line_of_what_and_what_next(gpt("train", "--resume", run), f"{path} is damaged")
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    "name", ["a\0b", "../x", "/dev/zero", "", ".", "..", 300 * "x", "a\x1b[31m", "\ud800", 7, None]
+)
+def test_a_tensor_in_a_file_that_cannot_be(gpt: Gpt, run: Path, name: Any) -> None:
+    index = Path("theirs/model.safetensors.index.json")
+    said = json.loads(index.read_text())
+    said["weight_map"]["transformer.wte.weight"] = name
+    index.write_text(json.dumps(said))
+    one_line_of_what_and_what_next(gpt("sample", "-m", "theirs"), "does not name files of its own folder")
+
+
+@pytest.mark.parametrize("base", ["a\0b", 300 * "x", 5000 * "x/", "\ud800", "hf:", "hf:a\0b", "/dev/zero", "lora:x"])
+def test_a_base_that_cannot_be(gpt: Gpt, made: Path, workdir: Path, base: str) -> None:
+    shutil.copytree(made / "lora", "lora")
+    path = Path("lora") / folder.step_name(12) / "gpt.json"
+    said = json.loads(path.read_text())
+    said["adapter"]["base"] = base
+    path.write_text(json.dumps(said))
+    forged._sign(folder.step_name(12))(Path("lora"))
+    done = gpt("sample", "-m", "lora:step-12")
+    assert done.code == 2
+    assert len(done.err) < LONGEST + 500
+    assert len(done.err.splitlines()) == 2
