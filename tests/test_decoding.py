@@ -329,7 +329,7 @@ def test_a_text_has_slid_once_the_context_forgets(monkeypatch: pytest.MonkeyPatc
 
 def test_so_many_at_once_as_the_memory_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     one = writer(SampleConfig(max_tokens=20))._context([[1, 2]], 1, 1).cache
-    size = one.keys.nbytes + one.values.nbytes
+    size = one.nbytes
     for fitting, width, rows in ((3, 1, 3), (6, 2, 6), (5, 2, 4), (0, 1, 1), (999, 1, ROWS["cpu"]), (999, 5, 15)):
         monkeypatch.setattr(Compute, "memory", lambda self, n=fitting: int((n + 0.5) * size / CACHE_SHARE))
         assert writer(SampleConfig(max_tokens=20))._context([[1, 2], [1]], 50, width).rows == rows

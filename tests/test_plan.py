@@ -134,6 +134,23 @@ def test_a_micro_batch_is_the_largest_that_fits_with_its_logits_at_once() -> Non
     assert fit.fits(many, one, little)
 
 
+def test_logits_can_be_counted_in_int32() -> None:
+    """Of GPT-2 124M on 80 GB, 64 sequences would fit, and their logits are 3.3·10⁹."""
+    config, memory = PRESETS["gpt2"].model, KINDS["h100-80gb"].memory
+    padded = 50_304
+
+    def logits(setup: Setup) -> int:
+        return (setup.loss_chunk or setup.micro_batch * config.block_size) * padded
+
+    assert training(config, Setup(64, True)).peak < USABLE * memory
+    assert logits(fit.largest(config, Setup(), 512, memory)) == 32 * 1024 * padded
+    for micro_batch in (41, 42, 64, 512):
+        asked = fit.in_chunks(config, Setup(micro_batch), 10**13)  # it is asked for, and memory is no matter
+        assert asked.micro_batch == micro_batch
+        assert logits(asked) < 2**31 <= 2 * logits(asked) + padded * config.block_size
+    assert fit.in_chunks(config, Setup(41), 10**13).loss_chunk == 0
+
+
 @pytest.mark.parametrize(
     ("name", "data", "tensor"),
     [("gpt2", 1, 1), ("gpt2", 8, 1), ("gpt2", 1, 4), ("gpt2", 4, 2), ("gpt3-175b", 128, 8), ("gpt3-175b", 512, 2)],
@@ -197,7 +214,7 @@ def test_more_ways_hold_less() -> None:
 def test_cache_is_the_caches() -> None:
     config = replace(PRESETS["nano"].model, n_head=2)
     cache = KVCache(config, 3, torch.device("cpu"), torch.bfloat16)
-    assert memory.cache(config, 3) == cache.keys.nbytes + cache.values.nbytes
+    assert memory.cache(config, 3) == cache.nbytes
 
 
 def test_every_kind_is_one_whose_peak_is_known() -> None:

@@ -34,8 +34,8 @@ class Context:
         self._step = step
         if step is not None:
             self.cache.fixed = True
-            torch._dynamo.mark_static_address(self.cache.keys)
-            torch._dynamo.mark_static_address(self.cache.values)
+            for each in (*self.cache.keys, *self.cache.values):
+                torch._dynamo.mark_static_address(each)
         narrow = model.wte.weight.dtype == compute.dtype  # then there is nothing to cast at each product
         self._autocast = contextlib.nullcontext if narrow else compute.autocast
         self.ids: list[list[int]] = [[] for _ in range(rows)]  # all of them, also what is no longer seen

@@ -13,6 +13,10 @@ class KVCache:
     """Room for ``room`` positions of ``rows`` sequences in every layer, allocated once; row r has filled
     ``lengths[r]`` of them, and its position p lies in column p.
 
+    Each layer has a tensor of its own for keys and one for values, (rows, H, room, D). In one tensor for all layers, a
+    compiled step would write a layer by copying all of them: a write through a view of a layer is, to the compiler, a
+    new version of the whole tensor.
+
     Rotary positions are relative, so that they may run on past the room: position p then lies in column p modulo the
     room, in the place of the one that is no longer seen. ``heads``: where they are not all of the model's.
     """
@@ -27,10 +31,10 @@ class KVCache:
         heads: int | None = None,
     ) -> None:
         self.room = config.block_size if room is None else room
-        shape = (config.n_layer, rows, heads or config.n_head, self.room, config.n_embd // config.n_head)
+        shape = (rows, heads or config.n_head, self.room, config.n_embd // config.n_head)
         # Zeros, not whatever was there: what a mask hides is still multiplied by a weight of 0.
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.lengths = np.zeros(rows, np.int64)
         self.fixed = False  # whether steps of one position look at all columns: the same shapes every time
         self.where: Where = slice(0, 0)  # the positions that are being computed
@@ -39,12 +43,18 @@ class KVCache:
         self._columns: tuple[Tensor, Tensor] | None = None  # where not a slice: the rows (B, 1) and columns (B, T)
         self._mask: Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(each.nbytes for each in (*self.keys, *self.values))
+
     def rows(self, start: int, stop: int) -> "KVCache":
         """Rows ``start`` to ``stop`` as a cache of their own, over the same memory."""
         part = object.__new__(KVCache)
         part.room, part.reach, part.where, part._columns, part._mask = self.room, 0, slice(0, 0), None, None
         part.fixed, part._end = False, 0
-        part.keys, part.values = self.keys[:, start:stop], self.values[:, start:stop]
+        part.keys = [keys[start:stop] for keys in self.keys]
+        part.values = [values[start:stop] for values in self.values]
         part.lengths = self.lengths[start:stop]
         return part
 
@@ -57,12 +67,12 @@ class KVCache:
             self.where, self._columns = slice(start, start + T), None
             self._mask = None
             if T > 1 and start > 0:
-                seen = torch.arange(start + T, device=self.keys.device)
+                seen = torch.arange(start + T, device=self.keys[0].device)
                 self._mask = seen <= seen[start:, None]  # (T, start + T)
             return self.where
         if T > 1 and self.reach > self.room:
             raise ValueError(f"{self.reach} positions at once; there is room for {self.room}")
-        device = self.keys.device
+        device = self.keys[0].device
         positions = torch.from_numpy(self.lengths)[:, None] + torch.arange(T)  # (B, T)
         self.where = positions = positions.to(device)
         self._columns = torch.arange(len(self.lengths), device=device)[:, None], positions % self.room
@@ -95,6 +105,6 @@ class KVCache:
         """Makes row ``target`` equal to row ``source``, which it is already before position ``start``."""
         end = int(self.lengths[source])
         columns = slice(0, self.room) if end > self.room else slice(start, end)
-        self.keys[:, target, :, columns] = self.keys[:, source, :, columns]
-        self.values[:, target, :, columns] = self.values[:, source, :, columns]
+        for each in (*self.keys, *self.values):
+            each[target, :, columns] = each[source, :, columns]
         self.lengths[target] = end

@@ -212,7 +212,7 @@ class GPT(nn.Module):
             return None
         if reach > self.turn.size(1):
             with torch.inference_mode(False):  # it outlives this call, and may be trained with
-                self.turn = rotary_table(2 * reach, 2 * self.turn.size(2)).to(self.turn.device)
+                self.turn = rotary_table(2 * reach, 2 * self.turn.size(2)).to(self.turn)  # its device and dtype
         return self.turn[:, where].unsqueeze(-3)
 
     def unembed(self, x: Tensor) -> Tensor:

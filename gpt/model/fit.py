@@ -5,11 +5,12 @@ import math
 from dataclasses import replace
 
 from gpt.config import GPTConfig
-from gpt.model.memory import Setup, training
+from gpt.model.memory import ALIGNED, Setup, training
 
 USABLE = 0.9  # of a GPU's memory; the rest is for CUDA's context, the buffers of cuBLAS and NCCL, and fragmentation
 SHARED = 0.25  # of a CPU's memory beside what stays there between steps: other programs want theirs
 LEAST_CHUNK = 128  # positions whose logits are computed at once at least
+MOST_LOGITS = 2**31 - 1  # at once: past it kernels count in int64, and torch has erred (pytorch#111484)
 
 
 def room(config: GPTConfig, setup: Setup, memory: int) -> int:
@@ -22,8 +23,14 @@ def room(config: GPTConfig, setup: Setup, memory: int) -> int:
 
 
 def fits(config: GPTConfig, setup: Setup, memory: int) -> bool:
-    """Whether a step takes no more than its `room`."""
-    return training(config, setup).peak <= room(config, setup, memory)
+    """Whether a step takes no more than its `room`, and its logits can be counted in int32."""
+    return countable(config, setup) and training(config, setup).peak <= room(config, setup, memory)
+
+
+def countable(config: GPTConfig, setup: Setup) -> bool:
+    """Whether the logits that exist at once, of the padded vocabulary, are at most `MOST_LOGITS`."""
+    at_once = setup.loss_chunk or setup.micro_batch * config.block_size
+    return at_once * -(-config.vocab_size // ALIGNED) * ALIGNED <= MOST_LOGITS
 
 
 def largest(config: GPTConfig, setup: Setup, rows: int, memory: int) -> Setup:
@@ -47,8 +54,8 @@ def in_chunks(config: GPTConfig, setup: Setup, memory: int) -> Setup:
     while chunk > LEAST_CHUNK and not fits(config, setup, memory):
         chunk = max(LEAST_CHUNK, chunk // 2)
         smaller = replace(setup, loss_chunk=chunk)
-        if training(config, smaller).peak >= peak:  # it isn't the logits that need so much
-            break
+        if countable(config, setup) and training(config, smaller).peak >= peak:
+            break  # it isn't the logits that need so much
         setup, peak = smaller, training(config, smaller).peak
     return setup
 

@@ -44,7 +44,7 @@ class Outcome:
             return cls(values, None)
         on_host = torch.empty(2, pin_memory=True).copy_(values, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
+        arrived.record(torch.cuda.current_stream(values.device))  # where it is copied; another device may be current
         return cls(on_host, arrived)
 
     def read(self) -> tuple[float, float]:
