@@ -393,6 +393,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--case", type=int, help="this one alone, with what it prints")
     asked = parser.parse_args(words)
     numbers = range(asked.cases) if asked.case is None else [asked.case]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has ignored for what runs behind it
     warm()
     known, started = commands(), time.monotonic()
     counts: Counter[str] = Counter()
