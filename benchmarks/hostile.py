@@ -43,7 +43,7 @@ import gpt
 from gpt.config import TrainConfig
 
 PATIENCE = 4.0  # seconds until a case is interrupted
-GRACE = 20.0  # and until it is killed after that, which is a fault
+GRACE = 60.0  # and until it is killed after that, which is a fault; a machine may be busy
 MEMORY = 6 * 2**30  # bytes of address space that a case may take more than this process has
 STATUSES = (0, 1, 2, 130, 143)
 EXAMPLE = "the cat sat on the mat, and the dog ran after the cat. " * 300
@@ -393,6 +393,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--case", type=int, help="this one alone, with what it prints")
     asked = parser.parse_args(words)
     numbers = range(asked.cases) if asked.case is None else [asked.case]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has ignored for what runs behind it
     warm()
     known, started = commands(), time.monotonic()
     counts: Counter[str] = Counter()
@@ -405,7 +406,7 @@ def main(words: list[str]) -> None:
             counts["clean" if not faults else "unclean"] += 1
             if faults or asked.case is not None:
                 print(f"case {number}: {'; '.join(faults) or 'clean'} ({ended.seconds:.1f} s)\n  {case}")
-                shown = ended.err if asked.case is not None else ended.err[-600:]
+                shown = ended.err if asked.case is not None else ended.err[-600:] if ended.status != -9 else ended.err
                 print("".join(f"    {line!r:.300}\n" for line in shown.splitlines()), flush=True)
     print(f"{len(numbers):,} cases of seed {asked.seed} in {time.monotonic() - started:.0f} s: {dict(counts)}")
 
