@@ -126,6 +126,8 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 def _read(value: Any, kind: Any, where: str) -> Any:
     """A value whose dataclasses are made of the tables in it."""
+    if not isinstance(value, (dict, list)):
+        return value
     inner = without_none(kind)
     if dataclasses.is_dataclass(inner) and isinstance(inner, type) and isinstance(value, dict):
         return checked(inner, value, where)
@@ -135,6 +137,10 @@ def _read(value: Any, kind: Any, where: str) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
+    if kind is float:
+        return type(value) in (int, float) and abs(value) <= LARGEST
+    if kind is int:
+        return type(value) is int and abs(value) < 2**63
     origin, kinds = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _fits(value, kinds[0]) and kinds[1].low <= value <= kinds[1].high
@@ -148,10 +154,6 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, dict) and all(_fits(each, kinds[1]) for each in value.values())
     if dataclasses.is_dataclass(kind):
         return isinstance(value, dict)  # `_read` looks at it
-    if kind is float:
-        return type(value) in (int, float) and abs(value) <= LARGEST
-    if kind is int:
-        return type(value) is int and abs(value) < 2**63
     return isinstance(value, kind) and (kind is bool or type(value) is not bool)
 
 

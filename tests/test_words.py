@@ -7,6 +7,7 @@ import torch
 from conftest import Gpt, make_text
 
 from gpt.config import TrainConfig
+from gpt.runs.record import Machine, RunRecord
 from gpt.training.resume import Begun, same_compute
 from gpt.words import counted
 
@@ -31,11 +32,11 @@ def test_a_run_of_one_step(workdir: Path, gpt: Gpt) -> None:
 
 
 def test_one_thread_as_before() -> None:
-    machine = {"device": "cpu", "dtype": "float32", "threads": 1}
+    record = RunRecord(compute=Machine("cpu", "float32", 1))
     threads, heard = torch.get_num_threads(), list[str]()
     torch.set_num_threads(2)
     try:
-        same_compute(Begun(Path("run"), {"compute": machine}, [], TrainConfig()), None, 1, heard.append)
+        same_compute(Begun(Path("run"), record, [], TrainConfig()), None, 1, heard.append)
         assert heard == ["1 thread, as before, instead of 2: sums depend on it"]
         assert torch.get_num_threads() == 1
     finally:
