@@ -1,4 +1,5 @@
-"""Training on a GPU: GPT-2 124M, 355M and GPT-3 1.3B at 1,024 tokens of context, ours and transformers', in one go.
+"""Training and decoding on a GPU: GPT-2 124M, 355M and GPT-3 1.3B at 1,024 tokens of context, ours and
+transformers', and tokens a second that are written, in one go.
 
     python -m benchmarks.gpu --out FOLDER             measures, in less than eight minutes on one H100
     python -m benchmarks.gpu --out FOLDER --tiny      the same in seconds on any machine, of no use as a measurement
@@ -52,6 +53,7 @@ SHAPES = {
     "124M": Shape("GPT-2 124M", "gpt2", 524_288, 16),
     "355M": Shape("GPT-2 355M", "gpt2-medium", 524_288, 16),
     "1.3B": Shape("GPT-3 1.3B", "gpt3-1.3b", 262_144, 8),
+    "6.7B": Shape("GPT-3 6.7B", "gpt3-6.7b", 262_144, 1),  # written with alone
     "tiny": Shape("nano", "nano", 256, 2, 32),
 }
 
@@ -60,14 +62,17 @@ SHAPES = {
 class Case:
     """What is measured in a process of its own."""
 
-    system: Literal["floors", "ours", "transformers"]
+    system: Literal["floors", "ours", "transformers", "decoding"]
     shape: str = "tiny"
     optimizer: Literal["muon", "adamw"] = "adamw"
     compile: str = "auto"
     seconds: float = 120.0  # its limit
+    texts: int = 0  # written side by side, where it decodes
 
     def title(self) -> str:
         """For a person."""
+        if self.texts:
+            return f"{self.system} {self.shape} {self.texts} texts, compile {self.compile}"
         return f"{self.system} {self.shape} {self.optimizer} compile {self.compile}" if self.shape else self.system
 
 
@@ -83,12 +88,18 @@ CASES = [
     Case("transformers", "1.3B"),
     Case("ours", "124M", "muon", compile="off", seconds=60),
     Case("transformers", "124M", compile="off", seconds=60),
+    Case("decoding", "124M", compile="on", texts=1),
+    Case("decoding", "124M", compile="on", texts=8),
+    Case("decoding", "124M", compile="on", texts=64),
+    Case("decoding", "6.7B", compile="on", texts=1, seconds=180),
+    Case("decoding", "124M", compile="off", texts=1, seconds=60),
 ]
 TINY_CASES = [
     Case("floors", ""),
     Case("ours", "tiny", "muon", compile="off"),
     Case("ours", "tiny", "adamw", compile="off"),
     Case("transformers", "tiny", compile="off"),
+    Case("decoding", "tiny", compile="off", texts=2),
 ]
 
 
@@ -180,6 +191,37 @@ def training(case: Case) -> dict[str, Any]:
         "tokens_per_second": shape.batch_tokens / statistics.median(times),
         "peak_memory": memory,
         "losses": losses,
+    }
+
+
+def decoding(case: Case) -> dict[str, Any]:
+    """What `gpt bench` measures, of a model with random weights that writes greedily after prompts of random ids."""
+    from gpt.bench_config import BenchConfig
+    from gpt.config import PRESETS
+    from gpt.decoding.bench import measure
+    from gpt.decoding.weights import compiled, prepare
+    from gpt.device import pick
+    from gpt.model.decoder import GPT
+    from gpt.model.params import breakdown
+
+    shape, compute, said = PRESETS[SHAPES[case.shape].preset].model, pick(), list[str]()
+    with compute.device:
+        model = prepare(GPT(shape).eval(), compute, packed=case.compile != "on")
+    step = compiled(model, compute, said.append) if case.compile == "on" else None
+    prompt, new = (4, 8) if case.shape == "tiny" else (32, 256)
+    config = BenchConfig(prompt_tokens=prompt, new_tokens=new, batch=case.texts, rounds=2)
+    found = measure(model, compute, config, step)
+    return {
+        "parameters": breakdown(shape).trainable,
+        "dtype": compute.dtype_name,
+        "compiled": said[-1] if said else "no" if step is None else "yes",
+        "prompt_tokens": prompt,
+        "new_tokens": new,
+        "tokens_per_second": found.decode_tokens_per_second,
+        "milliseconds_a_step": 1e3 * case.texts / found.decode_tokens_per_second,
+        "prefill_tokens_per_second": found.prefill_tokens_per_second,
+        "bandwidth_share": found.bandwidth_share,
+        "peak_memory": found.memory_bytes,
     }
 
 
@@ -292,7 +334,8 @@ def main(args: list[str] | None = None) -> None:
     asked = parser.parse_args(args)
     if asked.case:
         case = Case(**json.loads(asked.case))
-        print(json.dumps(floors(asked.tiny) if case.system == "floors" else training(case)), flush=True)
+        measures = {"floors": lambda case: floors(asked.tiny), "decoding": decoding}
+        print(json.dumps(measures.get(case.system, training)(case)), flush=True)
     elif asked.record:
         from benchmarks.results import write_section
 
@@ -402,7 +445,27 @@ def page(report: dict[str, Any]) -> list[str]:
         "| peak memory | until warm |",
         "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    return lines + [_row(case, floors) for case in report["cases"]]
+    lines += [_row(case, floors) for case in report["cases"] if case["system"] != "decoding"]
+    written = [_decoding_row(case) for case in report["cases"] if case["system"] == "decoding"]
+    head = [
+        "",
+        "Greedy texts after prompts of random ids, random weights, steps of one token a text (`gpt bench`). The share "
+        "of the bandwidth is of what a sum over memory reads in this run.",
+        "",
+        "| model | dtype | texts | compiled | tokens/s | ms a step | prompt, tokens/s | of bandwidth | peak memory |",
+        "|---|---|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    return lines + (head + written if written else [])
+
+
+def _decoding_row(case: dict[str, Any]) -> str:
+    cells = [SHAPES[case["shape"]].name, case.get("dtype", ""), str(case["texts"])]
+    if "error" in case:
+        return f"| {' | '.join(cells)} | {case['error'].replace('|', ' ')} | | | | | |"
+    cells += [case["compiled"].replace("|", " "), f"{case['tokens_per_second']:,.0f}"]
+    cells += [f"{case['milliseconds_a_step']:.2f}", f"{case['prefill_tokens_per_second']:,.0f}"]
+    cells += [f"{case['bandwidth_share']:.0%}", f"{case['peak_memory'] / 1e9:.1f} GB"]
+    return f"| {' | '.join(cells)} |"
 
 
 def _row(case: dict[str, Any], floors: dict[str, Any]) -> str:

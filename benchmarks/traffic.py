@@ -84,7 +84,7 @@ def _bytes(node: BaseSchedulerNode) -> int:
     """What a kernel reads and writes."""
     accesses = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
     for part in node.get_nodes():
-        if isinstance(getattr(part.node, "data", None), ir.Scatter):
+        if isinstance(part.node, ir.ComputedBuffer) and isinstance(part.node.data, ir.Scatter):
             alone = part.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
             scattered = {part.node.get_name(), *part.node.get_mutation_names()}
             accesses |= {name: size for name, size in alone.items() if name in scattered}

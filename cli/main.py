@@ -9,7 +9,7 @@ from collections.abc import Callable
 import typer
 
 from gpt import __version__, waiting
-from gpt.errors import Interrupted, UserError, is_out_of_memory
+from gpt.errors import Interrupted, UserError, device_failure, is_out_of_memory
 from gpt.parallel import environment
 
 from . import bench, data, evaluate, inspect, params, processes, render, report, sample, tokenize, tokenizer, train
@@ -148,6 +148,9 @@ def _report(error: BaseException, command: str) -> int:
         return 1
     if is_out_of_memory(error):
         render.error("out of memory", "take a smaller --micro-batch, --preset or --block-size")
+        return 1
+    if (failure := device_failure(error)) is not None:
+        render.error(f"the device has failed: {failure}", "try again; where it fails again, --device cpu computes too")
         return 1
     if isinstance(error, OSError):
         render.error(f"the system says: {error}", "--debug shows where")

@@ -68,6 +68,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(known)
 
 
+def device_failure(error: BaseException) -> str | None:
+    """What CUDA says in one line where a device has failed, after which it computes nothing more in this process; None
+    for any other error."""
+    said = str(error).strip().splitlines() if isinstance(error, RuntimeError) else []
+    return said[0] if said and said[0].startswith("CUDA error") else None
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: Python's, a GPU's, or torch's on a CPU, which has no type of its own for it."""
     own_type = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

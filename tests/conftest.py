@@ -1,3 +1,4 @@
+import functools
 import io
 import json
 import os
@@ -161,6 +162,42 @@ def browser() -> Iterator[Any]:
         found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield found
         found.close()
+
+
+@pytest.fixture
+def disguise(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """`fake_cuda.disguised`, to be entered: CUDA devices that are the CPU. Skips where they cannot be had."""
+    import fake_cuda
+
+    if (reason := fake_cuda.why_not()) is not None:
+        pytest.skip(reason)
+    cache = getattr(request.config, "cache", None)  # pytest's folder, which outlives this run
+    folder = cache.mkdir("fake_cuda") if cache else tmp_path_factory.mktemp("fake_cuda")
+    try:
+        fake_cuda.build(folder)
+    except fake_cuda.Unavailable as error:
+        pytest.skip(str(error))
+    return functools.partial(fake_cuda.disguised, folder)
+
+
+@pytest.fixture(params=[pytest.param("real", marks=pytest.mark.gpu), "disguised"])
+def cuda(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A CUDA device: the machine's own, and then the CPU in disguise, which is given."""
+    if request.param == "real":
+        request.getfixturevalue("real_cuda")
+        yield None
+    else:
+        with request.getfixturevalue("disguise")() as device:
+            yield device
+
+
+@pytest.fixture
+def real_cuda() -> None:
+    """A CUDA device of the machine's own, or the test is skipped."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="../shared is not in a user's checkout")

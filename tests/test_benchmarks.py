@@ -31,18 +31,24 @@ def test_the_gpu_benchmark_runs_without_rustbpe(tmp_path: Path) -> None:
     report = json.loads((out / "gpu.json").read_text())
     assert report["floors"]["measured_peak"] > 0
     assert [(case["system"], case["optimizer"]) for case in report["cases"]] == [
-        ("ours", "muon"), ("ours", "adamw"), ("transformers", "adamw"),
+        ("ours", "muon"), ("ours", "adamw"), ("transformers", "adamw"), ("decoding", "adamw"),
     ]  # fmt: skip
-    for case in report["cases"]:
+    *trained, written = report["cases"]
+    assert "error" not in written, written
+    assert written["tokens_per_second"] == pytest.approx(2e3 / written["milliseconds_a_step"])
+    assert (written["texts"], written["compiled"]) == (2, "no")
+    for case in trained:
         assert "error" not in case, case
         assert case["tokens_per_second"] == pytest.approx(256 / case["seconds"][0])
         assert case["losses"][0] == pytest.approx(math.log(128), abs=0.3)  # both know nothing at first
         assert len(case["losses"]) == 3
-    assert len({case["parameters"] for case in report["cases"]}) == 1
+    assert len({case["parameters"] for case in trained}) == 1
     page = (out / "gpu.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith(("| `gpt", "| transformers"))]
     assert len(rows) == 3
     assert {row.count("|") for row in rows} == {12}
+    assert page.splitlines()[-1].startswith("| nano | float32 | 2 | no | ")
+    assert {line.count("|") for line in page.splitlines()[-3:]} == {10}
 
 
 def test_every_case_builds_the_model_that_it_names() -> None:
@@ -52,7 +58,9 @@ def test_every_case_builds_the_model_that_it_names() -> None:
     for case in gpu.CASES[1:]:
         shape = gpu.SHAPES[case.shape]
         assert shape.batch_tokens % (shape.rows * shape.block_size) == 0
-        assert f"{breakdown(PRESETS[shape.preset].model).trainable / 1e6:.0f}"[:2] == case.shape.replace(".", "")[:2]
+        named = float(case.shape[:-1]) * {"M": 1e6, "B": 1e9}[case.shape[-1]]
+        assert breakdown(PRESETS[shape.preset].model).trainable == pytest.approx(named, rel=0.02)
+        assert (case.system == "decoding") == (case.texts > 0)
 
 
 def test_a_case_gives_its_last_line_of_json(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What only a GPU can show. Texts are bytes, so that no vocabulary need be learnt."""
+"""What a GPU can show, and where ``on_cuda``, the CPU in disguise. Texts are bytes, so that no vocabulary need be learnt."""
 
 import json
 import os
@@ -19,10 +19,7 @@ import gpt
 from gpt import events
 from gpt.runs import folder
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+on_cuda = pytest.mark.usefixtures("cuda")  # the machine's own, and the CPU in disguise
 
 DEVICE = "cuda"
 SMALL: dict[str, Any] = {
@@ -50,6 +47,8 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(folder.find_checkpoint(f"{run}:latest") / "model.safetensors")
 
 
+@on_cuda
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_follows_float32(text: Path, dtype: str) -> None:
     """Under float16 the first steps may be left out, until the scale of the loss is found."""
@@ -60,6 +59,8 @@ def test_half_precision_follows_float32(text: Path, dtype: str) -> None:
     assert half[-1] < half[0] - 1
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("real_cuda")
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 def test_compiled_and_not_learn_the_same(text: Path, arch: str) -> None:
     runs = {mode: train(text, steps=20, arch=arch, dtype="bfloat16", compile=mode) for mode in ("off", "on")}
@@ -68,13 +69,15 @@ def test_compiled_and_not_learn_the_same(text: Path, arch: str) -> None:
 
 
 @pytest.fixture
-def all_memory() -> Iterator[None]:
+def all_memory(real_cuda: None) -> Iterator[None]:
     torch.cuda.empty_cache()
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.empty_cache()
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("real_cuda")
 @pytest.mark.usefixtures("all_memory")
 def test_memory_that_runs_out_halves_what_is_computed_at_once(text: Path) -> None:
     """The device is made to have room for less than the whole batch and more than an eighth of it."""
@@ -106,6 +109,8 @@ for _ in range(2):
 """
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("real_cuda")
 def test_deterministic_kernels_give_the_same_bits(text: Path) -> None:
     """In a process of its own: cuBLAS reads its setting when it starts."""
     code = TWICE.replace("{settings}", repr(SMALL | {"dtype": "bfloat16"}))
@@ -116,6 +121,8 @@ def test_deterministic_kernels_give_the_same_bits(text: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@on_cuda
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 def test_from_the_cache_as_without(text: Path, arch: str) -> None:
     """What a sample says of its ids' log-probabilities, a step a token, is what the whole text at once gives them."""
@@ -133,6 +140,8 @@ def test_from_the_cache_as_without(text: Path, arch: str) -> None:
     assert len(set(written)) > 5
 
 
+@on_cuda
+@pytest.mark.slow
 def test_mfu_is_told_where_the_datasheet_is_known(text: Path) -> None:
     from gpt.peaks import peak_flops
 
@@ -143,6 +152,8 @@ def test_mfu_is_told_where_the_datasheet_is_known(text: Path) -> None:
         assert 0 < result.mfu < 1
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("real_cuda")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("arch", "dropout"), [("gpt2", 0.0), ("gpt2", 0.1), ("modern", 0.0)])
 @pytest.mark.parametrize("batch", [4096, 8192])

@@ -594,8 +594,8 @@ def test_bfloat16_learns_too(text: Path) -> None:
     assert losses(heard)[-1] < losses(heard)[0] - 0.5
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.slow
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_cuda_learns_and_is_read_back(text: Path, dtype: str) -> None:
     result, heard = train(text, steps=60, lr=3e-3, device="cuda", dtype=dtype)

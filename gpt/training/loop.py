@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gpt import events
-from gpt.errors import Interrupted, PeerLost, WorkError
+from gpt.errors import Interrupted, PeerLost, WorkError, device_failure
 from gpt.files import disk_errors
 from gpt.interrupt import Stopped, StopSignal, interruption
 from gpt.model.params import breakdown
@@ -119,6 +119,9 @@ class Trainer:
                 self.saver.wait()
             if isinstance(error, PeerLost):
                 error.hint = f"go on with: {self.command}"
+            if (failure := device_failure(error)) is not None:
+                message = f"the device {self.compute.device} has failed: {failure}"
+                raise WorkError(message, f"go on with: {self.command}") from error
             raise
         finally:
             if self.metrics is not None:

@@ -1,0 +1,366 @@
+"""An estimate, not a measurement: what GPT-2 and GPT-3 would move and launch on an H100, and the least time for it.
+
+    pip install triton
+    python -m benchmarks.h100            writes the section of benchmarks/RESULTS.md
+    python -m benchmarks.h100 --tiny     the same of small models in seconds, printed
+
+Blocks, loss and steps of decoding are compiled by Inductor for an H100 that is not there: tensors are fake, nothing is
+built or run. Bytes and launches come from the code that it makes (`benchmarks.traffic`). What runs as written, the
+optimizer and the unembedding, is followed operator by operator: each reads its inputs and writes its outputs once. The
+least time is the longest of what the datasheet's bandwidth, its matrix products and the launches allow. It leaves out
+all that a real GPU adds: kernels below peak, caches, the host, other ranks.
+"""
+
+import argparse
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.device_interface import CudaInterface
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.results import machine, write_section
+from benchmarks.traffic import Traffic, count
+from gpt.config import GPTConfig, find_preset
+from gpt.decoding.context import Context
+from gpt.device import Compute
+from gpt.model.decoder import GPT, Block
+from gpt.model.fit import largest
+from gpt.model.loss import tied_cross_entropy
+from gpt.model.memory import Setup
+from gpt.peaks import find_kind
+from gpt.training.optim import make_optimizer
+
+TITLE = "On an H100, estimated from generated code"
+BANDWIDTH = 3.35e12  # bytes a second, H100 SXM's datasheet
+LAUNCH, LAUNCH_IN_GRAPH = 2e-6, 1e-6  # seconds from one kernel to the next at least: from the host, in a CUDA graph
+KIND = "h100-80gb"
+CUDA = torch.device("cuda")
+NARROW = torch.bfloat16
+T = 1024
+TRAINED = ("gpt2", "gpt2-medium", "gpt3-1.3b")
+BATCH = 524_288  # tokens a step
+WRITTEN = (("gpt2", 1), ("gpt2", 8), ("gpt2", 64), ("gpt3-6.7b", 1))
+TINY = GPTConfig(50_257, T, 2, 2, 64)
+
+H100 = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=132,
+    regs_per_multiprocessor=65_536, max_threads_per_multi_processor=2048, warp_size=32, max_threads_per_block=1024,
+    shared_memory_per_block=49_152, shared_memory_per_block_optin=232_448, L2_cache_size=50 * 2**20, gcnArchName="",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something that a GPU does."""
+
+    bytes: int
+    launches: int
+    flops: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.bytes + other.bytes, self.launches + other.launches, self.flops + other.flops)
+
+    def __mul__(self, times: int) -> "Work":
+        return Work(self.bytes * times, self.launches * times, self.flops * times)
+
+    def seconds(self, launch: float) -> float:
+        """The least time."""
+        peak = find_kind(KIND).peak("bfloat16")
+        assert peak is not None
+        return max(self.bytes / BANDWIDTH, self.flops / peak, self.launches * launch)
+
+
+# An H100 that is not there
+
+
+class _Driver:
+    """Triton's, for a device that is asked for its shape and runs nothing."""
+
+    utils = SimpleNamespace(
+        get_device_properties=lambda index: {
+            "max_shared_mem": H100.shared_memory_per_block_optin, "multiprocessor_count": H100.multi_processor_count,
+            "warpSize": H100.warp_size, "max_num_regs": H100.regs_per_multiprocessor,
+        }
+    )  # fmt: skip
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, H100.warp_size)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, index: int | None = None) -> int:
+        return 0
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def h100() -> Iterator[None]:
+    """A context in which tensors on CUDA are fake, and Inductor makes code for an H100."""
+    import triton
+
+    from tests.fake_cuda import shim  # autograd's device guard, which a CPU build lacks
+
+    cuda = {
+        "is_available": lambda: True, "device_count": lambda: 1, "is_initialized": lambda: True,
+        "_lazy_init": lambda: None, "current_device": lambda: 0, "set_device": lambda index: None,
+        "get_device_properties": lambda index=None: H100, "get_device_name": lambda index=None: H100.name,
+        "get_device_capability": lambda index=None: (9, 0), "is_bf16_supported": lambda *_, **__: True,
+        "synchronize": lambda index=None: None, "empty_cache": lambda: None, "_exchange_device": lambda index: 0,
+        "_maybe_exchange_device": lambda index: 0, "set_rng_state": lambda *_: None,
+        "get_rng_state": lambda index=None: torch.zeros(16, dtype=torch.uint8),
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        put = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))
+        stack.enter_context(shim.put_on(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
+        for name, stand_in in cuda.items():
+            put(torch.cuda, name, stand_in)
+        put(torch.cuda, "_get_device_properties", lambda index: H100, create=True)
+        put(torch.version, "cuda", "13.0")
+        for interface in (CudaInterface, CudaInterface.Worker):
+            put(interface, "get_device_properties", staticmethod(lambda index=None: H100))
+        put(CudaInterface, "get_compute_capability", staticmethod(lambda index=None: 90))
+        put(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+        put(torch._C, "_cuda_cudaCachingAllocator_is_enabled", lambda: True, create=True)
+        put(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
+        put(F, "scaled_dot_product_attention", _attention)
+        put(triton.runtime.driver, "_active", _Driver())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """The kernel that CUDA would choose: FlashAttention-2, or with a mask the memory-efficient one."""
+    if torch.is_autocast_enabled("cuda"):
+        q, k, v = (each.to(torch.get_autocast_dtype("cuda")) for each in (q, k, v))
+    if attn_mask is None:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+    bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
+    bias = bias.expand(q.size(0), q.size(1), q.size(2), k.size(2))
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(q, k, v, bias, False, dropout_p, is_causal, scale=scale)[0]
+
+
+class _AsWritten(TorchDispatchMode):
+    """Adds up what operators read and write, those that compute anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = Work(0, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        arguments = [*zip(func._schema.arguments, args, strict=False)]
+        infos = [argument.alias_info for argument in func._schema.arguments]
+        if any(info is not None and not info.is_write for info in infos):
+            return out  # a view
+        read = _tensors((args, kwargs))
+        changed = _tensors([value for argument, value in arguments if argument.alias_info is not None])
+        made = [each for each in _tensors(out) if not any(each is one for one in changed)]
+        self.work += Work(sum(each.nbytes for each in (*read, *changed, *made)), 1)
+        return out
+
+
+def compiled(work: Callable[[], object]) -> list[Traffic]:
+    """The graphs of what runs compiled, but for what Inductor would compute or time on the GPU: constants are not
+    folded, and no matrix is filled up."""
+    return count(work, joint_graph_constant_folding=False, shape_padding=False)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
+def as_written(work: Callable[[], object]) -> Work:
+    """What runs operator by operator."""
+    with _AsWritten() as mode:
+        work()
+    return mode.work
+
+
+# Training
+
+
+def training(config: GPTConfig) -> list[tuple[str, Work]]:
+    """A step's parts and their work, of ``BATCH`` tokens."""
+    setup = largest(config, Setup(), BATCH // config.block_size, find_kind(KIND).memory)
+    micro = BATCH // config.block_size // setup.micro_batch
+    positions = setup.micro_batch * config.block_size
+    C = config.n_embd
+    matrices, scores = 12 * C * C, 2 * C * config.block_size  # causal: half of the scores
+    block = _compiled(lambda: _block(config, setup.micro_batch), 3 * 2 * positions * (matrices + scores))
+    loss = _compiled(lambda: _loss(config, setup), 3 * 2 * positions * config.vocab_size * C)
+    return [
+        ("blocks", block * config.n_layer * micro),
+        ("unembedding and loss", loss * micro),
+        ("optimizer", _optimizer(config)),
+    ]
+
+
+def _compiled(work: Callable[[], object], flops: float) -> Work:
+    """Forward and backward, compiled."""
+    found = compiled(work)
+    assert len(found) == 2, "a graph forward and one backward"
+    return Work(sum(each.bytes for each in found), sum(each.launches for each in found), flops)
+
+
+def _block(config: GPTConfig, rows: int) -> None:
+    with CUDA:
+        block = Block(config)
+        x = torch.zeros(rows, config.block_size, config.n_embd, requires_grad=True)
+    block.compile(fullgraph=True)
+    with torch.autocast("cuda", dtype=NARROW):
+        block(x, 3, None, None)
+
+
+def _loss(config: GPTConfig, setup: Setup) -> None:
+    with CUDA:
+        x = torch.zeros(setup.micro_batch, config.block_size, config.n_embd, requires_grad=True)
+        weight = torch.zeros(config.vocab_size, config.n_embd, requires_grad=True)
+        y = torch.zeros(setup.micro_batch, config.block_size, dtype=torch.long)
+    with torch.autocast("cuda", dtype=NARROW):
+        torch.compile(tied_cross_entropy, fullgraph=True)(x, weight, y, setup.loss_chunk)
+
+
+def _optimizer(config: GPTConfig) -> Work:
+    """Muon and AdamW, a step."""
+    with CUDA:
+        model = GPT(config)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer = make_optimizer(model, "muon", 0.1, NARROW)
+        skip = torch.zeros((), dtype=torch.bool)
+    optimizer.step(skip)  # the first makes the moments
+    # Five iterations of three products of an m × n matrix with m ≤ n: 2·m²n, 2·m³ and 2·m²n.
+    C = config.n_embd
+    flops = sum(5 * (4 * C * C * wide + 2 * C**3) * many for wide, many in ((C, 4), (4 * C, 2)))
+    return replace(as_written(lambda: optimizer.step(skip)), flops=float(flops * config.n_layer))
+
+
+# Decoding
+
+
+def decoding(config: GPTConfig, rows: int) -> tuple[Work, Work, int, int]:
+    """A step of ``rows`` texts with room for ``T`` positions: the compiled stack, what follows it, and the bytes of the
+    stack's weights and of the cache."""
+    compute = Compute(CUDA, NARROW)
+    torch.set_default_dtype(NARROW)
+    try:
+        with CUDA:
+            model = GPT(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    context = Context(model, compute, rows, T, model.stack)  # which marks the cache as one of fixed addresses
+    cache = context.cache
+    stack = torch.compile(model.stack, dynamic=False)
+    with torch.inference_mode(), CUDA:
+        cache._end = cache.room
+        cache._columns = torch.zeros(rows, 1, dtype=torch.long), torch.zeros(rows, 1, dtype=torch.long)
+        cache._mask = torch.zeros(rows, 1, 1, cache.room, dtype=torch.bool)
+        x = torch.zeros(rows, 1, config.n_embd, dtype=NARROW)
+        [step] = compiled(lambda: stack(x, None, cache))
+        after = as_written(lambda: context.logits(x).argmax(-1))
+    weights = sum(p.nbytes for name, p in model.named_parameters() if name.startswith(("h.", "ln_f.")))
+    matrices = 12 * config.n_layer * config.n_embd**2
+    flops = 2 * rows * (matrices + 2 * config.n_layer * config.n_embd * T)
+    after = replace(after, flops=2 * rows * config.vocab_size * config.n_embd)
+    return Work(step.bytes, step.launches, flops), after, weights, cache.nbytes
+
+
+# The page
+
+
+def page(tiny: bool) -> list[str]:
+    """The section, in Markdown."""
+    trained = [("tiny", TINY)] if tiny else [(name, _shape(name)) for name in TRAINED]
+    written = [("tiny", TINY, 2)] if tiny else [(name, _shape(name), rows) for name, rows in WRITTEN]
+    peak = find_kind(KIND).peak("bfloat16") or 0.0
+    lines = [
+        f"- torch {torch.__version__}, tensors fake; bandwidth {BANDWIDTH / 1e12:.2f} TB/s, products "
+        f"{peak / 1e12:,.0f} TFLOP/s, {1e6 * LAUNCH:.0f} µs a launch ({1e6 * LAUNCH_IN_GRAPH:.0f} in a CUDA graph)",
+        "",
+        "**An estimate: nothing was run on a GPU.** Bytes and launches are those of the code that Inductor makes for "
+        "an H100 (`benchmarks/traffic.py`); the least time is the longest of what bandwidth, products and launches "
+        "allow, part by part. A real GPU takes longer.",
+        "",
+        f"Training, {BATCH:,} tokens a step, {T:,} of context, bfloat16, Muon, compiled blocks and loss:",
+        "",
+        "| estimate for | part of a step | GB | launches | least ms | tokens/s at most |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for name, config in trained:
+        parts = training(config)
+        total = sum(work.seconds(LAUNCH) for _, work in parts)
+        for part, work in parts:
+            lines.append(_row(name, part, f"{work.bytes / 1e9:,.1f}", f"{work.launches:,}", work.seconds(LAUNCH)))
+        whole = sum((work for _, work in parts), Work(0, 0))
+        lines.append(
+            _row(name, "all", f"{whole.bytes / 1e9:,.1f}", f"{whole.launches:,}", total, f"{BATCH / total:,.0f}")
+        )
+    lines += [
+        "",
+        f"Decoding, a step of one token a text, room for {T:,} positions, bfloat16, compiled; the unembedding and the "
+        "choice, which follow as written, counted in:",
+        "",
+        "| estimate for | texts | GB a step | blocks' weights | cache | the compiled step, of its weights and cache "
+        "| launches | least ms | tokens/s at most |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, config, rows in written:
+        stack, after, weights, cache = decoding(config, rows)
+        seconds = stack.seconds(LAUNCH_IN_GRAPH) + after.seconds(LAUNCH)
+        lines.append(
+            f"| {name} | {rows} | {(stack.bytes + after.bytes) / 1e9:.3f} | {weights / 1e9:.3f} | {cache / 1e9:.3f} "
+            f"| {stack.bytes / (weights + cache):.2f} | {stack.launches} + {after.launches} | {1e3 * seconds:.3f} "
+            f"| {rows / seconds:,.0f} |"
+        )
+    return lines
+
+
+def _row(name: str, part: str, gigabytes: str, launches: str, seconds: float, rate: str = "") -> str:
+    return f"| {name} | {part} | {gigabytes} | {launches} | {1e3 * seconds:,.2f} | {rate} |"
+
+
+def _shape(name: str) -> GPTConfig:
+    return replace(find_preset(name).model, block_size=T, dropout=0.0)
+
+
+def main() -> None:
+    """Estimates, and writes the section."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="of a small model, printed and not kept")
+    asked = parser.parse_args()
+    with h100():
+        lines = page(asked.tiny)
+    if asked.tiny:
+        print("\n".join(lines))
+    else:
+        write_section(TITLE, [*machine("python -m benchmarks.h100"), *lines])
+
+
+if __name__ == "__main__":
+    main()

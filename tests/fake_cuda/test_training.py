@@ -1,0 +1,241 @@
+"""Training on CUDA as it is on the CPU, step by step: the same losses, the same files, and what only a GPU can do."""
+
+import contextlib
+import json
+import math
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from conftest import Gpt, make_text, send
+from safetensors.torch import load_file
+
+import gpt
+from gpt import events
+from gpt.device import Compute
+from gpt.errors import Interrupted
+from gpt.model.decoder import GPT
+from gpt.runs import folder
+from gpt.training.optim import make_optimizer
+from gpt.training.recipe import resolve
+from gpt.training.step import Stepper
+
+Disguise = Callable[..., Any]
+SMALL: dict[str, Any] = {
+    "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_tokens": 128, "tokenizer": "bytes", "lr": 3e-3,
+    "sample_every": 0, "dtype": "float32",
+}  # fmt: skip
+ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 1e-2}  # of losses around 5, attention being another kernel
+
+
+@pytest.fixture(autouse=True)
+def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written at the end of a run takes as long as its steps here."""
+    monkeypatch.setattr("gpt.training.best.SAMPLE", gpt.SampleConfig(max_tokens=4))
+
+
+@pytest.fixture
+def text(workdir: Path) -> Path:
+    path = workdir / "book.txt"
+    path.write_bytes(make_text(2000).encode())
+    return path
+
+
+def train(device: str, **settings: Any) -> tuple[Any, list[Any]]:
+    heard: list[Any] = []
+    result = gpt.train("book.txt", listen=heard.append, device=device, **{**SMALL, "steps": 6, **settings})
+    return result, heard
+
+
+def losses(heard: list[Any]) -> list[float]:
+    return [each.loss for each in heard if isinstance(each, events.StepEvent)]
+
+
+def notes(heard: list[Any]) -> list[str]:
+    return [each.text for each in heard if isinstance(each, events.Note)]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder.find_checkpoint(f"{run}:latest") / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {}, {"arch": "modern"}, {"optimizer": "adamw"}, {"dtype": "bfloat16"},
+        {"micro_batch": "1", "recompute": True}, {"batch_ramp": 500, "steps": 8}, {"positions": "sinusoidal"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_run_learns_the_same(text: Path, disguise: Disguise, settings: dict[str, Any]) -> None:
+    here, heard_here = train("cpu", eval_every=3, **settings)
+    with disguise():
+        there, heard_there = train("cuda", eval_every=3, **settings)
+    rounding = ROUNDING[settings.get("dtype", "float32")]
+    assert losses(heard_there) == pytest.approx(losses(heard_here), abs=rounding)
+    assert there.val_loss == pytest.approx(here.val_loss, abs=rounding)
+
+
+def test_float16_finds_its_scale_and_follows_float32(text: Path, disguise: Disguise) -> None:
+    """The first steps are left out, until the scale of the loss is small enough: the loss stays what it was."""
+    with disguise():
+        _, half = train("cuda", dtype="float16", steps=8)
+        _, whole = train("cuda", steps=8)
+    assert all(map(math.isfinite, losses(half)))
+    assert losses(half)[0] == pytest.approx(losses(whole)[0], abs=ROUNDING["float16"])
+    assert losses(half)[-1] < losses(half)[0]
+
+
+def test_logits_in_chunks_give_the_same(text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, here = train("cpu")
+    monkeypatch.setattr("gpt.model.fit.MOST_LOGITS", 64 * 320)  # of 128 positions 64 at once
+    monkeypatch.setattr("gpt.model.fit.LEAST_CHUNK", 32)
+    with disguise():
+        result, there = train("cuda", micro_batch="4")
+    assert json.loads((result.run / "run.json").read_text())["resolved"]["loss_chunk"] == 64
+    assert losses(there) == pytest.approx(losses(here), abs=1e-5)
+
+
+def test_memory_that_runs_out_halves_what_is_computed_at_once(text: Path, disguise: Disguise) -> None:
+    """The device has room for the logits of two sequences, not of four."""
+    _, here = train("cpu", val_fraction=0.0)
+    with disguise() as device:
+        device.most = 3 * 32 * 320 * 4
+        result, there = train("cuda", micro_batch="4", val_fraction=0.0)
+    assert [note for note in notes(there) if note.startswith("out of memory")] == [
+        "out of memory: from here on 2 of 4 sequences at once"
+    ]
+    assert losses(there) == pytest.approx(losses(here), abs=1e-5)
+    assert json.loads((result.run / "run.json").read_text())["resolved"]["micro_batch"] == 2
+
+
+def test_a_run_goes_back_where_its_loss_explodes(
+    text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the snapshot, which came by copies that do not wait."""
+    from gpt.training import step
+
+    whole, calls = step.tied_cross_entropy, []
+
+    def poisoned(*args: Any) -> Any:
+        calls.append(1)
+        return whole(*args) * (math.nan if 5 <= len(calls) <= 8 else 1)
+
+    monkeypatch.setattr(step, "tied_cross_entropy", poisoned)
+    with disguise():
+        result, heard = train("cuda", steps=10, eval_every=4)
+    (back,) = [each for each in heard if isinstance(each, events.RollbackEvent)]
+    assert (back.step, result.steps) == (4, 10)
+    assert all(map(math.isfinite, losses(heard)[-6:]))
+    assert all(each.isfinite().all() for each in weights(result.run).values())
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "optimizer"), [("cpu", "cuda", "muon"), ("cuda", "cpu", "adamw"), ("cuda", "cuda", "muon")]
+)
+def test_a_run_goes_on_elsewhere(text: Path, disguise: Disguise, first: str, then: str, optimizer: str) -> None:
+    def on(device: str) -> Any:
+        return disguise() if device == "cuda" else contextlib.nullcontext()
+
+    def nine_steps(first: str, then: str) -> dict[str, torch.Tensor]:
+        with on(first):
+            run = train(first, optimizer=optimizer, eval_every=3)[0].run
+        with on(then):
+            assert gpt.resume(run, steps=9, device=then).steps == 9
+        return weights(run)
+
+    here = nine_steps("cpu", "cpu")
+    for name, there in nine_steps(first, then).items():
+        assert torch.allclose(there, here[name], atol=2e-4), name
+
+
+def test_dropout_is_the_same_after_a_resume(text: Path, disguise: Disguise) -> None:
+    """Random states are saved and read back; the fake device draws from the CPU's."""
+    with disguise():
+        stopped: list[int] = []
+
+        def stop(event: Any) -> None:
+            if isinstance(event, events.StepEvent) and event.step == 3 and not stopped:
+                stopped.append(1)
+                send(signal.SIGINT)
+
+        whole, _ = train("cuda", dropout=0.2)
+        with pytest.raises(Interrupted):
+            gpt.train("book.txt", listen=stop, device="cuda", out="part", **{**SMALL, "steps": 6, "dropout": 0.2})
+        again = gpt.resume("part")
+    assert again.steps == 6
+    for name, one in weights(whole.run).items():
+        assert torch.equal(weights(again.run)[name], one), name
+
+
+def test_adapters_learn_the_same(text: Path, disguise: Disguise) -> None:
+    base = train("cpu", steps=1, out="base")[0].run
+    settings: dict[str, Any] = {"init": str(base), "steps": 4, "lora_rank": 2, "dtype": "float32"}
+    heard: dict[str, list[Any]] = {"cpu": [], "cuda": []}
+    gpt.train("book.txt", listen=heard["cpu"].append, device="cpu", **settings)
+    with disguise():
+        gpt.train("book.txt", listen=heard["cuda"].append, device="cuda", **settings)
+    assert losses(heard["cuda"]) == pytest.approx(losses(heard["cpu"]), abs=1e-5)
+
+
+def test_pairs_learn_the_same(workdir: Path, disguise: Disguise) -> None:
+    lines = [json.dumps({"prompt": f"{n} plus one is ", "completion": f"{n + 1}"}) for n in range(40)]
+    Path("book.txt").write_text("\n".join(lines) + "\n")
+    settings: dict[str, Any] = {"pairs": True, "batch_tokens": 256}
+    _, here = train("cpu", **settings)
+    with disguise():
+        _, there = train("cuda", **settings)
+    assert losses(there) == pytest.approx(losses(here), abs=1e-5)
+
+
+def test_a_step_on_the_second_device(disguise: Disguise) -> None:
+    """Its loss is waited for there, and not on the device that is current."""
+    here = stepper(torch.device("cpu"))
+    with disguise(2):
+        there = stepper(torch.device("cuda:1"))
+        ids = np.zeros((4, 16), np.int64)
+        assert torch.cuda.current_device() == 0
+        assert there.step(ids, ids, 0.01).read() == pytest.approx(here.step(ids, ids, 0.01).read(), abs=1e-5)
+
+
+def stepper(device: torch.device, dtype: Any = torch.float32, **settings: Any) -> Stepper:
+    asked = gpt.TrainConfig(
+        preset="nano", n_layer=2, n_head=2, n_embd=32, block_size=16, batch_tokens=64, micro_batch="2", steps=3,
+        compile="off", dropout=0.0, **settings,
+    )  # fmt: skip
+    compute = Compute(device, dtype)
+    recipe = resolve(asked, compute, 10**6, 10**5, 101, False, lambda note: None)
+    torch.manual_seed(0)
+    model = GPT(recipe.model).to(device)
+    return Stepper(model, make_optimizer(model, recipe.optimizer, 0.1, dtype), compute, recipe, lambda n: None)
+
+
+def test_a_lost_device_ends_a_run_with_one_line(text: Path, disguise: Disguise, gpt: Gpt) -> None:
+    """Its last checkpoint is whole, and the run goes on from there."""
+    words = "train book.txt -o run --tokenizer bytes --preset nano --n-layer 1 --block-size 16 --batch-tokens 64 "
+    words += "--save-every 2 --eval-every 2 --dtype float32 --compile off --device cuda --sample-every 0 --steps"
+    with disguise() as device:
+        lose = partial(setattr, device, "lost", LOST)
+        with mock.patch("gpt.training.loop.Trainer.on_saved", lambda trainer, step: lose() if step == 4 else None):
+            done = gpt(*words.split(), "9")
+        assert device.lost
+    assert (done.code, done.out) == (1, "")
+    assert done.err.splitlines()[-2:] == [
+        "error: the device cuda has failed: CUDA error: an illegal memory access was encountered",
+        "hint: go on with: gpt train --resume run",
+    ]
+    with disguise():
+        assert gpt("train", "--resume", "run", "--quiet").code == 0
+    assert (folder.find_checkpoint("run:latest")).name == folder.step_name(9)
+
+
+LOST = """CUDA error: an illegal memory access was encountered
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+"""
