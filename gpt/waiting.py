@@ -43,9 +43,9 @@ def watch() -> None:
     """Watches this process's threads from now on, in a thread of its own. Does nothing where threads wait in another
     way than GNU OpenMP's (macOS, Windows: LLVM's and Intel's give way to others), where the user has said how they
     wait, or where the system does not tell how long they waited for a core."""
-    users = any(os.environ.get(name, ours) != ours for name, ours in POLICY.items())
+    given = {name: os.environ[name] for name in POLICY if name in os.environ}
     openmp = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if users or not hasattr(openmp, "GOMP_parallel") or not next(TASKS.glob("*/schedstat"), None):
+    if given not in ({}, POLICY) or not hasattr(openmp, "GOMP_parallel") or not next(TASKS.glob("*/schedstat"), None):
         return
     if _watching.acquire(blocking=False):
         threading.Thread(target=_watch, args=(Spinning(openmp),), name="gpt-waiting", daemon=True).start()
@@ -76,7 +76,7 @@ class Spinning:
 
     def _idle(self, over: threading.Event) -> None:
         # A team belongs to the thread that asks for it, and ends with it. Its members do no more than this call.
-        self.openmp.GOMP_parallel(self.openmp.omp_get_level, None, os.cpu_count() or 1, 0)
+        self.openmp.GOMP_parallel(self.openmp.omp_get_level, None, len(os.sched_getaffinity(0)), 0)
         over.wait()
 
 

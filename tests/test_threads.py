@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +27,7 @@ needs_openmp = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(device, "_torch_threads", lambda: 4)
@@ -108,6 +110,29 @@ def test_the_policy_is_ours_only_where_the_user_has_none(monkeypatch: pytest.Mon
     waiting.set_policy()
     assert "OMP_WAIT_POLICY" not in os.environ
     assert os.environ["GOMP_SPINCOUNT"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("given", "watched"),
+    [({}, True), (waiting.POLICY, True), ({"OMP_WAIT_POLICY": "passive"}, False), ({"GOMP_SPINCOUNT": "7"}, False)],
+)
+@needs_openmp
+def test_threads_whose_waiting_the_user_has_chosen_are_not_watched(
+    given: dict[str, str], watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in waiting.POLICY:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    begun: list[object] = []
+    monkeypatch.setattr(waiting, "_watching", threading.Lock())
+    monkeypatch.setattr(waiting, "_watch", begun.append)
+    waiting.watch()
+    waiting.watch()  # once is enough
+    deadline = time.monotonic() + 5
+    while watched and not begun and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(begun) == watched
 
 
 class FakeSpinning(waiting.Spinning):

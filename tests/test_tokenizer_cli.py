@@ -106,10 +106,14 @@ def test_what_may_not_be_read_or_written_is_named(gpt: Gpt, book: Path, monkeypa
         assert (done.code, "cannot read lk/v" in done.err) == (2, True), done.err
         assert "permissions" in done.err
 
-    def no_bytes(path: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(path))
+    opened = os.open
 
-    monkeypatch.setattr(Path, "read_bytes", no_bytes)
+    def no_open(path: str, *args: int) -> int:
+        if str(path).endswith("gpt.json"):
+            raise PermissionError(13, "Permission denied", path)
+        return opened(path, *args)
+
+    monkeypatch.setattr(os, "open", no_open)
     done = gpt("tokenizer", "show", "vocab")
     assert (done.code, "cannot read vocab/gpt.json: Permission denied" in done.err) == (2, True), done.err
 

@@ -36,7 +36,7 @@ def test_one_thread_as_before() -> None:
     threads, heard = torch.get_num_threads(), list[str]()
     torch.set_num_threads(2)
     try:
-        same_compute(Begun(Path("run"), record, [], TrainConfig()), None, 1, heard.append)
+        same_compute(Begun(Path("run"), record, [], TrainConfig()), {}, 1, heard.append)
         assert heard == ["1 thread, as before, instead of 2: sums depend on it"]
         assert torch.get_num_threads() == 1
     finally:

@@ -86,7 +86,7 @@ class RunRecord:
     init: StartRecord | None = None
     resumed: list[Resumed] = field(default_factory=list)
     ended: str | None = None  # why
-    result: Table | None = None  # a `Result`
+    result: dict[str, Scalar | Table] | None = None  # a `Result`
     others: dict[str, Any] = field(default_factory=dict)  # members that this version does not know
 
     @classmethod
