@@ -1,6 +1,6 @@
 """Hostile and clumsy command lines: thousands of them, each drawn from a seed, run, and judged.
 
-    python -m benchmarks.hostile [--cases 3000] [--seed 1] [--each 100] [--case N]
+    python -m benchmarks.hostile [--cases 3000] [--first 0] [--seed 1] [--each 100] [--case N]
 
 A case is a command with options, environment twins, a TOML file, stdin and files, any of which may be nonsense:
 missing, empty, a folder, a pipe that nobody writes, a device, a name of control characters or of bytes that are no
@@ -388,11 +388,12 @@ def main(words: list[str]) -> None:
     """Runs the cases, tells those that are not clean, and counts."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile")
     parser.add_argument("--cases", type=int, default=3000)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case, to run them in parts")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--each", type=int, default=100, help="each so many is a process of its own; 0: none")
     parser.add_argument("--case", type=int, help="this one alone, with what it prints")
     asked = parser.parse_args(words)
-    numbers = range(asked.cases) if asked.case is None else [asked.case]
+    numbers = range(asked.first, asked.first + asked.cases) if asked.case is None else [asked.case]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has ignored for what runs behind it
     warm()
     known, started = commands(), time.monotonic()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gpt.errors import UserError
+from gpt.errors import UserError, check_text
 from gpt.settings import MOST_TOML, parse_toml
 
 from . import render
@@ -34,10 +34,7 @@ def text(words: str | None, file: Path | None, what: str, flag: str) -> str:
                 f"{name(file)} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start:,}"
             ) from None
     words = words or ""
-    try:
-        words.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UserError(f"the {what} is not UTF-8", f"put it into a file and give {flag}") from None
+    check_text(f"the {what}", words)
     return words
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt.errors import UserError, did_you_mean
+from gpt.errors import UserError, check_text, did_you_mean
 from gpt.sample_config import SampleConfig
 
 from . import render
@@ -62,8 +62,7 @@ class Conversation:
 
     def take(self, words: str) -> None:
         """A prompt, or a command. Raises `UserError` for one that cannot be followed."""
-        if any("\ud800" <= char <= "\udfff" for char in words):
-            raise UserError("the line is not UTF-8", "it was not taken; go on with the next")
+        check_text("the line", words)
         if not words.startswith("/") or words.startswith("//"):
             self.prompt, self.index = words.removeprefix("/") if words.startswith("//") else words, 0
             self._write(self.prompt)

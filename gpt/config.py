@@ -155,7 +155,7 @@ class ReadConfig:
         check_options(self)
         try:
             codecs.lookup(self.encoding)
-        except LookupError:
+        except (LookupError, ValueError):  # ValueError: a name that is no text, or has a zero byte
             raise UserError(f'there is no encoding "{self.encoding}"', "utf-8, latin-1, cp1252, utf-16 …") from None
 
 

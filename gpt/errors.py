@@ -75,6 +75,12 @@ def device_failure(error: BaseException) -> str | None:
     return said[0] if said and said[0].startswith("CUDA error") else None
 
 
+def check_text(what: str, text: str) -> None:
+    """Raises `UserError` for bytes of a command line that were no UTF-8, which Python has as halves of characters."""
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise UserError(f"{what} is not UTF-8", "write it in UTF-8, as the terminal does that is set so")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: Python's, a GPU's, or torch's on a CPU, which has no type of its own for it."""
     own_type = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

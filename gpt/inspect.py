@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpt.errors import NotANumber, UserError
+from gpt.errors import NotANumber, UserError, check_text
 from gpt.model.decoder import GPT, Attention
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.vocabulary import visible
@@ -293,6 +293,7 @@ class Embeddings:
         with white space itself. Raises `UserError` for an empty one."""
         if not word.strip():
             raise UserError("a word is empty", "name a word that has letters")
+        check_text("a word", word)
         forms = [word] if word[0].isspace() else [" " + word, word]
         found = [Word(form, self.tokenizer.encode(form).tolist()) for form in forms]
         return min(found, key=lambda each: len(each.ids))

@@ -11,7 +11,7 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from gpt.errors import UserError, did_you_mean
+from gpt.errors import UserError, check_text, did_you_mean
 
 T = TypeVar("T")
 MOST_TOML = 2**20  # bytes
@@ -40,6 +40,8 @@ def check_options(config: Any) -> None:
             words = (value,) if isinstance(value, str) else tuple(value)
             if not all(isinstance(word, str) and word for word in words):
                 raise UserError(f"{name} is {'empty' if '' in words else repr(value)}; it must be a text, or several")
+            for word in words:
+                check_text(name, word)
             object.__setattr__(config, each.name, words)
             continue
         fits = (int, float) if kind is float else (kind,)

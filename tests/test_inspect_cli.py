@@ -186,3 +186,9 @@ def test_narrow_encodings_take_every_token(run_folder: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         done.stdout.decode("ascii")
+
+
+def test_words_that_are_no_text(gpt: Gpt, run_folder: Path) -> None:
+    for words in (["neighbors", "\udcff"], ["analogy", "\udcff", "+", "cat"]):
+        done = gpt("inspect", *words, "-m", run_folder)
+        assert (done.code, done.err.splitlines()[0]) == (2, "error: a word is not UTF-8")
