@@ -131,10 +131,11 @@ def otherwise() -> None:
 
 
 def command(*words: str) -> None:
-    """``gpt train`` with words of its own."""
-    from gpt_cli.main import main
+    """``gpt train`` with words of its own, to its end as the command's: that of one among several is abrupt."""
+    from gpt_cli.main import run
 
-    sys.exit(main(["train", "book.txt", *WORDS, *words]))
+    sys.argv = ["gpt", "train", "book.txt", *WORDS, *words]
+    run()
 
 
 if __name__ == "__main__":
