@@ -45,7 +45,7 @@ def train(
     if print_config:
         render.write(to_toml(asdict(settings)))
         return
-    nproc = settings.nproc if resume is None else of_run(resume, given)
+    nproc = settings.nproc if resume is None else processes_to_resume(resume, given)
     if nproc > 1 and not environment.is_one_of_many():
         raise SystemExit(processes.start(words, nproc, began))
     quiet = quiet or environment.rank() > 0
@@ -57,7 +57,7 @@ def train(
         if resume is None:
             result = run.train(text or [], settings, display, began)
         else:
-            result = run.go_on(resume or None, given, text or [], display, began)
+            result = run.resume(resume or None, given, text or [], display, began)
     if environment.rank():
         return
     if json:
@@ -66,9 +66,9 @@ def train(
         render.result(result)
 
 
-def of_run(run: str, given: dict[str, Any]) -> int:
-    """How many processes go on with a run: as many as it had before, unless another number is given, or it is
+def processes_to_resume(run: str, given: dict[str, Any]) -> int:
+    """The number of processes that resume a run: as many as it had before, unless another number is given, or it is
     finished."""
-    from gpt.training import resume
+    from gpt.training import run as runs
 
-    return resume.processes_of(run or None, given)
+    return runs.processes_of(run or None, given)

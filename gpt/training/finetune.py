@@ -1,24 +1,25 @@
-"""The model that fine-tuning starts from: found, compared with what was asked for, and made ready to train."""
+"""Fine-tuning: the checkpoint that training starts from, adapters, and the defaults that differ."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch.optim import AdamW
 
 from gpt.config import GPTConfig, Optimizer, Preset, TrainConfig
 from gpt.errors import UserError
+from gpt.model import lora
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
-from gpt.parallel.world import World
-from gpt.runs import checkpoint, folder
+from gpt.runs import checkpoint, folder, hub
+from gpt.runs.adapter import Adapter
 from gpt.runs.record import StartRecord
 from gpt.text.tokenizer import Tokenizer
+from gpt.training.optim import BETAS, Optimizers
 
 # Searched on nano; AdamW's rate is the customary one (docs/defaults.md).
-RATE: dict[Optimizer, float] = {"muon": 0.5, "adamw": 0.2}  # of a model's rate from nothing
+RATE: dict[Optimizer, float] = {"muon": 0.5, "adamw": 0.2}  # of the rate at which the preset is trained anew
 LORA_RATE = 2.0  # the same for adapters
 ADAMW_FROM = 100_000_000  # parameters; Muon's own step then costs as much as thousands of tokens
 EPOCHS = 3.0  # passes over running text, and over pairs at least
@@ -29,53 +30,44 @@ STEPS, PAIR_STEPS = 100, 400  # batches shrink until the default length has so m
 
 
 @dataclass(frozen=True)
-class Start:
-    """A model to go on from. ``sums``: sha256 of its files of weights, by name."""
+class InitCheckpoint:
+    """The checkpoint that fine-tuning starts from. ``sha256`` are the checksums of its weight files, by name."""
 
-    asked: str  # the user's words
+    asked: str  # as the user named it
     path: Path
     model: GPTConfig
     tokenizer: Tokenizer
-    sums: dict[str, str]
+    sha256: dict[str, str]
 
     def load(self, shape: GPTConfig, device: torch.device) -> GPT:
-        """Its weights in ``shape``: its own, but for another dropout or a shorter context."""
+        """Loads its weights as ``shape``, which is its own but for another dropout or a shorter context."""
         return checkpoint.load(self.path, device, shape).model.train()
 
     def record(self) -> StartRecord:
-        """The part of ``run.json`` that names it."""
-        return StartRecord(self.asked, str(self.path.absolute()), self.sums)
+        """Its entry in ``run.json``."""
+        return StartRecord(self.asked, str(self.path.absolute()), self.sha256)
+
+    def adapter(self, rank: int, alpha: float) -> dict[str, object]:
+        """The entry in a checkpoint of adapters to it."""
+        base = str(self.path.absolute())
+        if hub.is_remote(self.asked):  # the cache may be emptied: a commit can be fetched again
+            base = f"{self.asked.partition('@')[0]}@{self.path.name}"
+        return asdict(Adapter(rank, alpha, base, self.sha256))
 
 
-def find_start(config: TrainConfig) -> Start | None:
-    """The model that ``--init`` names, if it does. Raises `UserError` where there is none, or for an option that asks
-    for another shape or vocabulary than it has."""
+def find_init(config: TrainConfig) -> InitCheckpoint | None:
+    """The checkpoint that ``--init`` names; None without it. Raises `UserError` if there is none, and for an option
+    that asks for another shape or vocabulary than it has."""
     if config.init is None:
         return None
     path = folder.find_checkpoint(config.init)
     model, tokenizer = checkpoint.look(path)
-    refuse_others(config, model)
-    return Start(config.init, path, model, tokenizer, folder.weight_sums(path))
+    _check_shape(config, model)
+    return InitCheckpoint(config.init, path, model, tokenizer, folder.weight_sums(path))
 
 
-def shared_start(world: World, find: Callable[[], Start | None]) -> Start | None:
-    """In all processes the model to start from that the first one finds. Others look at the same folder."""
-    found: Start | None = None
-
-    def said() -> dict[str, Any] | None:
-        nonlocal found
-        found = find()
-        return None if found is None else {"asked": found.asked, "path": str(found.path), "sums": found.sums}
-
-    def opened(asked: str, path: str, sums: dict[str, str]) -> Start:
-        return found or Start(asked, Path(path), *checkpoint.look(Path(path)), sums)
-
-    place = world.decided(said)
-    return None if place is None else world.together(lambda: opened(**place))
-
-
-def refuse_others(config: TrainConfig, model: GPTConfig) -> None:
-    """Raises `UserError` for options that contradict the model to start from. ``--arch gpt2`` is the default, and so no
+def _check_shape(config: TrainConfig, model: GPTConfig) -> None:
+    """Raises `UserError` for options that contradict the checkpoint's shape. ``--arch gpt2`` is the default, and so no
     contradiction."""
     hint = "leave it out: --init takes shape and vocabulary from the checkpoint"
     if config.preset != "auto":
@@ -96,8 +88,8 @@ def refuse_others(config: TrainConfig, model: GPTConfig) -> None:
 
 
 def usual_epochs(n_tokens: int, pairs: bool, model: GPTConfig, device: str) -> float:
-    """How often to read what ``model`` is fine-tuned on. Running text is read a few times, since more makes the
-    held-out loss rise; pairs are to be given back, and few of them are read often."""
+    """The epochs of fine-tuning ``model``. Running text is read a few times, since more makes the held-out loss rise;
+    pairs are to be answered exactly, so few of them are read often."""
     if not pairs:
         return EPOCHS
     limit = PAIR_FLOPS / (6 * breakdown(model).trainable) if device == "cpu" else math.inf
@@ -105,5 +97,17 @@ def usual_epochs(n_tokens: int, pairs: bool, model: GPTConfig, device: str) -> f
 
 
 def tuned(preset: Preset, tokens: float, steps: int) -> Preset:
-    """A preset whose batches are small enough to read ``tokens`` in so many steps."""
+    """The preset with batches small enough to read ``tokens`` in ``steps``."""
     return replace(preset, batch_tokens=max(1, min(preset.batch_tokens, round(tokens / steps))))
+
+
+def add_adapters(model: GPT, rank: int, alpha: float, weight_decay: float) -> Optimizers:
+    """Adds adapters to a model, and returns an optimizer of them alone. Raises `UserError` for a rank above its
+    width."""
+    if rank > model.config.n_embd:
+        raise UserError(
+            f"lora-rank {rank} is more than the model's width, {model.config.n_embd}",
+            "adapters are thin: 4 to 64 is usual",
+        )
+    added = lora.adapt(model, rank, alpha)
+    return Optimizers([AdamW(added, lr=0.0, betas=BETAS, weight_decay=weight_decay, fused=True)])
