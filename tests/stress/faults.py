@@ -1,6 +1,6 @@
 """Faults: runs killed, interrupted, on disks that fail, and checkpoints that are damaged; and what safety costs.
 
-    python -m benchmarks.faults [--quick] [kills|signals|ranks|disk|damage|price]...
+    python -m tests.stress.faults [--quick] [kills|signals|ranks|disk|damage|price]...
 
 Every run that was killed or interrupted is gone on with and must end with the state of one that was not. POSIX only;
 the price needs GPT-2's vocabulary in the cache.
@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
-from benchmarks.results import SCRIPTS, machine, write_section
 from gpt.errors import UserError
 from gpt.runs import folder
 
@@ -59,7 +58,7 @@ def write_text(path: Path, count: int = 12_000) -> Path:
 def start(*words: str, cwd: Path) -> "subprocess.Popen[str]":
     """The command, on one thread."""
     return subprocess.Popen(
-        [str(SCRIPTS / "gpt"), *words],
+        [str(Path(sys.executable).with_name("gpt")), *words],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -692,10 +691,12 @@ def _going_on(place: Path, words: list[str]) -> list[str]:
 
 def main(words: list[str]) -> None:
     """Runs the parts that are named, or all."""
+    from benchmarks.results import machine, write_section
+
     quick = "--quick" in words
     parts = [word for word in words if word != "--quick"] or ["kills", "signals", "ranks", "disk", "damage", "price"]
     counts = QUICK if quick else COUNTS
-    lines = machine(f"python -m benchmarks.faults {' '.join(words)}".strip())
+    lines = machine(f"python -m tests.stress.faults {' '.join(words)}".strip())
     for part in parts:
         place = Path(tempfile.mkdtemp(prefix="gpt-faults-"))
         began = time.monotonic()

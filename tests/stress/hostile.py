@@ -1,6 +1,6 @@
 """Hostile and clumsy command lines: thousands of them, each drawn from a seed, run, and judged.
 
-    python -m benchmarks.hostile [--cases 3000] [--first 0] [--seed 1] [--each 100] [--case N]
+    python -m tests.stress.hostile [--cases 3000] [--first 0] [--seed 1] [--each 100] [--case N]
 
 A case is a command with options, environment twins, a TOML file, stdin and files, any of which may be nonsense:
 missing, empty, a folder, a pipe that nobody writes, a device, a name of control characters or of bytes that are no
@@ -386,7 +386,7 @@ def one(seed: int, number: int, place: Path, known: dict[tuple[str, ...], Any], 
 
 def main(words: list[str]) -> None:
     """Runs the cases, tells those that are not clean, and counts."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile")
+    parser = argparse.ArgumentParser(prog="python -m tests.stress.hostile")
     parser.add_argument("--cases", type=int, default=3000)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case, to run them in parts")
     parser.add_argument("--seed", type=int, default=1)

@@ -1,6 +1,6 @@
 """Forged values: in what a run, a checkpoint or a folder of tokens keeps, one JSON value after the other is replaced.
 
-    python -m benchmarks.forged [CASES] [FILE]...
+    python -m tests.stress.forged [CASES] [FILE]...
 
 Sums that cover a file are made anew, so that what is tried is the check behind them. A command must work, or refuse the
 file with one line; a fault, an error of the system, a hang or memory without bounds is reported. POSIX only.
@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import gpt
-from benchmarks.faults import peak_memory, said, write_text
 from gpt.runs import folder
 from gpt.text.tokens import MANIFEST, PROGRESS, SOURCES
+from tests.stress.faults import peak_memory, said, write_text
 
 SECONDS, WAIT = 20, 300  # that a command may compute, and take
 MEMORY = 2**30  # bytes that it may take beside what the process has
