@@ -138,7 +138,7 @@ def test_train_says_where_how_good_and_what_next(gpt: Gpt, book: Path) -> None:
     done = gpt("train", book, *QUICK)
     assert done.code == 0
     assert re.search(r"saved\s+runs.book.step-00000\d", done.out)
-    assert re.search(r"loss\s+\d\.\d{4} nats a token, \d\.\d{4} bits a byte", done.out)
+    assert re.search(r"loss\s+\d\.\d{4} nats a token, \d\.\d{4} bits per byte", done.out)
     assert re.search(r'more\s+gpt sample "Once upon" -m runs.book', done.out)
     assert "1 document;" in done.err
     assert "held-out" in done.err
