@@ -387,7 +387,7 @@ def machine(tiny: bool) -> dict[str, Any]:
 
 
 def run(command: list[str], seconds: float, log: Path) -> dict[str, Any]:
-    """Runs a command, then kills its children; returns the last JSON that it printed, or ``error``: why there is none."""
+    """Runs a command, kills its children, and returns the last JSON that it printed, or why there is none as ``error``."""
     if seconds < LEAST_SECONDS:
         return {"error": "no time left"}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
