@@ -387,7 +387,7 @@ def machine(tiny: bool) -> dict[str, Any]:
 
 
 def run(command: list[str], seconds: float, log: Path) -> dict[str, Any]:
-    """Runs a command, kills its children, and returns the last JSON that it printed, or why there is none as ``error``."""
+    """Runs a command and returns the last JSON that it printed, or an ``error``. Kills all that the command started."""
     if seconds < LEAST_SECONDS:
         return {"error": "no time left"}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
