@@ -570,7 +570,7 @@ def damaged_tokens(place: Path, count: int) -> Tried:
 
 def read_tokens(path: Path) -> str:
     """A sum over all ids of a folder, which is verified."""
-    from gpt.text.tokens import SIDES, TokenFolder
+    from gpt.text.token_folder import SIDES, TokenFolder
 
     tokens = TokenFolder(path)
     tokens.verify()

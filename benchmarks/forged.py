@@ -25,7 +25,7 @@ from unittest import mock
 import gpt
 from benchmarks.faults import peak_memory, said, write_text
 from gpt.runs import folder
-from gpt.text.tokens import MANIFEST, PROGRESS, SOURCES
+from gpt.text.token_folder import MANIFEST, PROGRESS, SOURCES
 
 SECONDS, WAIT = 20, 300  # that a command may compute, and take
 MEMORY = 2**30  # bytes that it may take beside what the process has
@@ -111,10 +111,10 @@ def make(place: Path) -> None:
     with safe_open(theirs / part, framework="np") as opened:
         (theirs / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(opened.keys(), part)}))
     from gpt.config import TokenizeConfig
-    from gpt.text import slices, tokenize
+    from gpt.text import tokenize, unfinished_folder
 
     tokenize.tokenize_texts([str(text)], TokenizeConfig(out=str(place / "tokens"), tokenizer="bytes", jobs=1))
-    with mock.patch.object(slices, "finish", side_effect=Enough), contextlib.suppress(Enough):
+    with mock.patch.object(unfinished_folder, "finish", side_effect=Enough), contextlib.suppress(Enough):
         tokenize.tokenize_texts([str(text)], TokenizeConfig(out=str(place / "unfinished"), tokenizer="bytes", jobs=1))
 
 

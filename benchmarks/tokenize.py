@@ -137,7 +137,7 @@ def transformers_tokenizers(some: Iterable[bytes]) -> float:
     """MB/s of the tokenizers library, all cores, on whole files at once."""
     from tokenizers import Tokenizer
 
-    from gpt.text.tokenizer_json import to_tokenizer_json
+    from gpt.text.tokenizer_files import to_tokenizer_json
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     theirs = Tokenizer.from_str(json.dumps(to_tokenizer_json(gpt2_tokenizer())))

@@ -17,7 +17,7 @@ from test_cli import one_line_of_what_and_what_next
 from gpt import events
 from gpt.errors import UserError
 from gpt.runs import copying, report
-from gpt.text.tokens import TokenFolder
+from gpt.text.token_folder import TokenFolder
 
 Gpt = Callable[..., Done]
 

@@ -15,12 +15,13 @@ import pytest
 
 from gpt.config import ReadConfig
 from gpt.errors import UserError, WorkError
-from gpt.text import readers, sources
-from gpt.text.source import Skipped, Source
+from gpt.text import documents, sources
+from gpt.text.documents import Skipped
+from gpt.text.unpack import Source
 
 
 def texts(found: list[Source]) -> list[str]:
-    reader = readers.Reader(ReadConfig())
+    reader = documents.Reader(ReadConfig())
     return [piece.text for source in found for piece in reader.documents(source)]
 
 

@@ -24,7 +24,7 @@ from gpt.model.decoder import GPT
 from gpt.runs import folder, hf
 from gpt.settings import from_dict, to_toml
 from gpt.text.batches import Batches
-from gpt.text.tokens import TokenFolder
+from gpt.text.token_folder import TokenFolder
 from gpt.training import recipe
 from gpt.training import step as stepping
 from gpt.training.optim import Muon, make_optimizer, orthogonalize

@@ -19,8 +19,8 @@ from gpt.parallel.world import World
 from gpt.runs import folder
 from gpt.runs.record import RunRecord
 from gpt.text.corpus import Corpus, open_corpus
+from gpt.text.token_folder import MANIFEST
 from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokens import MANIFEST
 from gpt.training import lora
 from gpt.training.pairs import PairData, make_pairs
 from gpt.training.prepare import Data, find_data, make_data, open_data, reopen_data, tokenized

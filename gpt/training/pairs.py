@@ -16,12 +16,12 @@ from gpt.errors import UserError
 from gpt.evaluate import Window
 from gpt.model.loss import IGNORED
 from gpt.text.batches import Int64s, shuffled
+from gpt.text.corpus import Spread
+from gpt.text.documents import Chunk, utf8_size
 from gpt.text.pairs import Pair, PairCorpus, read_pairs
-from gpt.text.source import Piece, utf8_size
-from gpt.text.split import Spread
+from gpt.text.token_folder import is_token_folder
 from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokenizer_files import make_tokenizer
-from gpt.text.tokens import is_token_folder
+from gpt.text.vocabulary import make_tokenizer
 from gpt.training.recipe import Recipe, preset_name
 
 
@@ -159,7 +159,7 @@ def make_pairs(
     corpus = read_pairs(texts, config)
     data_bytes = sum(utf8_size(pair.prompt) + utf8_size(pair.completion) for pair in corpus.train)
     if tokenizer is None:
-        words = (Piece(text, True) for pair in corpus.train for text in (pair.prompt, pair.completion))
+        words = (Chunk(text, True) for pair in corpus.train for text in (pair.prompt, pair.completion))
         most = find_preset(preset_name(config, data_bytes, device)).model.vocab_size
         sample = Spread(words, data_bytes, config.sample_bytes)
         tokenizer = make_tokenizer(config.tokenizer, config.vocab_size, sample, data_bytes, most)

@@ -12,11 +12,12 @@ from gpt.errors import UserError
 from gpt.evaluate import Window, spread_windows, windows
 from gpt.files import file_sum, reading
 from gpt.text.batches import Batches
-from gpt.text.corpus import Corpus, Listener, tokenizer_for
-from gpt.text.stream import Stream
+from gpt.text.corpus import Corpus, Listener
+from gpt.text.shards import TokenStream
+from gpt.text.token_folder import MANIFEST, TokenFolder, is_token_folder
 from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokens import MANIFEST, TokenFolder, is_token_folder
+from gpt.text.vocabulary import tokenizer_for
 from gpt.training.recipe import Recipe, preset_name
 from gpt.words import counted
 
@@ -27,8 +28,8 @@ class Data:
 
     folder: TokenFolder
     tokenizer: Tokenizer
-    train: Stream
-    held_out: Stream
+    train: TokenStream
+    held_out: TokenStream
     found: bool  # the folder was there before the run
 
     rows = 0  # it is no text of rows
