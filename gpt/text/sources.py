@@ -254,7 +254,7 @@ _TIMES = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", 
 def find_remote(address: str) -> list[Source]:
     """The file behind an address, or the files of its folder or pattern, sorted, hidden ones skipped.
 
-    Raises `UserError` where there is none, `WorkError` where fsspec, what it needs, or the network is missing.
+    Raises `UserError` where there is none, `WorkError` where a package that fsspec needs, or the network, is missing.
     """
     try:
         files, path = _filesystem(address)
@@ -270,10 +270,8 @@ def find_remote(address: str) -> list[Source]:
 
 
 def _filesystem(address: str) -> tuple[Any, str]:
-    try:
-        import fsspec
-    except ImportError:
-        raise WorkError(f"{address} needs the package fsspec", "pip install 'gpt[remote]'") from None
+    import fsspec  # here, since only addresses need it
+
     options: dict[str, Any] = {}
     try:
         if address.startswith(("http://", "https://")):
