@@ -24,9 +24,10 @@ from gpt.runs import checkpoint, folder
 from gpt.sample_config import Dtype, SampleConfig
 from gpt.settings import from_dict
 from gpt.text.corpus import Listener, open_corpus
+from gpt.text.shards import SIDES
+from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokens import SIDES, TokenFolder
 
 if TYPE_CHECKING:  # training is imported by what trains: to sample, it need not be
     from gpt.training.context import Listener as RunListener

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from gpt.parallel.desk import Desk
 from torch import Tensor
 
 from gpt.parallel import desk
-from gpt.parallel.desk import Desk
 from gpt.parallel.shard import Grid
 
 PATIENCE = 0.3  # seconds in which a second question, which must not come, would

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAST, TINY, losses, make_text, resolved, spawn, train, weights
+from gpt.training.pace import Pace
+from gpt.training.schedule import lr_at
 
 import gpt
 from gpt import events
@@ -23,12 +25,10 @@ from gpt.model.decoder import GPT
 from gpt.runs import folder, hf
 from gpt.settings import from_dict, to_toml
 from gpt.text.batches import Batches
-from gpt.text.tokens import TokenFolder
+from gpt.text.token_folder import TokenFolder
 from gpt.training import recipe
 from gpt.training import step as stepping
 from gpt.training.optim import Muon, make_optimizer, orthogonalize
-from gpt.training.pace import Pace
-from gpt.training.schedule import lr_at
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 

@@ -19,15 +19,14 @@ from gpt.evaluate import Window, spread_windows, windows
 from gpt.files import file_sum, reading
 from gpt.model.loss import IGNORED
 from gpt.text.batches import Batches, Int64s, shuffled
-from gpt.text.corpus import Corpus, Listener, tokenizer_for
+from gpt.text.corpus import Corpus, Listener, Spread
+from gpt.text.documents import Chunk, utf8_size
 from gpt.text.pairs import Pair, PairCorpus, read_pairs
-from gpt.text.source import Piece, utf8_size
-from gpt.text.split import Spread
-from gpt.text.stream import Stream
+from gpt.text.shards import TokenStream
+from gpt.text.token_folder import MANIFEST, TokenFolder, is_token_folder
 from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokenizer_files import make_tokenizer
-from gpt.text.tokens import MANIFEST, TokenFolder, is_token_folder
+from gpt.text.vocabulary import make_tokenizer, tokenizer_for
 from gpt.training.recipe import Recipe, preset_name
 from gpt.words import counted
 
@@ -101,8 +100,8 @@ class TokenDataset:
 
     folder: TokenFolder
     tokenizer: Tokenizer
-    train: Stream
-    held_out: Stream
+    train: TokenStream
+    held_out: TokenStream
     found: bool  # whether the folder was there before the run
 
     rows = 0
@@ -424,7 +423,7 @@ def open_pairs(
     corpus = read_pairs(texts, config)
     data_bytes = sum(utf8_size(pair.prompt) + utf8_size(pair.completion) for pair in corpus.train)
     if tokenizer is None:
-        words = (Piece(text, True) for pair in corpus.train for text in (pair.prompt, pair.completion))
+        words = (Chunk(text, True) for pair in corpus.train for text in (pair.prompt, pair.completion))
         most = find_preset(preset_name(config, data_bytes, device)).model.vocab_size
         sample = Spread(words, data_bytes, config.sample_bytes)
         tokenizer = make_tokenizer(config.tokenizer, config.vocab_size, sample, data_bytes, most)

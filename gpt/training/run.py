@@ -30,8 +30,8 @@ from gpt.runs import checkpoint, folder, hub
 from gpt.runs.record import FORMAT, Machine, RunRecord
 from gpt.settings import checked, from_dict
 from gpt.text.corpus import open_corpus
+from gpt.text.token_folder import MANIFEST, TokenFolder
 from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokens import MANIFEST, TokenFolder
 from gpt.training import logs
 from gpt.training.budget import TimeBudget, preset_for_minutes
 from gpt.training.context import Listener, Result, RunContext, Session, data_record, first_record, versions

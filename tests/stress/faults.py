@@ -403,9 +403,9 @@ def small_checkpoint_files(n_embd: int = 64) -> dict[str, Any]:
 def read_all(path: Path) -> None:
     """Reads a checkpoint as a resumed run does."""
     import torch
+    from gpt.training.learner import Learner
 
     from gpt.runs import checkpoint
-    from gpt.training.learner import Learner
     from gpt.training.optim import make_optimizer
     from gpt.training.state import read_saved, read_snapshot
 
@@ -573,7 +573,7 @@ def damaged_tokens(place: Path, count: int) -> Tried:
 
 def read_tokens(path: Path) -> str:
     """Verifies a folder of tokens and returns a checksum of its ids."""
-    from gpt.text.tokens import SIDES, TokenFolder
+    from gpt.text.token_folder import SIDES, TokenFolder
 
     tokens = TokenFolder(path)
     tokens.verify()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,29 +14,36 @@ from gpt import files
 from gpt.errors import UserError
 from gpt.files import LINES_LIMIT, disk_errors, open_regular, read_regular, whole_folder, write_file
 from gpt.settings import Count, checked
-from gpt.text import shards
 from gpt.text.corpus import Corpus
-from gpt.text.items import Mark
-from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokenizer import describe as describe_tokenizer
-from gpt.text.tokenizer_files import find_tokenizer, read_own
-from gpt.text.tokens import (
+from gpt.text.encoders import EncodedItem
+from gpt.text.shards import SIDES, Ids, Offsets, Shard, Side, write_shard
+from gpt.text.token_folder import (
     COUNTS,
     MANIFEST,
     PROGRESS,
-    SIDES,
     ShardRecord,
-    Side,
     SourceRecord,
     TokenFolder,
     shard_name,
     write_manifest,
-)  # fmt: skip
-
-if TYPE_CHECKING:
-    from gpt.text.encoders import Encoded
+)
+from gpt.text.tokenizer import Tokenizer
+from gpt.text.tokenizer import describe as describe_tokenizer
+from gpt.text.tokenizer_files import find_tokenizer, read_own
 
 SLICE_IDS = 2**24  # ids that end a slice: 32 or 64 MiB
+
+
+@dataclass
+class ItemEnd:
+    """Where an item ends: all that must be known to go on after it."""
+
+    group: int
+    items: int  # of the group, this one included
+    last: bool = False  # of the group
+    bytes: dict[Side, int] = field(default_factory=lambda: {"train": 0, "val": 0})  # of the item's text
+    sources: list[SourceRecord] = field(default_factory=list)  # that end in the item
+    counts: dict[str, int] = field(default_factory=dict)  # of the group so far
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class Done:
         self.groups.setdefault(line["group"], []).append(line)
 
 
-class Writer:
+class ShardWriter:
     """Gathers what was encoded into slices and writes them, a line of progress each."""
 
     def __init__(self, folder: Path, vocab_size: int, done: Done) -> None:
@@ -88,14 +95,14 @@ class Writer:
         self._begin()
 
     def _begin(self) -> None:
-        self._ids: dict[Side, list[shards.Ids]] = {side: [] for side in SIDES}
-        self._offsets: dict[Side, list[shards.Offsets]] = {side: [] for side in SIDES}
+        self._ids: dict[Side, list[Ids]] = {side: [] for side in SIDES}
+        self._offsets: dict[Side, list[Offsets]] = {side: [] for side in SIDES}
         self._lengths = dict.fromkeys(SIDES, 0)
         self._bytes = dict.fromkeys(SIDES, 0)
         self._sources: list[SourceRecord] = []
         self._seen = {"end_of_text_in_text": 0, "cut_pieces": 0}
 
-    def add(self, mark: Mark, encoded: "Encoded") -> None:
+    def add(self, mark: ItemEnd, encoded: EncodedItem) -> None:
         """Takes the next item; writes the slice that it ends."""
         for side, ids in encoded.ids.items():
             self._offsets[side].append(encoded.offsets[side] + np.uint64(self._lengths[side]))
@@ -110,14 +117,14 @@ class Writer:
                 self._write(mark)
             self._begin()
 
-    def _write(self, mark: Mark) -> None:
+    def _write(self, mark: ItemEnd) -> None:
         number = self.done.slices(mark.group)
         made = []
         for side in SIDES:
             if self._lengths[side]:
                 path = self.folder / shard_name(side, mark.group, number)
                 offsets = np.concatenate(self._offsets[side])
-                sha256 = shards.write(path, self._ids[side], offsets, self.vocab_size)
+                sha256 = write_shard(path, self._ids[side], offsets, self.vocab_size)
                 made.append(
                     ShardRecord(
                         path.name,
@@ -272,7 +279,7 @@ def _are_there(out: Path, line: dict[str, Any]) -> bool:
         record = checked(ShardRecord, shard, PROGRESS)
         name = shard_name(record.side, line["group"], line["slice"])
         try:
-            if record.file != name or len(shards.Shard(out / name)) != record.tokens:
+            if record.file != name or len(Shard(out / name)) != record.tokens:
                 return False
         except UserError:
             return False

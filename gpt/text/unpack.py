@@ -1,16 +1,35 @@
-"""Streams of bytes: counted, unpacked, spooled. What goes wrong in one is told in a line that names its file."""
+"""Bytes of a source, unpacked: streams that count what is read, .gz and .zst, members of .zip and .tar.
+
+Errors are one line that names the file. Nothing is unpacked to a path.
+"""
 
 import contextlib
 import gzip
 import io
+import re
 import shutil
+import tarfile
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO, Protocol, cast
 
 from gpt.errors import UserError, WorkError
-from gpt.text.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file, an address or an entry of a corpus that documents are read from."""
+
+    name: str  # as a user would write it: a path, an address, "stdin", "pydocs/with"; its ending tells the format
+    size: int  # bytes as they are stored
+    time: int  # of its last change, nanoseconds since 1970; 0 where nobody knows
+    open: Callable[[], BinaryIO]  # a new stream from its first byte
+    passing: bool = False  # it can be read once, and lies on the disk for this process alone
+    lines: bool = False  # its rows are the lines of one text, not documents
+
 
 BUFFER = 2**18  # bytes between a file and what unpacks it, or takes it apart into lines
 IN_MEMORY = 2**22  # bytes; what is spooled and longer goes to the disk
@@ -28,13 +47,13 @@ class StreamError(UserError):
 
 
 class Readable(Protocol):
-    """The part of a file object that a `Stream` needs."""
+    """The part of a file object that a `ByteStream` needs."""
 
     def read(self, size: int, /) -> bytes: ...  # noqa: D102
     def close(self) -> None: ...  # noqa: D102
 
 
-class Stream(io.RawIOBase):
+class ByteStream(io.RawIOBase):
     """Another stream, read as it comes: a read may be short, so that nothing is lost before a damage.
 
     What ``inner`` raises goes through ``told``, the number of bytes read to ``on_read``.
@@ -102,20 +121,20 @@ class Stream(io.RawIOBase):
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class PackedFile:
     """A source, or a member of an archive, on its way through the formats that it is wrapped in."""
 
     name: str  # as errors call it: "texts.zip/one.txt.gz"
     kind: str  # its name in small letters, less the endings that were unwrapped
-    open: Callable[[], Stream]
+    open: Callable[[], ByteStream]
     again: bool = True  # whether it can be opened more than once
     depth: int = 0  # wrappings around it
 
-    def unpacked(self, ending: str) -> "File":
+    def unpacked(self, ending: str) -> "PackedFile":
         """What its ending, one of `UNPACK`, was put around."""
         unpack, inner = UNPACK[ending]
         kind = self.kind.removesuffix(ending) + inner
-        return File(self.name, kind, lambda: unpack(self.name, self.open()), self.again, self.depth + 1)
+        return PackedFile(self.name, kind, lambda: unpack(self.name, self.open()), self.again, self.depth + 1)
 
 
 def reason(error: BaseException) -> str:
@@ -129,7 +148,7 @@ def damaged(name: str, error: Exception) -> StreamError:
     return StreamError(name, f"{name} is damaged: {reason(error)}", "get it once more, or leave it out with --skip-bad")
 
 
-def of_source(source: Source, on_bytes: OnBytes) -> Stream:
+def of_source(source: Source, on_bytes: OnBytes) -> ByteStream:
     """A source's bytes from the first on. ``on_bytes`` hears how many were read in all."""
     done = 0
 
@@ -144,18 +163,18 @@ def of_source(source: Source, on_bytes: OnBytes) -> Stream:
 
     try:
         inner = source.open()
-        return Stream(inner, told, count, seekable=inner.seekable())
+        return ByteStream(inner, told, count, seekable=inner.seekable())
     except OSError as error:
         raise told(error) from None
 
 
-def gunzip(name: str, packed: Stream) -> Stream:
+def gunzip(name: str, packed: ByteStream) -> ByteStream:
     """What is packed by gzip, member after member."""
     buffered = io.BufferedReader(packed, BUFFER)
-    return Stream(gzip.GzipFile(fileobj=buffered), lambda error: damaged(name, error), close=(buffered,))
+    return ByteStream(gzip.GzipFile(fileobj=buffered), lambda error: damaged(name, error), close=(buffered,))
 
 
-def unzstd(name: str, packed: Stream) -> Stream:
+def unzstd(name: str, packed: ByteStream) -> ByteStream:
     """What is packed by Zstandard, frame after frame. Raises `WorkError` without the library."""
     try:
         import zstandard
@@ -176,7 +195,7 @@ def unzstd(name: str, packed: Stream) -> Stream:
         if frame is not None:
             raise EOFError("it ends in the middle of a frame")
 
-    return Stream(Blocks(frames()), lambda error: damaged(name, error), close=(packed,))
+    return ByteStream(Blocks(frames()), lambda error: damaged(name, error), close=(packed,))
 
 
 class Blocks:
@@ -204,29 +223,29 @@ class Blocks:
 
 
 @contextlib.contextmanager
-def spooled(file: File) -> Iterator[File]:
+def spooled(file: PackedFile) -> Iterator[PackedFile]:
     """A copy, to be opened as often as one likes and read in any order: in memory if it is small, else on the disk."""
     with contextlib.closing(file.open()) as stream, spool(stream) as copy:
 
-        def again() -> Stream:
+        def again() -> ByteStream:
             copy.seek(0)
-            return Stream(_Kept(copy), lambda error: damaged(file.name, error), seekable=True)
+            return ByteStream(_Kept(copy), lambda error: damaged(file.name, error), seekable=True)
 
-        yield File(file.name, file.kind, again, True, file.depth)
+        yield PackedFile(file.name, file.kind, again, True, file.depth)
 
 
 @contextlib.contextmanager
-def any_order(file: File) -> Iterator[Stream]:
+def any_order(file: PackedFile) -> Iterator[ByteStream]:
     """Its bytes, to be read in any order: as they lie there, or spooled where they come one after the other."""
     with contextlib.closing(file.open()) as stream:
         if stream.seekable():
             yield stream
         else:
             with spool(stream) as copy:
-                yield Stream(copy, lambda error: damaged(file.name, error), seekable=True)
+                yield ByteStream(copy, lambda error: damaged(file.name, error), seekable=True)
 
 
-def spool(stream: Stream, in_memory: int = IN_MEMORY) -> BinaryIO:
+def spool(stream: ByteStream, in_memory: int = IN_MEMORY) -> BinaryIO:
     """All of a stream in a temporary file without a name. Raises `WorkError` where there is no room for it."""
     made = tempfile.SpooledTemporaryFile(in_memory) if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
     copy = cast(BinaryIO, made)
@@ -254,9 +273,112 @@ class _Kept:
 
 
 # What unpacks an ending, and the ending that is left.
-UNPACK: dict[str, tuple[Callable[[str, Stream], Stream], str]] = {
+UNPACK: dict[str, tuple[Callable[[str, ByteStream], ByteStream], str]] = {
     ".gz": (gunzip, ""),
     ".zst": (unzstd, ""),
     ".tgz": (gunzip, ".tar"),
     ".tzst": (unzstd, ".tar"),
 }
+
+
+HEADER_LIMIT = 2**20  # bytes of a long name or a table of attributes in a .tar; more would only fill memory
+_METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # the others cannot be unpacked in bounded memory
+_EXTENDED = {tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, b"X"}
+
+
+def zip_members(archive: PackedFile) -> Iterator[PackedFile]:
+    """The regular, visible files of a ``.zip``."""
+    with any_order(archive) as stream, _told(archive.name), _zip(stream) as opened:
+        for info in opened.infolist():
+            if not info.is_dir() and not _hidden(info.filename):
+                yield _member(archive, info.filename, partial(_open_zipped, archive.name, opened, info), again=True)
+
+
+def _zip(stream: ByteStream) -> zipfile.ZipFile:
+    return zipfile.ZipFile(io.BufferedReader(stream, BUFFER))
+
+
+def _open_zipped(archive: str, opened: zipfile.ZipFile, info: zipfile.ZipInfo) -> ByteStream:
+    name = member_name(archive, info.filename)
+    if info.flag_bits & 1:
+        raise UserError(f"{name} is encrypted", "unpack the archive yourself, and give the files")
+    if info.compress_type not in _METHODS:
+        method = f"method {info.compress_type}; only deflate (8) is read"
+        raise UserError(f"{name} is packed by {method}", "unpack the archive yourself, and give the files")
+    try:
+        return ByteStream(opened.open(info), lambda error: damaged(name, error))
+    except UserError:
+        raise
+    except Exception as error:
+        raise damaged(name, error) from None
+
+
+def tar_members(archive: PackedFile) -> Iterator[PackedFile]:
+    """The regular, visible files of a ``.tar``, read as a stream: each must be read before the next."""
+    with contextlib.closing(archive.open()) as stream, _told(archive.name):
+        opened = tarfile.open(fileobj=stream, mode="r|", bufsize=BUFFER, tarinfo=_Header)  # noqa: SIM115
+        while (info := opened.next()) is not None:
+            opened.members.clear()  # type: ignore[attr-defined]  # it would remember them all
+            if info.isreg() and not _hidden(info.name):
+                yield _member(archive, info.name, partial(_open_tarred, archive.name, opened, info), again=False)
+        while stream.read(BUFFER):  # what packs the archive is checked by its very end
+            pass
+
+
+def _open_tarred(archive: str, opened: tarfile.TarFile, info: tarfile.TarInfo) -> ByteStream:
+    inner = opened.extractfile(info)
+    assert inner is not None, "a regular file has contents"
+    return ByteStream(inner, lambda error: damaged(archive, error))
+
+
+class _Header(tarfile.TarInfo):
+    """A header that is damaged is an error; `tarfile` takes it for the end."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
+        """The header in 512 bytes."""
+        try:
+            info = super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if not buf.strip(b"\0"):  # the end
+                raise
+            raise tarfile.ReadError(str(error)) from None
+        if info.type in _EXTENDED and info.size > HEADER_LIMIT:
+            raise tarfile.ReadError(f"a header of {info.size:,} bytes")
+        return info
+
+
+@contextlib.contextmanager
+def _told(name: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise damaged(name, error) from None
+
+
+def member_name(archive: str, name: str) -> str:
+    """What errors call a member."""
+    return f"{archive}/" + "".join(c if c.isprintable() else "?" for c in name)
+
+
+def _member(archive: PackedFile, name: str, open_: Callable[[], ByteStream], *, again: bool) -> PackedFile:
+    """A member; opening it is an error where its name would lead out of the archive."""
+    if name.startswith(("/", "\\")) or re.match(r"[A-Za-z]:[/\\]", name) or ".." in _parts(name):
+
+        def open_() -> ByteStream:
+            raise UserError(
+                f"{archive.name} is refused: its member {member_name('', name)[1:]} leads out of it",
+                "no honest archive has such a name; unpack it yourself if you trust it",
+            )
+
+    return PackedFile(member_name(archive.name, name), name.lower(), open_, again, archive.depth + 1)
+
+
+def _hidden(name: str) -> bool:
+    return any((part.startswith(".") and part not in (".", "..")) or part == "__MACOSX" for part in _parts(name))
+
+
+def _parts(name: str) -> list[str]:
+    return name.replace("\\", "/").split("/")
