@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from conftest import Gpt, one_line_of_what_and_what_next
-from gpt.training.metrics import Metrics
 
 from gpt import events
 from gpt.errors import LONGEST, UserError
@@ -22,6 +21,7 @@ from gpt.runs.record import RunRecord
 from gpt.settings import checked
 from gpt.text.shards import Shard
 from gpt.text.tokenizer_files import read_own
+from gpt.training.logs import Metrics
 from gpt.training.state import Saved
 from tests.stress import forged
 

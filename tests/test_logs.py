@@ -26,7 +26,7 @@ from gpt.model.params import breakdown, flops_per_token
 from gpt.peaks import peak_flops
 from gpt.runs import folder
 from gpt.training import logs, speed
-from gpt.training.run import go_on
+from gpt.training.run import resume
 
 FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400}
 
@@ -93,7 +93,7 @@ def test_a_resumed_run_goes_on_in_its_curves(text: Path) -> None:
     with pytest.raises(RuntimeError):
         gpt.train(text, listen=strike, steps=8, save_every=4, eval_every=8, log="tensorboard", **FAST)
     time.sleep(1.1)  # files are ordered by the second that their names hold
-    result = go_on("runs/book")
+    result = resume("runs/book")
     board = EventAccumulator(str(result.run / "tensorboard"))
     board.Reload()
     assert [each.step for each in board.Scalars("step/loss")] == list(range(1, 9))
@@ -185,7 +185,7 @@ def test_a_run_that_is_cut_off_ends_as_failed(text: Path, wandb: StandIn) -> Non
 def test_a_run_that_is_resumed_may_be_logged_from_then_on(text: Path, wandb: StandIn) -> None:
     result = gpt.train(text, steps=4, **FAST)
     assert wandb.begun == {}
-    go_on(str(result.run), {"steps": 6, "log": "wandb"})
+    resume(str(result.run), {"steps": 6, "log": "wandb"})
     assert [each["step"] for each in wandb.told if "step/loss" in each] == [5, 6]
     assert wandb.ended == [0]
 

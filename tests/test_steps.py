@@ -146,7 +146,7 @@ def test_where_compiling_fails_the_run_goes_on(text: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
     result, heard = train(text, steps=6, compile="on")
     (warning,) = [event for event in heard if isinstance(event, events.Note) and event.warning]
-    assert warning.text.startswith("torch.compile failed, so the run goes on without it: ")
+    assert warning.text.startswith("torch.compile failed, so the run continues without it: ")
     assert "long story" not in warning.text
     assert losses(heard) == losses(heard_plain)
     assert json.loads((result.run / "run.json").read_text())["resolved"]["compile"] is False

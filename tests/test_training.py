@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAST, TINY, losses, make_text, resolved, spawn, train, weights
-from gpt.training.pace import Pace
-from gpt.training.schedule import lr_at
 
 import gpt
 from gpt import events
@@ -28,7 +26,9 @@ from gpt.text.batches import Batches
 from gpt.text.token_folder import TokenFolder
 from gpt.training import recipe
 from gpt.training import step as stepping
+from gpt.training.budget import TimeBudget
 from gpt.training.optim import Muon, make_optimizer, orthogonalize
+from gpt.training.recipe import lr_at
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 
@@ -199,7 +199,7 @@ def test_minutes_become_steps_that_can_be_repeated(text: Path) -> None:
 
 
 def test_steps_that_fit_into_a_time() -> None:
-    pace = Pace(deadline=100.0, step=0.1, evaluations=10.0, end=5.0)
+    pace = TimeBudget(deadline=100.0, step=0.1, evaluations=10.0, end=5.0)
     assert pace.steps(now=10.0) == 750  # 90 s, less 5 at the end and 20 evaluations
     assert pace.steps_left(now=50.0, step=0.15) == 300
     assert pace.steps_left(now=99.0, step=0.15) == 1

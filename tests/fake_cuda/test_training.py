@@ -37,7 +37,7 @@ ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 1e-2}  # of losses aro
 @pytest.fixture(autouse=True)
 def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written at the end of a run takes as long as its steps here."""
-    monkeypatch.setattr("gpt.training.best.SAMPLE", gpt.SampleConfig(max_tokens=4))
+    monkeypatch.setattr("gpt.training.evaluation.SAMPLE", gpt.SampleConfig(max_tokens=4))
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_a_lost_device_ends_a_run_with_one_line(text: Path, disguise: Disguise, 
     assert (done.code, done.out) == (1, "")
     assert done.err.splitlines()[-2:] == [
         "error: the device cuda has failed: CUDA error: an illegal memory access was encountered",
-        "hint: go on with: gpt train --resume run",
+        "hint: resume with: gpt train --resume run",
     ]
     with disguise():
         assert gpt("train", "--resume", "run", "--quiet").code == 0
