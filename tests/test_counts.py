@@ -62,7 +62,7 @@ def test_waits_of_training(disguise: Disguise, dtype: str, optimizer: str) -> No
         found["waits_of_a_step_that_is_read_late"] = len(device.waits)
         device.waits.clear()
         snapshot = Snapshot()
-        snapshot.take(steps.model, steps.optimizer, steps.scaler, TrainState())
+        snapshot.take(steps.parallel, steps.scaler, TrainState())
         save = "waits_of_a_save_of_a_scaled_loss" if steps.scaled else "waits_of_a_save"
         found[save] = len(device.waits)
         device.waits.clear()

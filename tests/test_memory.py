@@ -185,7 +185,7 @@ def held(config: GPTConfig, setup: Setup, rows: int) -> Counter[str]:
         for live.phase in ("first", "gradients"):
             sound, norm = stepper.gradients(x, x)
             live.phase = live.phase.replace("gradients", "update")
-            optimizer.step(unless=~(sound.isfinite() & norm.isfinite()))
+            optimizer.step(skip=~(sound.isfinite() & norm.isfinite()))
             optimizer.zero_grad()
             del sound, norm
     return live.peaks

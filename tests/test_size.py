@@ -8,7 +8,7 @@ from conftest import TINY
 
 from gpt.config import TrainConfig
 from gpt.device import Compute
-from gpt.training.budget import LADDER, TOKENS, measured_rate, parameters, largest_preset, preset_for_minutes
+from gpt.training.budget import LADDER, TOKENS, largest_preset, measured_rate, parameters, preset_for_minutes
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 
@@ -24,7 +24,9 @@ def device(flops: float, asked: list[str]) -> Callable[[str], float]:
 
 
 def test_sizes_grow_with_time_and_text() -> None:
-    chosen = [largest_preset(minutes, 10**12, device(1e11, []))[0] for minutes in (0.1, 1, 3, 10, 30, 100, 1000, 1e5, 1e7)]
+    chosen = [
+        largest_preset(minutes, 10**12, device(1e11, []))[0] for minutes in (0.1, 1, 3, 10, 30, 100, 1000, 1e5, 1e7)
+    ]
     assert chosen == sorted(chosen, key=LADDER.index)
     assert chosen[0] == "nano"
     assert chosen[-1] == "gpt2"

@@ -108,7 +108,7 @@ def test_a_step_is_adamw_on_the_clipped_gradient(text: Path) -> None:
 
 def test_decay_is_for_matrices_alone() -> None:
     model = GPT(gpt.GPTConfig(50, 8, 1, 2, 16))
-    (optimizer,) = make_optimizer(model, "adamw", 0.1).parts
+    (optimizer,) = make_optimizer(model, "adamw", 0.1).optimizers
     decayed, plain = optimizer.param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0)
     assert {p.dim() for p in decayed["params"]} == {2}
@@ -120,7 +120,7 @@ def test_decay_is_for_matrices_alone() -> None:
 
 def test_muon_is_for_the_matrices_of_the_blocks() -> None:
     model = GPT(gpt.GPTConfig(50, 8, 2, 2, 16))
-    muon, adamw = make_optimizer(model, "muon", 0.1).parts
+    muon, adamw = make_optimizer(model, "muon", 0.1).optimizers
     names = {id(p): name for name, p in model.named_parameters()}
     (fused, single), (embeddings, vectors) = (
         [{names[id(p)] for p in group["params"]} for group in part.param_groups] for part in (muon, adamw)

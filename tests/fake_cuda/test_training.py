@@ -23,6 +23,7 @@ from gpt.errors import Interrupted
 from gpt.model.decoder import GPT
 from gpt.runs import folder
 from gpt.training.optim import make_optimizer
+from gpt.training.parallel import Single
 from gpt.training.recipe import resolve
 from gpt.training.step import Stepper
 
@@ -213,7 +214,8 @@ def stepper(device: torch.device, dtype: Any = torch.float32, **settings: Any) -
     recipe = resolve(asked, compute, 10**6, 10**5, 101, False, lambda note: None)
     torch.manual_seed(0)
     model = GPT(recipe.model).to(device)
-    return Stepper(model, make_optimizer(model, recipe.optimizer, 0.1, dtype), compute, recipe, lambda n: None)
+    optimizer = make_optimizer(model, recipe.optimizer, 0.1, dtype)
+    return Stepper(Single(model, optimizer, compute), recipe, lambda n: None)
 
 
 def test_a_lost_device_ends_a_run_with_one_line(text: Path, disguise: Disguise, gpt: Gpt) -> None:
