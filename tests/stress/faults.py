@@ -162,7 +162,7 @@ def stopped(place: Path, text: Path, number: int, seconds: float, expected: str)
         return "finished" if state_sum(run) == expected else "another state"
     if process.returncode not in (128 + signum, -signum) or "Traceback" in err:
         return f"exit {process.returncode}: {err}"
-    command = re.search(r"go on with: gpt (.*)", err)
+    command = re.search(r"resume with: gpt (.*)", err)
     if command is None and folder.is_run(run) and json.loads((run / folder.RECORD).read_text()).get("ended"):
         return "finished"  # it came while Python ended
     if command is None:
