@@ -1,3 +1,4 @@
+import contextlib
 import functools
 import io
 import json
@@ -213,6 +214,13 @@ def assert_same(one: Path, other: Path) -> None:
         for key in ("step_seconds", "seconds", "metrics_bytes", "first_step"):
             del said["state"][key]
     assert says[0] == says[1]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An empty current folder for fixtures that outlive a test: no `runs/` of the clone is seen."""
+    with contextlib.chdir(tmp_path_factory.mktemp("nowhere")):
+        yield
 
 
 @pytest.fixture(autouse=True)
