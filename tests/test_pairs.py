@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, Gpt, one_line_of_what_and_what_next
+from conftest import TINY, Gpt, one_line_of_what_and_what_next, slow
 
 import gpt as library
 from gpt import events
@@ -45,6 +45,7 @@ def file(workdir: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_translations_are_learnt_by_heart_and_sampled_greedily(gpt: Gpt, file: Path) -> None:
     done = gpt("train", file, "--pairs", "--val-fraction", "0", "--epochs", "60", "--dtype", "float32", "--json",
                "--n-layer", "2", "--n-head", "2", "--n-embd", "64", "--block-size", "32", "--dropout", "0")  # fmt: skip
@@ -193,7 +194,7 @@ def model_to_tune(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).run
 
 
-@pytest.mark.parametrize(("rank", "least"), [(None, 38), (8, 30)])
+@pytest.mark.parametrize(("rank", "least"), [slow(None, 38), (8, 30)])
 def test_pairs_are_given_back_with_what_is_chosen_by_default(
     gpt: Gpt, model_to_tune: Path, file: Path, rank: int | None, least: int
 ) -> None:

@@ -279,6 +279,7 @@ def read_by_others(folder: Path) -> None:
         torch.testing.assert_close(theirs, ours(idx), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_come_to_what_one_does(tmp_path: Path) -> None:
     sharded, together = Grid(2, 1, True), Grid(1, 2)
     cases = [(sharded, TINY, "adamw"), (sharded, MODERN, "muon"), (together, TINY, "muon"), (together, MODERN, "adamw")]
@@ -291,6 +292,7 @@ def test_two_processes_come_to_what_one_does(tmp_path: Path) -> None:
         read_by_others(tmp_path / str(number))
 
 
+@pytest.mark.slow
 def test_four_processes_come_to_what_one_does(tmp_path: Path) -> None:
     run_in(4, agree_with_one, 15, [(Grid(2, 2, True), TINY, "muon"), (Grid(2, 2), MODERN, "muon")], tmp_path)
     read_by_others(tmp_path / "0")
@@ -319,6 +321,7 @@ def test_weights_above_a_limit_are_several_files_with_an_index(tmp_path: Path, m
         checkpoint.load(tmp_path / "cut", CPU)
 
 
+@pytest.mark.slow
 def test_175_billion_parameters_on_1024_processes() -> None:
     """As rank 0 of 128 × 8, with a process group and tensors that only pretend: what it has of parameters, gradients
     and moments is what arithmetic says."""

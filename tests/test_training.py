@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, TINY, losses, make_text, resolved, spawn, train, weights
+from conftest import FAST, TINY, losses, make_text, resolved, slow, spawn, train, weights
 
 import gpt
 from gpt import events
@@ -183,6 +183,7 @@ def test_schedule() -> None:
     assert lr_at(1, peak=2.0, warmup=0, steps=1, decay=0, schedule="cosine") == pytest.approx(0.2)
 
 
+@pytest.mark.slow
 def test_minutes_become_steps_that_can_be_repeated(text: Path) -> None:
     timed, _ = train(text, minutes=0.15, optimizer="muon", dropout=0.0)
     record = json.loads((timed.run / "run.json").read_text())
@@ -468,7 +469,7 @@ def test_an_exploded_loss_goes_back_once_with_a_lower_rate(text: Path, monkeypat
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [slow(signal.SIGINT), signal.SIGTERM])
 def test_a_signal_saves_and_ends(text: Path, signum: signal.Signals) -> None:
     process = spawn("train", text, "--steps", "100000", "--preset", "nano", "--block-size", "16", "--eval-every", "50000",
                     "--n-layer", "1", "--n-embd", "16", "--n-head", "1", "--batch-tokens", "16", cwd=text.parent)  # fmt: skip

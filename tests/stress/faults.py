@@ -322,8 +322,8 @@ class _File:
         return getattr(self._file, name)
 
 
-def failing_saves(place: Path, errors: tuple[int, ...] = ERRORS) -> Counter[str]:
-    """Makes every write, sync and rename of a save fail in turn; returns the outcomes."""
+def failing_saves(place: Path, errors: tuple[int, ...] = ERRORS, every: int = 1) -> Counter[str]:
+    """Makes every write, sync and rename of a save, or one in ``every``, fail in turn; returns the outcomes."""
     files = small_checkpoint_files()
     run = place / "run"
     outcomes: Counter[str] = Counter()
@@ -332,7 +332,7 @@ def failing_saves(place: Path, errors: tuple[int, ...] = ERRORS) -> Counter[str]
     for code in errors:
         n = 0
         while True:
-            n += 1
+            n += every
             shutil.rmtree(run, ignore_errors=True)
             run.mkdir()
             checkpoint.write(run / folder.step_name(1), files)
