@@ -1,8 +1,8 @@
 """Where a text may be cut before it is tokenized: a document of any size in parts, a piece of any length in bounds.
 
 A tokenizer's pattern cuts a text into pieces, and each piece is merged by itself. A cut between two pieces changes no
-id where neither side looks across it: as ``\\s+(?!\\S)``, say, looks past the white space that it takes. A document under
-a pattern of unknown form is encoded whole.
+id where neither side looks across it: as ``\\s+(?!\\S)``, say, looks past the white space that it takes. A document
+under a pattern of unknown form is encoded whole.
 """
 
 import re

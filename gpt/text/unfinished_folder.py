@@ -183,10 +183,10 @@ def check_begun(out: Path, corpus: Corpus, share: tuple[int, int] | None) -> Tok
     """
     finished = (out / MANIFEST).exists()
     was = TokenFolder(out).manifest if finished else _first_line(out)["about"]
-    passing = next((source.name for source in corpus.sources if source.passing), None)
-    if passing is not None:
+    temporary = next((source.name for source in corpus.sources if source.temporary), None)
+    if temporary is not None:
         raise UserError(
-            f"{out} is there, and {passing} cannot be compared with what it was made from",
+            f"{out} is there, and {temporary} cannot be compared with what it was made from",
             "put the text into a file, or give another --out",
         )
     for key, value in corpus.asked.items():
