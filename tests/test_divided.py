@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Done, Gpt
+from conftest import Done, Gpt, assert_same, curve
 from parts import BOTH, MODELS, TWO, four
 from ranks import SHORT, WORDS, cut
 from several import PARTS, assert_ended_and_gone_on, assert_trained_alike, losses, of_events, texts, trained
-from test_resume import assert_same, curve
 
 import gpt as library
 from gpt.config import TrainConfig

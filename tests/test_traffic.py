@@ -1,4 +1,4 @@
-"""The compiled step of decoding: what it moves, and that one form of it serves a whole text."""
+"""`benchmarks.traffic` on a compiled step of decoding: it moves the weights and the cache, and nothing else."""
 
 from typing import Any
 

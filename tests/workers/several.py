@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import make_text, spawn
+from conftest import assert_same, curve, make_text, spawn
 from ranks import TEXTS
-from test_resume import assert_same, curve
 
 import gpt as library
 from gpt.parallel.launch import Ended, launch

@@ -1,6 +1,6 @@
 """What the processes of `test_divided.py` do, which have parts of a model: `main` runs a scenario, in each of them.
 
-python tests/parts.py SCENARIO
+python tests/workers/parts.py SCENARIO
 """
 
 import json
