@@ -234,6 +234,8 @@ class Engine:
 
     def _prefill(self) -> Tensor | None:
         """Fills free rows with the prompts of waiting requests. Returns the logits after each prompt, (n, 1, V)."""
+        if not self._waiting:
+            return None
         free = self.context.rows - sum(job.request.width for job in self._running)
         jobs: list[_Job] = []
         while self._waiting and self._waiting[0].request.width <= free:
@@ -248,8 +250,8 @@ class Engine:
             self._rows += job.rows
             self._running.append(job)
             self._read_prompt(job, of_job)
-            if job.request.config.max_tokens == 0:
-                job.end("length", job.error)
+            if job.request.config.max_tokens == 0 and not job.done:
+                job.end("length")
         ends = self.context.cache.lengths[start : len(self._rows)] - 1
         return self.context.logits(x[range(len(jobs)), ends])[:, None]
 
@@ -267,7 +269,7 @@ class Engine:
         t, going = 0, [row for row in self._rows if row.job.search is None and not row.job.done]
         while going:
             self._draw(logits, t, going)
-            going = [row for row in going if not row.job.done and row.guessed[t : t + 1] == [row.last]]
+            going = [row for row in going if row.guessed[t : t + 1] == [row.last] and not row.job.done]
             t += 1
             for row in going:
                 row.right = t
