@@ -9,7 +9,8 @@ from conftest import Gpt
 
 from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, GPTConfig
-from gpt.decoding.bench import kv_bytes, measure, weight_bytes
+from gpt.decoding.bench import measure, weight_bytes
+from gpt.decoding.context import kv_bytes
 from gpt.decoding.weights import prepare
 from gpt.device import Compute
 from gpt.errors import UserError
