@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from gpt.bench_config import BenchConfig
-from gpt.config import GPTConfig
 from gpt.decoding.context import Context, Step
 from gpt.decoding.weights import Int8Linear
 from gpt.device import Compute
 from gpt.model.decoder import GPT
-from gpt.model.params import breakdown
+from gpt.model.params import breakdown, cache_bytes
 
 _PROBE_BYTES = 2**29  # that are read to measure the memory's speed: far more than a cache holds
 _WARM = 3  # steps before those that are timed
@@ -42,7 +41,9 @@ def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None
     ids = torch.randint(model.config.vocab_size, (config.batch, prompt)).tolist()
     rounds = [_round(context, ids, new) for _ in range(config.rounds + 1)][1:]  # the first is warm-up
     first, each = (statistics.median(times) for times in zip(*rounds, strict=True))
-    read = weight_bytes(model, compute) + config.batch * kv_bytes(model.config, compute, prompt + new // 2)
+    read = weight_bytes(model, compute) + cache_bytes(
+        model.config, config.batch * (prompt + new // 2), compute.dtype.itemsize
+    )
     bandwidth = bandwidth_of(compute)
     return Speed(
         prefill_tokens_per_second=config.batch * prompt / first,
@@ -75,11 +76,6 @@ def weight_bytes(model: GPT, compute: Compute) -> int:
     matrices = parts.total_weights - parts.tied
     size = 1 if any(isinstance(module, Int8Linear) for module in model.modules()) else compute.dtype.itemsize
     return matrices * size + (parts.biases + parts.layer_norms) * compute.dtype.itemsize
-
-
-def kv_bytes(config: GPTConfig, compute: Compute, length: int) -> int:
-    """Keys and values of a text of so many positions."""
-    return 2 * config.n_layer * config.n_embd * length * compute.dtype.itemsize
 
 
 def bandwidth_of(compute: Compute) -> float:

@@ -10,6 +10,7 @@ from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
+from gpt.model.params import cache_bytes
 
 Step = Callable[[Tensor, Tensor | None, KVCache], Tensor]  # what `GPT.stack` computes
 
@@ -30,7 +31,7 @@ class Context:
         self.size = model.config.block_size
         room = min(self.size, room or self.size)
         _check_room(model, compute, rows, room)
-        self.cache = KVCache(model.config, rows, compute.device, compute.dtype, room, model.heads)
+        self.cache = KVCache(model.config, rows, compute.device, compute.dtype, room, model.kv_heads)
         self._step = step
         if step is not None:
             self.cache.fixed = True
@@ -129,8 +130,7 @@ class Context:
 
 def _check_room(model: GPT, compute: Compute, rows: int, room: int) -> None:
     """Raises `UserError` where the device cannot hold so many rows."""
-    shape = model.config
-    needed = 2 * shape.n_layer * rows * room * shape.n_embd * compute.dtype.itemsize
+    needed = cache_bytes(model.config, rows * room, compute.dtype.itemsize)
     if needed > compute.memory():
         raise UserError(
             f"keys and values of {rows:,} texts of {room:,} tokens take {needed / 1e9:,.1f} GB, and there are "

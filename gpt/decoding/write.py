@@ -13,6 +13,7 @@ from gpt.decoding.weights import compiled
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.decoder import GPT
+from gpt.model.params import cache_bytes
 from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import Tokenizer
 
@@ -114,7 +115,7 @@ class Writer:
         longest = max(map(len, ids), default=1) + self.config.max_tokens
         room = min(longest, self.model.config.block_size)
         shape = self.model.config
-        row = 2 * shape.n_layer * shape.n_embd * room * self.compute.dtype.itemsize * width
+        row = width * cache_bytes(shape, room, self.compute.dtype.itemsize)
         fitting = int(CACHE_SHARE * self.compute.memory() / row)
         at_once = self.config.batch or max(1, min(ROWS[self.compute.device.type] // width, fitting))
         rows = max(1, min(at_once, count))

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from gpt.config import GPTConfig
 from gpt.errors import UserError
-from gpt.model.fit import at_once, divisors, in_chunks, largest, room
-from gpt.model.memory import Setup, Training, training
+from gpt.model.memory import Setup, Training, at_once, divisors, in_chunks, largest, room, training
 from gpt.model.params import breakdown, flops_per_token
 from gpt.peaks import Kind, find_kind
 from gpt.plan_config import PlanConfig

@@ -18,18 +18,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gpt.parallel.shard import Grid, Shape
-from gpt.parallel.tensor import is_divided
+from gpt.model.params import Parameter, Shape
+from gpt.parallel.shard import Grid
 
 Array = npt.NDArray[np.float32]
 _CLOSED = -1  # instead of the number of a tensor
 
 
 class Desk:
-    """For float32 tensors with names. ``whole``: of each the parameter as which it is cut, and its whole shape; in all
-    processes the same."""
+    """For float32 tensors with names. ``whole``: of each the parameter as which it is cut; in all processes the
+    same."""
 
-    def __init__(self, grid: Grid, whole: Mapping[str, tuple[str, Shape]], group: ProcessGroup) -> None:
+    def __init__(self, grid: Grid, whole: Mapping[str, Parameter], group: ProcessGroup) -> None:
         self.grid, self.whole, self.group = grid, whole, group
         self.names = sorted(whole)
         self.rank = dist.get_rank()
@@ -37,12 +37,11 @@ class Desk:
 
     def ask(self, name: str, mine: Array) -> Array:
         """At rank 0, which has ``mine`` of it: the whole tensor."""
-        like, shape = self.whole[name]
-        whole = np.empty(shape, np.float32)
+        whole = np.empty(self.whole[name].shape, np.float32)
         with self._asking:
             self._say(self.names.index(name))
             for rank in self._senders(name):
-                part = self.grid.part(like, shape, rank)
+                part = self.grid.part(self.whole[name], rank)
                 part.put(mine if rank == self.rank else self._from(rank, part.shape), whole)
         return whole
 
@@ -59,9 +58,9 @@ class Desk:
 
     def _senders(self, name: str) -> list[int]:
         """Ranks that together have all of a tensor once."""
-        like, shape = self.whole[name]
-        once = [r for r in self.grid.holders if is_divided(like) or r % self.grid.tensor == 0]
-        return [rank for rank in once if self.grid.part(like, shape, rank).numel]
+        like = self.whole[name]
+        once = [r for r in self.grid.holders if like.split is not None or r % self.grid.tensor == 0]
+        return [rank for rank in once if self.grid.part(like, rank).numel]
 
     def _from(self, rank: int, shape: Shape) -> Array:
         part = np.empty(shape, np.float32)

@@ -20,8 +20,8 @@ class Exchange:
 
     def __init__(self, sharded: Sharded, name: str, n: int) -> None:
         self.group, ranks = sharded.holders, sharded.grid.holders
-        self.shape = sharded.shapes[name]
-        self.parts = [sharded.grid.part(name, self.shape, rank) for rank in ranks]  # that each process has of each
+        self.shape = sharded.table[name].shape
+        self.parts = [sharded.grid.part(sharded.table[name], rank) for rank in ranks]  # that each process has of each
         self.dealt = [range(rank, n, len(ranks)) for rank in range(len(ranks))]  # the matrices that each works on
         self.me = dist.get_rank(self.group)
 

@@ -11,7 +11,6 @@ this process's part, a plain tensor. So optimizers, their kernels and snapshots 
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from gpt.config import GPTConfig
 from gpt.model.decoder import GPT, initialize
+from gpt.model.params import Parameter, Shape, named_parameters
 from gpt.parallel import tensor as parallel
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -50,20 +48,20 @@ class Grid:
         """Ranks that together have everything once, but for what a row's processes all have."""
         return list(range(self.size if self.sharded else self.tensor))
 
-    def copies(self, name: str) -> int:
+    def copies(self, p: Parameter) -> int:
         """How many processes have the same part of a parameter."""
-        return (1 if self.sharded else self.data) * (1 if parallel.is_divided(name) else self.tensor)
+        return (1 if self.sharded else self.data) * (self.tensor if p.split is None else 1)
 
-    def part(self, name: str, shape: Shape, rank: int) -> "Part":
-        """What a rank has of a parameter of that name and whole shape, as `fully_shard` cuts it: a row's share of it in
-        as many equal runs as there are rows, of which the last may be short, or empty."""
+    def part(self, p: Parameter, rank: int) -> "Part":
+        """What a rank has of a parameter, as `fully_shard` cuts it: a row's share of it in as many equal runs as there
+        are rows, of which the last may be short, or empty."""
         row, column = divmod(rank, self.tensor)
-        runs = parallel.rows(name, shape[0], self.tensor, column)
+        runs = parallel.rows(p, self.tensor, column)
         if self.sharded:
             n = sum(run.stop - run.start for run in runs)
             each = -(-n // self.data)
             runs = list(_cut(runs, row * each, (row + 1) * each))
-        wide = None if len(shape) == 1 else parallel.columns(name, shape[1], self.tensor, column)
+        wide = None if len(p.shape) == 1 else parallel.columns(p, self.tensor, column)
         return Part(tuple(runs), wide)
 
 
@@ -111,16 +109,11 @@ def _cut(runs: list[slice], start: int, stop: int) -> Iterator[slice]:
         at += run.stop - run.start
 
 
-def shapes(config: GPTConfig) -> dict[str, Shape]:
-    """Every parameter's whole shape, in the model's own order."""
-    return {name: tuple(p.shape) for name, p in _on_meta(config).named_parameters()}
-
-
 def rank_parameters(config: GPTConfig, data: int, tensor: int, rank: int = 0, sharded: bool = True) -> int:
     """How many numbers a rank has of a model's parameters. Rank 0 has the most. Gradients are as many, and AdamW
     remembers two for each; with Muon it is one for each of the blocks' matrices."""
     grid = Grid(data, tensor, sharded)
-    return sum(grid.part(name, shape, rank).numel for name, shape in shapes(config).items())
+    return sum(grid.part(p, rank).numel for p in named_parameters(config).values() if p.trained)
 
 
 def drawn(config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
@@ -160,7 +153,7 @@ class Sharded:
         """``mesh``: the grid, its dimensions named data and tensor; ``group``: all of it. Products are computed in
         ``dtype``, in which blocks are gathered too; what the optimizer steps, and sums of gradients, are float32."""
         self.grid, self.mesh, self.rank, self.group = grid, mesh, mesh.get_rank(), group
-        self.shapes = shapes(config)
+        self.table = {name: p for name, p in named_parameters(config).items() if p.trained}
         self.room = True  # for gradients that are not divided
         self.model = _on_meta(config)
         if grid.tensor > 1:
@@ -183,7 +176,7 @@ class Sharded:
 
     def part(self, name: str) -> Part:
         """What this process has of a parameter."""
-        return self.grid.part(name, self.shapes[name], self.rank)
+        return self.grid.part(self.table[name], self.rank)
 
     @torch.no_grad()
     def fill(self, name: str, whole: Tensor) -> None:
@@ -198,7 +191,7 @@ class Sharded:
     @property
     def parameters(self) -> int:
         """How many numbers all processes have together."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
+        return sum(p.numel for p in self.table.values())
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -236,7 +229,7 @@ class Sharded:
         """Scales the gradients of `own` down to a norm of at most ``most``, of all together. Gives what it was."""
         grads = {name: p.grad for name, p in self.own.named_parameters() if p.grad is not None}
         norms = torch._foreach_norm(list(grads.values()), dtype=torch.float32)
-        copies = torch.tensor([self.grid.copies(name) for name in grads], device=norms[0].device)
+        copies = torch.tensor([self.grid.copies(self.table[name]) for name in grads], device=norms[0].device)
         square = (torch.stack(norms).square() / copies).sum()
         dist.all_reduce(square, group=self.group)
         norm = square.sqrt()

@@ -33,7 +33,7 @@ class Learner:
     def whole(self) -> Mapping[str, tuple[int, ...]]:
         """The whole shapes of what is trained."""
         if self.sharded is not None:
-            return self.sharded.shapes
+            return {name: p.shape for name, p in self.sharded.table.items()}
         return {name: tuple(p.shape) for name, p in self.own.named_parameters() if p.requires_grad}
 
 

@@ -20,7 +20,7 @@ from gpt.parallel.shard import Grid, Sharded, drawn
 from gpt.parallel.world import PATIENCE, World
 from gpt.runs import checkpoint
 from gpt.runs.tensors import Array, Deferred
-from gpt.training.optim import RMS, Muon, Optimizers, orthogonalize
+from gpt.training.optim import RMS, Muon, Optimizers, matrices, orthogonalize_each
 from gpt.training.recipe import Recipe
 from gpt.training.saving import NoSaver
 from gpt.training.state import MEMORY, WEIGHT
@@ -65,14 +65,13 @@ class MuonOfParts(Muon):
             some = [by_name[name] for name in names]
             group = some[0][2]
 
-            def directions(wholes: list[Tensor], parts: int = group["parts"]) -> list[Tensor]:
-                stack = torch.stack([matrix for whole in wholes for matrix in whole.chunk(parts)])
-                wide = stack.size(1) <= stack.size(2)
-                found = orthogonalize(stack if wide else stack.mT)
-                return list((found if wide else found.mT).reshape(len(wholes), *wholes[0].shape))
+            def directions(wholes: list[Tensor], fused: tuple[int, ...] = group["fused"]) -> list[Tensor]:
+                found = orthogonalize_each([matrix for whole in wholes for matrix in matrices(whole, fused)])
+                each = len(found) // len(wholes)
+                return [torch.cat(found[at : at + each]) for at in range(0, len(found), each)]
 
             rows, columns = exchange.shape
-            rate = group["lr"] * RMS * math.sqrt(max(rows // group["parts"], columns))
+            rate = group["lr"] * RMS * math.sqrt(max(columns, *(group["fused"] or (rows,))))
             arrived = exchange([update.to(self.dtype) for _, update, _ in some], directions)
             for (p, _, _), direction in zip(some, arrived, strict=True):
                 p.sub_(direction * applied, alpha=rate)
@@ -83,17 +82,17 @@ class Collector:
 
     def __init__(self, sharded: Sharded, optimizers: Optimizers, world: World) -> None:
         self.world = world
-        places = {WEIGHT + name: (name, shape) for name, shape in sharded.shapes.items()}
-        for name, shape in optimizers.shapes(sharded.own, sharded.shapes).items():
+        places = {WEIGHT + name: p for name, p in sharded.table.items()}
+        for name, shape in optimizers.shapes(sharded.own).items():
             if shape:
-                places[MEMORY + name] = (name.rpartition(".")[0], shape)
+                places[MEMORY + name] = sharded.table[name.rpartition(".")[0]]
         self.desk = Desk(sharded.grid, places, dist.new_group(backend="gloo", timeout=PATIENCE))
 
     def whole(self, name: str, part: Tensor) -> Array | Deferred:
         """What of a snapshot's tensor is written: where it is a part, the whole one, once all have given theirs."""
         if name not in self.desk.whole:
             return part.numpy()
-        return Deferred(self.desk.whole[name][1], partial(self._asked, name, part.numpy()))
+        return Deferred(self.desk.whole[name].shape, partial(self._asked, name, part.numpy()))
 
     def _asked(self, name: str, part: Array) -> Array:
         with self.world.watching_peers():

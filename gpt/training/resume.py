@@ -12,7 +12,7 @@ from gpt import device
 from gpt.config import MOST_THREADS, TrainConfig
 from gpt.device import Compute
 from gpt.errors import UserError
-from gpt.model.fit import divisors
+from gpt.model.memory import divisors
 from gpt.runs import checkpoint, folder, hub
 from gpt.runs.record import FORMAT, Machine, RunRecord
 from gpt.settings import checked, from_dict

@@ -19,8 +19,8 @@ from torch.nn.utils import clip_grad_norm_
 from gpt.device import Compute
 from gpt.errors import is_out_of_memory
 from gpt.model.decoder import GPT
-from gpt.model.fit import divisors
 from gpt.model.loss import IGNORED, tied_cross_entropy
+from gpt.model.memory import divisors
 from gpt.parallel.world import World
 from gpt.training.optim import Optimizers
 from gpt.training.recipe import Recipe
