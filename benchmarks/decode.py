@@ -1,9 +1,10 @@
-"""Decoding, ours beside transformers and CTranslate2 in one run, and how many random cases equal transformers'.
+"""Measures decoding beside transformers and CTranslate2, and counts random cases that equal transformers'.
 
     python -m benchmarks.decode             GPT-2 124M with random weights: speeds, and the table of exactness
     python -m benchmarks.decode --tiny      the same on a tiny model in seconds, of no use as a measurement
 
-Systems take turns, so that what else the machine does meets all of them; medians of rounds. Needs the extra `bench`.
+Systems take turns, so that other work on the machine slows all of them alike; medians of rounds.
+Needs the extra `bench`.
 """
 
 import argparse
@@ -48,7 +49,7 @@ Work = Callable[[], list[list[int]]]
 
 
 def pair(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GPT2LMHeadModel]:
-    """The same random weights, here and in transformers."""
+    """Returns our model and transformers' with the same random weights."""
     torch.manual_seed(seed)
     model = GPT(config).eval()
     table = named_parameters(config)
@@ -69,7 +70,7 @@ def pair(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GP
 
 
 def ours(model: GPT, prompts: list[list[int]], new: int, beam: int = 0) -> list[list[int]]:
-    """Greedy or the best of the beams, as `gpt sample` makes them, without the tokenizer."""
+    """Generates as `gpt sample` does, without the tokenizer: greedily, or the best of ``beam`` beams."""
     config = SampleConfig(greedy=not beam, beam=beam, max_tokens=new, ignore_eot=True)
     context = Context(model, CPU, len(prompts) * max(1, beam), len(prompts[0]) + new)
     requests, found = [Request(prompt) for prompt in prompts], [list[int]() for _ in prompts]
@@ -83,7 +84,7 @@ def ours(model: GPT, prompts: list[list[int]], new: int, beam: int = 0) -> list[
 
 
 def transformers(model: GPT2LMHeadModel, prompts: list[list[int]], new: int, beam: int = 1) -> list[list[int]]:
-    """transformers' generate, with its cache."""
+    """Generates with transformers' ``generate`` and its cache."""
     x = torch.tensor(prompts)
     with torch.inference_mode():
         out = model.generate(
@@ -96,7 +97,7 @@ def transformers(model: GPT2LMHeadModel, prompts: list[list[int]], new: int, bea
 def ctranslate2(
     theirs: GPT2LMHeadModel, folder: Path, kind: str
 ) -> Callable[[list[list[int]], int, int], list[list[int]]]:
-    """CTranslate2's generator for the same weights, which it converts from a folder of transformers'."""
+    """Returns a function that generates with CTranslate2, which converts the weights from a transformers folder."""
     import ctranslate2 as ct2
     from ctranslate2.converters import TransformersConverter
     from tokenizers import Tokenizer, models
@@ -125,7 +126,7 @@ def ctranslate2(
 
 
 def in_turn(works: dict[str, Work], rounds: int) -> dict[str, float]:
-    """Median seconds of each, in turn."""
+    """Runs the works in turn, ``rounds`` times after a warm-up, and returns the median seconds of each."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(rounds + 1):
         for name, work in works.items():
@@ -138,7 +139,7 @@ def in_turn(works: dict[str, Work], rounds: int) -> dict[str, float]:
 
 
 def speeds(config: GPTConfig, prompt: int, new: int, rounds: int) -> list[str]:
-    """Tables of tokens a second."""
+    """Returns tables of tokens per second."""
     model, theirs = pair(config)
     chance = random.Random(0)
     prompts = [[chance.randrange(config.vocab_size) for _ in range(prompt)] for _ in range(ROWS)]
@@ -199,7 +200,7 @@ def _ratios(seconds: dict[str, float]) -> list[str]:
 
 
 def exactness(cases: int) -> list[str]:
-    """How many random cases equal transformers'."""
+    """Returns a table of how many random cases equal transformers'."""
     greedy = beams = 0
     for seed in range(cases):
         chance = random.Random(seed)
@@ -268,7 +269,7 @@ def _filter_equal(name: str, seed: int) -> bool:
 
 
 def main() -> None:
-    """Measures and writes the sections."""
+    """Measures, and writes the sections of RESULTS.md."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,12 +1,11 @@
 """``gpt bench``: what it tells, and what a step reads."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Done
+from conftest import Gpt
 
 from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, GPTConfig
@@ -17,7 +16,6 @@ from gpt.errors import UserError
 from gpt.model.decoder import GPT
 from gpt.model.params import cache_bytes
 
-Gpt = Callable[..., Done]
 CPU = Compute(torch.device("cpu"), torch.float32)
 
 

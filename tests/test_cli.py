@@ -10,11 +10,11 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Done, make_text, spawn
+from conftest import Gpt, make_text, one_line_of_what_and_what_next, spawn
 from gpt_cli.progress import Sparkline, TrainDisplay
 from rich.console import Console
 from safetensors.torch import load_file
@@ -24,21 +24,10 @@ from gpt import events
 from gpt.config import PRESETS, TokenizeConfig, TrainConfig
 from gpt.sample_config import SampleConfig
 
-Gpt = Callable[..., Done]
 QUICK = [
     "--steps", "4", "--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--block-size", "16", "--batch-tokens", "64",
     "--dtype", "float32",
 ]  # fmt: skip
-
-
-def one_line_of_what_and_what_next(done: Done, message: str, code: int = 2) -> None:
-    assert done.code == code, done.err
-    lines = [line for line in done.err.splitlines() if line.startswith(("error:", "hint:"))]
-    assert lines[0].startswith("error:")
-    assert message in lines[0]
-    assert lines[1].startswith("hint: ")
-    assert len(lines) == 2
-    assert done.out == ""
 
 
 # Start-up
@@ -149,7 +138,7 @@ def test_train_says_where_how_good_and_what_next(gpt: Gpt, book: Path) -> None:
     done = gpt("train", book, *QUICK)
     assert done.code == 0
     assert re.search(r"saved\s+runs.book.step-00000\d", done.out)
-    assert re.search(r"loss\s+\d\.\d{4} nats a token, \d\.\d{4} bits a byte", done.out)
+    assert re.search(r"loss\s+\d\.\d{4} nats a token, \d\.\d{4} bits per byte", done.out)
     assert re.search(r'more\s+gpt sample "Once upon" -m runs.book', done.out)
     assert "1 document;" in done.err
     assert "held-out" in done.err

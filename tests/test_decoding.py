@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import CPU, EOT, PROMPTS, batched, tiny_model
 from torch import Tensor
 
 from gpt.config import GPTConfig
@@ -23,28 +24,9 @@ from gpt.model.decoder import GPT
 from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import bytes_tokenizer
 
-CPU = Compute(torch.device("cpu"), torch.float32)
-EOT = 49
-
-
-def tiny_model(block_size: int = 16, positions: str = "learned", arch: str = "gpt2") -> GPT:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(50, block_size, 2, 2, 16, positions=positions, arch=arch)).eval()  # type: ignore[arg-type]
-    for parameter in model.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
-    return model
-
 
 def ids_of(model: GPT, prompt: list[int], config: SampleConfig, **seed: int) -> list[int]:
     return [token.id for token in generate(Context(model, CPU), prompt, config, eot=EOT, **seed)]
-
-
-def batched(model: GPT, requests: list[Request], config: SampleConfig, rows: int, seed: int = 0) -> list[list[Token]]:
-    """Each request's tokens, of so many at once."""
-    found: list[list[Token]] = [[] for _ in requests]
-    for event in Batch(Context(model, CPU, rows), Filters(config, EOT), requests, seed):
-        found[event.number] += event.tokens
-    return found
 
 
 def without_cache(model: GPT, prompt: list[int], ids: list[int]) -> Iterator[float]:
@@ -151,9 +133,6 @@ def test_rotary_sliding_computes_nothing_anew() -> None:
     for _ in range(40):
         context.step([[7]])
     assert seen == [1] * 40
-
-
-PROMPTS = [[1, 2, 3], [4], list(range(12)), [9, 9, 9, 9], list(range(30)), [5, 6], [7]]
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])

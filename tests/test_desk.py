@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from gpt.parallel.desk import Desk
 from torch import Tensor
 
 from gpt.model.params import Parameter
 from gpt.parallel import desk
-from gpt.parallel.desk import Desk
 from gpt.parallel.shard import Grid
 
 PATIENCE = 0.3  # seconds in which a second question, which must not come, would

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Done, Gpt
+from conftest import Done, Gpt, assert_same, curve
+from gpt.training.best import _share
+from gpt.training.saving import Saver
 from parts import BOTH, MODELS, TWO, four
 from ranks import SHORT, WORDS, cut
 from several import PARTS, assert_ended_and_gone_on, assert_trained_alike, losses, of_events, texts, trained
-from test_resume import assert_same, curve
 
 import gpt as library
 from gpt.config import TrainConfig
@@ -20,8 +21,6 @@ from gpt.interrupt import StopSignal
 from gpt.parallel.launch import Ended, launch
 from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder
-from gpt.training.best import _share
-from gpt.training.saving import Saver
 
 
 @pytest.fixture(scope="module")

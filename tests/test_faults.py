@@ -1,4 +1,4 @@
-"""Faults: disks that fail, files that are damaged or forged, runs that are killed. `benchmarks/faults.py` does many."""
+"""Faults: disks that fail, files that are damaged or forged, runs that are killed. `tests/stress/faults.py` does many."""
 
 import errno
 import json
@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import TINY, Done, make_text, send
+from conftest import TINY, Done, Gpt, one_line_of_what_and_what_next, send
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
-from test_cli import one_line_of_what_and_what_next
 
 import gpt as library
-from benchmarks import faults
 from gpt import events, files
 from gpt.errors import Interrupted, UserError, WorkError
 from gpt.interrupt import Stopped, StopSignal
@@ -30,9 +28,9 @@ from gpt.runs import checkpoint, folder, tensors
 from gpt.settings import checked
 from gpt.training import saving
 from gpt.training.state import Saved
+from tests.stress import faults
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills and limits are POSIX's")
-Gpt = Callable[..., Done]
 FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400, "steps": 12, "eval_every": 4, "save_every": 4}
 
 
@@ -40,13 +38,6 @@ class Usage(NamedTuple):
     total: int
     used: int
     free: int
-
-
-@pytest.fixture
-def text(workdir: Path) -> Path:
-    path = workdir / "book.txt"
-    path.write_bytes(make_text().encode())
-    return path
 
 
 def test_what_we_write_is_what_safetensors_writes() -> None:

@@ -2,15 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Done, make_text
+from conftest import Gpt, make_text, one_line_of_what_and_what_next
 from safetensors.torch import load_file
-from test_cli import one_line_of_what_and_what_next
 
 import gpt as library
 from gpt import events
@@ -23,7 +21,6 @@ from gpt.text.tokenizer import bytes_tokenizer
 from gpt.training import start
 from gpt.training.recipe import auto_optimizer
 
-Gpt = Callable[..., Done]
 CPU = torch.device("cpu")
 QUIET: dict[str, Any] = {"dtype": "float32", "sample_every": 0}
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Done, make_text, spawn
-from test_cli import one_line_of_what_and_what_next
+from conftest import Done, Gpt, make_text, one_line_of_what_and_what_next, spawn
 
 import gpt as library
 from gpt.config import GPTConfig
@@ -22,7 +21,6 @@ from gpt.errors import WorkError
 from gpt.runs import checkpoint, hub
 from gpt.text.tokenizer import bytes_tokenizer
 
-Gpt = Callable[..., Done]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 

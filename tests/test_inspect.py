@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_model import ours_with
+from models import ours_with
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt import inspect

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Done, make_text
+from conftest import TINY, Done
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,13 +29,6 @@ from gpt.training import logs, speed
 from gpt.training.run import go_on
 
 FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400}
-
-
-@pytest.fixture
-def text(workdir: Path) -> Path:
-    path = workdir / "book.txt"
-    path.write_bytes(make_text().encode())
-    return path
 
 
 def metrics(run: Path, kind: str) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
+from models import ours_with
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.config import PRESETS, Arch, GPTConfig, Positions
@@ -24,17 +25,6 @@ SMALL = GPTConfig(vocab_size=97, block_size=24, n_layer=3, n_head=4, n_embd=32)
 
 def theirs_of(config: GPTConfig) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config.from_dict(hf.to_hf_config(config, 0))).eval()
-
-
-def ours_with(theirs: GPT2LMHeadModel, config: GPTConfig) -> GPT:
-    model = GPT(config).eval()
-    state, table = {}, named_parameters(config)
-    for name, tensor in theirs.state_dict().items():
-        ours = hf.our_name(name)
-        if ours is not None and ours != hf.UNEMBEDDING:
-            state[ours] = tensor.t() if table[ours].is_matrix else tensor
-    model.load_state_dict(state)
-    return model
 
 
 @pytest.mark.parametrize("heads", [1, 4])

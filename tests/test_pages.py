@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Done
+from conftest import Gpt
 
 from gpt.config import GPTConfig
 from gpt.decoding import logits as filters
 from gpt.model.decoder import GPT
 from gpt.text.tokenizer import bytes_tokenizer
 
-Gpt = Callable[..., Done]
 PROMPT = 'the <script>a()</script> & "cat"'
 
 

@@ -4,15 +4,14 @@ import gzip
 import json
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, Done
-from test_cli import one_line_of_what_and_what_next
+from conftest import TINY, Gpt, one_line_of_what_and_what_next
+from gpt.training.pairs import PairBatches, PairSet
 
 import gpt as library
 from gpt import events
@@ -23,9 +22,7 @@ from gpt.sample_config import SampleConfig
 from gpt.text.pairs import Pair, read_pairs, split
 from gpt.text.tokenizer import bytes_tokenizer
 from gpt.training import best
-from gpt.training.pairs import PairBatches, PairSet
 
-Gpt = Callable[..., Done]
 VERBS = ["love ama", "see vede", "hear sente", "call chiama", "find trova", "know conosce", "help aiuta", "want vuole"]
 WHO = ["you ti", "him lo", "her la", "them li", "us ci", "me mi", "it lo", "all tutti"]
 TRANSLATIONS = [

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Gpt
+from conftest import Gpt, assert_same, curve, one_line_of_what_and_what_next
 from ranks import LONG, RUNS, WORDS, cut
 from several import RANKS, assert_ended_and_gone_on, assert_trained_alike, losses, texts, trained
-from test_cli import one_line_of_what_and_what_next
-from test_resume import assert_same, curve
 
 import gpt as library
 from gpt.config import TrainConfig

@@ -2,15 +2,13 @@
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, Done
-from test_cli import one_line_of_what_and_what_next
+from conftest import ROOT, Gpt, one_line_of_what_and_what_next
 
 from gpt.config import PRESETS, TrainConfig
 from gpt.device import Compute
@@ -23,8 +21,6 @@ from gpt.parallel.shard import rank_parameters
 from gpt.peaks import KINDS, find_kind
 from gpt.plan_config import PlanConfig
 from gpt.training.recipe import resolve
-
-Gpt = Callable[..., Done]
 
 # Brown et al. 2020, table D.1: FLOPs of the training of all eight models, of 300 billion tokens each.
 TABLE_D1 = {

@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from gpt.parallel.desk import Desk
+from gpt.training.parts import MuonOfParts
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gpt.config import GPTConfig, find_preset
@@ -25,13 +27,11 @@ from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy
 from gpt.model.params import named_parameters
 from gpt.parallel import tensor
-from gpt.parallel.desk import Desk
-from gpt.parallel.shard import Grid, Sharded, drawn, rank_parameters
+from gpt.parallel.shard import Grid, drawn, rank_parameters
 from gpt.runs import checkpoint
 from gpt.runs.tensors import Deferred
 from gpt.text.tokenizer import bytes_tokenizer
 from gpt.training.optim import make_optimizer
-from gpt.training.parts import MuonOfParts
 
 CPU = torch.device("cpu")
 TINY = GPTConfig(vocab_size=257, block_size=16, n_layer=2, n_head=4, n_embd=32)

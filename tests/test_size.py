@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import TINY
+from gpt.training.size import LADDER, TOKENS, measured_rate, parameters, preset_for, sized
 
 from gpt.config import TrainConfig
 from gpt.device import Compute
-from gpt.training.size import LADDER, TOKENS, measured_rate, parameters, preset_for, sized
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 

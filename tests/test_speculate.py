@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_decoding import CPU, EOT, PROMPTS, batched, tiny_model
+from models import CPU, EOT, PROMPTS, batched, tiny_model
 
 from gpt.decoding.context import Context
 from gpt.decoding.generate import Batch, Request, generate

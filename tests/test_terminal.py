@@ -5,13 +5,11 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Done
+from conftest import Gpt
 
-Gpt = Callable[..., Done]
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="terminals are Unix's here")
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\x08\x9b31m\x7f\u202e\u2066"

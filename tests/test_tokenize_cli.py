@@ -2,20 +2,17 @@
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import Done, make_text
+from conftest import Done, Gpt, make_text
 
 from gpt.text import corpus
 from gpt.text.encoders import encode
 from gpt.text.shards import id_type
+from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenizer import bytes_tokenizer
-from gpt.text.tokens import TokenFolder
-
-Gpt = Callable[..., Done]
 
 
 @pytest.fixture

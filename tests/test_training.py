@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, make_text, spawn
-from safetensors.torch import load_file
+from conftest import FAST, TINY, losses, make_text, resolved, spawn, train, weights
+from gpt.training.pace import Pace
+from gpt.training.schedule import lr_at
 
 import gpt
 from gpt import events
@@ -25,36 +26,12 @@ from gpt.model.params import named_parameters
 from gpt.runs import folder
 from gpt.settings import from_dict, to_toml
 from gpt.text.batches import Batches
-from gpt.text.tokens import TokenFolder
+from gpt.text.token_folder import TokenFolder
 from gpt.training import recipe
 from gpt.training import step as stepping
 from gpt.training.optim import Muon, make_optimizer, orthogonalize
-from gpt.training.pace import Pace
-from gpt.training.schedule import lr_at
 
-FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400}
 CPU = Compute(torch.device("cpu"), torch.float32)
-
-
-@pytest.fixture
-def text(workdir: Path) -> Path:
-    path = workdir / "book.txt"
-    path.write_bytes(make_text().encode())
-    return path
-
-
-def train(text: Path, **settings: Any) -> tuple[Any, list[Any]]:
-    heard: list[Any] = []
-    result = gpt.train(text, listen=heard.append, **{**FAST, **settings})
-    return result, heard
-
-
-def losses(heard: list[Any]) -> list[float]:
-    return [event.loss for event in heard if isinstance(event, events.StepEvent)]
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder.find_checkpoint(f"{run}:latest") / "model.safetensors")
 
 
 def test_it_learns(text: Path) -> None:
@@ -512,10 +489,6 @@ def test_a_signal_saves_and_ends(text: Path, signum: signal.Signals) -> None:
 
 
 # What is decided for the user
-
-
-def resolved(n_bytes: int = 400_000, n_tokens: int = 140_000, vocab_size: int = 1024, **settings: Any) -> recipe.Recipe:
-    return recipe.resolve(TrainConfig(**settings), CPU, n_bytes, n_tokens, vocab_size, True, lambda note: None)
 
 
 @pytest.mark.parametrize(

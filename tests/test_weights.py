@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Done
-from test_decoding import CPU, EOT, PROMPTS, batched, tiny_model
+from conftest import Gpt
+from models import CPU, EOT, PROMPTS, batched, tiny_model
 from torch import nn
 
 import gpt as library
@@ -24,7 +24,6 @@ from gpt.device import Compute
 from gpt.model.decoder import GPT
 from gpt.sample_config import SampleConfig
 
-Gpt = Callable[..., Done]
 BF16 = Compute(torch.device("cpu"), torch.bfloat16)
 
 

@@ -1,0 +1,309 @@
+"""Downloads a file whole or not at all: checked by size and sha256, resumed where it was cut."""
+
+import contextlib
+import hashlib
+import http.client
+import os
+import shutil
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from email.message import Message
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from filelock import FileLock, Timeout
+
+from gpt.errors import UserError, WorkError
+from gpt.files import file_sum, read_json, sync_folder, to_json, write_file
+
+OnBytes = Callable[[int, int | None], None]  # is told how many bytes are there, and of how many, where that is known
+
+TIMEOUT = 60.0  # seconds without a byte
+WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further try; all of them again after any progress
+BLOCK = 2**17  # bytes
+BUSY = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses after which another try may succeed
+
+
+def ignore(done: int, total: int | None) -> None:
+    """The listener that shows no progress."""
+
+
+def fetch(
+    url: str,
+    target: Path,
+    sha256: str | None = None,
+    size: int | None = None,
+    on_bytes: OnBytes = ignore,
+    waits: Sequence[float] = WAITS,
+) -> Path:
+    """Downloads ``url`` to ``target``, unless the file is there already and whole. Returns ``target``.
+
+    After a cut or a Ctrl-C the bytes so far stay beside ``target``, and the download is resumed, now or by the next
+    call, if the server still has the same file. Processes that want the same file wait for one of them. Raises
+    `WorkError` without a network or room on the disk, and for a file of another size or sha256 than published.
+    """
+    download = _Download(url, target, sha256, size, on_bytes)
+    with _disk_errors(target):
+        if not is_whole(url, target, sha256, size):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with download.locked():
+                if not is_whole(url, target, sha256, size):
+                    download.run(waits)
+                    download.finish()
+    return target
+
+
+def is_whole(url: str, target: Path, sha256: str | None, size: int | None) -> bool:
+    """Whether ``target`` is the file at ``url``: by its sha256 where one is published, else by its size.
+
+    A stamp beside it spares the checksum of a file that has not changed since. A file without a stamp was put there by
+    hand.
+    """
+    if not seems_whole(target, size):
+        return False
+    stat = target.stat()
+    stamp = _read_stamp(target)
+    if (stamp.get("size"), stamp.get("mtime_ns")) != (stat.st_size, stat.st_mtime_ns):
+        stamp = {}
+    if sha256 is None:
+        return bool(stamp.get("url", url) == url)
+    if stamp.get("sha256") == sha256:
+        return True
+    if file_sum(target) != sha256:
+        return False
+    _write_stamp(url, target, sha256)
+    return True
+
+
+def seems_whole(target: Path, size: int | None) -> bool:
+    """Whether there is a file, of the published size if one is published. Reads nothing."""
+    return target.exists() and size in (None, _size(target))
+
+
+def bytes_here(url: str, target: Path, sha256: str | None, size: int | None) -> int:
+    """Returns how many bytes of ``target`` are on the disk: all, or those of an unfinished download."""
+    return _size(target if seems_whole(target, size) else _Download(url, target, sha256, size, ignore).part)
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Raises `WorkError` where ``folder``, which need not exist yet, has no room for ``needed`` more bytes."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise WorkError(
+            f"no room for {needed:,} bytes in {folder}: {free:,} are free",
+            "make room, or set GPT_CACHE_DIR to a folder on another disk",
+        )
+
+
+class _Cut(Exception):
+    """The connection ended before the file did."""
+
+
+class _Download:
+    """A download in progress: ``part`` holds the bytes so far, ``version`` the server's name for that file's version.
+
+    The part of another address, size or sha256 is another file.
+    """
+
+    def __init__(self, url: str, target: Path, sha256: str | None, size: int | None, on_bytes: OnBytes) -> None:
+        self.url, self.target, self.sha256, self.size, self.on_bytes = url, target, sha256, size, on_bytes
+        key = hashlib.sha256(f"{url}\n{sha256}\n{size}".encode()).hexdigest()[:12]
+        self.part = target.with_name(f".{target.name}.{key}.part")
+        self.version = target.with_name(f".{target.name}.{key}.version")
+        self.answered = False  # whether any server has answered at all
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the lock of ``target``; while another process or thread has it, shows how far that one has come."""
+        lock = FileLock(self.target.with_name(f".{self.target.name}.lock"))
+        while not lock.is_locked:
+            try:
+                lock.acquire(timeout=0.1)
+            except Timeout:
+                self.on_bytes(_size(self.part), self.size)
+        try:
+            yield
+            with contextlib.suppress(OSError):  # Windows keeps open files; a process that waits finds the target whole
+                Path(lock.lock_file).unlink()
+        finally:
+            lock.release()
+
+    def run(self, waits: Sequence[float]) -> None:
+        """Makes ``part`` whole, in as many tries as ``waits`` allow since the last progress."""
+        left, most = list(waits), _size(self.part)
+        while _size(self.part) != self.size:
+            try:
+                return self._request()
+            except _Cut as cut:
+                if _size(self.part) > most:
+                    left, most = list(waits), _size(self.part)
+                if not self.answered or not left:
+                    raise self._error(f"cannot download {self.url}: {cut}") from None
+                time.sleep(left.pop(0))
+
+    def finish(self) -> None:
+        """Checks ``part`` and renames it to ``target``."""
+        if self.sha256 is not None and (found := file_sum(self.part)) != self.sha256:
+            size = _size(self.part)
+            self._forget()
+            raise self._error(
+                f"{self.url} gave {size:,} bytes that are not what was published: "
+                f"their sha256 is {found[:16]}…, not {self.sha256[:16]}…"
+            )
+        os.replace(self.part, self.target)
+        sync_folder(self.target.parent)
+        _write_stamp(self.url, self.target, self.sha256)
+        self.version.unlink(missing_ok=True)
+
+    def _request(self) -> None:
+        """One request, for all bytes after those of the part. Raises `_Cut`."""
+        version = self.version.read_text() if self.version.exists() else ""
+        done = _size(self.part) if version else 0
+        with self._open(done, version) as response:
+            if response.status in BUSY:
+                raise _Cut(f"HTTP Error {response.status}: {response.reason}")
+            if done and response.status in (206, 416) and not _continues(response, done, version):
+                self._forget()  # the file has changed, or the server counts in another way
+                return self._request()
+            if response.status == 200:
+                done = 0
+                self._forget()
+            elif not (done and response.status == 206):
+                raise self._error(f"cannot download {self.url}: HTTP Error {response.status}: {response.reason}")
+            total = self._total(response, done)
+            if total is not None:
+                check_space(self.part.parent, total - done)
+            write_file(self.version, _version(response.headers).encode())
+            self._receive(response, total)
+
+    def _open(self, done: int, version: str) -> Any:
+        request = urllib.request.Request(self.url, headers={"User-Agent": "gpt", "Accept-Encoding": "identity"})
+        if done:
+            request.add_header("Range", f"bytes={done}-")
+            request.add_header("If-Range", version)
+        try:
+            response = urllib.request.build_opener(Redirects).open(request, timeout=TIMEOUT)
+        except urllib.error.HTTPError as error:
+            response = error
+        except (http.client.HTTPException, OSError) as error:
+            self.answered |= not isinstance(error, urllib.error.URLError)  # a URLError: no server was reached
+            raise _Cut(_reason(error)) from None
+        self.answered = True
+        return response
+
+    def _total(self, response: Any, done: int) -> int | None:
+        """Returns the bytes of the whole file, as published or as the server says; both must agree."""
+        length = response.headers.get("Content-Length", "")
+        total = done + int(length) if length.isdecimal() else self.size
+        if self.size not in (None, total):
+            self._forget()
+            raise self._error(f"{self.url} has {total:,} bytes, not the {self.size:,} that were published")
+        return total
+
+    def _receive(self, response: Any, total: int | None) -> None:
+        with self.part.open("ab") as file:
+            done = file.tell()
+            self.on_bytes(done, total)
+            while block := self._read(response):
+                file.write(block)
+                done += len(block)
+                self.on_bytes(done, total)
+            file.flush()
+            os.fsync(file.fileno())
+        if total is not None and done > total:
+            self._forget()
+            raise self._error(f"{self.url} gave more than the {total:,} bytes that were published")
+        if total is not None and done < total:
+            raise _Cut(f"the connection was cut after {done:,} of {total:,} bytes")
+
+    def _read(self, response: Any) -> bytes:
+        try:
+            return bytes(response.read(BLOCK))
+        except (http.client.HTTPException, OSError) as error:
+            raise _Cut(_reason(error)) from None
+
+    def _forget(self) -> None:
+        self.part.unlink(missing_ok=True)
+        self.version.unlink(missing_ok=True)
+
+    def _error(self, message: str) -> WorkError:
+        return WorkError(message, f"with a network elsewhere: download {self.url} and put it at {self.target}")
+
+
+class Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects, but never from https to anything else."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        """Returns the next request. Raises `WorkError` where anyone could change its answer."""
+        before, after = urlsplit(req.full_url).scheme, urlsplit(newurl).scheme
+        if after != "https" and not before == after == "http":
+            fp.close()
+            raise WorkError(
+                f"{req.full_url} redirects from {before} to {after}: {newurl}",
+                "this is not followed; try another network",
+            )
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _version(headers: Message) -> str:
+    """The validator of a file's version (RFC 9110, 8.8): a strong ETag, or else the time of the last change."""
+    tag = headers.get("ETag", "")
+    return headers.get("Last-Modified", "") if not tag or tag.startswith("W/") else tag
+
+
+def _continues(response: Any, done: int, version: str) -> bool:
+    """Whether a response has the bytes of the same version from ``done`` on."""
+    starts = response.headers.get("Content-Range", "").startswith(f"bytes {done}-")
+    return response.status == 206 and starts and _version(response.headers) == version
+
+
+def _reason(error: Exception) -> str:
+    """Returns the system's words for an error, which urllib wraps."""
+    inner = getattr(error, "reason", error)
+    return str(getattr(inner, "strerror", None) or inner) or type(error).__name__
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _stamp(target: Path) -> Path:
+    return target.with_name(f".{target.name}.ok")
+
+
+def _write_stamp(url: str, target: Path, sha256: str | None) -> None:
+    stat = target.stat()
+    stamp = {"url": url, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": sha256}
+    with contextlib.suppress(OSError):  # a read-only cache: the checksum is computed again next time
+        write_file(_stamp(target), to_json(stamp))
+
+
+def _read_stamp(target: Path) -> dict[str, Any]:
+    try:
+        return read_json(_stamp(target))
+    except UserError:
+        return {}
+
+
+@contextlib.contextmanager
+def _disk_errors(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        free = ""
+        with contextlib.suppress(OSError):
+            free = f"; {shutil.disk_usage(target.parent).free:,} bytes are free there"
+        raise WorkError(
+            f"cannot keep {target}: {error.strerror or error}{free}",
+            "make room, or set GPT_CACHE_DIR to another folder of yours; what has come is kept",
+        ) from None

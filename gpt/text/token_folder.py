@@ -1,0 +1,293 @@
+"""A folder of token shards with its manifest: made by `gpt.text.tokenize`, trained on, checked, joined from parts.
+
+    manifest.json        what it is: tokenizer, split, counts, each shard's sum
+    sources.jsonl        what was read: a line a source
+    train-GGGGG-SSSSS.ids  val-GGGGG-SSSSS.ids      shards (`gpt.text.shards`), by group of sources and slice of it
+    tokenizer.tiktoken … the tokenizer's files
+
+Groups and slices depend on the sources alone, so that parts made on many machines join into what one would have made.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from gpt.errors import UserError
+from gpt.files import (
+    LINES_LIMIT,
+    disk_errors,
+    file_sum,
+    open_regular,
+    read_json,
+    read_lines,
+    to_json,
+    whole_file,
+    whole_folder,
+    write_file,
+)
+from gpt.settings import Count, checked
+from gpt.text.shards import SIDES, Shard, Side, TokenStream
+from gpt.text.tokenizer import Tokenizer
+from gpt.text.tokenizer_files import read_own, tokenizer_files
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+SOURCES = "sources.jsonl"
+PROGRESS = "progress.jsonl"  # of a folder that is not finished
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What the manifest says of a shard. ``bytes`` are those of the text."""
+
+    file: str
+    side: Side
+    group: Count
+    slice: Count
+    documents: Count
+    tokens: Count
+    bytes: Count
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """What was read: its size as stored and the time of its last change, and the text that came out of it."""
+
+    group: Count
+    name: str
+    size: Count
+    time: int
+    documents: Count
+    bytes: Count
+    sha256: str  # of the text in UTF-8
+
+
+def shard_name(side: Side, group: int, slice: int) -> str:
+    """``train-00012-00003.ids``."""
+    return f"{side}-{group:05d}-{slice:05d}.ids"
+
+
+def is_token_folder(path: str | Path) -> bool:
+    """Whether ``path`` is a folder of tokens, finished or not."""
+    return (Path(path) / MANIFEST).is_file() or (Path(path) / PROGRESS).is_file()
+
+
+class TokenFolder:
+    """A finished folder. Raises `UserError` where it is none, is damaged, or was made by another version."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not (self.path / MANIFEST).exists() and (self.path / PROGRESS).exists():
+            raise UserError(f"{path} is not finished", f"go on with it: gpt tokenize … -o {path} --resume")
+        self.manifest = read_json(self.path / MANIFEST)
+        if self.manifest.get("format") != FORMAT:
+            raise UserError(
+                f"{path} has format {self.manifest.get('format')!r}; this program reads format {FORMAT}",
+                "make it again from the text",
+            )
+        try:
+            self.shards = [checked(ShardRecord, record, MANIFEST) for record in self.manifest["shards"]]
+            self._check_manifest()
+        except (KeyError, TypeError, ValueError, AssertionError, UserError):
+            raise UserError(f"{self.path / MANIFEST} is damaged", "make the folder again from the text") from None
+        self.documents: int = self.manifest["documents"]
+        self.bytes: int = self.manifest["bytes"]
+        self.tokens: int = self.manifest["tokens"]
+
+    def _check_manifest(self) -> None:
+        """Raises where something is missing or contradicts the rest; names of files are never taken from it."""
+        manifest = self.manifest
+        assert manifest["split"]["by"] in ("hash", "end", "text", "nothing")
+        assert isinstance(manifest["asked"], dict)
+        assert isinstance(manifest["reading"], dict)
+        assert all(isinstance(text, str) for text in manifest["texts"])
+        part = manifest["part"]
+        assert part is None or (all(type(number) is int for number in part) and 1 <= part[0] <= part[1])
+        counts = [manifest["sources"]["count"], *(manifest[key] for key in ("documents", "bytes", *COUNTS))]
+        assert all(type(count) is int and count >= 0 for count in counts)
+        places = [(record.side, record.group, record.slice) for record in self.shards]
+        assert places == sorted(set(places))
+        for record in self.shards:
+            assert record.file == shard_name(record.side, record.group, record.slice)
+        assert manifest["tokens"] == sum(record.tokens for record in self.shards)
+        assert all(manifest[side] == _totals(self.shards, side) for side in SIDES)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of its ids, whose fingerprint is compared."""
+        return read_own(self.path, self.manifest.get("tokenizer"), str(self.path / MANIFEST))
+
+    def stream(self, side: Side) -> TokenStream:
+        """The ids of one side. Raises `UserError` where a shard is not what the manifest says."""
+        vocab_size = self.tokenizer.vocab_size
+        shards = []
+        for record in self.shards:
+            if record.side == side:
+                shard = Shard(self.path / record.file)
+                if (len(shard), shard.documents, shard.vocab_size) != (record.tokens, record.documents, vocab_size):
+                    raise UserError(f"{shard.path} is not what {MANIFEST} says", "make the folder again from the text")
+                shards.append(shard)
+        return TokenStream(shards)
+
+    def bytes_of(self, side: Side) -> int:
+        """The text of one side, in bytes."""
+        return sum(record.bytes for record in self.shards if record.side == side)
+
+    def verify(self, each: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Reads everything and compares sums, ids, offsets and totals. Raises `UserError` naming what is damaged."""
+        total = sum(record.tokens for record in self.shards)
+        try:
+            right = file_sum(self.path / SOURCES) == self.manifest["sources"].get("sha256")
+        except OSError as error:
+            raise UserError(f"cannot read {self.path / SOURCES}: {error.strerror or error}") from None
+        if not right:
+            raise UserError(f"{self.path / SOURCES} is damaged: its sha256 is not the one in {MANIFEST}")
+        sources = list(self.sources())
+        found = (len(sources), sum(s.documents for s in sources), sum(s.bytes for s in sources))
+        if found != (self.manifest["sources"]["count"], self.documents, self.bytes):
+            raise UserError(f"{self.path / MANIFEST} is damaged: its totals are not those of {SOURCES}")
+        done = 0
+        for record in self.shards:
+            Shard(self.path / record.file).verify(record.sha256)
+            done += record.tokens
+            each(done, total)
+        self.check_shards()
+
+    def check_shards(self) -> None:
+        """Raises `UserError` where a shard's header is not what the manifest says. Reads no ids."""
+        for side in SIDES:
+            self.stream(side)
+
+    def sources(self) -> Iterator[SourceRecord]:
+        """What was read."""
+        try:
+            with open_regular(self.path / SOURCES, LINES_LIMIT) as file:
+                for line in read_lines(file):
+                    values = json.loads(line.decode("utf-8", "surrogateescape"))
+                    yield checked(SourceRecord, values, str(self.path / SOURCES))
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"cannot read {self.path / SOURCES}: {error}", "make the folder again") from None
+
+
+def write_manifest(
+    folder: Path,
+    about: Mapping[str, Any],
+    shards: Sequence[ShardRecord],
+    sources: Sequence[SourceRecord],
+    counts: Mapping[str, int],
+) -> None:
+    """``sources.jsonl``, then ``manifest.json``: with it the folder is finished. ``counts`` are further totals."""
+    with whole_file(folder / SOURCES) as file:
+        for source in sources:
+            file.write((json.dumps(asdict(source), ensure_ascii=False) + "\n").encode("utf-8", "surrogateescape"))
+    ordered = sorted(shards, key=lambda record: (record.side, record.group, record.slice))
+    manifest = {
+        "format": FORMAT,
+        **about,
+        "documents": sum(source.documents for source in sources),
+        "bytes": sum(source.bytes for source in sources),
+        "tokens": sum(record.tokens for record in ordered),
+        "train": _totals(ordered, "train"),
+        "val": _totals(ordered, "val"),
+        **counts,
+        "sources": {"file": SOURCES, "count": len(sources), "sha256": file_sum(folder / SOURCES)},
+        "shards": [asdict(record) for record in ordered],
+    }
+    write_file(folder / MANIFEST, to_json(manifest))
+    with contextlib.suppress(FileNotFoundError):
+        (folder / PROGRESS).unlink()
+
+
+def _totals(shards: Sequence[ShardRecord], side: Side) -> dict[str, int]:
+    mine = [record for record in shards if record.side == side]
+    totals: dict[str, int] = {}
+    for key in ("documents", "bytes", "tokens"):
+        totals[key] = sum(getattr(record, key) for record in mine)
+    return totals
+
+
+COUNTS = ("replaced", "skipped", "cut_pieces", "end_of_text_in_text")
+
+
+def merge(parts: Sequence[str | Path], out: str | Path) -> TokenFolder:
+    """Joins the parts of a corpus into the folder that one machine would have made. Nothing is tokenized again.
+
+    Raises `UserError` where a part is missing, there twice, or made from other sources or with other settings.
+    """
+    target = Path(out)
+    if target.exists():
+        raise UserError(f"{out} is there already", "give another place with --out; nothing is overwritten")
+    folders = [TokenFolder(part) for part in parts]
+    _check_parts(folders)
+    folders.sort(key=lambda folder: int(folder.manifest["part"][0]))
+    sources = sorted((s for folder in folders for s in folder.sources()), key=lambda source: source.group)
+    shards = [record for folder in folders for record in folder.shards]
+    _check_disjoint(sources, shards)
+    for folder in folders:
+        folder.check_shards()
+    counts = {key: sum(folder.manifest[key] for folder in folders) for key in COUNTS}
+    with disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with whole_folder(target) as beside:
+            for name, data in tokenizer_files(folders[0].tokenizer).items():
+                write_file(beside / name, data)
+            for folder in folders:
+                for record in folder.shards:
+                    _link(folder.path / record.file, beside / record.file)
+            write_manifest(beside, _about(folders[0]) | {"part": None}, shards, sources, counts)
+    return TokenFolder(target)
+
+
+def _check_disjoint(sources: Sequence[SourceRecord], shards: Sequence[ShardRecord]) -> None:
+    """Raises `UserError` where parts have the same source or shard: they come of different texts."""
+    hint = "make all parts from the same text"
+    groups: dict[str, int] = {}
+    for source in sources:
+        if groups.setdefault(source.name, source.group) != source.group:
+            raise UserError(f"{source.name} is in two of the parts", hint)
+    if len({record.file for record in shards}) != len(shards):
+        raise UserError("two of the parts have the same shards", hint)
+
+
+def _about(folder: TokenFolder) -> dict[str, Any]:
+    keys = ("texts", "asked", "split", "reading", "corpus", "part", "tokenizer")
+    return {key: folder.manifest.get(key) for key in keys}
+
+
+def _check_parts(folders: Sequence[TokenFolder]) -> None:
+    first = folders[0]
+    numbers = []
+    for folder in folders:
+        part = folder.manifest.get("part")
+        if not isinstance(part, list) or len(part) != 2:
+            raise UserError(
+                f"{folder.path} is no part: it was made without --part", "give the folders made with --part"
+            )
+        numbers.append(int(part[0]))
+        about, expected = _about(folder), _about(first)
+        for key in ("corpus", "split", "reading", "tokenizer"):
+            if about[key] != expected[key] or part[1] != expected["part"][1]:
+                raise UserError(f"{folder.path} and {first.path} are not parts of one corpus: their {key} differs")
+    count = int(_about(first)["part"][1])
+    missing = sorted(set(range(1, count + 1)) - set(numbers))
+    if missing:
+        raise UserError(f"part {missing[0]}/{count} is missing", f"make it: gpt tokenize … --part {missing[0]}/{count}")
+    if len(numbers) != count:
+        raise UserError(f"{len(numbers)} folders are given for {count} parts: one is there twice")
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same bytes at a new place: one more name for them where the system can, a copy elsewhere."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)

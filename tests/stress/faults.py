@@ -1,0 +1,739 @@
+"""Tries faults by the hundred: runs killed or interrupted, failing disks, damaged checkpoints; and what safety costs.
+
+    python -m tests.stress.faults [--quick] [kills|signals|ranks|disk|damage|price]...
+
+Every run that was killed or interrupted is resumed and must end in the same state as an uninterrupted one. POSIX only;
+`price` needs GPT-2's vocabulary in the cache.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+from unittest import mock
+
+from gpt.errors import UserError
+from gpt.runs import folder
+
+COUNTS = {"kills": 200, "signals": 50, "ranks": 10, "damage": 5000}
+QUICK = {"kills": 20, "signals": 10, "ranks": 10, "damage": 500}
+TINY = [
+    "--n-layer", "2", "--n-head", "2", "--n-embd", "64", "--block-size", "32", "--batch-tokens", "256", "--dtype",
+    "float32", "--dropout", "0.1", "--steps", "120", "--eval-every", "10", "--save-every", "5", "--sample-every",
+    "40", "--keep", "2", "--vocab-size", "400", "--quiet",
+]  # fmt: skip
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES)
+
+
+# Runs that end before their time
+
+
+def write_text(path: Path, count: int = 12_000) -> Path:
+    """Writes a text of ``count`` words with something to learn."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(300)]
+    path.write_text(" ".join(rng.choice(words) for _ in range(count)), encoding="utf-8")
+    return path
+
+
+def start(*words: str, cwd: Path) -> "subprocess.Popen[str]":
+    """Starts ``gpt`` with one thread."""
+    return subprocess.Popen(
+        [str(Path(sys.executable).with_name("gpt")), *words],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def state_sum(run: Path) -> str:
+    """Returns a checksum of the state in a run's newest checkpoint."""
+    path = run / folder.checkpoints(run)[-1].name
+    return hashlib.sha256(b"".join((path / name).read_bytes() for name in STATE_FILES)).hexdigest()
+
+
+STATE_FILES = ("model.safetensors", "training.safetensors")
+
+
+def torn(run: Path) -> list[str]:
+    """Returns errors for a run's checkpoints that have a name and are not whole."""
+    bad = []
+    for entry in folder.checkpoints(run):
+        try:
+            folder.check_sums(run / entry.name, training=True)
+        except UserError as error:
+            bad.append(error.message)
+    return bad
+
+
+def in_a_save(run: Path, process: "subprocess.Popen[str]", rng: random.Random) -> None:
+    """Waits until a random one of the first twelve checkpoints is being written."""
+    seen, wanted = 0, rng.randint(1, 12)
+    was = False
+    while process.poll() is None and seen < wanted:
+        writing = run.is_dir() and any(run.glob(".tmp-step-*"))
+        seen += writing and not was
+        was = writing
+    time.sleep(rng.random() * 0.01)
+
+
+def at_a_step(run: Path, process: "subprocess.Popen[str]", rng: random.Random) -> None:
+    """Waits for a random step, or one soon after it."""
+    wanted = rng.randint(1, 110)
+    while process.poll() is None and (not (run / "metrics.jsonl").exists() or len(_steps(run)) < wanted):
+        time.sleep(rng.random() * 0.02)
+
+
+def go_on(place: Path, run: Path, words: list[str]) -> str | None:
+    """Resumes a run until its end; returns what went wrong, or None."""
+    process = start(*words, cwd=place)
+    _, err = process.communicate(timeout=600)
+    if process.returncode:
+        return f"exit {process.returncode}: {err.strip()[-300:]}"
+    if "Traceback" in err:
+        return err
+    return None if not torn(run) else f"torn: {torn(run)}"
+
+
+def killed(place: Path, text: Path, number: int, seconds: float, expected: str) -> str:
+    """Kills a run and resumes it; returns when it was killed, or what went wrong.
+
+    Runs with an odd ``number`` are killed within a save, every fourth at a random moment from the command's start on,
+    the rest at a random step.
+    """
+    rng = random.Random(number)
+    run = place / f"killed-{number}"
+    train = ["train", str(text), "-o", str(run), *TINY]
+    process = start(*train, cwd=place)
+    if number % 2:
+        in_a_save(run, process, rng)
+    elif number % 4:
+        at_a_step(run, process, rng)
+    else:
+        time.sleep(rng.random() * seconds)
+    process.kill()
+    process.communicate()
+    when = "finished" if process.returncode == 0 else "before run.json"
+    if folder.is_run(run) and process.returncode:
+        when = "within a save" if any(run.glob(".tmp-step-*")) else "training" if any(run.glob("step-*")) else "begun"
+        if torn(run):
+            return f"torn after the kill: {torn(run)}"
+    words = ["train", "--resume", str(run), "--quiet"] if folder.is_run(run) else train
+    if not folder.is_run(run):
+        shutil.rmtree(run, ignore_errors=True)
+    wrong = go_on(place, run, words)
+    if wrong is None and state_sum(run) != expected:
+        wrong = "another state than that of a run that was not killed"
+    shutil.rmtree(run, ignore_errors=True)
+    return wrong or when
+
+
+def stopped(place: Path, text: Path, number: int, seconds: float, expected: str) -> str:
+    """Sends a run SIGINT or SIGTERM at a random step, and resumes it by the command that it prints."""
+    rng = random.Random(1000 + number)
+    run = place / f"stopped-{number}"
+    process = start("train", str(text), "-o", str(run), *TINY, cwd=place)
+    signum = rng.choice([signal.SIGINT, signal.SIGTERM])
+    at_a_step(run, process, rng)
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=600)
+    if process.returncode == 0:
+        return "finished" if state_sum(run) == expected else "another state"
+    if process.returncode not in (128 + signum, -signum) or "Traceback" in err:
+        return f"exit {process.returncode}: {err}"
+    command = re.search(r"go on with: gpt (.*)", err)
+    if command is None and folder.is_run(run) and json.loads((run / folder.RECORD).read_text()).get("ended"):
+        return "finished"  # it came while Python ended
+    if command is None:
+        return "before the first step" if not folder.is_run(run) else f"no command: {err}"
+    wrong = go_on(place, run, [*shlex.split(command[1]), "--quiet"])
+    if wrong is None and state_sum(run) != expected:
+        wrong = "another state than that of a run that was not interrupted"
+    shutil.rmtree(run, ignore_errors=True)
+    return wrong or "saved and gone on with"
+
+
+def process_of(launcher: int, rank: int) -> int | None:
+    """Returns the process id of a rank, or None before it started. Linux only."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == launcher and f"\0RANK={rank}\0" in path.read_text():
+                return int(path.parent.name)
+    return None
+
+
+def rank_killed(place: Path, text: Path, number: int, expected: str, took: list[float]) -> str:
+    """Kills one of a run's two processes at a random moment, and resumes the run with two.
+
+    ``took`` gets the seconds from the kill until the command ended.
+    """
+    rng = random.Random(2000 + number)
+    run = place / f"rank-{number}"
+    train = ["train", str(text), "-o", str(run), *TINY, "--nproc", "2"]
+    process = start(*train, cwd=place)
+    rank, step = rng.randint(0, 1), rng.randint(0, 90)
+    while (victim := process_of(process.pid, rank)) is None:
+        time.sleep(0.01)
+    while step >= 5 and process.poll() is None and not (run / folder.step_name(step // 5 * 5)).exists():
+        time.sleep(0.005)
+    time.sleep(rng.random() * (0.1 if step >= 5 else 5))
+    killed = time.monotonic()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(victim, signal.SIGKILL)
+    _, err = process.communicate(timeout=600)
+    if process.returncode == 0:
+        return "finished"
+    took.append(time.monotonic() - killed)
+    lines = err.splitlines()
+    if process.returncode != 1 or not lines[0].startswith(f"error: process {rank} of 2 was ended by SIGKILL"):
+        return f"exit {process.returncode}: {err}"
+    when = "while training" if any(run.glob("step-*")) else "before the first checkpoint"
+    if not folder.is_run(run):
+        shutil.rmtree(run, ignore_errors=True)
+    words = ["train", "--resume", str(run), "--quiet"] if run.exists() else train
+    wrong = go_on(place, run, words)
+    if wrong is None and state_sum(run) != expected:
+        wrong = "another state than that of a run that was not killed"
+    return wrong or f"same state, rank {rank} killed {when}"
+
+
+def ranks(count: int, place: Path) -> str:
+    """Returns a line about ``count`` runs of two processes, one of which was killed."""
+    text, whole, took = write_text(place / "text.txt"), place / "whole", [0.0]
+    _, err = start("train", str(text), "-o", str(whole), *TINY, "--nproc", "2", cwd=place).communicate(timeout=600)
+    assert folder.checkpoints(whole), err
+    expected = state_sum(whole)
+    outcomes = Counter(rank_killed(place, text, number, expected, took) for number in range(count))
+    return (
+        f"- {count} kills of one of two processes, gone on with by two: {said(outcomes)}; all of a command had ended "
+        f"{max(took):.1f} s after the kill at most"
+    )
+
+
+def many(one: Callable[..., str], count: int, place: Path) -> Counter[str]:
+    """Returns the outcomes of ``count`` runs of ``one``, two at a time."""
+    text = write_text(place / "text.txt")
+    began = time.monotonic()
+    whole = start("train", str(text), "-o", str(place / "whole"), *TINY, cwd=place)
+    _, err = whole.communicate(timeout=600)
+    assert whole.returncode == 0, err
+    seconds = time.monotonic() - began
+    expected = state_sum(place / "whole")
+    with ThreadPoolExecutor(2) as pool:
+        return Counter(pool.map(lambda number: one(place, text, number, seconds * 1.3, expected), range(count)))
+
+
+# A disk that fails
+
+
+class FailingDisk:
+    """Makes the n-th write, sync, rename or mkdir below ``root`` fail, and counts them all."""
+
+    def __init__(self, root: Path, n: int, code: int) -> None:
+        self.root, self.n, self.code = str(root), n, code
+        self.count = 0
+        self.what = ""
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        self._patches = contextlib.ExitStack()
+        path_open, replace, fsync, mkdir = Path.open, os.replace, os.fsync, Path.mkdir
+
+        def opened(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if "b" in mode and any(c in mode for c in "wax") and self._mine(path):
+                self._maybe_fail(f"open {path.name}")
+                return _File(path_open(path, mode, *args, **kwargs), self, path.name)
+            return path_open(path, mode, *args, **kwargs)
+
+        def replaced(source: Any, target: Any, **kwargs: Any) -> None:
+            if self._mine(target):
+                self._maybe_fail(f"rename to {Path(target).name}")
+            replace(source, target, **kwargs)
+
+        def synced(descriptor: int) -> None:
+            self._maybe_fail("sync")
+            fsync(descriptor)
+
+        def made(path: Path, *args: Any, **kwargs: Any) -> None:
+            if self._mine(path):
+                self._maybe_fail(f"make {path.name}")
+            mkdir(path, *args, **kwargs)
+
+        for target, name, new in (
+            (Path, "open", opened), (os, "replace", replaced), (os, "fsync", synced), (Path, "mkdir", made),
+        ):  # fmt: skip
+            self._patches.enter_context(mock.patch.object(target, name, new))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
+
+    def _mine(self, path: Any) -> bool:
+        return str(path).startswith(self.root)
+
+    def _maybe_fail(self, what: str) -> None:
+        with self._lock:  # two files are written side by side
+            self.count += 1
+            mine = self.count == self.n
+        if mine:
+            self.what = what
+            raise OSError(self.code, os.strerror(self.code), what)
+
+
+class _File:
+    """A file whose writes may fail, as its `FailingDisk` decides."""
+
+    def __init__(self, file: Any, disk: FailingDisk, name: str) -> None:
+        self._file, self._disk, self._name = file, disk, name
+
+    def write(self, data: Any) -> int:
+        self._disk._maybe_fail(f"write {self._name}")
+        return int(self._file.write(data))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def failing_saves(place: Path, errors: tuple[int, ...] = ERRORS) -> Counter[str]:
+    """Makes every write, sync and rename of a save fail in turn; returns the outcomes."""
+    files = small_checkpoint_files()
+    run = place / "run"
+    outcomes: Counter[str] = Counter()
+    from gpt.runs import checkpoint
+
+    for code in errors:
+        n = 0
+        while True:
+            n += 1
+            shutil.rmtree(run, ignore_errors=True)
+            run.mkdir()
+            checkpoint.write(run / folder.step_name(1), files)
+            before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+            failed = None
+            with FailingDisk(run, n, code) as disk:
+                try:
+                    checkpoint.write(run / folder.step_name(2), files)
+                    folder.prune(run, keep=1, newest=2)
+                    folder.write_index(run)
+                except OSError as error:
+                    failed = error
+            if not disk.what:
+                break
+            outcomes[_after_failure(run, before, failed, disk.what)] += 1
+            checkpoint.write(run / folder.step_name(2), files)  # the disk works again
+            assert not torn(run), disk.what
+    return outcomes
+
+
+def _after_failure(run: Path, before: dict[Path, bytes], failed: OSError | None, what: str) -> str:
+    if failed is None:
+        return f"no error: {what}"
+    if torn(run):
+        return f"torn: {what}"
+    names = [entry.name for entry in folder.checkpoints(run)]
+    if folder.step_name(2) not in names and any(not p.exists() or p.read_bytes() != d for p, d in before.items()):
+        return f"the old one is harmed: {what}"
+    return "the old one is intact, the new one " + ("whole" if folder.step_name(2) in names else "not there")
+
+
+# Damage
+
+
+def small_checkpoint_files(n_embd: int = 64) -> dict[str, Any]:
+    """Returns the files of a small model's checkpoint after three steps, training state included."""
+    import torch
+
+    from gpt.config import GPTConfig, TrainConfig
+    from gpt.device import Compute
+    from gpt.model.decoder import GPT
+    from gpt.runs import checkpoint
+    from gpt.text.tokenizer import bytes_tokenizer
+    from gpt.training import recipe
+    from gpt.training.optim import make_optimizer
+    from gpt.training.state import Machine, Snapshot, TrainState
+    from gpt.training.step import Stepper
+
+    tokenizer = bytes_tokenizer()
+    compute = Compute(torch.device("cpu"), torch.float32)
+    asked = TrainConfig(n_layer=2, n_head=2, n_embd=n_embd, block_size=32, batch_tokens=64, steps=9)
+    found = recipe.resolve(asked, compute, 9999, 9999, tokenizer.vocab_size, True, lambda note: None)
+    assert isinstance(found.model, GPTConfig)
+    torch.manual_seed(0)
+    model = GPT(found.model)
+    stepper = Stepper(model, make_optimizer(model, "muon", 0.1), compute, found, lambda size: None)
+    for _ in range(3):
+        idx = torch.randint(257, (2, 33)).numpy()
+        stepper.step(idx[:, :-1], idx[:, 1:], 1e-3)
+    snapshot = Snapshot()
+    snapshot.take(model, stepper.optimizer, stepper.scaler, TrainState(step=3, settled_step=3, windows=1))
+    contents = checkpoint.contents(
+        found.model, snapshot.weights, checkpoint.TokenizerFiles(tokenizer, found.model), {"step": 3, "val_loss": 2.0}
+    )
+    return {**contents, **snapshot.files(found, Machine("cpu", "float32", torch.get_num_threads()), None)}
+
+
+def read_all(path: Path) -> None:
+    """Reads a checkpoint as a resumed run does."""
+    import torch
+    from gpt.training.learner import Learner
+
+    from gpt.runs import checkpoint
+    from gpt.training.optim import make_optimizer
+    from gpt.training.state import read_saved, read_snapshot
+
+    folder.check_sums(path, training=True)
+    saved = read_saved(path)
+    if checkpoint.look(path)[0] != saved.recipe.model:
+        raise UserError("another shape")
+    model = checkpoint.load(path, torch.device("cpu"), saved.recipe.model).model
+    optimizer = make_optimizer(model, saved.recipe.optimizer, saved.recipe.weight_decay)
+    read_snapshot(path, saved, Learner(model, model, optimizer)).restore(
+        model, optimizer, torch.amp.GradScaler("cpu", enabled=False)
+    )
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A damaged file of a copy. ``signed``: the checksums were made to fit, as a forger would."""
+
+    file: str
+    kind: str
+    data: bytes
+    signed: bool
+
+
+HOSTILE_NUMBERS: list[Any] = [
+    -1, 0, 2**31, 2**63, 10**30, 1e308, -0.5, float("nan"), float("inf"), "7", "", None, [], {}, [[]], True,
+]  # fmt: skip
+HOSTILE_NAMES = ["../../etc/passwd", "/etc/passwd", "a\0b", "x" * 10_000, "model.safetensors/../x"]
+
+
+def damages(good: Path, rng: random.Random) -> Iterator[Damaged]:
+    """Yields damage to the files of a checkpoint, endlessly."""
+    names = sorted(path.name for path in good.iterdir())
+    while True:
+        name = rng.choice(names)
+        data = (good / name).read_bytes()
+        kind = rng.choice(["cut", "flipped", "swapped", "emptied", "another file", "longer", "zeros", "hostile"])
+        if kind == "hostile":
+            yield from _hostile(good, name, data, rng)
+            continue
+        at, to = sorted(rng.randrange(len(data) + 1) for _ in range(2))
+        if kind == "flipped":
+            at = min(at, len(data) - 1)
+            new = data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+        else:
+            new = {
+                "cut": data[:at],
+                "swapped": data[to:] + data[at:to] + data[:at],
+                "emptied": b"",
+                "another file": (good / rng.choice([other for other in names if other != name])).read_bytes(),
+                "longer": data + data[at:to] + b"\0",
+                "zeros": data[:at] + bytes(to - at) + data[to:],
+            }[kind]
+        if new != data:
+            yield Damaged(name, kind, new, signed=False)
+
+
+def _hostile(good: Path, name: str, data: bytes, rng: random.Random) -> Iterator[Damaged]:
+    if name.endswith(".safetensors"):
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        tensor = rng.choice([key for key in header if key != "__metadata__"])
+        kind = rng.choice(["length", "shape", "offsets", "dtype", "name", "nested", "many"])
+        if kind == "length":
+            yield Damaged(
+                name, kind, struct.pack("<Q", rng.choice([0, 2**63, 2**64 - 1, length * 2, 10**8])) + data[8:], True
+            )
+            return
+        if kind == "nested":
+            text = b'{"a":' * 50_000
+        elif kind == "many":
+            text = json.dumps(
+                {f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(20_000)}
+            ).encode()
+        else:
+            change: dict[str, Any] = {
+                "shape": {"shape": rng.choice([[2**62, 4], [-1], [2**31, 2**31], [0], "x"])},
+                "offsets": {"data_offsets": rng.choice([[0, 2**62], [5, 1], [-4, 0], [2**63, 2**63 + 4]])},
+                "dtype": {"dtype": rng.choice(["F64", "BOOL", "F8_E4M3", "Q9", 7])},
+            }.get(kind, {})
+            about = header.pop(tensor) | change
+            header[tensor if kind != "name" else rng.choice(HOSTILE_NAMES)] = about
+            text = json.dumps(header).encode()
+        yield Damaged(name, kind, struct.pack("<Q", len(text)) + text + data[8 + length :], signed=True)
+    elif name == folder.CHECKSUMS:
+        record = json.loads(data)
+        record["sha256"][rng.choice(HOSTILE_NAMES)] = "0" * 64
+        record["self"] = folder._own_sum(record["sha256"])
+        yield Damaged(name, "names", json.dumps(record).encode(), signed=False)
+    elif name in ("config.json", "training.json", "gpt.json"):
+        record = json.loads(data)
+        nested = rng.random() < 0.1
+        if nested:
+            yield Damaged(name, "nested", b"[" * 200_000, signed=True)
+            return
+        at: Any = record
+        key = rng.choice(sorted(at))
+        while isinstance(at[key], dict) and at[key] and rng.random() < 0.9:
+            at = at[key]
+            key = rng.choice(sorted(at))
+        value = rng.choice(HOSTILE_NUMBERS)
+        if harmless(key, at[key], value):
+            return
+        at[key] = value
+        yield Damaged(name, f"{key} = {str(value)[:20]}", json.dumps(record).encode(), signed=True)
+
+
+# Keys that may hold another value of their kind, or are not read: with checksums that fit, no reader can object.
+FREE = {
+    "lr", "warmup", "decay", "weight_decay", "clip", "eval_every", "patience", "save_every", "keep",
+    "sample_every", "seed", "steps", "batch_tokens", "loss_chunk", "lora_alpha", "compile", "merge_lora",
+    "preset", "step_seconds", "seconds", "first_step", "metrics_bytes", "settled_step", "measured_step",
+    "measured_loss", "best_loss", "evals_since_best", "rate_factor", "windows", "bad_steps", "has_learnt", "threads",
+    "device", "dtype", "pace", "scaling", "ramp", "step", "val_loss", "numpy_gauss", "numpy_has_gauss",
+    "python_gauss", "numpy_position", "dropout", "architectures", "bos_token_id", "eos_token_id",
+    "initializer_range", "attn_pdrop", "embd_pdrop", "tokens_seen", "name", "layer_norm_epsilon", "lora_rank",
+    "rows", "micro_batch", "optimizer", "schedule", "n_inner", "model_type",
+}  # fmt: skip
+
+
+def harmless(key: str, old: Any, new: Any) -> bool:
+    """Whether a genuine file might hold the forged value."""
+    return new == old or key in FREE
+
+
+@dataclass
+class Tried:
+    """Outcomes of reading damaged copies, and the most memory that one took, in multiples of the copy's size."""
+
+    outcomes: Counter[str]
+    memory: float = 0.0
+
+
+def damaged_copies(place: Path, count: int) -> Tried:
+    """Reads ``count`` damaged and forged copies of a checkpoint."""
+    from gpt.runs import checkpoint
+
+    good = place / folder.step_name(3)
+    checkpoint.write(good, small_checkpoint_files())
+    read_all(good)
+
+    def sign(bad: Path) -> None:
+        (bad / folder.CHECKSUMS).unlink()
+        folder.write_sums(bad)
+
+    return _try(good, damages(good, random.Random(1)), count, read_all, sign)
+
+
+def damaged_tokens(place: Path, count: int) -> Tried:
+    """Reads ``count`` damaged copies of a folder of tokens; damage that changes no id may pass."""
+    from gpt.config import TokenizeConfig
+    from gpt.text.tokenize import tokenize_texts
+
+    good = place / "tokens"
+    tokenize_texts([str(write_text(place / "text.txt", 200_000))], TokenizeConfig(out=str(good), tokenizer="bytes"))
+    expected = read_tokens(good)
+
+    def read(path: Path) -> None:
+        if read_tokens(path) == expected:
+            raise UserError("nothing that is read was changed")
+
+    plain = (damage for damage in damages(good, random.Random(2)) if not damage.signed)
+    return _try(good, plain, count, read, lambda bad: None)
+
+
+def read_tokens(path: Path) -> str:
+    """Verifies a folder of tokens and returns a checksum of its ids."""
+    from gpt.text.token_folder import SIDES, TokenFolder
+
+    tokens = TokenFolder(path)
+    tokens.verify()
+    digest = hashlib.sha256(tokens.tokenizer.fingerprint.encode())
+    for side in SIDES:
+        stream = tokens.stream(side)
+        for start in range(0, len(stream), 2**16):
+            digest.update(stream.take(start, min(2**16, len(stream) - start)).tobytes())
+        stream.release()
+    return digest.hexdigest()
+
+
+def _try(
+    good: Path, some: Iterator[Damaged], count: int, read: Callable[[Path], None], sign: Callable[[Path], None]
+) -> Tried:
+    tried = Tried(Counter())
+    size = sum(path.stat().st_size for path in good.iterdir())
+    bad = good.with_name("bad")
+    for number, damage in zip(range(count), some, strict=False):
+        shutil.rmtree(bad, ignore_errors=True)
+        bad.mkdir()
+        for path in good.iterdir():
+            if path.name != damage.file:
+                os.link(path, bad / path.name)
+        (bad / damage.file).write_bytes(damage.data)
+        if damage.signed:
+            sign(bad)
+        before = peak_memory(reset=True)
+        tried.outcomes[_refused(damage, bad, read)] += 1
+        if number > 20:  # allocators are warm
+            tried.memory = max(tried.memory, (peak_memory() - before) / (size + len(damage.data)))
+    return tried
+
+
+def _refused(damage: Damaged, bad: Path, read: Callable[[Path], None]) -> str:
+    try:
+        read(bad)
+    except UserError as error:
+        return "refused" if "\n" not in error.message and len(error.message) < 500 else f"LONG: {error.message}"
+    except Exception as error:
+        return f"{type(error).__name__}: {damage.file} {damage.kind}: {error}"
+    return f"LOADED: {damage.file} {damage.kind}"
+
+
+def peak_memory(reset: bool = False) -> int:
+    """Returns the peak resident memory in bytes since the last reset; 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")
+        found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+        return 1024 * int(found[1]) if found else 0
+    return 0
+
+
+# The price
+
+
+def price(quick: bool) -> list[str]:
+    """Measures what saving costs a run of GPT-2 (124 M parameters), and how long resuming it takes."""
+    place = Path(tempfile.mkdtemp(prefix="gpt-faults-"))
+    text = write_text(place / "text.txt")
+    shape = ["--n-layer", "2", "--n-embd", "96", "--tokenizer", "bytes"] if quick else ["--tokenizer", "gpt2"]
+    words = [
+        "train", str(text), "--preset", "gpt2", *shape, "--block-size", "256",
+        "--batch-tokens", "256", "--sample-every", "0", "--val-fraction", "0", "--optimizer", "adamw",
+    ]  # fmt: skip
+    try:
+        return [*_saving(place, words), *_going_on(place, words)]
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _steps(run: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    return [(line["step"], line["seconds"]) for line in lines if line["event"] == "step"]
+
+
+def _saving(place: Path, words: list[str]) -> list[str]:
+    """Compares the steps after a save with the others."""
+    run = place / "saving"
+    process = start(*words, "-o", str(run), "--steps", "40", "--save-every", "20", "--eval-every", "1000", cwd=place)
+    _, err = process.communicate(timeout=3000)
+    assert process.returncode == 0, err
+    ends = _steps(run)
+    took = {step: end - ends[at][1] for at, (step, end) in enumerate(ends[1:])}
+    plain = statistics.median(took[step] for step in range(8, 20))
+    slower = sum(took[step] - plain for step in range(21, 36))
+    size = sum(path.stat().st_size for path in (run / folder.step_name(40)).iterdir())
+    return [
+        f"- checkpoint of {size / 1e6:,.0f} MB; a step of 256 tokens takes {plain:.2f} s",
+        f"- the step after a save takes {took[21] - plain:.2f} s longer; with what the thread that writes takes from "
+        f"the steps beside it, a save costs {slower:.2f} s: {100 * slower / (100 * plain):.1f} % of 100 steps",
+    ]
+
+
+def _going_on(place: Path, words: list[str]) -> list[str]:
+    """Measures the seconds from SIGINT to the command's end, and from `--resume` to the first step."""
+    run = place / "going-on"
+    process = start(*words, "-o", str(run), "--steps", "1000", "--save-every", "500", "--eval-every", "1000", cwd=place)
+    while not (run / "metrics.jsonl").exists() or len(_steps(run)) < 5:
+        time.sleep(0.1)
+    sent = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=600)
+    saved = time.monotonic() - sent
+    assert process.returncode == 130, err
+    began, stood = time.monotonic(), len(_steps(run))
+    process = start("train", "--resume", str(run), cwd=place)
+    while len(_steps(run)) <= stood:
+        time.sleep(0.05)
+    first = time.monotonic() - began
+    process.kill()
+    process.communicate()
+    return [
+        f"- from SIGINT to the end of the command, the step that was under way included: {saved:.1f} s",
+        f"- from `gpt train --resume` to the end of its first step: {first:.1f} s",
+    ]
+
+
+def main(words: list[str]) -> None:
+    """Runs the parts that are named, or all, and writes the section of RESULTS.md unless ``--quick``."""
+    from benchmarks.results import machine, write_section
+
+    quick = "--quick" in words
+    parts = [word for word in words if word != "--quick"] or ["kills", "signals", "ranks", "disk", "damage", "price"]
+    counts = QUICK if quick else COUNTS
+    lines = machine(f"python -m tests.stress.faults {' '.join(words)}".strip())
+    for part in parts:
+        place = Path(tempfile.mkdtemp(prefix="gpt-faults-"))
+        began = time.monotonic()
+        if part in ("kills", "signals"):
+            outcomes = many(killed if part == "kills" else stopped, counts[part], place)
+            lines.append(f"- {counts[part]} {part}: {said(outcomes)}")
+        elif part == "ranks":
+            lines.append(ranks(counts[part], place))
+        elif part == "disk":
+            outcomes = failing_saves(place, ERRORS[:1] if quick else ERRORS)
+            lines.append(f"- each write, sync and rename of a save failing, {sum(outcomes.values())}: {said(outcomes)}")
+        elif part == "damage":
+            for what, do in (("checkpoint", damaged_copies), ("folder of tokens", damaged_tokens)):
+                tried = do(place, counts["damage"])
+                lines.append(
+                    f"- {sum(tried.outcomes.values())} damaged copies of a {what}: {said(tried.outcomes)}; at most "
+                    f"{tried.memory:.2f} times its size in memory"
+                )
+                print(lines[-1], flush=True)
+        elif part == "price":
+            lines += price(quick)
+        else:
+            raise SystemExit(f"no part {part}")
+        shutil.rmtree(place, ignore_errors=True)
+        print(f"{lines[-1]}  ({time.monotonic() - began:.0f} s)", flush=True)
+    if not quick:
+        write_section("Faults", lines)
+
+
+def said(outcomes: Counter[str]) -> str:
+    """Returns outcomes with their counts, in words."""
+    return ", ".join(f"{outcome}: {count}" for outcome, count in outcomes.most_common())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,35 @@
+"""`benchmarks.traffic` on a compiled step of decoding: it moves the weights and the cache, and nothing else."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.traffic import count
+from gpt.config import GPTConfig
+from gpt.decoding import weights
+from gpt.decoding.context import Context
+from gpt.device import Compute
+from gpt.model.decoder import GPT
+
+pytestmark = pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
+
+
+def decoder(arch: Any, dtype: torch.dtype, block_size: int = 128) -> tuple[GPT, Compute]:
+    torch.manual_seed(0)
+    positions: Any = "rotary" if arch == "modern" else "learned"
+    compute = Compute(torch.device("cpu"), dtype)
+    model = GPT(GPTConfig(50, block_size, 2, 2, 32, arch=arch, positions=positions)).eval()
+    return weights.prepare(model, compute, packed=False), compute
+
+
+@pytest.mark.parametrize("arch", ["gpt2", pytest.param("modern", marks=pytest.mark.slow)])
+def test_a_step_moves_weights_and_cache_and_nothing_else(arch: str) -> None:
+    """Were there one tensor for all layers' keys, each layer's would be written by copying it."""
+    model, compute = decoder(arch, torch.float32)
+    context = Context(model, compute, 2, 128, torch.compile(model.stack, dynamic=False))
+    context.fill(0, [[1, 2, 3]] * 2)
+    [step] = count(lambda: context.step([[1]] * 2))
+    read = sum(p.nbytes for name, p in model.named_parameters() if name.startswith(("h.", "ln_f.")))
+    read += context.cache.nbytes
+    assert 0.95 * read <= step.bytes <= 1.15 * read, step.kernels[:9]

@@ -1,0 +1,62 @@
+"""What the processes of `test_divided.py` do, which have parts of a model: `main` runs a scenario, in each of them.
+
+python tests/workers/parts.py SCENARIO
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from ranks import LONG, RANK, SHORT, TEXTS, cut
+
+import gpt
+from gpt import events
+from gpt.runs import checkpoint
+
+# What one process trains, and how two, or four, divide it.
+MODELS: dict[str, dict[str, Any]] = {
+    "adamw": {**LONG, "optimizer": "adamw", "micro_batch": 2},
+    "muon": {**LONG, "arch": "modern", "micro_batch": 2, "sample_every": 25},
+    "pairs": {**SHORT, "pairs": True, "vocab_size": 270, "batch_tokens": 264},
+    "narrow": {**SHORT, "dtype": "bfloat16"},
+}
+SHARDED, TOGETHER = {"shard": "full"}, {"tensor": 2}
+TWO: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw-sharded": ("adamw", SHARDED),
+    "muon-sharded": ("muon", {**SHARDED, "recompute": True}),
+    "pairs-sharded": ("pairs", SHARDED),
+    "narrow-sharded": ("narrow", {**SHARDED, "recompute": True}),
+    "adamw-together": ("adamw", {**TOGETHER, "recompute": True}),
+    "muon-together": ("muon", TOGETHER),
+}
+BOTH = {**SHORT, "shard": "full", "tensor": 2, "arch": "modern"}
+
+
+def two() -> None:
+    """Runs of two processes, and runs that go on as others were begun."""
+    for name, (model, how) in TWO.items():
+        gpt.train(TEXTS.get(model, "book.txt"), out=name, **MODELS[model], **how)
+    gpt.train("book.txt", out="dropout", **{**SHORT, "dropout": 0.1}, **SHARDED)
+    with mock.patch.object(checkpoint, "MOST_BYTES", 60_000):
+        gpt.train("book.txt", out="files", **{**SHORT, "steps": 4}, **SHARDED)
+    if RANK == 0:
+        cut("dropout", "resumed", 4)
+        cut("one/muon", "from-one", 25)
+        cut("adamw-sharded", "to-together", 25)
+    heard: list[Any] = []
+    gpt.resume("resumed")
+    gpt.resume("from-one", heard.append, **SHARDED)
+    gpt.resume("to-together", heard.append, shard="none", tensor=2)
+    notes = [event.text for event in heard if isinstance(event, events.Note)]
+    Path(f"heard-{RANK}.json").write_text(json.dumps(notes))
+
+
+def four() -> None:
+    """Two times two."""
+    gpt.train("book.txt", out="four", **BOTH)
+
+
+if __name__ == "__main__":
+    {"two": two, "four": four}[sys.argv[1]]()

@@ -1,0 +1,113 @@
+"""Runs of several processes, for tests: beside those of one, struck by signals, and gone on with."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import assert_same, curve, make_text, spawn
+from ranks import TEXTS
+
+import gpt as library
+from gpt.parallel.launch import Ended, launch
+from gpt.runs import folder
+
+RANKS, PARTS = (Path(__file__).with_name(name) for name in ("ranks.py", "parts.py"))  # what they run
+
+
+def texts() -> None:
+    """What there is to train on, in the current folder."""
+    Path("book.txt").write_bytes(make_text().encode())
+    pairs = [{"prompt": f"{n} =>", "completion": " " + "la" * (n % 7) + f" {n * n}"} for n in range(60)]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+
+
+def trained(place: Path, runs: Mapping[str, Mapping[str, Any]], script: Path) -> Path:
+    """``place``, with texts, in which one process has trained each of the runs into ``one``, and two processes have then
+    done what the script's ``two`` does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        texts()
+        for name, settings in runs.items():
+            library.train(TEXTS.get(name, "book.txt"), out=f"one/{name}", **settings)
+        assert launch([sys.executable, str(script), "two"], 2) == Ended(0)
+    return place
+
+
+def of_events(run: Path, key: str, *kinds: str) -> list[Any]:
+    """What events of some kinds say."""
+    return [line[key] for line in curve(run) if line["event"] in kinds]
+
+
+def losses(run: Path) -> list[float]:
+    """Of each step."""
+    return of_events(run, "loss", "step")
+
+
+def assert_trained_alike(one: Path, several: Path, norms: float, **near: float) -> None:
+    """Losses are ``near`` (as `pytest.approx` has it), gradient norms within a share."""
+    assert losses(several) == pytest.approx(losses(one), **near)
+    held_out = [of_events(run, "val_loss", "eval", "end") for run in (one, several)]
+    assert held_out[1] == pytest.approx(held_out[0], **near)
+    assert of_events(several, "grad_norm", "step") == pytest.approx(of_events(one, "grad_norm", "step"), rel=norms)
+
+
+def worker(launcher: int, rank: int) -> int:
+    """The process of a rank."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == launcher and f"\0RANK={rank}\0" in path.read_text():
+                return int(path.parent.name)
+        except OSError:
+            continue
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def strike(process: "subprocess.Popen[str]", run: Path, step: int, rank: int, signum: int) -> tuple[str, str, float]:
+    """Sends one process a signal once a checkpoint from that step on is there. What the command says, and how long it
+    takes to end."""
+    while not run.is_dir() or not any(entry.step >= step for entry in folder.checkpoints(run)):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    os.kill(worker(process.pid, rank), signum)
+    sent = time.monotonic()
+    out, err = process.communicate(timeout=600)
+    return out, err, time.monotonic() - sent
+
+
+def assert_ended_and_gone_on(words: list[str], steps: int, rank: int) -> None:
+    """Of a run of two processes one is killed, that of ``rank``, and later process 1 is told to stop: either ends both
+    and is said once, and the run then comes to where it comes in one go."""
+    words = [*words, "--steps", str(steps), "--dropout", "0.1", "--save-every", "5", "--nproc", "2"]
+    whole = spawn("train", "book.txt", *words, "-o", "whole", "--quiet", "--json")
+    out, err = whole.communicate(timeout=600)
+    assert (whole.returncode, err) == (0, "")
+    assert json.loads(out)["steps"] == steps
+    run = Path("runs/x")
+    killed = spawn("train", "book.txt", *words, "-o", run, "--quiet")
+    out, err, seconds = strike(killed, run, 10, rank, signal.SIGKILL)
+    assert (killed.returncode, out) == (1, "")
+    assert err == (
+        f"error: process {rank} of 2 was ended by SIGKILL, maybe by the system, for want of memory\n"
+        "hint: go on with: gpt train --resume runs/x\n"
+    )
+    assert seconds < 15
+    stopped = spawn("train", "--resume", run, "--quiet")  # with as many processes as before
+    step = folder.checkpoints(run)[-1].step
+    out, err, _ = strike(stopped, run, step + 10, 1, signal.SIGTERM)
+    assert (stopped.returncode, out) == (143, "")
+    assert err.startswith("interrupted at step ")
+    assert err.endswith("; go on with: gpt train --resume runs/x\n")
+    assert err.count("\n") == 1
+    again = spawn("train", "--resume", "--quiet", "--json")
+    out, err = again.communicate(timeout=600)
+    assert (again.returncode, err) == (0, "")
+    assert json.loads(out)["steps"] == steps
+    assert_same(run, Path("whole"))
