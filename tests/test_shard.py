@@ -23,9 +23,10 @@ from gpt.files import side_by_side
 from gpt.model import memory
 from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy
+from gpt.model.params import named_parameters
 from gpt.parallel import tensor
 from gpt.parallel.gather import CheckpointGatherer
-from gpt.parallel.shard import Grid, ShardedModel, drawn, rank_parameters, shapes
+from gpt.parallel.shard import Grid, ShardedModel, drawn, rank_parameters
 from gpt.runs import checkpoint
 from gpt.runs.tensors import Deferred
 from gpt.text.tokenizer import bytes_tokenizer
@@ -69,16 +70,16 @@ def divided(config: GPTConfig, grid: Grid, seed: int = 1) -> ShardedModel:
 @pytest.mark.parametrize("grid", [Grid(1), Grid(3, 1, True), Grid(2, 4, True), Grid(3, 2), Grid(1, 2, True)])
 @pytest.mark.parametrize("config", [TINY, MODERN])
 def test_parts_hold_every_number_as_often_as_there_are_copies(grid: Grid, config: GPTConfig) -> None:
-    for name, shape in shapes(config).items():
-        count, whole = torch.zeros(shape), torch.randn(shape)
-        again = torch.empty(shape)
+    for name, p in named_parameters(config).items():
+        count, whole = torch.zeros(p.shape), torch.randn(p.shape)
+        again = torch.empty(p.shape)
         for rank in range(grid.size):
-            part = grid.part(name, shape, rank)
+            part = grid.part(p, rank)
             taken = part.take(whole)
             assert taken.shape == part.shape
             part.put(taken, again)
             part.put(part.take(count) + 1, count)
-        assert (count == grid.copies(name)).all(), name
+        assert (count == grid.copies(p)).all(), name
         assert torch.equal(again, whole)
 
 
@@ -86,17 +87,17 @@ def test_parts_hold_every_number_as_often_as_there_are_copies(grid: Grid, config
 def test_every_number_is_sent_once(grid: Grid) -> None:
     """To where a checkpoint is put together."""
     gatherer = CheckpointGatherer.__new__(CheckpointGatherer)
-    gatherer.grid, gatherer.tensors = grid, {name: (name, shape) for name, shape in shapes(TINY).items()}
-    for name, shape in shapes(TINY).items():
+    gatherer.grid, gatherer.tensors = grid, named_parameters(TINY)
+    for name, p in gatherer.tensors.items():
         senders = gatherer._senders(name)
-        assert sum(grid.part(name, shape, rank).numel for rank in senders) == math.prod(shape)
-        assert all(grid.part(name, shape, rank).numel for rank in senders)
+        assert sum(grid.part(p, rank).numel for rank in senders) == p.numel
+        assert all(grid.part(p, rank).numel for rank in senders)
 
 
 def test_one_tensor_is_asked_for_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though two files are written side by side: what others send has no name."""
     told: list[str] = []
-    places = {name: (name, shape) for name, shape in shapes(TINY).items()}
+    places = named_parameters(TINY)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     gatherer = CheckpointGatherer(Grid(2, 1, True), places, None)  # type: ignore[arg-type]
 
@@ -112,7 +113,7 @@ def test_one_tensor_is_asked_for_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(gatherer, "_broadcast", say)
     monkeypatch.setattr(gatherer, "_receive", come)
     names = ["wte.weight", "h.0.attn.c_attn.weight", "h.1.mlp.c_fc.weight", "ln_f.weight"]
-    mine = {name: np.zeros(gatherer.grid.part(name, places[name][1], 0).shape, np.float32) for name in names}
+    mine = {name: np.zeros(gatherer.grid.part(places[name], 0).shape, np.float32) for name in names}
     side_by_side(lambda name: gatherer.full_tensor(name, mine[name]), names)
     assert sorted(told[::2]) == sorted(names)
     assert told[1::2] == ["sent"] * 4
@@ -120,7 +121,7 @@ def test_one_tensor_is_asked_for_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_queries_keys_and_values_of_a_head_stay_together() -> None:
     """With 4 heads of 8: the second of two processes has heads 2 and 3 of each of the three."""
-    part = Grid(1, 2).part("h.0.attn.c_attn.weight", (96, 32), 1)
+    part = Grid(1, 2).part(named_parameters(TINY)["h.0.attn.c_attn.weight"], 1)
     assert [(run.start, run.stop) for run in part.rows] == [(16, 32), (48, 64), (80, 96)]
 
 
@@ -131,7 +132,7 @@ def test_initial_weights_are_those_of_one_process(config: GPTConfig) -> None:
     torch.manual_seed(3)
     parameters = dict(drawn(config))
     assert torch.equal(after, torch.rand(1))
-    assert list(parameters) == list(shapes(config))
+    assert list(parameters) == [name for name, p in named_parameters(config).items() if p.trained]
     assert all(torch.equal(p, parameters[name]) for name, p in plain.named_parameters())
 
 
@@ -241,11 +242,11 @@ def check_whole(sharded: ShardedModel, parts: Any, plain: GPT, one: Any, out: Pa
     """Weights and moments put together at one process are the plain ones; the weights become a checkpoint."""
     group = dist.new_group(backend="gloo")
     mine = {name: p.detach() for name, p in sharded.own.named_parameters()}
-    places = {name: (name, shape) for name, shape in sharded.shapes.items()}
+    places = dict(sharded.table)
     for name, moment in parts.state(sharded.own).items():
         parameter = name.rpartition(".")[0]
         if not name.endswith(".step"):
-            mine[name], places[name] = moment, (parameter, sharded.shapes[parameter])
+            mine[name], places[name] = moment, sharded.table[parameter]
     gatherer = CheckpointGatherer(sharded.grid, places, group)
     if sharded.rank:
         gatherer.send(mine)
@@ -255,8 +256,8 @@ def check_whole(sharded: ShardedModel, parts: Any, plain: GPT, one: Any, out: Pa
         whole = torch.from_numpy(gatherer.full_tensor(name, mine[name].numpy()))
         torch.testing.assert_close(whole, expected[name].detach(), atol=2e-4, rtol=1e-4, msg=name)
     weights = {
-        name: Deferred(shape, partial(gatherer.full_tensor, name, mine[name].numpy()))
-        for name, shape in sharded.shapes.items()
+        name: Deferred(p.shape, partial(gatherer.full_tensor, name, mine[name].numpy()))
+        for name, p in sharded.table.items()
     }
     files = checkpoint.TokenizerFiles(bytes_tokenizer(), plain.config)
     checkpoint.write(out, checkpoint.contents(plain.config, weights, files, {}))
@@ -285,7 +286,7 @@ def test_two_processes_come_to_what_one_does(tmp_path: Path) -> None:
     cases = [(sharded, TINY, "adamw"), (sharded, MODERN, "muon"), (together, TINY, "muon"), (together, MODERN, "adamw")]
     # Of whose table the second process has nothing, nor a matrix to work on.
     one_position = replace(TINY, block_size=1, n_layer=1)
-    assert sharded.part("wpe.weight", (1, 32), 1).numel == 0
+    assert sharded.part(named_parameters(one_position)["wpe.weight"], 1).numel == 0
     cases.append((sharded, one_position, "muon"))
     run_in(2, agree_with_one, 20, cases, tmp_path)
     for number in range(len(cases)):

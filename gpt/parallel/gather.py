@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gpt.parallel.shard import Grid, Shape, ShardedModel
-from gpt.parallel.tensor import is_divided
+from gpt.model.params import Parameter, Shape
+from gpt.parallel.shard import Grid, ShardedModel
 
 Array = npt.NDArray[np.float32]
 Work = Callable[[list[Tensor]], list[Tensor]]  # whole matrices of one shape → as many of that shape
@@ -28,11 +28,10 @@ class CheckpointGatherer:
     of 175 billion 35 minutes, while training continues. Tensors are on the host, and ``group`` is a gloo group that
     nothing else uses, so that this may run in a thread.
 
-    ``tensors`` gives for each name the parameter after which it is sharded, and its whole shape; it is the same on all
-    ranks.
+    ``tensors`` gives for each name the parameter after which it is sharded; it is the same on all ranks.
     """
 
-    def __init__(self, grid: Grid, tensors: Mapping[str, tuple[str, Shape]], group: ProcessGroup) -> None:
+    def __init__(self, grid: Grid, tensors: Mapping[str, Parameter], group: ProcessGroup) -> None:
         self.grid, self.tensors, self.group = grid, tensors, group
         self.names = sorted(tensors)
         self.rank = dist.get_rank()
@@ -40,12 +39,12 @@ class CheckpointGatherer:
 
     def full_tensor(self, name: str, shard: Array) -> Array:
         """On rank 0, whose ``shard`` it is given: the whole tensor."""
-        like, shape = self.tensors[name]
-        whole = np.empty(shape, np.float32)
+        like = self.tensors[name]
+        whole = np.empty(like.shape, np.float32)
         with self._one_at_a_time:
             self._broadcast(self.names.index(name))
             for rank in self._senders(name):
-                part = self.grid.part(like, shape, rank)
+                part = self.grid.part(like, rank)
                 part.put(shard if rank == self.rank else self._receive(rank, part.shape), whole)
         return whole
 
@@ -62,9 +61,9 @@ class CheckpointGatherer:
 
     def _senders(self, name: str) -> list[int]:
         """Ranks that together hold a tensor exactly once."""
-        like, shape = self.tensors[name]
-        once = [r for r in self.grid.holders if is_divided(like) or r % self.grid.tensor == 0]
-        return [rank for rank in once if self.grid.part(like, shape, rank).numel]
+        like = self.tensors[name]
+        once = [r for r in self.grid.holders if like.split is not None or r % self.grid.tensor == 0]
+        return [rank for rank in once if self.grid.part(like, rank).numel]
 
     def _receive(self, rank: int, shape: Shape) -> Array:
         part = np.empty(shape, np.float32)
@@ -88,8 +87,9 @@ class MatrixExchange:
 
     def __init__(self, sharded: ShardedModel, name: str, n: int) -> None:
         self.group, ranks = sharded.holders, sharded.grid.holders
-        self.shape = sharded.shapes[name]
-        self.parts = [sharded.grid.part(name, self.shape, rank) for rank in ranks]  # each rank's part of each matrix
+        like = sharded.table[name]
+        self.shape = like.shape
+        self.parts = [sharded.grid.part(like, rank) for rank in ranks]  # each rank's part of each matrix
         self.dealt = [range(rank, n, len(ranks)) for rank in range(len(ranks))]  # the matrices that each works on
         self.rank = dist.get_rank(self.group)
 

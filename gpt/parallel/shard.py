@@ -12,7 +12,6 @@ sharding.
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,9 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from gpt.config import GPTConfig
 from gpt.model.decoder import GPT, initialize
+from gpt.model.params import Parameter, Shape, named_parameters
 from gpt.parallel import tensor as parallel
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -51,20 +49,20 @@ class Grid:
         """Ranks that together hold everything once, but for what all ranks of a row hold."""
         return list(range(self.size if self.sharded else self.tensor))
 
-    def copies(self, name: str) -> int:
+    def copies(self, p: Parameter) -> int:
         """Ranks that hold the same part of a parameter."""
-        return (1 if self.sharded else self.data) * (1 if parallel.is_divided(name) else self.tensor)
+        return (1 if self.sharded else self.data) * (self.tensor if p.split is None else 1)
 
-    def part(self, name: str, shape: Shape, rank: int) -> "Part":
-        """A rank's part of a parameter of that name and whole shape. `fully_shard` cuts along the rows into as many
-        equal runs as there are data ranks; the last may be short, or empty."""
+    def part(self, p: Parameter, rank: int) -> "Part":
+        """A rank's part of a parameter. `fully_shard` cuts along the rows into as many equal runs as there are data
+        ranks; the last may be short, or empty."""
         row, column = divmod(rank, self.tensor)
-        runs = parallel.rows(name, shape[0], self.tensor, column)
+        runs = parallel.rows(p, self.tensor, column)
         if self.sharded:
             n = sum(run.stop - run.start for run in runs)
             each = -(-n // self.data)
             runs = list(_cut(runs, row * each, (row + 1) * each))
-        wide = None if len(shape) == 1 else parallel.columns(name, shape[1], self.tensor, column)
+        wide = None if len(p.shape) == 1 else parallel.columns(p, self.tensor, column)
         return Part(tuple(runs), wide)
 
 
@@ -112,16 +110,11 @@ def _cut(runs: list[slice], start: int, stop: int) -> Iterator[slice]:
         at += run.stop - run.start
 
 
-def shapes(config: GPTConfig) -> dict[str, Shape]:
-    """Every parameter's whole shape, in the model's own order."""
-    return {name: tuple(p.shape) for name, p in _on_meta(config).named_parameters()}
-
-
 def rank_parameters(config: GPTConfig, data: int, tensor: int, rank: int = 0, sharded: bool = True) -> int:
     """Numbers of a model's parameters that a rank holds; rank 0 holds the most. Gradients are as many; AdamW keeps two
     moments of each, Muon one of each of the blocks' matrices."""
     grid = Grid(data, tensor, sharded)
-    return sum(grid.part(name, shape, rank).numel for name, shape in shapes(config).items())
+    return sum(grid.part(p, rank).numel for p in named_parameters(config).values() if p.trained)
 
 
 def drawn(config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
@@ -161,7 +154,7 @@ class ShardedModel:
         """``mesh``: the grid, its dimensions named data and tensor; ``group``: all of it. Products are computed in
         ``dtype``, in which blocks are gathered too; what the optimizer steps, and sums of gradients, are float32."""
         self.grid, self.mesh, self.rank, self.group = grid, mesh, mesh.get_rank(), group
-        self.shapes = shapes(config)
+        self.table = {name: p for name, p in named_parameters(config).items() if p.trained}
         self.accumulates_whole = True  # whether there is memory for gradients that are not sharded
         self.model = _on_meta(config)
         if grid.tensor > 1:
@@ -184,7 +177,7 @@ class ShardedModel:
 
     def part(self, name: str) -> Part:
         """This rank's part of a parameter."""
-        return self.grid.part(name, self.shapes[name], self.rank)
+        return self.grid.part(self.table[name], self.rank)
 
     @torch.no_grad()
     def fill(self, name: str, whole: Tensor) -> None:
@@ -199,7 +192,7 @@ class ShardedModel:
     @property
     def parameters(self) -> int:
         """Numbers in the whole model."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
+        return sum(p.numel for p in self.table.values())
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -237,7 +230,7 @@ class ShardedModel:
         """Clips the gradients of `own` by the norm of all ranks' together, which it returns as it was before."""
         grads = {name: p.grad for name, p in self.own.named_parameters() if p.grad is not None}
         norms = torch._foreach_norm(list(grads.values()), dtype=torch.float32)
-        copies = torch.tensor([self.grid.copies(name) for name in grads], device=norms[0].device)
+        copies = torch.tensor([self.grid.copies(self.table[name]) for name in grads], device=norms[0].device)
         square = (torch.stack(norms).square() / copies).sum()
         dist.all_reduce(square, group=self.group)
         norm = square.sqrt()

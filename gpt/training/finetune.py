@@ -1,7 +1,7 @@
 """Fine-tuning: the checkpoint that training starts from, adapters, and the defaults that differ."""
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -76,8 +76,8 @@ def _check_shape(config: TrainConfig, model: GPTConfig) -> None:
         raise UserError(f"--tokenizer {config.tokenizer} contradicts --init {config.init}, which has its own", hint)
     if config.arch == "modern" != model.arch:
         raise UserError(f"--arch modern contradicts --init {config.init}: it is {model.arch}", hint)
-    for name in ("positions", "n_layer", "n_head", "n_embd", "vocab_size"):
-        asked, has = getattr(config, name), getattr(model, name)
+    for name in (each.name for each in fields(GPTConfig) if each.name not in ("arch", "block_size", "dropout")):
+        asked, has = getattr(config, name, None), getattr(model, name)
         if asked is not None and asked != has:
             raise UserError(f"--{name.replace('_', '-')} {asked} contradicts --init {config.init}: it has {has}", hint)
     if config.block_size is not None and config.block_size > model.block_size:

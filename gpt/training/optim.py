@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from gpt.model.decoder import GPT, Attention
+from gpt.model.decoder import GPT
+from gpt.model.params import named_parameters
 from gpt.parallel.world import World
 
 BETAS = (0.9, 0.95)  # GPT-3's, for AdamW
@@ -27,7 +28,7 @@ class Muon(Optimizer):
 
     As `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, which takes the matrices one by one; here all of one
     shape go through the iteration at once: 16 of 128 by 128 in 4 ms instead of 16 on two cores, 24 of 384 in 105
-    instead of 148. A group's ``parts`` says how many matrices lie below each other in a parameter: 3 for the fused
+    instead of 148. A group's ``fused`` are the rows of each of the matrices that lie below each other in one parameter:
     query, key and value. If ``found_inf`` is 1, a step changes nothing, as with torch's fused optimizers. The ranks of
     a ``world``, which have the same gradients, orthogonalize an equal share each, and gather the others'.
     """
@@ -42,7 +43,7 @@ class Muon(Optimizer):
         dtype: torch.dtype,
         world: World | None = None,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM, "parts": 1})
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM, "fused": ()})
         self.dtype, self.world = dtype, world or World()  # the dtype of the iteration
 
     @torch.no_grad()
@@ -68,7 +69,7 @@ class Muon(Optimizer):
         """Orthogonalizes each parameter's update and subtracts it, times ``applied``, which is 0 or 1."""
         stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
         for p, update, group in updates:
-            for matrix, part in zip(p.chunk(group["parts"]), update.chunk(group["parts"]), strict=True):
+            for matrix, part in zip(matrices(p, group["fused"]), matrices(update, group["fused"]), strict=True):
                 wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
                 rate = group["lr"] * RMS * math.sqrt(max(matrix.shape))
                 stacks[wide.shape[0], wide.shape[1]].append((wide, part if wide is matrix else part.T, rate))
@@ -100,6 +101,24 @@ def orthogonalize(x: Tensor) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
+
+
+def matrices(x: Tensor, fused: tuple[int, ...]) -> Sequence[Tensor]:
+    """The matrices that lie below each other in a parameter, of ``fused`` rows each."""
+    return torch.split(x, list(fused)) if fused else [x]
+
+
+def orthogonalize_each(updates: Sequence[Tensor]) -> list[Tensor]:
+    """`orthogonalize` of matrices of any shapes, all of one shape at once."""
+    found, alike = list(updates), defaultdict(list)
+    for at, each in enumerate(updates):
+        alike[each.shape].append(at)
+    for shape, places in alike.items():
+        stack = torch.stack([updates[at] for at in places])
+        done = orthogonalize(stack) if shape[0] <= shape[1] else orthogonalize(stack.mT).mT
+        for at, direction in zip(places, done, strict=True):
+            found[at] = direction
+    return found
 
 
 # The state that each keeps of a parameter.
@@ -175,17 +194,21 @@ def make_optimizer(
     of the blocks. Biases, LayerNorms and, under ``muon``, embeddings are not decayed. ``dtype`` is that of Muon's
     iteration, which the ranks of a ``world`` share.
     """
-    matrices = [p for p in model.h.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() >= 2 and not any(p is m for m in matrices)]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    table = named_parameters(model.config)
+    vectors: list[Tensor] = []
+    others: list[Tensor] = []
+    fused: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+    for name, p in model.named_parameters():
+        if table[name].is_matrix:
+            fused[table[name].fused].append(p)
+        else:
+            (others if table[name].is_decayed else vectors).append(p)
     if kind == "adamw":
-        return Optimizers([_adamw([*others, *matrices], vectors, weight_decay)])
-    fused = [module.c_attn.weight for module in model.modules() if isinstance(module, Attention)]
-    single = [m for m in matrices if not any(m is p for p in fused)]
-    groups: list[dict[str, Any]] = [{"params": fused, "parts": 3}, {"params": single}]
+        return Optimizers([_adamw([*others, *(p for some in fused.values() for p in some)], vectors, weight_decay)])
+    groups = [{"params": params, "fused": rows} for rows, params in fused.items()]
     return Optimizers([muon(groups, 0.0, weight_decay, dtype, world), _adamw(others, vectors, 0.0)])
 
 
-def _adamw(decayed: Sequence[nn.Parameter], others: Sequence[nn.Parameter], weight_decay: float) -> AdamW:
+def _adamw(decayed: Sequence[Tensor], others: Sequence[Tensor], weight_decay: float) -> AdamW:
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return AdamW([group for group in groups if group["params"]], lr=0.0, betas=BETAS, eps=1e-8, fused=True)

@@ -29,7 +29,7 @@ from gpt.runs import checkpoint
 from gpt.runs.tensors import Array, Deferred
 from gpt.training import finetune
 from gpt.training.finetune import InitCheckpoint
-from gpt.training.optim import RMS, Muon, Optimizers, make_optimizer, orthogonalize
+from gpt.training.optim import RMS, Muon, Optimizers, make_optimizer, matrices, orthogonalize_each
 from gpt.training.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -180,16 +180,16 @@ class Sharded(Parallel):
 
         super().__init__(sharded.model, optimizer, compute, world)
         self.sharded, self.own = sharded, sharded.own
-        tensors = {WEIGHT + name: (name, shape) for name, shape in sharded.shapes.items()}
-        for name, shape in optimizer.shapes(sharded.own, sharded.shapes).items():
+        tensors = {WEIGHT + name: p for name, p in sharded.table.items()}
+        for name, shape in optimizer.shapes(sharded.own).items():
             if shape:
-                tensors[MOMENT + name] = (name.rpartition(".")[0], shape)
+                tensors[MOMENT + name] = sharded.table[name.rpartition(".")[0]]
         self.gatherer = CheckpointGatherer(sharded.grid, tensors, dist.new_group(backend="gloo", timeout=NO_LIMIT))
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """See `Parallel.shapes`."""
-        return self.sharded.shapes
+        return {name: p.shape for name, p in self.sharded.table.items()}
 
     def scaler(self) -> torch.amp.GradScaler:
         """See `Parallel.scaler`."""
@@ -231,13 +231,13 @@ class Sharded(Parallel):
         """See `Parallel.part`."""
         if name not in self.gatherer.tensors:
             return whole
-        return self.sharded.part(self.gatherer.tensors[name][0]).take(whole)
+        return self.sharded.grid.part(self.gatherer.tensors[name], self.sharded.rank).take(whole)
 
     def full_tensor(self, name: str, part: Tensor) -> Array | Deferred:
         """The whole tensor, deferred until the file is written: then the other ranks send their shards."""
         if name not in self.gatherer.tensors:
             return part.numpy()
-        return Deferred(self.gatherer.tensors[name][1], partial(self._gathered, name, part.numpy()))
+        return Deferred(self.gatherer.tensors[name].shape, partial(self._gathered, name, part.numpy()))
 
     def _gathered(self, name: str, shard: Array) -> Array:
         with self.world.watching_peers():
@@ -276,14 +276,13 @@ class ShardedMuon(Muon):
             some = [by_name[name] for name in names]
             group = some[0][2]
 
-            def directions(wholes: list[Tensor], parts: int = group["parts"]) -> list[Tensor]:
-                stack = torch.stack([matrix for whole in wholes for matrix in whole.chunk(parts)])
-                wide = stack.size(1) <= stack.size(2)
-                found = orthogonalize(stack if wide else stack.mT)
-                return list((found if wide else found.mT).reshape(len(wholes), *wholes[0].shape))
+            def directions(wholes: list[Tensor], fused: tuple[int, ...] = group["fused"]) -> list[Tensor]:
+                found = orthogonalize_each([matrix for whole in wholes for matrix in matrices(whole, fused)])
+                each = len(found) // len(wholes)
+                return [torch.cat(found[at : at + each]) for at in range(0, len(found), each)]
 
             rows, columns = exchange.shape
-            rate = group["lr"] * RMS * math.sqrt(max(rows // group["parts"], columns))
+            rate = group["lr"] * RMS * math.sqrt(max(columns, *(group["fused"] or (rows,))))
             arrived = exchange([update.to(self.dtype) for _, update, _ in some], directions)
             for (p, _, _), direction in zip(some, arrived, strict=True):
                 p.sub_(direction * applied, alpha=rate)

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from gpt.config import GPTConfig, Optimizer, Preset, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.errors import UserError
-from gpt.model.fit import at_once, divisors, in_chunks, largest
-from gpt.model.memory import Setup, training
+from gpt.model.memory import Setup, at_once, divisors, in_chunks, largest, training
 from gpt.model.params import breakdown, nearest_preset
 from gpt.peaks import host_memory
 from gpt.settings import Amount, Count, Positive, Within
@@ -219,16 +218,7 @@ def _model(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int, 
         block_size = n_tokens
     if config.init is not None:
         return replace(shape, block_size=block_size, dropout=config.dropout or 0.0)
-    return GPTConfig(
-        vocab_size=vocab_size,
-        block_size=block_size,
-        n_layer=config.n_layer or shape.n_layer,
-        n_head=config.n_head or shape.n_head,
-        n_embd=config.n_embd or shape.n_embd,
-        dropout=config.dropout or 0.0,
-        positions=config.positions or ("rotary" if config.arch == "modern" else "learned"),
-        arch=config.arch,
-    )
+    return config.new_model(shape, vocab_size, block_size)
 
 
 def _rows(config: TrainConfig, preset: Preset, block_size: int) -> int:

@@ -23,7 +23,7 @@ from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
 from gpt.files import disk_errors, locked
 from gpt.interrupt import StopSignal
-from gpt.model.fit import divisors
+from gpt.model.memory import divisors
 from gpt.parallel import environment
 from gpt.parallel.world import World, joined
 from gpt.runs import checkpoint, folder, hub

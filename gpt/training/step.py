@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from gpt.errors import is_out_of_memory
 from gpt.model.decoder import GPT
-from gpt.model.fit import divisors
 from gpt.model.loss import IGNORED, tied_cross_entropy
+from gpt.model.memory import divisors
 from gpt.parallel.world import World
 from gpt.training.parallel import Parallel
 from gpt.training.recipe import Recipe
