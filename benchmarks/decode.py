@@ -31,14 +31,13 @@ from transformers import (
 from benchmarks.results import machine, write_section
 from gpt.config import PRESETS, GPTConfig
 from gpt.decoding import logits as filters
-from gpt.decoding.beam import BeamBatch
-from gpt.decoding.bench import bandwidth_of, kv_bytes, weight_bytes
+from gpt.decoding.bench import bandwidth_of, weight_bytes
 from gpt.decoding.context import Context
-from gpt.decoding.generate import Batch, Request
-from gpt.decoding.logits import Filters
+from gpt.decoding.engine import Engine, Request
 from gpt.decoding.weights import prepare
 from gpt.device import Compute
 from gpt.model.decoder import GPT
+from gpt.model.params import cache_bytes, named_parameters
 from gpt.runs import hf
 from gpt.sample_config import SampleConfig
 
@@ -51,6 +50,7 @@ def pair(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GP
     """Returns our model and transformers' with the same random weights."""
     torch.manual_seed(seed)
     model = GPT(config).eval()
+    table = named_parameters(config)
     for parameter in model.parameters():
         parameter.data += spread * torch.randn_like(parameter)
     theirs = GPT2LMHeadModel(
@@ -60,8 +60,7 @@ def pair(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GP
         )
     ).eval()  # fmt: skip
     state = {
-        hf.PREFIX + name: tensor.t() if hf.is_transposed(name) else tensor
-        for name, tensor in model.state_dict().items()
+        hf.PREFIX + name: tensor.t() if table[name].is_matrix else tensor for name, tensor in model.state_dict().items()
     }
     theirs.load_state_dict(state, strict=False)
     theirs.tie_weights()
@@ -72,13 +71,11 @@ def ours(model: GPT, prompts: list[list[int]], new: int, beam: int = 0) -> list[
     """Generates as `gpt sample` does, without the tokenizer: greedily, or the best of ``beam`` beams."""
     config = SampleConfig(greedy=not beam, beam=beam, max_tokens=new, ignore_eot=True)
     context = Context(model, CPU, len(prompts) * max(1, beam), len(prompts[0]) + new)
-    requests, found = [Request(prompt) for prompt in prompts], [list[int]() for _ in prompts]
-    if beam:
-        for event in BeamBatch(context, Filters(config, 0), requests):
-            found[event.number] += event.agreed
-    else:
-        for told in Batch(context, Filters(config, 0), requests):
-            found[told.number] += [token.id for token in told.tokens]
+    engine, found = Engine(context, eot=0), [list[int]() for _ in prompts]
+    for prompt in prompts:
+        engine.add(Request(prompt, config))
+    for event in engine.run():
+        found[event.number] += [token.id for token in event.tokens]
     return found
 
 
@@ -164,13 +161,13 @@ def speeds(config: GPTConfig, prompt: int, new: int, rounds: int) -> list[str]:
         }
         equal = ours(packed, one, new) == transformers(theirs, one, new)
         seconds = in_turn(works, rounds)
-    bandwidth = bandwidth_of(CPU)
+    bandwidth, cached = bandwidth_of(CPU), cache_bytes(config, prompt + new // 2, 4)
     lines = [
         f"Prompt {prompt}, {new} new tokens, {torch.get_num_threads()} threads; whole requests, prompt included; "
         f"medians of {rounds} rounds in turn. Ids of the greedy text: {'equal to' if equal else 'NOT'} transformers'.",
         f"Memory reads {bandwidth / 1e9:.1f} GB/s; at that, "
         + ", ".join(
-            f"{bandwidth / (weight_bytes(each, CPU) + kv_bytes(config, CPU, prompt + new // 2)):.0f} tokens/s in {name}"
+            f"{bandwidth / (weight_bytes(each, CPU) + cached):.0f} tokens/s in {name}"
             for name, each in (("float32", packed), ("int8", int8))
         )
         + " at one text.",
@@ -225,9 +222,10 @@ def _beams_equal(
     model: GPT, theirs: GPT2LMHeadModel, prompt: list[int], eot: int, new: int, how: dict[str, Any]
 ) -> bool:
     config = SampleConfig(**how, n_best=how["beam"], max_tokens=new)
-    events = list(BeamBatch(Context(model, CPU, config.beam), Filters(config, eot), [Request(prompt)]))
-    best = events[-1].best
-    assert best is not None
+    engine = Engine(Context(model, CPU, config.beam), eot)
+    engine.add(Request(prompt, config))
+    *_, event = engine.run()
+    best = event.best
     x = torch.tensor([prompt])
     out = theirs.generate(
         x, attention_mask=torch.ones_like(x), do_sample=False, num_beams=config.beam, max_new_tokens=new,

@@ -242,7 +242,7 @@ def text(workdir: Path) -> Path:
 def two_runs(run_folder: Path, workdir: Path) -> list[Path]:
     """The run, and one like it with another rate, half as long, whose last sample is a piece of the training text."""
     from gpt import events
-    from gpt.text.tokens import TokenFolder
+    from gpt.text.token_folder import TokenFolder
 
     shutil.copytree(run_folder, "one")
     shutil.copytree(run_folder, "two")

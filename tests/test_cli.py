@@ -370,12 +370,12 @@ def test_a_diverged_run_is_status_1_and_saves_no_nan(gpt: Gpt, book: Path) -> No
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: …")])
 def test_out_of_memory_is_said(gpt: Gpt, book: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpt.training import learner
+    from gpt.training import parallel
 
     def fail(*args: object) -> None:
         raise error
 
-    monkeypatch.setattr(learner, "GPT", fail)
+    monkeypatch.setattr(parallel, "GPT", fail)
     one_line_of_what_and_what_next(gpt("train", book, *QUICK), "out of memory", code=1)
 
 
@@ -450,7 +450,7 @@ def test_debug_shows_the_traceback(book: Path) -> None:
 
 def test_a_full_disk_is_status_1(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpt.runs import checkpoint
-    from gpt.training import saving
+    from gpt.training import checkpointing
 
     whole = checkpoint.write_pieces
 
@@ -460,7 +460,7 @@ def test_a_full_disk_is_status_1(gpt: Gpt, book: Path, monkeypatch: pytest.Monke
         return whole(path, pieces)
 
     monkeypatch.setattr(checkpoint, "write_pieces", full)
-    monkeypatch.setattr(saving, "ROOM_SECONDS", 0.0)
+    monkeypatch.setattr(checkpointing, "ROOM_SECONDS", 0.0)
     done = gpt("train", book, *QUICK)
     one_line_of_what_and_what_next(done, "No space left on device", code=1)
     assert not list(Path("runs").rglob("*.safetensors"))

@@ -15,12 +15,11 @@ from several import PARTS, assert_ended_and_gone_on, assert_trained_alike, losse
 import gpt as library
 from gpt.config import TrainConfig
 from gpt.errors import UserError
-from gpt.interrupt import StopSignal
 from gpt.parallel.launch import Ended, launch
 from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder
-from gpt.training.best import _share
-from gpt.training.saving import Saver
+from gpt.training.checkpointing import Writer
+from gpt.training.parallel import Sharded
 
 
 @pytest.fixture(scope="module")
@@ -155,20 +154,20 @@ def test_windows_are_as_many_for_each_row() -> None:
     all_windows = [Window(0, n, ids, ids, 0) for n in range(7)]
     counted, many = [], set()
     for rank in range(6):
-        world = World()
-        world.rank, world.size, world.tensor, world.in_step = rank, 6, 2, True
-        mine = list(_share(world, all_windows))
+        sharded = Sharded.__new__(Sharded)
+        sharded.world = World()
+        sharded.world.rank, sharded.world.size, sharded.world.tensor = rank, 6, 2
+        mine = list(sharded.windows(all_windows))
         many.add(len(mine))
         counted += [window.start for window in mine if window.skipped < len(window.y)]
     assert many == {3}
     assert sorted(counted) == sorted(2 * list(range(7)))
-    assert list(World().watching(StopSignal(), [1, 2])) == [1, 2]
 
 
 def test_a_disk_that_is_full_leaves_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What others give to a checkpoint is asked for until it is written or given up, and told so once."""
     told: list[int] = []
-    saver = Saver(tmp_path, 1, lambda step: None, lambda text: None, lambda: told.append(1))
+    saver = Writer(tmp_path, 1, lambda step: None, lambda text: None, lambda: told.append(1))
 
     def files() -> Any:
         raise OSError(28, "No space left on device")
@@ -178,8 +177,8 @@ def test_a_disk_that_is_full_leaves_nobody_waiting(tmp_path: Path, monkeypatch: 
     assert len(told) == 1
     saver.begin(2, 2**62, files)
     assert len(told) == 2
-    monkeypatch.setattr("gpt.training.saving.ROOM_SECONDS", 0.2)
-    monkeypatch.setattr("gpt.training.saving.ROOM_PAUSE", 0.05)
+    monkeypatch.setattr("gpt.training.checkpointing.ROOM_SECONDS", 0.2)
+    monkeypatch.setattr("gpt.training.checkpointing.ROOM_PAUSE", 0.05)
     with pytest.raises(Exception, match="could not be saved"):
         saver.last(3, 0, files, lambda: False)
     assert len(told) == 3

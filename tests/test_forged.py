@@ -21,7 +21,7 @@ from gpt.runs.record import RunRecord
 from gpt.settings import checked
 from gpt.text.shards import Shard
 from gpt.text.tokenizer_files import read_own
-from gpt.training.metrics import Metrics
+from gpt.training.logs import Metrics
 from gpt.training.state import Saved
 from tests.stress import forged
 

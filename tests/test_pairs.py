@@ -20,8 +20,8 @@ from gpt.model.loss import IGNORED
 from gpt.sample_config import SampleConfig
 from gpt.text.pairs import Pair, read_pairs, split
 from gpt.text.tokenizer import bytes_tokenizer
-from gpt.training import best
-from gpt.training.pairs import PairBatches, PairSet
+from gpt.training import evaluation
+from gpt.training.data import PairBatches, PairSet
 
 VERBS = ["love ama", "see vede", "hear sente", "call chiama", "find trova", "know conosce", "help aiuta", "want vuole"]
 WHO = ["you ti", "him lo", "her la", "them li", "us ci", "me mi", "it lo", "all tutti"]
@@ -215,7 +215,7 @@ def test_pairs_are_given_back_with_what_is_chosen_by_default(
 
 
 def test_both_sides_are_asked_and_of_many_pairs_a_sample(gpt: Gpt, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(best, "ASKED", 10)
+    monkeypatch.setattr(evaluation, "ASKED", 10)
     done = gpt("train", file, "--pairs", "--steps", "2", "--dtype", "float32", "--json")
     assert "answers" not in done.out
     lines = [json.loads(line) for line in Path("runs/pairs/metrics.jsonl").read_text().splitlines()]

@@ -324,9 +324,9 @@ def test_what_only_one_says_is_no_agreement(
     others: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = Ranks.__new__(Ranks)
-    monkeypatch.setattr(Ranks, "_from_all", lambda self, said: [said, others])
+    monkeypatch.setattr(Ranks, "_gather_all", lambda self, said: [said, others])
     with pytest.raises(UserError, match=message):
-        world.agree({"a": 1, "b": 2})
+        world.assert_same({"a": 1, "b": 2})
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
@@ -352,8 +352,7 @@ raise SystemExit(3)
 
 def test_one_process_exchanges_nothing() -> None:
     world, tensor = World(), torch.ones(3)
-    assert world.add(tensor) is tensor
-    assert world.wrap(module := torch.nn.Linear(2, 2)) is module
+    assert world.all_reduce(tensor) is tensor
     state = torch.get_rng_state()
     world.seed(1, 2)
     assert torch.equal(torch.get_rng_state(), state)

@@ -24,7 +24,7 @@ from unittest import mock
 
 import gpt
 from gpt.runs import folder
-from gpt.text.tokens import MANIFEST, PROGRESS, SOURCES
+from gpt.text.token_folder import MANIFEST, PROGRESS, SOURCES
 from tests.stress.faults import peak_memory, said, write_text
 
 SECONDS, WAIT = 20, 300  # of CPU time and of wall time that a command may take
@@ -110,10 +110,10 @@ def make(place: Path) -> None:
     with safe_open(theirs / part, framework="np") as opened:
         (theirs / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(opened.keys(), part)}))
     from gpt.config import TokenizeConfig
-    from gpt.text import slices, tokenize
+    from gpt.text import tokenize, unfinished_folder
 
     tokenize.tokenize_texts([str(text)], TokenizeConfig(out=str(place / "tokens"), tokenizer="bytes", jobs=1))
-    with mock.patch.object(slices, "finish", side_effect=Enough), contextlib.suppress(Enough):
+    with mock.patch.object(unfinished_folder, "finish", side_effect=Enough), contextlib.suppress(Enough):
         tokenize.tokenize_texts([str(text)], TokenizeConfig(out=str(place / "unfinished"), tokenizer="bytes", jobs=1))
 
 
@@ -301,7 +301,7 @@ def short_runs() -> Iterator[None]:
     """Stops every run after `STEPS` steps: a forged file may ask for 10¹⁸, which is no fault."""
     from gpt.training.loop import Trainer
 
-    step, begun = Trainer.step, Trainer.run_steps
+    step, begun = Trainer.step, Trainer.begin
     done: list[int] = []
 
     def counted(self: Trainer) -> None:
@@ -314,7 +314,7 @@ def short_runs() -> Iterator[None]:
         done.clear()
         begun(self)
 
-    with mock.patch.object(Trainer, "step", counted), mock.patch.object(Trainer, "run_steps", begins):
+    with mock.patch.object(Trainer, "step", counted), mock.patch.object(Trainer, "begin", begins):
         yield
 
 
