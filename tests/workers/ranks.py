@@ -1,4 +1,4 @@
-"""What the processes of `test_parallel.py` do: `main` runs a scenario by name, in each of them.
+"""The script that the processes of `test_parallel.py` run: each runs the scenario that is named.
 
 python tests/workers/ranks.py SCENARIO
 """
@@ -39,7 +39,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def cut(run: str, copy: str, step: int) -> None:
-    """A copy of a run as one has it that was killed soon after a step."""
+    """Copies a run to what it was if it had been killed soon after a step."""
     shutil.copytree(run, copy)
     for path in Path(copy).glob("step-*"):
         if int(path.name[5:]) > step:
@@ -51,7 +51,7 @@ def cut(run: str, copy: str, step: int) -> None:
 
 
 def two() -> None:
-    """All that comes to a good end."""
+    """Runs that end well."""
     summed: dict[str, list[bool]] = {}
     for name, settings in RUNS.items():
         with summing() as summed[name]:
@@ -73,7 +73,7 @@ def two() -> None:
 
 @contextlib.contextmanager
 def summing() -> Iterator[list[bool]]:
-    """Whether gradients were summed over processes, for each time that a micro-batch went backward."""
+    """Records for each backward pass of a micro-batch whether gradients were all-reduced."""
     whole, summed = stepping.Stepper._backward, []
 
     def backward(self: stepping.Stepper, *args: Any) -> torch.Tensor:
@@ -86,7 +86,7 @@ def summing() -> Iterator[list[bool]]:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """In one process, the loss is no number three times."""
+    """Makes the loss NaN three times, on rank 1 alone."""
     whole, calls = stepping.tied_cross_entropy, []
 
     def loss(*args: Any) -> torch.Tensor:
@@ -99,7 +99,7 @@ def poisoned() -> Iterator[None]:
 
 @contextlib.contextmanager
 def little_memory() -> Iterator[None]:
-    """In one process, memory does for one sequence."""
+    """Gives rank 1 memory for one sequence at a time."""
     whole = GPT.trunk
 
     def trunk(self: GPT, idx: torch.Tensor, cache: object = None) -> torch.Tensor:
@@ -112,7 +112,7 @@ def little_memory() -> Iterator[None]:
 
 
 def broken() -> None:
-    """An error in one process."""
+    """Raises an error on rank 1."""
     whole, calls = stepping.Stepper.step, []
 
     def step(*args: Any) -> Any:
@@ -126,12 +126,12 @@ def broken() -> None:
 
 
 def otherwise() -> None:
-    """Other words for one process than for the other."""
+    """Gives the two ranks different command lines."""
     command("--quiet", "-o", "otherwise", "--seed", str(7 + RANK))
 
 
 def command(*words: str) -> None:
-    """``gpt train`` with words of its own, to its end as the command's: that of one among several is abrupt."""
+    """Runs ``gpt train`` as a command, whose exit is abrupt in one of several processes."""
     from gpt_cli.main import run
 
     sys.argv = ["gpt", "train", "book.txt", *WORDS, *words]
