@@ -30,7 +30,7 @@ from gpt.text.tokenizer import bytes_tokenizer
 from gpt.text.tokenizer_files import find_tokenizer
 
 SMALL = {
-    "gpt.text.corpus.PIECE": 300,
+    "gpt.text.corpus.PART": 300,
     "gpt.text.tokenize.ITEM": 700,
     "gpt.text.tokenize.ITEM_DOCUMENTS": 5,
     "gpt.text.unfinished_folder.SLICE_IDS": 3000,
@@ -117,7 +117,7 @@ def test_the_size_of_items_and_pieces_decides_no_id(
 def test_long_documents_are_cut_where_no_id_changes(text: str, size: int) -> None:
     tokenizer = bytes_tokenizer()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "PIECE", size)
+        patch.setattr(corpus, "PART", size)
         pieces = [(Chunk(text[at : at + 7], at == 0), False) for at in range(0, len(text), 7)]
         parts = list(corpus.cut_documents(iter(pieces), tokenizer.pattern))
     assert "".join(part[0] for part in parts) == text

@@ -20,7 +20,6 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 LONG_SPACE = 10_000
 LONG_PIECE = 2**20  # characters; a single piece longer than this is cut: merging takes more than linear time
 LONG_SPACE_PIECE = 2**19  # as much for white space, which o200k's pattern puts on that stack even at a text's end
-PART = 2**18  # characters of a document to tokenize at a time
 
 # What \s means to the regex engine: Unicode's White_Space (Python's own \s has four control characters more).
 SPACES = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -162,7 +161,7 @@ def _limit(text: str, start: int, end: int) -> int:
     return LONG_SPACE_PIECE if _BLANK.match(text, start) and _BLANK.match(text, max(start, end - 1)) else LONG_PIECE
 
 
-def parts(chunks: Iterable[str], pattern: str, size: int = PART) -> Iterator[tuple[str, bool]]:
+def parts(chunks: Iterable[str], pattern: str, size: int) -> Iterator[tuple[str, bool]]:
     """Cuts the chunks of one document anew: into parts of about ``size`` characters, or of as many as it takes, whose
     ids one after the other are the whole document's. With each, whether it ends inside a piece that was too long.
 

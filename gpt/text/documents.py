@@ -63,7 +63,7 @@ LENGTH = 2**20  # characters of a chunk, about
 
 
 def split_at(blocks: Iterable[str], separator: str) -> Iterator[str | None]:
-    """Yields the text between lines that equal ``separator`` (or that and a carriage return), and None for each line."""
+    """Yields the text between lines that equal ``separator`` (or that and a carriage return), and None for each."""
     needle = "\n" + separator
     held = "\n"  # its first character is yielded already, or stands for a line break before the first line
     for block in blocks:

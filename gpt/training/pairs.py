@@ -16,7 +16,7 @@ from gpt.errors import UserError
 from gpt.evaluate import Window
 from gpt.model.loss import IGNORED
 from gpt.text.batches import Int64s, shuffled
-from gpt.text.corpus import Spread
+from gpt.text.corpus import TextSample
 from gpt.text.documents import Chunk, utf8_size
 from gpt.text.pairs import Pair, PairCorpus, read_pairs
 from gpt.text.token_folder import is_token_folder
@@ -161,7 +161,7 @@ def make_pairs(
     if tokenizer is None:
         words = (Chunk(text, True) for pair in corpus.train for text in (pair.prompt, pair.completion))
         most = find_preset(preset_name(config, data_bytes, device)).model.vocab_size
-        sample = Spread(words, data_bytes, config.sample_bytes)
+        sample = TextSample(words, data_bytes, config.sample_bytes)
         tokenizer = make_tokenizer(config.tokenizer, config.vocab_size, sample, data_bytes, most)
     data = PairData(corpus, tokenizer, PairSet(corpus.train, tokenizer), PairSet(corpus.held_out, tokenizer))
     note(f"{', '.join(texts)}: {data.rows:,} pairs to train on, {len(corpus.held_out):,} held out")
