@@ -291,7 +291,7 @@ def test_a_signal_ends_it_in_good_order(texts: Path, tmp_path: Path, script: lis
     if process.returncode == 0:
         pytest.skip("it was faster than the signal")
     assert process.returncode == 128 + signum
-    assert "go on with --resume" in err
+    assert "continue with --resume" in err
     assert "Traceback" not in err
     assert subprocess.run([*command, "--resume", "-q"], check=False).returncode == 0
     TokenFolder(out).verify()

@@ -283,7 +283,7 @@ class _Rows:
         return self
 
     def __next__(self) -> str:
-        """Returns the next line, for the parser. Unlike a generator, this goes on after an error."""
+        """Returns the next line, for the parser. Unlike a generator, this continues after an error."""
         self._line, _, line = next(self._lines)
         self._first = self._first or self._line
         if self._line == 1:

@@ -104,7 +104,7 @@ def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listene
     with reading(out):
         begun = config.resume and out.is_dir()
     if not begun:
-        check_new(out, "give another --out; where it was not finished, --resume goes on with it")
+        check_new(out, "give another --out; where it is unfinished, --resume continues it")
     corpus = open_corpus(texts, config, listen)
     with Encoders(_jobs(config.jobs, corpus)) as encoders:
         if begun:
@@ -155,7 +155,7 @@ def tokenize(
             if stop.signum is not None:
                 count = len(done.all())
                 finished = f"{count:,} slice{'s are' if count != 1 else ' is'} finished in {out}"
-                raise Interrupted(stop.signum, f"interrupted; {finished}: go on with --resume")
+                raise Interrupted(stop.signum, f"interrupted; {finished}: continue with --resume")
         unfinished_folder.finish(out, about, done)
     return TokenFolder(out)
 

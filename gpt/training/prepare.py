@@ -10,7 +10,7 @@ import numpy as np
 from gpt.config import TextConfig, TrainConfig, find_preset
 from gpt.errors import UserError
 from gpt.evaluate import Window, spread_windows, windows
-from gpt.files import file_sum, reading
+from gpt.files import file_sha256, reading
 from gpt.text.batches import Batches
 from gpt.text.corpus import Corpus, Listener
 from gpt.text.shards import TokenStream
@@ -65,7 +65,7 @@ class Data:
     def sources(self) -> list[dict[str, Any]]:
         """What was read, for the run's record: each source with its sum, or the folder of tokens with its."""
         if self.found:
-            return [{"name": str(self.folder.path), "sha256": file_sum(self.folder.path / MANIFEST)}]
+            return [{"name": str(self.folder.path), "sha256": file_sha256(self.folder.path / MANIFEST)}]
         keys = ("name", "size", "documents", "bytes", "sha256")
         return [{key: getattr(source, key) for key in keys} for source in self.folder.sources()]
 
