@@ -677,7 +677,7 @@ def test_groups_depend_on_sizes_alone(texts: Path, monkeypatch: pytest.MonkeyPat
     found = corpus.open_corpus([str(texts)], TextConfig(val_text=str(texts / "a.txt")))
     groups = found.groups
     assert [number for group in groups for number in group] == list(range(len(found.sources)))
-    assert groups[-1] == range(found.own_from, found.own_from + 1)
+    assert groups[-1] == range(found.val_from, found.val_from + 1)
     for group in groups:
         assert len(group) == 1 or sum(found.sources[number].size for number in group) <= 20_000
 

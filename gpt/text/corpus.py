@@ -12,14 +12,18 @@ from typing import Any, Literal
 from gpt import events
 from gpt.config import ReadConfig, TextConfig
 from gpt.errors import UserError
-from gpt.text import sources as words
 from gpt.text.boundaries import parts
 from gpt.text.documents import HEAD, Chunk, Reader, Skipped, is_plain, utf8_size
 from gpt.text.shards import Side
+from gpt.text.sources import find, identity, published, run_name
 from gpt.text.unpack import Source
 from gpt.words import counted
 
 HASHED_SPLIT_FROM = 200  # documents
+GROUP_BYTES = 2**26  # stored bytes of a group's sources; a larger source is a group by itself
+PART = 2**18  # characters of a long document to encode at once
+
+Listener = Callable[[events.Note | events.Progress], None]
 
 Assigned = Iterator[tuple[Chunk, bool]]  # chunks, and whether each is held out
 
@@ -103,7 +107,7 @@ class Split:
         held_out = False
         for chunk in chunks:
             if chunk.begins:
-                held_out = share(chunk.text, self.seed) < self.bound
+                held_out = hash_fraction(chunk.text, self.seed) < self.bound
             yield chunk, held_out
 
     def _at_end(self, chunks: Iterable[Chunk], position: int) -> Assigned:
@@ -120,7 +124,7 @@ class Split:
             yield Chunk(chunk.text[len(head) :], True), True
 
 
-def share(text: str, seed: int) -> float:
+def hash_fraction(text: str, seed: int) -> float:
     """Returns a number in [0, 1): a hash of the seed and the document's first `HEAD` characters."""
     digest = hashlib.sha256(f"{seed}\0{text[:HEAD]}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
@@ -149,15 +153,14 @@ def plan_split(
 
 
 def _bound(sources: Sequence[Source], config: ReadConfig, fraction: float, seed: int) -> float:
-    """``fraction``, or what is nearest to it and has shares on both sides. It is looked for no further than it takes
-    to see one on each."""
+    """Returns ``fraction``, or the nearest bound with documents on both sides. Reads until there is one on each."""
     least, most = 1.0, 0.0
     reader = Reader(config)
     for source in sources:
         one = config.split_on is None and is_plain(source)
         for chunk in islice(reader.documents(source), 1 if one else None):
             if chunk.begins:
-                place = share(chunk.text, seed)
+                place = hash_fraction(chunk.text, seed)
                 least, most = min(least, place), max(most, place)
                 if least < fraction <= most:
                     return fraction
@@ -194,22 +197,16 @@ class TextSample(Iterator[str]):
                         yield part
 
 
-Listener = Callable[[events.Note | events.Progress], None]
-
-GROUP_BYTES = 2**26  # stored bytes of a group's sources; a larger source is a group by itself
-
-
 @dataclass(frozen=True)
 class Corpus:
-    """Sources and the rule that says which of their text is held out. ``own_from``: where those of a text of its own,
-    which is held out whole, begin."""
+    """Sources, and the rule which of their text is held out. Sources from ``val_from`` on are held out as a whole."""
 
     name: str
     texts: tuple[str, ...]
     asked: Mapping[str, Any]  # the settings of the tokenizer
     reading: ReadConfig
     sources: list[Source]
-    own_from: int
+    val_from: int
     split: Split
     found: Survey
 
@@ -219,7 +216,7 @@ class Corpus:
         groups: list[range] = []
         size = 0
         for number, source in enumerate(self.sources):
-            if not groups or number == self.own_from or size + source.size > GROUP_BYTES:
+            if not groups or number == self.val_from or size + source.size > GROUP_BYTES:
                 groups.append(range(number, number))
                 size = 0
             size += source.size
@@ -228,7 +225,7 @@ class Corpus:
 
     def assign(self, chunks: Iterable[Chunk], number: int) -> Assigned:
         """Yields the chunks of source ``number``, each with whether it is held out."""
-        if number >= self.own_from:
+        if number >= self.val_from:
             return ((chunk, True) for chunk in chunks)
         return self.split.assign(chunks, number)
 
@@ -253,21 +250,22 @@ class Corpus:
     def training_text(self) -> Iterator[Chunk]:
         """Yields the text to train on."""
         reader = Reader(self.reading)
-        for number, source in enumerate(self.sources[: self.own_from]):
+        for number, source in enumerate(self.sources[: self.val_from]):
             chunks = self.assign(reader.documents(source), number)
             yield from (chunk for chunk, held_out in chunks if not held_out)
 
     def identity(self) -> str:
         """Returns a sha256 over the names and sizes of the sources."""
-        digest = hashlib.sha256(f"{self.own_from}\n".encode())
+        digest = hashlib.sha256(f"{self.val_from}\n".encode())
         for source in self.sources:
             digest.update((json.dumps([source.name, source.size]) + "\n").encode())
         return digest.hexdigest()
 
 
 def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lambda event: None) -> Corpus:
-    """Finds the sources and decides the split. A separate held-out text is never trained on. ``listen``
-    hears of that, and how far a corpus is fetched.
+    """Finds the sources and decides the split. ``listen`` gets notes, and the progress of a corpus that is fetched.
+
+    A file of ``--val-text`` that is also among ``texts`` is not trained on.
 
     Raises `UserError` for anything that is no text, or too short.
     """
@@ -277,12 +275,12 @@ def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lam
 
     reading = ReadConfig(**{f.name: getattr(config, f.name) for f in fields(ReadConfig)})
     skipped = Skipped() if reading.skip_bad else None
-    found_sources = words.find(texts, skipped, on_bytes)
+    found_sources = find(texts, skipped, on_bytes)
     own: list[Source] = []
     if config.val_text is not None:
-        own = words.find([config.val_text], skipped, on_bytes)
+        own = find([config.val_text], skipped, on_bytes)
     elif config.val_fraction == TextConfig.val_fraction:
-        own = words.published(texts, on_bytes)
+        own = published(texts, on_bytes)
     if skipped is not None and skipped.count:
         listen(events.Note(f"left out, since nobody may look at them: {skipped.count:,}; {skipped.examples[0]}"))
     found_sources = _without(found_sources, own, listen)
@@ -293,14 +291,14 @@ def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lam
     asked = {key: getattr(config, key) for key in ("tokenizer", "vocab_size", "sample_bytes")}
     split = plan_split(found_sources, found, reading, config.val_fraction, config.seed, bool(own))
     return Corpus(
-        words.run_name(texts), tuple(texts), asked, reading, [*found_sources, *own], len(found_sources), split, found
+        run_name(texts), tuple(texts), asked, reading, [*found_sources, *own], len(found_sources), split, found
     )
 
 
 def _without(sources: list[Source], own: Sequence[Source], listen: Listener) -> list[Source]:
     """Returns the sources without those of the separate held-out text."""
-    held_out = {words.identity(source) for source in own}
-    kept = [source for source in sources if words.identity(source) not in held_out]
+    held_out = {identity(source) for source in own}
+    kept = [source for source in sources if identity(source) not in held_out]
     if not kept:
         raise UserError("all of the text is in --val-text: nothing is left to train on", "hold out another text")
     if len(kept) < len(sources):
@@ -308,9 +306,6 @@ def _without(sources: list[Source], own: Sequence[Source], listen: Listener) -> 
         what = f"{counted(count, 'file')} of --val-text {'are' if count != 1 else 'is'} among the text"
         listen(events.Note(f"{what}: held out, not trained on"))
     return kept
-
-
-PART = 2**18  # characters of a long document to encode at once
 
 
 def cut_documents(assigned: Assigned, pattern: str) -> Iterator[tuple[str, bool, Side, bool]]:

@@ -166,7 +166,7 @@ def _broken_is_told() -> Iterator[None]:
 @contextlib.contextmanager
 def _main_is_not_run_again() -> Iterator[None]:
     """Processes spawned meanwhile don't import the program's main module, as Python's would: ours need nothing
-    of it, the command's takes a quarter of a second, and a script may do its work right there."""
+    of it, the command's takes a quarter of a second, and a script may do all its work there."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:

@@ -9,7 +9,7 @@ from typing import Any
 from gpt.config import ReadConfig, TextConfig
 from gpt.errors import UserError
 from gpt.text import formats, sources
-from gpt.text.corpus import HASHED_SPLIT_FROM, share
+from gpt.text.corpus import HASHED_SPLIT_FROM, hash_fraction
 from gpt.text.documents import RECORDS, Chunk, Reader, Skipped, utf8_size
 from gpt.text.unpack import PackedFile, Source
 
@@ -101,7 +101,7 @@ def split(pairs: Sequence[Pair], fraction: float, seed: int) -> tuple[list[Pair]
         kept = len(pairs) - max(1, round(len(pairs) * fraction))
         train, held_out = list(pairs[:kept]), list(pairs[kept:])
     else:
-        shares = [share(_identity(pair), seed) for pair in pairs]
+        shares = [hash_fraction(_identity(pair), seed) for pair in pairs]
         bound = max(fraction, min(shares) * 1.0000001)
         train = [pair for pair, at in zip(pairs, shares, strict=True) if at >= bound]
         held_out = [pair for pair, at in zip(pairs, shares, strict=True) if at < bound]

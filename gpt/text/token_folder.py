@@ -5,7 +5,7 @@
     train-GGGGG-SSSSS.ids  val-GGGGG-SSSSS.ids      shards (`gpt.text.shards`), by group of sources and slice of it
     tokenizer.tiktoken … the tokenizer's files
 
-Groups and slices depend on the sources alone, so parts made on many machines merge into what one would have made.
+Groups and slices depend on the sources alone, so parts made on many machines merge into the folder of one machine.
 """
 
 import contextlib

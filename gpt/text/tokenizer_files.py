@@ -151,7 +151,7 @@ def byte_characters() -> dict[int, str]:
 
 def merging_pairs(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
     """Returns the pairs that make tokens of two bytes or more, in merging order: what is left of a token's bytes when
-    all merges of lower rank are done. tiktoken merges whatever pair makes the lowest rank, so these say the same."""
+    all merges of lower rank are done. tiktoken merges the pair of the lowest rank, so these pairs mean the same."""
     pairs = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) > 1:
@@ -236,7 +236,7 @@ def to_tokenizer_config(tokenizer: Tokenizer, block_size: int | None) -> dict[st
 def from_tokenizer_json(values: Mapping[str, Any], where: str) -> Tokenizer:
     """Reads a ``tokenizer.json``, if it is a byte-level BPE that tiktoken can run with the same ids.
 
-    Raises `UserError` naming what it has that we cannot.
+    Raises `UserError` naming a part that tiktoken cannot run.
     """
     try:
         model = values["model"]
