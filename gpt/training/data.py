@@ -16,10 +16,10 @@ import numpy as np
 from gpt.config import TextConfig, TrainConfig, find_preset
 from gpt.errors import UserError
 from gpt.evaluate import Window, spread_windows, windows
-from gpt.files import file_sum, reading
+from gpt.files import file_sha256, reading
 from gpt.model.loss import IGNORED
 from gpt.text.batches import Batches, Int64s, shuffled
-from gpt.text.corpus import Corpus, Listener, Spread
+from gpt.text.corpus import Corpus, Listener, TextSample
 from gpt.text.documents import Chunk, utf8_size
 from gpt.text.pairs import Pair, read_pairs
 from gpt.text.token_folder import MANIFEST, TokenFolder, is_token_folder
@@ -115,7 +115,7 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
     keys = ("name", "size", "documents", "bytes", "sha256")
     sources = [{key: getattr(source, key) for key in keys} for source in folder.sources()]
     if found:
-        sources = [{"name": str(folder.path), "sha256": file_sum(folder.path / MANIFEST)}]
+        sources = [{"name": str(folder.path), "sha256": file_sha256(folder.path / MANIFEST)}]
     return Dataset(
         folder.path.absolute().name,
         folder.tokenizer,
@@ -268,7 +268,7 @@ def open_pairs(
     if tokenizer is None:
         words = (Chunk(text, True) for pair in corpus.train for text in (pair.prompt, pair.completion))
         most = find_preset(preset_name(config, data_bytes, device)).model.vocab_size
-        sample = Spread(words, data_bytes, config.sample_bytes)
+        sample = TextSample(words, data_bytes, config.sample_bytes)
         tokenizer = make_tokenizer(config.tokenizer, config.vocab_size, sample, data_bytes, most)
     train, held_out = PairSet(corpus.train, tokenizer), PairSet(corpus.held_out, tokenizer)
     note(f"{', '.join(texts)}: {len(corpus.train):,} pairs to train on, {len(corpus.held_out):,} held out")
