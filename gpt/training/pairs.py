@@ -1,6 +1,6 @@
 """Pairs → batches in which the completions alone count: a pair a row, filled up to the longest of the step.
 
-A row is ids(prompt) + ids(completion) + end-of-text, as sampling has it: `gpt.decoding.generate` starts from the
+A row is ids(prompt) + ids(completion) + end-of-text, as sampling has it: `gpt.decoding.engine` starts from the
 prompt's ids, from end-of-text where there are none, and the prompt is encoded apart from what follows. The targets of
 the completion's ids and of the end-of-text count.
 """
