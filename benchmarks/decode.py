@@ -32,11 +32,12 @@ from benchmarks.results import machine, write_section
 from gpt.config import PRESETS, GPTConfig
 from gpt.decoding import logits as filters
 from gpt.decoding.bench import bandwidth_of, weight_bytes
-from gpt.decoding.context import Context, kv_bytes
+from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
 from gpt.decoding.weights import prepare
 from gpt.device import Compute
 from gpt.model.decoder import GPT
+from gpt.model.params import cache_bytes, named_parameters
 from gpt.runs import hf
 from gpt.sample_config import SampleConfig
 
@@ -49,6 +50,7 @@ def pair(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GP
     """Returns our model and transformers' with the same random weights."""
     torch.manual_seed(seed)
     model = GPT(config).eval()
+    table = named_parameters(config)
     for parameter in model.parameters():
         parameter.data += spread * torch.randn_like(parameter)
     theirs = GPT2LMHeadModel(
@@ -58,8 +60,7 @@ def pair(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GP
         )
     ).eval()  # fmt: skip
     state = {
-        hf.PREFIX + name: tensor.t() if hf.is_transposed(name) else tensor
-        for name, tensor in model.state_dict().items()
+        hf.PREFIX + name: tensor.t() if table[name].is_matrix else tensor for name, tensor in model.state_dict().items()
     }
     theirs.load_state_dict(state, strict=False)
     theirs.tie_weights()
@@ -160,13 +161,13 @@ def speeds(config: GPTConfig, prompt: int, new: int, rounds: int) -> list[str]:
         }
         equal = ours(packed, one, new) == transformers(theirs, one, new)
         seconds = in_turn(works, rounds)
-    bandwidth = bandwidth_of(CPU)
+    bandwidth, cached = bandwidth_of(CPU), cache_bytes(config, prompt + new // 2, 4)
     lines = [
         f"Prompt {prompt}, {new} new tokens, {torch.get_num_threads()} threads; whole requests, prompt included; "
         f"medians of {rounds} rounds in turn. Ids of the greedy text: {'equal to' if equal else 'NOT'} transformers'.",
         f"Memory reads {bandwidth / 1e9:.1f} GB/s; at that, "
         + ", ".join(
-            f"{bandwidth / (weight_bytes(each, CPU) + kv_bytes(config, CPU, prompt + new // 2)):.0f} tokens/s in {name}"
+            f"{bandwidth / (weight_bytes(each, CPU) + cached):.0f} tokens/s in {name}"
             for name, each in (("float32", packed), ("int8", int8))
         )
         + " at one text.",

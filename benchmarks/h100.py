@@ -35,9 +35,8 @@ from gpt.config import GPTConfig, find_preset
 from gpt.decoding.context import Context
 from gpt.device import Compute
 from gpt.model.decoder import GPT, Block
-from gpt.model.fit import largest
 from gpt.model.loss import tied_cross_entropy
-from gpt.model.memory import Setup
+from gpt.model.memory import Setup, largest
 from gpt.peaks import find_kind
 from gpt.training.optim import make_optimizer
 

@@ -137,7 +137,7 @@ def transformers_tokenizers(some: Iterable[bytes]) -> float:
     """Returns MB/s of the tokenizers library, on all cores, with whole files as one batch."""
     from tokenizers import Tokenizer
 
-    from gpt.text.tokenizer_json import to_tokenizer_json
+    from gpt.text.tokenizer_files import to_tokenizer_json
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     theirs = Tokenizer.from_str(json.dumps(to_tokenizer_json(gpt2_tokenizer())))

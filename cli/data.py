@@ -52,12 +52,12 @@ def show(
             raise UserError(f'there is no corpus "{name}", and no folder of that name', did_you_mean(name, _names()))
         render_data.corpus(catalogue.corpus(name), json)
         return
-    from gpt.text import tokens
+    from gpt.text import token_folder
 
     with reading(Path(name)):
-        if not tokens.is_token_folder(name):
+        if not token_folder.is_token_folder(name):
             raise UserError(f"{name} is no folder of tokens", "make one: gpt tokenize TEXT -o DIR")
-    folder = tokens.TokenFolder(name)
+    folder = token_folder.TokenFolder(name)
     if verify:
         with progress.Bar("compared", "tokens", quiet) as bar:
             folder.verify(bar.reach)
@@ -83,12 +83,12 @@ def merge(
     json: Json = False,
 ) -> None:
     """Join token folders made in parts into the one that a single machine would have made."""
-    from gpt.text import tokens
+    from gpt.text import token_folder
 
     if out is None:
         raise UserError("where should the joined folder go?", "name a new folder: gpt data merge PART... -o DIR")
     began = time.monotonic()
-    folder = tokens.merge(part, out)
+    folder = token_folder.merge(part, out)
     seconds = time.monotonic() - began
     if json:
         render.json_line(render_tokens.tokens_json(folder, seconds))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gpt.decoding.write import Piece, Sample
     from gpt.evaluate import Evaluation
     from gpt.text.tokenizer import Tokenizer
-    from gpt.training.result import Result
+    from gpt.training.context import Result
 
 
 # Characters that a terminal obeys or hides instead of showing them: C0 but for line feed and tab, DEL, C1, and those

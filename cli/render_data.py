@@ -12,7 +12,7 @@ from gpt.words import counted
 from . import progress, render
 
 if TYPE_CHECKING:
-    from gpt.text.catalogue import Corpus
+    from gpt.text.catalogue import CatalogueEntry
 
 
 def size_in_words(size: int | None) -> str:
@@ -25,7 +25,7 @@ def size_in_words(size: int | None) -> str:
     return f"{value:,.0f} {units[0]}" if value >= 99.95 else f"{value:.1f} {units[0]}".replace(".0 ", " ")
 
 
-def status(found: "Corpus") -> str:
+def status(found: "CatalogueEntry") -> str:
     """``in Python``, ``here``, ``3 of 14 files`` or ``to fetch``."""
     if found.python:
         return "in Python"
@@ -35,7 +35,7 @@ def status(found: "Corpus") -> str:
     return f"{here} of {len(found.all_files)} files"
 
 
-def corpora(all_corpora: "Sequence[Corpus]", as_json: bool) -> None:
+def corpora(all_corpora: "Sequence[CatalogueEntry]", as_json: bool) -> None:
     """A line a corpus."""
     if as_json:
         for found in all_corpora:
@@ -57,7 +57,7 @@ def corpora(all_corpora: "Sequence[Corpus]", as_json: bool) -> None:
     console.print(Text("gpt data show NAME tells more; gpt train NAME fetches what is not here.", "dim"))
 
 
-def corpus(found: "Corpus", as_json: bool) -> None:
+def corpus(found: "CatalogueEntry", as_json: bool) -> None:
     """Everything about one."""
     if as_json:
         render.json_line({**_summary(found), "about": found.about, "files": _files(found)})
@@ -84,7 +84,7 @@ def corpus(found: "Corpus", as_json: bool) -> None:
         console.print(_files_table(found))
 
 
-def _files_table(found: "Corpus") -> Table:
+def _files_table(found: "CatalogueEntry") -> Table:
     from rich import box
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -97,7 +97,7 @@ def _files_table(found: "Corpus") -> Table:
     return table
 
 
-def _summary(found: "Corpus") -> dict[str, Any]:
+def _summary(found: "CatalogueEntry") -> dict[str, Any]:
     """The object of ``gpt data list --json``."""
     keys = ("name", "title", "license", "language", "homepage", "field", "rows", "size")
     return {key: getattr(found, key) for key in keys} | {
@@ -106,7 +106,7 @@ def _summary(found: "Corpus") -> dict[str, Any]:
     }
 
 
-def _files(found: "Corpus") -> list[dict[str, Any]]:
+def _files(found: "CatalogueEntry") -> list[dict[str, Any]]:
     """The files of ``gpt data show --json``."""
     return [
         {
@@ -138,7 +138,7 @@ def fetching(quiet: bool) -> Iterator[Callable[[int, int | None], None]]:
         yield on_bytes
 
 
-def fetched(found: "Corpus", seconds: float, train: str, as_json: bool) -> None:
+def fetched(found: "CatalogueEntry", seconds: float, train: str, as_json: bool) -> None:
     """The end of ``gpt data fetch``: where it lies, and what to do with it."""
     files = [found.folder / file.name for file in found.all_files]
     size = sum(path.stat().st_size for path in files)

@@ -13,7 +13,7 @@ from gpt.words import counted
 from . import render
 
 if TYPE_CHECKING:
-    from gpt.text.tokens import TokenFolder
+    from gpt.text.token_folder import TokenFolder
 
 
 def tokens_json(folder: "TokenFolder", seconds: float) -> dict[str, Any]:

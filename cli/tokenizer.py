@@ -39,12 +39,12 @@ def train(
     began = time.perf_counter()
     if out is None:
         raise UserError("where should the tokenizer go?", "name a new folder: gpt tokenizer train TEXT... -o DIR")
-    from gpt.text import corpus, tokenizer_files
+    from gpt.text import tokenizer_files, vocabulary
 
     check_new(out, tokenizer_files.NEW)
     inputs.announce(text)
     with progress.TrainDisplay(quiet) as display:
-        learnt, sample = corpus.learn(text, settings, special or (), display)
+        learnt, sample = vocabulary.learn(text, settings, special or (), display)
     tokenizer_files.save_tokenizer(learnt, out)
     render_vocabulary.learnt(learnt, out, sample.taken, sample.seen, time.perf_counter() - began, json)
 

@@ -57,7 +57,7 @@ def train(
         if resume is None:
             result = run.train(text or [], settings, display, began)
         else:
-            result = run.go_on(resume or None, given, text or [], display, began)
+            result = run.resume(resume or None, given, text or [], display, began)
     if environment.rank():
         return
     if json:
@@ -68,6 +68,6 @@ def train(
 
 def processes_of(run: str, given: dict[str, Any]) -> int:
     """Returns how many processes resume a run: as many as before, unless ``given`` says otherwise or it is finished."""
-    from gpt.training import resume
+    from gpt.training import run as runs
 
-    return resume.processes_of(run or None, given)
+    return runs.processes_of(run or None, given)

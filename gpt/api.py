@@ -26,13 +26,14 @@ from gpt.runs import checkpoint, folder
 from gpt.sample_config import Dtype, SampleConfig
 from gpt.settings import from_dict
 from gpt.text.corpus import Listener, open_corpus
+from gpt.text.shards import SIDES
+from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokens import SIDES, TokenFolder
 
 if TYPE_CHECKING:  # training is imported by what trains: to sample, it need not be
-    from gpt.training.opening import Listener as RunListener
-    from gpt.training.result import Result
+    from gpt.training.context import Listener as RunListener
+    from gpt.training.context import Result
 
 
 class Writing:
@@ -112,7 +113,7 @@ class LanguageModel:
     ) -> Evaluation:
         """As `evaluate`, over files, folders or corpora by name, of any size; or over one ``side`` of a token folder,
         which must have been made with this model's tokenizer."""
-        from gpt.training.prepare import tokenized
+        from gpt.training.data import tokenized
 
         path, config = tokenized(texts), config or ReadConfig()
         if side not in SIDES:
@@ -244,4 +245,4 @@ def resume(run: str | Path | None = None, listen: "RunListener" = lambda event: 
     ``recompute``. Raises as `train` does."""
     from gpt.training import run as runs
 
-    return runs.go_on(None if run is None else str(run), settings, (), listen)
+    return runs.resume(None if run is None else str(run), settings, (), listen)

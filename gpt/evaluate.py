@@ -67,7 +67,7 @@ def _exp(x: float) -> float:
 
 
 class Document(Protocol):
-    """The ids of a document, of which slices are taken: an array, or a `gpt.text.stream.Document`."""
+    """The ids of a document, of which slices are taken: an array, or a `gpt.text.shards.TokenDocument`."""
 
     def __len__(self) -> int: ...
 
@@ -77,7 +77,7 @@ class Document(Protocol):
 
 
 class Documents(Protocol):
-    """Documents with their lengths at hand: a `gpt.text.stream.Documents`, or `Encoded`."""
+    """Documents with their lengths at hand: a `gpt.text.shards.TokenDocuments`, or `Encoded`."""
 
     @property
     def lengths(self) -> Ids:

@@ -12,6 +12,7 @@ from gpt.decoding.engine import Engine, Request
 from gpt.decoding.logits import Token
 from gpt.device import Compute
 from gpt.model.decoder import GPT
+from gpt.model.params import named_parameters
 from gpt.runs import hf
 from gpt.sample_config import SampleConfig
 
@@ -53,10 +54,10 @@ def batched(model: GPT, requests: list[Request], config: SampleConfig, rows: int
 def ours_with(theirs: "GPT2LMHeadModel", config: GPTConfig) -> GPT:
     """Our model with the weights of one of transformers'."""
     model = GPT(config).eval()
-    state = {}
+    state, table = {}, named_parameters(config)
     for name, tensor in theirs.state_dict().items():
         ours = hf.our_name(name)
         if ours is not None and ours != hf.UNEMBEDDING:
-            state[ours] = tensor.t() if hf.is_transposed(ours) else tensor
+            state[ours] = tensor.t() if table[ours].is_matrix else tensor
     model.load_state_dict(state)
     return model

@@ -1,4 +1,4 @@
-"""Named corpora, and fetching them from a server of our own that misbehaves on demand."""
+"""Named corpora, and download them from a server of our own that misbehaves on demand."""
 
 import errno
 import hashlib
@@ -28,11 +28,10 @@ from conftest import ROOT, SHARED, Done, needs_shared
 from gpt_cli.render_data import size_in_words
 
 from gpt.errors import UserError, WorkError
-from gpt.text import catalogue
-from gpt.text import fetch as fetching
-from gpt.text.fetch import Redirects, fetch, is_whole
-from gpt.text.source import Source
-from gpt.text.tokens import TokenFolder
+from gpt.text import catalogue, download
+from gpt.text.download import Redirects, fetch, is_whole
+from gpt.text.token_folder import TokenFolder
+from gpt.text.unpack import Source
 
 DATA = random.Random(0).randbytes(1_000_000)
 SUM = hashlib.sha256(DATA).hexdigest()
@@ -182,7 +181,7 @@ def test_a_few_tries_without_progress_are_enough(site: Site, target: Path) -> No
 
 def test_waits_grow(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
-    monkeypatch.setattr(fetching.time, "sleep", waited.append)
+    monkeypatch.setattr(download.time, "sleep", waited.append)
     site.cuts = [0, 0, 10, 0, 0]
     with pytest.raises(WorkError):
         fetch(site.url + "/x", target, waits=(1, 2))
@@ -216,12 +215,12 @@ def test_an_answer_from_another_place(site: Site, target: Path) -> None:
 
 def test_what_names_a_version() -> None:
     message = Message()
-    assert fetching._validator(message) == ""
+    assert download._version(message) == ""
     message["Last-Modified"] = "Thu, 01 Jan 1970 00:00:00 GMT"
     message["ETag"] = 'W/"1"'  # may stand for other bytes
-    assert fetching._validator(message) == "Thu, 01 Jan 1970 00:00:00 GMT"
+    assert download._version(message) == "Thu, 01 Jan 1970 00:00:00 GMT"
     message.replace_header("ETag", '"1"')
-    assert fetching._validator(message) == '"1"'
+    assert download._version(message) == '"1"'
 
 
 def test_a_file_that_shrank_in_between(site: Site, target: Path) -> None:
@@ -237,7 +236,7 @@ def test_a_wrong_sum_leaves_nothing(site: Site, target: Path) -> None:
     site.files["/x"] = b"x" + DATA[1:]
     with pytest.raises(WorkError, match=r"1,000,000 bytes that are not what was published: their sha256 is \w{16}…"):
         fetch(site.url + "/x", target, SUM, len(DATA))
-    assert not list(target.parent.iterdir())
+    assert [path.name for path in target.parent.iterdir()] == [".x.bin.lock"]
     site.files["/x"] = DATA
     assert fetch(site.url + "/x", target, SUM, len(DATA)).read_bytes() == DATA
 
@@ -287,7 +286,7 @@ def test_no_room_after_all(site: Site, target: Path, monkeypatch: pytest.MonkeyP
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(fetching.os, "fsync", full)
+    monkeypatch.setattr(download.os, "fsync", full)
     with pytest.raises(WorkError, match="cannot keep .*No space left on device; [0-9,]+ bytes are free there"):
         fetch(site.url + "/x", target)
 
@@ -312,10 +311,10 @@ def test_interrupted_and_continued(site: Site, target: Path) -> None:
 
 def test_whole_but_not_yet_renamed(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(fetching._Download, "finish", lambda self: 1 / 0)
+        patch.setattr(download._Download, "finish", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            fetch(site.url + "/x", target, SUM)
-    assert fetch(site.url + "/x", target, SUM).read_bytes() == DATA
+            fetch(site.url + "/x", target, SUM, len(DATA))
+    assert fetch(site.url + "/x", target, SUM, len(DATA)).read_bytes() == DATA
     assert len(site.log) == 1
 
 
@@ -358,7 +357,7 @@ def test_what_counts_as_whole(site: Site, target: Path, monkeypatch: pytest.Monk
     assert not is_whole(url, target, None, 5)
     assert not is_whole(url, target, "0" * 64, None)
     with monkeypatch.context() as patch:  # once summed, it is not read again while it stays as it is
-        patch.setattr(fetching, "file_sum", lambda path: 1 / 0)
+        patch.setattr(download, "file_sum", lambda path: 1 / 0)
         assert is_whole(url, target, SUM, None)
         assert not is_whole(site.url + "/y", target, None, None)  # it is known to be another file
         os.utime(target, ns=(1, 1))

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from gpt.config import ReadConfig
 from gpt.errors import UserError, WorkError
-from gpt.text import characters, pieces, records
-from gpt.text.readers import Reader
-from gpt.text.source import Source
+from gpt.text import documents as reading
+from gpt.text import formats
+from gpt.text.documents import Reader
+from gpt.text.unpack import Source
 
 HARD = [
     "", " ", "\n", "plain", "WE'LL SEE, I'm sure; THEY'VE", "1234567890123 12 3", "a\r\nb\r\n\r\n c", "tabs\t\tand  spaces   end ",
@@ -44,7 +45,7 @@ def documents(reader: Reader, source: Source, on_bytes: Callable[[int], None] = 
             yield "".join(held)
             held = []
         assert piece.begins or held
-        assert not held[1:] or len(held[0]) >= pieces.HEAD
+        assert not held[1:] or len(held[0]) >= reading.HEAD
         held.append(piece.text)
     if held:
         yield "".join(held)
@@ -165,7 +166,7 @@ def test_nothing_in_it_is_no_document(name: str) -> None:
 @settings(max_examples=300)
 def test_decoding_is_exact_whatever_the_blocks(data: bytes, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(characters, "BLOCK", block)
+        patch.setattr(formats, "BLOCK", block)
         reader = Reader(ReadConfig(errors="replace"))
         assert "".join(documents(reader, source("x", data))) == data.decode(errors="replace")
         assert reader.replaced == data.decode(errors="replace").count("\ufffd") - data.count(b"\xef\xbf\xbd")
@@ -189,7 +190,7 @@ def test_other_encodings_are_decoded_as_python_does(text: str, tail: bytes, bloc
     if "\0" in data.decode(encoding, "replace"):
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(characters, "BLOCK", block)
+        patch.setattr(formats, "BLOCK", block)
         assert "".join(read("x", data, encoding=encoding, errors="replace")) == data.decode(encoding, "replace")
         try:
             expected = data.decode(encoding)
@@ -224,9 +225,9 @@ def test_split_on_is_a_split_of_the_lines(
             document += line
     expected.append(document)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(characters, "BLOCK", block)
-        patch.setattr(pieces, "HEAD", head)
-        patch.setattr(pieces, "LENGTH", 2 * head)
+        patch.setattr(formats, "BLOCK", block)
+        patch.setattr(reading, "HEAD", head)
+        patch.setattr(reading, "LENGTH", 2 * head)
         assert read("x", text.encode(), split_on=separator, skip_bad=skip_bad) == [d for d in expected if d]
 
 
@@ -329,7 +330,7 @@ def test_surrogates_and_damage_are_replaced_and_counted() -> None:
 
 
 def test_long_records_end_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MAX_RECORD", 1000)
+    monkeypatch.setattr(formats, "MAX_RECORD", 1000)
     limit = csv.field_size_limit()
     long = jsonl(["a", "b" * 3000, "c"])
     with pytest.raises(UserError, match="x.jsonl, line 3: longer than 1,000 bytes"):

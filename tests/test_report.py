@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gpt import events
 from gpt.errors import UserError
 from gpt.runs import copying, report
-from gpt.text.tokens import TokenFolder
+from gpt.text.token_folder import TokenFolder
 
 
 def step(number: int, loss: float = 1.0) -> events.StepEvent:

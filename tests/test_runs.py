@@ -23,7 +23,7 @@ from gpt.errors import UserError, WorkError
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, folder, hf
 from gpt.sample_config import SampleConfig
-from gpt.text import tokenizer, tokenizer_json
+from gpt.text import tokenizer, tokenizer_files
 
 CPU = torch.device("cpu")
 PROMPTS = [
@@ -184,7 +184,7 @@ def test_older_files_buffers_prefix_and_unembedding(gpt2_folder: Path) -> None:
     old["lm_head.weight"] = old["wte.weight"].clone()
     save_file(old, gpt2_folder / "model.safetensors")
     gpt2 = tokenizer.gpt2_tokenizer()
-    model = tokenizer_json.to_tokenizer_json(gpt2)["model"]
+    model = tokenizer_files.to_tokenizer_json(gpt2)["model"]
     (gpt2_folder / "vocab.json").write_text(json.dumps(model["vocab"]), encoding="utf-8")
     (gpt2_folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(model["merges"]) + "\n", encoding="utf-8")
     loaded = gpt.load(gpt2_folder, device="cpu")

@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt.errors import UserError
-from gpt.text import shards, stream
-from gpt.text.shards import Shard
-from gpt.text.stream import Stream
+from gpt.text import shards
+from gpt.text.shards import Shard, TokenStream
 
 
 def write(path: Path, ids: list[int], offsets: list[int], vocab_size: int = 400) -> str:
-    return shards.write(path, [np.array(ids[:2]), np.array(ids[2:])], np.array(offsets, np.uint64), vocab_size)
+    return shards.write_shard(path, [np.array(ids[:2]), np.array(ids[2:])], np.array(offsets, np.uint64), vocab_size)
 
 
 def test_shards_read_back(tmp_path: Path) -> None:
@@ -33,6 +32,16 @@ def test_shards_read_back(tmp_path: Path) -> None:
     write(tmp_path / "none.ids", [], [])
     assert len(Shard(tmp_path / "none.ids")) == 0
     assert (tmp_path / "x.ids").stat().st_size == 40 + 12 + 4 + 24
+
+
+def test_an_id_as_high_as_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.ids"
+    write(path, [399, 398], [0])
+    data = path.read_bytes()
+    path.write_bytes(data[:16] + (399).to_bytes(4, "little") + data[20:])  # the header's vocabulary
+    assert Shard(path).take(1, 2).tolist() == [398]
+    with pytest.raises(UserError, match="holds id 399, outside its vocabulary of 399"):
+        Shard(path).take(0, 2)
 
 
 def test_damaged_shards_are_refused(tmp_path: Path) -> None:
@@ -80,7 +89,7 @@ def test_a_stream_is_its_shards_one_after_the_other(
     for a, b in pairwise(borders):
         write(folder / f"{a}.ids", ids[a:b], [start - a for start in starts if a <= start < b])
         some.append(Shard(folder / f"{a}.ids"))
-    whole = Stream(some)
+    whole = TokenStream(some)
     assert len(whole) == len(ids)
     assert [document[:].tolist() for document in whole.documents] == documents
     assert whole.documents.lengths.tolist() == [len(document) for document in documents]
@@ -93,10 +102,10 @@ def test_a_stream_is_its_shards_one_after_the_other(
 def test_what_was_read_leaves_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(20):
         write(tmp_path / f"{number}.ids", [399, number] * 1000, list(range(0, 2000, 2)))
-    monkeypatch.setattr(stream, "RELEASE_MAPS", 4)
-    monkeypatch.setattr(stream, "RELEASE_EVERY", 2**20)
+    monkeypatch.setattr(shards, "RELEASE_MAPS", 4)
+    monkeypatch.setattr(shards, "RELEASE_EVERY", 2**20)
     some = [Shard(tmp_path / f"{number}.ids") for number in range(20)]
-    whole = Stream(some)
+    whole = TokenStream(some)
     for step in range(200):
         assert whole.take(step * 211 % len(whole), 8).shape == (8,)
         assert sum(shard._map is not None for shard in some) <= 5

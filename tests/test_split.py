@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from gpt.config import ReadConfig
 from gpt.errors import UserError
-from gpt.text.readers import Reader
-from gpt.text.source import Piece, Source
-from gpt.text.split import Split, Spread, plan_split, survey
+from gpt.text.corpus import Split, Spread, plan_split, survey
+from gpt.text.documents import Chunk, Reader
+from gpt.text.unpack import Source
 
 READING = ReadConfig()
 
@@ -83,7 +83,7 @@ def test_neither_side_is_empty_where_documents_are_alike(fraction: float) -> Non
 
 def test_a_document_in_pieces_goes_one_way() -> None:
     rule = Split("hash", 0.5, 0, bound=0.5)
-    pieces = [Piece(f"{number} begins", True) if part == 0 else Piece("and goes on", False)
+    pieces = [Chunk(f"{number} begins", True) if part == 0 else Chunk("and goes on", False)
               for number in range(50) for part in range(3)]  # fmt: skip
     sides = [held_out for _, held_out in rule.halve(pieces, 0)]
     assert sides == [side for side in sides[::3] for _ in range(3)]
@@ -109,7 +109,7 @@ def test_survey_counts_without_opening_plain_files() -> None:
 
 @given(st.integers(1, 50), st.integers(1, 4000))
 def test_a_sample_is_spread_over_the_text(count: int, limit: int) -> None:
-    pieces = [Piece(chr(0x100 + number) * 50, True) for number in range(count)]
+    pieces = [Chunk(chr(0x100 + number) * 50, True) for number in range(count)]
     total = count * 100
     taken = list(Spread(pieces, total, limit))
     size = sum(len(text.encode()) for text in taken)
@@ -122,7 +122,7 @@ def test_a_sample_is_spread_over_the_text(count: int, limit: int) -> None:
 
 def test_a_sample_is_spread_and_bounded() -> None:
     text = "".join(f"{number:08d}" for number in range(2**17))  # 16 pieces of 64 Ki characters
-    pieces = [Piece(text[at : at + 65536], at == 0) for at in range(0, len(text), 65536)]
+    pieces = [Chunk(text[at : at + 65536], at == 0) for at in range(0, len(text), 65536)]
     sample = Spread(iter(pieces), len(text), 8192)
     parts = list(sample)
     assert (sample.seen, sample.taken, sum(map(len, parts))) == (len(text), 8192, 8192)
@@ -130,4 +130,4 @@ def test_a_sample_is_spread_and_bounded() -> None:
     assert all(abs(place - k / len(parts)) < 0.01 for k, place in enumerate(places))
     assert len(parts) == 8
     assert "".join(Spread(iter(pieces), len(text), 2**31)) == text
-    assert "".join(Spread(iter([Piece("é" * 1000, True)]), 2000, 101)) == "é" * 50  # never inside a character
+    assert "".join(Spread(iter([Chunk("é" * 1000, True)]), 2000, 101)) == "é" * 50  # never inside a character

@@ -22,18 +22,18 @@ import gpt
 from gpt import events
 from gpt.config import TextConfig, TokenizeConfig
 from gpt.errors import Interrupted, UserError, WorkError
-from gpt.text import corpus, encoders, items, slices, tokenize, tokens
-from gpt.text.source import Piece
+from gpt.text import corpus, encoders, shards, token_folder, tokenize, unfinished_folder, vocabulary
+from gpt.text.documents import Chunk
+from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenize import tokenize_texts
 from gpt.text.tokenizer import bytes_tokenizer
 from gpt.text.tokenizer_files import find_tokenizer
-from gpt.text.tokens import TokenFolder
 
 SMALL = {
-    "gpt.text.items.PIECE": 300,
-    "gpt.text.items.ITEM": 700,
-    "gpt.text.items.ITEM_DOCUMENTS": 5,
-    "gpt.text.slices.SLICE_IDS": 3000,
+    "gpt.text.corpus.PIECE": 300,
+    "gpt.text.tokenize.ITEM": 700,
+    "gpt.text.tokenize.ITEM_DOCUMENTS": 5,
+    "gpt.text.unfinished_folder.SLICE_IDS": 3000,
     "gpt.text.corpus.GROUP_BYTES": 20_000,
 }
 
@@ -73,11 +73,11 @@ def test_the_ids_are_the_text(texts: Path, tmp_path: Path) -> None:
     folder = make(texts, tmp_path / "out")
     folder.verify()
     tokenizer = folder.tokenizer
-    written = {side: list(folder.stream(side).documents) for side in tokens.SIDES}
+    written = {side: list(folder.stream(side).documents) for side in shards.SIDES}
     expected = [(texts / "a.txt").read_text("utf-8", "strict")]
     expected = [path.read_bytes().decode() for path in sorted(texts.iterdir()) if path.suffix != ".jsonl"]
     expected += [json.loads(line)["text"] for line in (texts / "c.jsonl").read_text("utf-8").splitlines()]
-    ids = sorted(document[:].tolist() for side in tokens.SIDES for document in written[side])
+    ids = sorted(document[:].tolist() for side in shards.SIDES for document in written[side])
     assert ids == sorted(tokenizer.encode(text).tolist() for text in expected)  # as if encoded whole
     assert folder.documents == len(expected) == sum(map(len, written.values()))
     assert folder.bytes == sum(len(text.encode()) for text in expected)
@@ -106,7 +106,7 @@ def test_the_size_of_items_and_pieces_decides_no_id(
     for name, value in SMALL.items():
         monkeypatch.setattr(name, value)
     cut = make(texts, tmp_path / "cut")
-    for side in tokens.SIDES:
+    for side in shards.SIDES:
         a, b = whole.stream(side), cut.stream(side)
         assert len(a) == len(b)
         assert sorted(d[:].tolist() for d in a.documents) == sorted(d[:].tolist() for d in b.documents)
@@ -117,9 +117,9 @@ def test_the_size_of_items_and_pieces_decides_no_id(
 def test_long_documents_are_cut_where_no_id_changes(text: str, size: int) -> None:
     tokenizer = bytes_tokenizer()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(items, "PIECE", size)
-        pieces = [(Piece(text[at : at + 7], at == 0), False) for at in range(0, len(text), 7)]
-        parts = list(items.cut_documents(iter(pieces), tokenizer.pattern))
+        patch.setattr(corpus, "PIECE", size)
+        pieces = [(Chunk(text[at : at + 7], at == 0), False) for at in range(0, len(text), 7)]
+        parts = list(corpus.cut_documents(iter(pieces), tokenizer.pattern))
     assert "".join(part[0] for part in parts) == text
     assert [part[1] for part in parts] == [True] * (text != "") + [False] * (len(parts) - 1)
     ids = [id for part in parts for id in _words(tokenizer.pattern, part[0])]
@@ -137,7 +137,7 @@ def test_few_documents_are_split_at_the_end_and_val_text_apart(tmp_path: Path) -
     (tmp_path / "b.txt").write_text("six seven " * 10)
     folder = make(tmp_path / "a.txt", tmp_path / "end", tokenizer="bytes", vocab_size=None)
     text = "".join(
-        bytes(document[:].tolist()).decode() for s in tokens.SIDES for document in folder.stream(s).documents
+        bytes(document[:].tolist()).decode() for s in shards.SIDES for document in folder.stream(s).documents
     )
     assert text == (tmp_path / "a.txt").read_text()
     assert folder.manifest["split"] == {"by": "end", "fraction": 0.1, "seed": 1337, "kept": 432}
@@ -181,6 +181,7 @@ class Stop(Exception):
     """Stands for the end of the process."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_resumed_after_any_slice_it_is_equal_to_the_byte(texts: Path, tmp_path: Path) -> None:
     expected = contents(make(texts, tmp_path / "whole").path)
@@ -190,7 +191,7 @@ def test_resumed_after_any_slice_it_is_equal_to_the_byte(texts: Path, tmp_path: 
     for stop_at in range(count):
         shutil.rmtree(out, ignore_errors=True)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
-            patch.setattr(slices.Writer, "_write", _failing_at(stop_at))
+            patch.setattr(unfinished_folder.ShardWriter, "_write", _failing_at(stop_at))
             make(texts, out)
         with pytest.raises(UserError, match="is not finished"):
             TokenFolder(out)
@@ -198,22 +199,22 @@ def test_resumed_after_any_slice_it_is_equal_to_the_byte(texts: Path, tmp_path: 
             make(texts, out)
         made: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(slices.Writer, "_write", _recording(made))
+            patch.setattr(unfinished_folder.ShardWriter, "_write", _recording(made))
             make(texts, out, resume=True, jobs=1 + stop_at % 2)
         assert len(made) == count - stop_at  # no finished slice is made again
         assert contents(out) == expected
 
 
-_write = slices.Writer._write
+_write = unfinished_folder.ShardWriter._write
 
 
 def _failing_at(count: int) -> Callable[..., None]:
     done = iter(range(count))
 
-    def write(self: slices.Writer, mark: items.Mark) -> None:
+    def write(self: unfinished_folder.ShardWriter, mark: unfinished_folder.ItemEnd) -> None:
         if next(done, None) is None:
             (self.folder / ".tmp-1-torn.ids").write_bytes(b"torn")
-            with (self.folder / tokens.PROGRESS).open("ab") as file:
+            with (self.folder / token_folder.PROGRESS).open("ab") as file:
                 file.write(b'{"group": 1, "it')
             raise Stop
         _write(self, mark)
@@ -222,7 +223,7 @@ def _failing_at(count: int) -> Callable[..., None]:
 
 
 def _recording(made: list[str]) -> Callable[..., None]:
-    def write(self: slices.Writer, mark: items.Mark) -> None:
+    def write(self: unfinished_folder.ShardWriter, mark: unfinished_folder.ItemEnd) -> None:
         made.append(f"{mark.group} {mark.items}")
         _write(self, mark)
 
@@ -271,7 +272,7 @@ def test_killed_and_resumed_it_is_equal_to_the_byte(texts: Path, tmp_path: Path,
 
 
 def _lines(out: Path) -> int:
-    path = out / tokens.PROGRESS
+    path = out / token_folder.PROGRESS
     try:
         return path.read_bytes().count(b"\n")
     except OSError:
@@ -303,7 +304,7 @@ def test_what_has_changed_is_noticed(texts: Path, tmp_path: Path) -> None:
     shutil.copytree(texts, copy)
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(slices.Writer, "_write", _failing_at(3))
+        patch.setattr(unfinished_folder.ShardWriter, "_write", _failing_at(3))
         make(copy, out)
     for settings_, what in (
         ({"seed": 1}, "another split"),
@@ -364,11 +365,11 @@ def test_a_lost_shard_is_made_again_with_all_after_it(texts: Path, tmp_path: Pat
     for lost in (f"train-{group:05d}-00000.ids", f"train-{group:05d}-00001.ids"):
         shutil.rmtree(out, ignore_errors=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(slices, "finish", _stop)
+            patch.setattr(unfinished_folder, "finish", _stop)
             with pytest.raises(Stop):
                 make(texts, out)
             (out / lost).write_bytes((out / lost).read_bytes()[:-2])
-            patch.setattr(slices.Writer, "_write", _failing_at(1))
+            patch.setattr(unfinished_folder.ShardWriter, "_write", _failing_at(1))
             with pytest.raises(Stop):
                 make(texts, out, resume=True)
         assert contents(make(texts, out, resume=True).path) == expected
@@ -383,14 +384,14 @@ def test_one_process_at_a_time(texts: Path, tmp_path: Path, script: list[str]) -
     out = tmp_path / "out"
     command = [*script, str(texts), "-o", str(out), "--vocab-size", "400", "--jobs", "1", "-q", "--resume"]
 
-    def second(self: slices.Writer, mark: items.Mark) -> None:
+    def second(self: unfinished_folder.ShardWriter, mark: unfinished_folder.ItemEnd) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert f"error: another process is writing {out}" in done.stderr
         raise Stop
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(slices.Writer, "_write", second)
+        patch.setattr(unfinished_folder.ShardWriter, "_write", second)
         make(texts, out)
     assert subprocess.run(command, check=False).returncode == 0
     assert not (out / ".lock").exists()
@@ -460,22 +461,22 @@ def test_parts_of_different_texts_are_not_joined(tmp_path: Path) -> None:
 
     first = part(names[:2], 1, val_text=names[2])
     with pytest.raises(UserError, match="not parts of one corpus: their corpus differs"):
-        tokens.merge([first, part(names[:1], 2, val_text=str(texts / "[12].txt"))], tmp_path / "merged")
+        token_folder.merge([first, part(names[:1], 2, val_text=str(texts / "[12].txt"))], tmp_path / "merged")
     second = part(names[:2], 2, val_text=names[2])
     shard = TokenFolder(second).shards[0]
     (second / shard.file).write_bytes((second / shard.file).read_bytes()[:100])
     with pytest.raises(UserError, match=re.escape(shard.file)):
-        tokens.merge([first, second], tmp_path / "merged")
+        token_folder.merge([first, second], tmp_path / "merged")
     second = part(names[:2], 2, val_text=names[2])
     (second / "notes").mkdir()
-    manifest = json.loads((second / tokens.MANIFEST).read_text())
-    assert tokens.merge([second, first], tmp_path / "merged").tokens
+    manifest = json.loads((second / token_folder.MANIFEST).read_text())
+    assert token_folder.merge([second, first], tmp_path / "merged").tokens
     shard = TokenFolder(first).shards[0]
     manifest["shards"][0] |= {"file": shard.file, "group": shard.group, "slice": shard.slice, "side": shard.side}
-    (second / tokens.MANIFEST).write_text(json.dumps(manifest))
+    (second / token_folder.MANIFEST).write_text(json.dumps(manifest))
     before = contents(first)
     with pytest.raises(UserError, match="two of the parts have the same shards|is damaged|is not what"):
-        tokens.merge([first, second], tmp_path / "other")
+        token_folder.merge([first, second], tmp_path / "other")
     assert contents(first) == before
 
 
@@ -490,22 +491,22 @@ def test_parts_join_into_what_one_machine_makes(
         make(texts, part, part=f"{i}/{count}")
     if count == 3:
         with pytest.raises(UserError, match="part 2/3 is missing"):
-            tokens.merge([parts[0], parts[2]], tmp_path / "merged")
+            token_folder.merge([parts[0], parts[2]], tmp_path / "merged")
         with pytest.raises(UserError, match="one is there twice"):
-            tokens.merge([*parts, parts[1]], tmp_path / "merged")
+            token_folder.merge([*parts, parts[1]], tmp_path / "merged")
         with pytest.raises(UserError, match="is no part"):
-            tokens.merge([whole.path, *parts], tmp_path / "merged")
+            token_folder.merge([whole.path, *parts], tmp_path / "merged")
         other = make(texts, tmp_path / "other", part="2/3", seed=3)
         with pytest.raises(UserError, match="not parts of one corpus: their split differs"):
-            tokens.merge([parts[0], other.path, parts[2]], tmp_path / "merged")
+            token_folder.merge([parts[0], other.path, parts[2]], tmp_path / "merged")
         with pytest.raises(UserError, match="is a part of a corpus"):
             _train(parts[0], tmp_path / "run")
         assert not (tmp_path / "merged").exists()
-    merged = tokens.merge(parts[::-1], tmp_path / "merged")
+    merged = token_folder.merge(parts[::-1], tmp_path / "merged")
     assert contents(merged.path) == contents(whole.path)
     merged.verify()
     with pytest.raises(UserError, match="is there already"):
-        tokens.merge(parts, tmp_path / "merged")
+        token_folder.merge(parts, tmp_path / "merged")
 
 
 # Trained on
@@ -603,7 +604,7 @@ def test_no_room_is_said_before_the_work(texts: Path, tmp_path: Path, monkeypatc
 @pytest.mark.usefixtures("small")
 def test_a_full_disk_leaves_finished_slices(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = contents(make(texts, tmp_path / "whole").path)
-    whole_file = tokens.whole_file
+    whole_file = token_folder.whole_file
     written = iter(range(6))
 
     def full(path: Path) -> object:
@@ -667,8 +668,8 @@ def test_the_vocabulary_is_learnt_from_a_sample(texts: Path, tmp_path: Path) -> 
     notes: list[str] = []
     config = TextConfig(vocab_size=300, sample_bytes=20_000)
     found = corpus.open_corpus([str(texts)], config)
-    small = corpus.tokenizer_for(found, config, notes.append)
-    assert small.fingerprint != corpus.tokenizer_for(found, TextConfig(vocab_size=300)).fingerprint
+    small = vocabulary.tokenizer_for(found, config, notes.append)
+    assert small.fingerprint != vocabulary.tokenizer_for(found, TextConfig(vocab_size=300)).fingerprint
     assert "spread over the text" in notes[0]
 
 

@@ -11,8 +11,8 @@ from conftest import Done, Gpt, make_text
 from gpt.text import corpus
 from gpt.text.encoders import encode
 from gpt.text.shards import id_type
+from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenizer import bytes_tokenizer
-from gpt.text.tokens import TokenFolder
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
 
 from gpt.errors import UserError, WorkError
-from gpt.text import boundaries, tokenizer, tokenizer_files, tokenizer_json
+from gpt.text import boundaries, tokenizer, tokenizer_files, vocabulary
 
 HARD = [
     "", " ", "\n", "plain", "WE'LL SEE, I'm sure; THEY'VE", "1234567890123 12 3", "a\r\nb\r\n\r\n c", "tabs\t\tand  spaces   end ",
@@ -33,7 +33,7 @@ def learnt() -> tokenizer.Tokenizer:
 
 @pytest.fixture(scope="module")
 def hf_learnt(learnt: tokenizer.Tokenizer) -> HFTokenizer:
-    return HFTokenizer.from_str(json.dumps(tokenizer_json.to_tokenizer_json(learnt)))
+    return HFTokenizer.from_str(json.dumps(tokenizer_files.to_tokenizer_json(learnt)))
 
 
 @pytest.mark.parametrize("text", HARD)
@@ -60,12 +60,12 @@ def test_gpt2_is_tiktokens_and_transformers(monkeypatch: pytest.MonkeyPatch) -> 
     ours = tokenizer.gpt2_tokenizer()
     assert (ours.vocab_size, ours.eot) == (50_257, 50_256)
     reference = tiktoken.get_encoding("r50k_base")
-    theirs = HFTokenizer.from_str(json.dumps(tokenizer_json.to_tokenizer_json(ours)))
+    theirs = HFTokenizer.from_str(json.dumps(tokenizer_files.to_tokenizer_json(ours)))
     for text in [*HARD, make_text(500), (SHARED / "data" / "tinyshakespeare.txt").read_text()[:100_000]]:
         assert ours.encode(text).tolist() == reference.encode_ordinary(text)
         if "<|endoftext|>" not in text:
             assert theirs.encode(text).ids == ours.encode(text).tolist()
-    assert len(tokenizer_json.merges(ours.ranks)) == 50_000
+    assert len(tokenizer_files.merging_pairs(ours.ranks)) == 50_000
 
 
 def test_gpt2_offline_says_what_goes_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,12 +96,12 @@ def test_learning_is_deterministic(learnt: tokenizer.Tokenizer) -> None:
 
 def test_vocabulary_larger_than_the_text_supports() -> None:
     with pytest.raises(UserError, match=r"supports a vocabulary of \d+ ids at most, not 5,000") as error:
-        tokenizer_files.make_tokenizer("auto", 5000, ["a tiny text"], 11)
+        vocabulary.make_tokenizer("auto", 5000, ["a tiny text"], 11)
     size = int(error.value.hint.split()[2])
-    assert tokenizer_files.make_tokenizer("auto", size, ["a tiny text"], 11).vocab_size == size
-    assert tokenizer_files.make_tokenizer("auto", None, ["a tiny text"], 11).vocab_size == size
+    assert vocabulary.make_tokenizer("auto", size, ["a tiny text"], 11).vocab_size == size
+    assert vocabulary.make_tokenizer("auto", None, ["a tiny text"], 11).vocab_size == size
     with pytest.raises(UserError, match="at least 257"):
-        tokenizer_files.make_tokenizer("auto", 256, ["a tiny text"], 11)
+        vocabulary.make_tokenizer("auto", 256, ["a tiny text"], 11)
 
 
 def test_ids_outside_the_vocabulary(learnt: tokenizer.Tokenizer) -> None:
@@ -145,7 +145,7 @@ def test_no_token_is_learnt_that_would_take_long_to_take_apart() -> None:
     ruler = tokenizer.learn_tokenizer_up_to([text], 5000)
     assert max(len(token.decode("utf-8", "replace")) for token in ruler.ranks) <= tokenizer.LONGEST_LEARNT
     started = time.monotonic()
-    tokenizer_json.to_tokenizer_json(ruler)
+    tokenizer_files.to_tokenizer_json(ruler)
     assert time.monotonic() - started < 20  # a token of 100,000 bytes would take many minutes
 
 
@@ -238,7 +238,7 @@ def foreign(name: str) -> tuple[tokenizer.Tokenizer, HFTokenizer]:
         made = {name: tokenizer.named_tokenizer(name) for name in ("cl100k_base", "o200k_base")}
     odd = tokenizer.Tokenizer("odd", r"\S+\s*|\s+", learnt.ranks, 400, "<|end|>", {"<|user|>": 999})
     ours = odd if name == "odd" else made[name]
-    return ours, HFTokenizer.from_str(json.dumps(tokenizer_json.to_tokenizer_json(ours)))
+    return ours, HFTokenizer.from_str(json.dumps(tokenizer_files.to_tokenizer_json(ours)))
 
 
 @settings(max_examples=200, deadline=None)
@@ -260,7 +260,7 @@ def test_tokenizer_json_there_and_back(name: str, tmp_path: Path) -> None:
     ours, theirs = foreign(name)
     if name == "odd":
         with pytest.raises(UserError, match="has 2 special tokens, and none is"):
-            tokenizer_json.from_tokenizer_json(tokenizer_json.to_tokenizer_json(ours), "x")
+            tokenizer_files.from_tokenizer_json(tokenizer_files.to_tokenizer_json(ours), "x")
         return
     (tmp_path / "tokenizer.json").write_text(theirs.to_str(), encoding="utf-8")
     for word in (tmp_path, tmp_path / "tokenizer.json"):
@@ -272,23 +272,23 @@ def test_tokenizer_json_there_and_back(name: str, tmp_path: Path) -> None:
 def test_a_token_that_no_merge_reaches(learnt: tokenizer.Tokenizer) -> None:
     ranks = {**learnt.ranks, b"zqxj": len(learnt.ranks)}
     ours = tokenizer.Tokenizer("test", r"\w+|\W", ranks, len(ranks))
-    values = tokenizer_json.to_tokenizer_json(ours)
+    values = tokenizer_files.to_tokenizer_json(ours)
     assert HFTokenizer.from_str(json.dumps(values)).encode("zqxj").ids == ours.encode("zqxj").tolist()
-    assert tokenizer_json.from_tokenizer_json(values, "x").fingerprint == ours.fingerprint
+    assert tokenizer_files.from_tokenizer_json(values, "x").fingerprint == ours.fingerprint
     values["model"]["ignore_merges"] = False
     with pytest.raises(UserError, match="are not those that its tokens imply"):
-        tokenizer_json.from_tokenizer_json(values, "x")
+        tokenizer_files.from_tokenizer_json(values, "x")
 
 
 def test_foreign_files_that_cannot_be_run() -> None:
-    values = tokenizer_json.to_tokenizer_json(foreign("cl100k_base")[0])
+    values = tokenizer_files.to_tokenizer_json(foreign("cl100k_base")[0])
     values["added_tokens"][1]["special"] = False
     with pytest.raises(UserError, match="is found in ordinary text before merging"):
-        tokenizer_json.from_tokenizer_json(values, "x")
-    values = tokenizer_json.to_tokenizer_json(foreign("cl100k_base")[0])
+        tokenizer_files.from_tokenizer_json(values, "x")
+    values = tokenizer_files.to_tokenizer_json(foreign("cl100k_base")[0])
     values["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\w+"
     with pytest.raises(UserError, match="passes over parts of a text"):
-        tokenizer_json.from_tokenizer_json(values, "x")
+        tokenizer_files.from_tokenizer_json(values, "x")
 
 
 # Special tokens, and a folder of one's own

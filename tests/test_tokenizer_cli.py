@@ -65,7 +65,7 @@ def test_what_is_refused_before_the_work(gpt: Gpt, book: Path, monkeypatch: pyte
     for special in ("\udcff", "", "<|endoftext|>"):
         done = gpt("tokenizer", "train", "nowhere.txt", "-o", "v2", "--special", special)
         assert (done.code, "special token" in done.err) == (2, True), done.err
-    monkeypatch.setattr("gpt.text.corpus.open_corpus", None)
+    monkeypatch.setattr("gpt.text.vocabulary.open_corpus", None)
     Path("link").symlink_to("nowhere")
     for command in (["tokenizer", "train"], ["tokenize"]):
         done = gpt(*command, book, "-o", "book.txt/x")

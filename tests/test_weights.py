@@ -145,10 +145,10 @@ def test_a_fixed_cache_computes_the_same() -> None:
         shapes: set[object] = set()
 
         def step(
-            x: torch.Tensor, turn: torch.Tensor | None, cache: object, model: GPT = model, shapes: set[object] = shapes
+            x: torch.Tensor, rope: torch.Tensor | None, cache: object, model: GPT = model, shapes: set[object] = shapes
         ) -> torch.Tensor:
-            shapes.add((x.shape, None if turn is None else turn.shape, cache.mask().shape))  # type: ignore[attr-defined]
-            return model.stack(x, turn, cache)  # type: ignore[arg-type]
+            shapes.add((x.shape, None if rope is None else rope.shape, cache.mask().shape))  # type: ignore[attr-defined]
+            return model.stack(x, rope, cache)  # type: ignore[arg-type]
 
         found: list[list[int]] = [[] for _ in requests]
         for event in engine_of(Context(model, CPU, 3, step=step), requests, config).run():

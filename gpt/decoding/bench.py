@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from gpt.bench_config import BenchConfig
-from gpt.decoding.context import Context, kv_bytes
+from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
 from gpt.decoding.weights import Int8Linear, Step
 from gpt.device import Compute
 from gpt.model.decoder import GPT
-from gpt.model.params import breakdown
+from gpt.model.params import breakdown, cache_bytes
 from gpt.sample_config import SampleConfig
 
 _PROBE_BYTES = 2**29  # that are read to measure the memory's speed: far more than a cache holds
@@ -44,7 +44,9 @@ def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None
     ids = torch.randint(model.config.vocab_size, (config.batch, prompt)).tolist()
     rounds = [_round(context, ids, new) for _ in range(config.rounds + 1)][1:]  # the first is warm-up
     first, each = (statistics.median(times) for times in zip(*rounds, strict=True))
-    read = weight_bytes(model, compute) + config.batch * kv_bytes(model.config, compute, prompt + new // 2)
+    read = weight_bytes(model, compute) + cache_bytes(
+        model.config, config.batch * (prompt + new // 2), compute.dtype.itemsize
+    )
     bandwidth = bandwidth_of(compute)
     return Speed(
         prefill_tokens_per_second=config.batch * prompt / first,

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpt.config import GPTConfig
 from gpt.decoding.weights import Step
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
+from gpt.model.params import cache_bytes
 
 
 class Context:
@@ -30,7 +30,7 @@ class Context:
         self.size = model.config.block_size
         room = min(self.size, room or self.size)
         _check_room(model, compute, rows, room)
-        self.cache = KVCache(model.config, rows, compute.device, compute.dtype, room, model.heads)
+        self.cache = KVCache(model.config, rows, compute.device, compute.dtype, room, model.kv_heads)
         self.compiled = step  # computes steps of one position; None: as written
         if step is not None:
             self.cache.fixed = True
@@ -139,14 +139,9 @@ class Context:
             return self.model.trunk(ids, cache)
 
 
-def kv_bytes(config: GPTConfig, compute: Compute, length: int) -> int:
-    """Bytes of the keys and values of ``length`` positions."""
-    return 2 * config.n_layer * config.n_embd * length * compute.dtype.itemsize
-
-
 def _check_room(model: GPT, compute: Compute, rows: int, room: int) -> None:
     """Raises `UserError` where the device cannot hold so many rows."""
-    needed = rows * kv_bytes(model.config, compute, room)
+    needed = cache_bytes(model.config, rows * room, compute.dtype.itemsize)
     if needed > compute.memory():
         raise UserError(
             f"keys and values of {rows:,} texts of {room:,} tokens take {needed / 1e9:,.1f} GB, and there are "

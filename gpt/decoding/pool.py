@@ -3,10 +3,11 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
-from gpt.decoding.context import Context, kv_bytes
+from gpt.decoding.context import Context
 from gpt.decoding.weights import Step, compiled
 from gpt.device import Compute
 from gpt.model.decoder import GPT
+from gpt.model.params import cache_bytes
 
 CACHE_SHARE = 0.25  # of the device's memory that keys and values may take
 KEPT = 4  # contexts of which nobody makes use
@@ -47,7 +48,7 @@ class ContextPool:
         for at, context in enumerate(self.idle):
             if (context.rows, context.cache.room, context.compiled) == (rows, room, step):
                 return self.idle.pop(at)
-        self._shrink(beside=rows * kv_bytes(self.model.config, self.compute, room))
+        self._shrink(beside=cache_bytes(self.model.config, rows * room, self.compute.dtype.itemsize))
         return None
 
     def _put(self, context: Context) -> None:

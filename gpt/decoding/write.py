@@ -4,12 +4,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpt.decoding.context import kv_bytes
 from gpt.decoding.engine import Engine, Event, Request
 from gpt.decoding.logits import Token
 from gpt.decoding.pool import CACHE_SHARE, ContextPool
 from gpt.decoding.stream import TextStream
 from gpt.errors import UserError
+from gpt.model.params import cache_bytes
 from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import Tokenizer
 
@@ -139,7 +139,8 @@ class Writer:
         config, width, size = self.config, max(1, self.config.beam), self.model.config.block_size
         longest = max(map(len, prompts), default=1) + config.max_tokens
         room = min(-(-longest // ROOMS) * ROOMS, size)
-        fitting = int(CACHE_SHARE * self.compute.memory() / (width * kv_bytes(self.model.config, self.compute, room)))
+        row = width * cache_bytes(self.model.config, room, self.compute.dtype.itemsize)
+        fitting = int(CACHE_SHARE * self.compute.memory() / row)
         at_once = config.batch or max(1, min(ROWS[self.compute.device.type] // width, fitting))
         rows = max(1, min(at_once, count))
         long = self.compute.device.type == "cuda" and config.max_tokens * count >= COMPILED_FROM * rows

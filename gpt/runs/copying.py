@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from gpt.text.stream import Stream
+from gpt.text.shards import TokenStream
 
 Int64s = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -30,7 +30,7 @@ class Copied:
 
 
 def copied(
-    texts: Sequence[Sequence[int]], training: Stream, each: Callable[[int, int], None] = lambda done, total: None
+    texts: Sequence[Sequence[int]], training: TokenStream, each: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Copied]:
     """Looks for texts (their ids) in the first `MOST` ids of a training text. ``each`` hears how far it is."""
     parts = [np.append(np.asarray(text, np.int64), _END) for text in texts]

@@ -12,7 +12,7 @@ from gpt.files import LINES_LIMIT, file_sum, open_regular, read_lines, reading
 from gpt.runs import folder
 from gpt.runs.copying import MOST, Copied, copied
 from gpt.runs.record import RunRecord
-from gpt.text.tokens import MANIFEST, TokenFolder, is_token_folder
+from gpt.text.token_folder import MANIFEST, TokenFolder, is_token_folder
 
 STEP_KEYS = ("step", "tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second", "mfu")
 EVAL_KEYS = ("step", "tokens", "seconds", "val_loss")

@@ -20,7 +20,7 @@ MOST_SIZES = 2**24  # that growing batches may come in
 
 
 class Ring(Protocol):
-    """Ids one after the other, the first after the last: a `gpt.text.stream.Stream`."""
+    """Ids one after the other, the first after the last: a `gpt.text.shards.TokenStream`."""
 
     def __len__(self) -> int: ...
 

@@ -18,13 +18,13 @@ from urllib.parse import urljoin, urlsplit
 
 from gpt.errors import UserError, did_you_mean
 from gpt.files import cache_dir
-from gpt.text import fetch as download
-from gpt.text.fetch import OnBytes, ignore
-from gpt.text.source import Source
+from gpt.text import download
+from gpt.text.download import OnBytes, ignore
+from gpt.text.unpack import Source
 
 
 @dataclass(frozen=True)
-class File:
+class PublishedFile:
     """A file of a corpus, and what is published of it."""
 
     url: str
@@ -42,7 +42,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Corpus:
+class CatalogueEntry:
     """An entry of the catalogue. What is wrong with one is a fault of ours, so it is asserted."""
 
     name: str
@@ -54,8 +54,8 @@ class Corpus:
     field: str | None = None  # the column of each row that is the text, in files that have columns
     rows: str = "documents"  # what a row is: "documents", or "lines" of one text a file
     python: str | None = None  # what of Python's own it is
-    files: tuple[File, ...] = ()
-    val: tuple[File, ...] = ()  # files published as the held-out text
+    files: tuple[PublishedFile, ...] = ()
+    val: tuple[PublishedFile, ...] = ()  # files published as the held-out text
     size: int | None = None  # bytes to fetch; about, for what Python carries
     recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings of a training that was measured
 
@@ -67,7 +67,7 @@ class Corpus:
         assert len({file.name for file in self.all_files}) == len(self.all_files), self.name
 
     @property
-    def all_files(self) -> tuple[File, ...]:
+    def all_files(self) -> tuple[PublishedFile, ...]:
         """What there is to fetch."""
         return self.files + self.val
 
@@ -76,7 +76,7 @@ class Corpus:
         """Where its files are kept."""
         return cache_dir() / self.name
 
-    def is_here(self, file: File) -> bool:
+    def is_here(self, file: PublishedFile) -> bool:
         """Whether ``file`` was fetched, as far as its size tells; its sum is checked when it is used."""
         return download.seems_whole(self.folder / file.name, file.size)
 
@@ -95,7 +95,7 @@ def describe(name: str) -> dict[str, Any]:
     return tomllib.loads((resources.files("gpt_data") / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-def corpus(name: str) -> Corpus:
+def corpus(name: str) -> CatalogueEntry:
     """The corpus called ``name``. Raises `UserError` where there is none."""
     if name not in names():
         raise UserError(f'there is no corpus "{name}"', did_you_mean(name, names()))
@@ -103,11 +103,11 @@ def corpus(name: str) -> Corpus:
     source = {"files": (), "val": (), "base": "", **values.pop("source")}
     base = source.pop("base")
     for key in ("files", "val"):
-        source[key] = tuple(File(**entry | {"url": urljoin(base, entry["url"])}) for entry in source[key])
-    return Corpus(name=name, **{"size": _total(source["files"] + source["val"]), **values, **source})
+        source[key] = tuple(PublishedFile(**entry | {"url": urljoin(base, entry["url"])}) for entry in source[key])
+    return CatalogueEntry(name=name, **{"size": _total(source["files"] + source["val"]), **values, **source})
 
 
-def _total(wanted: Sequence[File]) -> int | None:
+def _total(wanted: Sequence[PublishedFile]) -> int | None:
     """Bytes of all of them; None where one is not known."""
     sizes = [file.size for file in wanted if file.size is not None]
     return sum(sizes) if sizes and len(sizes) == len(wanted) else None
@@ -138,13 +138,13 @@ def fetch(name: str, on_bytes: OnBytes = ignore) -> list[Path]:
     return _fetch(found, found.all_files, on_bytes)
 
 
-def _fetched(found: Corpus, wanted: Sequence[File], on_bytes: OnBytes) -> list[Source]:
+def _fetched(found: CatalogueEntry, wanted: Sequence[PublishedFile], on_bytes: OnBytes) -> list[Source]:
     paths = _fetch(found, wanted, on_bytes)
     lines = found.rows == "lines"
     return [replace(_source(f"{found.name}/{path.name}", path), lines=lines) for path in paths]
 
 
-def _fetch(found: Corpus, wanted: Sequence[File], on_bytes: OnBytes) -> list[Path]:
+def _fetch(found: CatalogueEntry, wanted: Sequence[PublishedFile], on_bytes: OnBytes) -> list[Path]:
     """Fetches one after the other; ``on_bytes`` hears of the bytes of all of them."""
     targets = [found.folder / file.name for file in wanted]
     total = _total(wanted) or found.size

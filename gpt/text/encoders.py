@@ -11,36 +11,45 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gpt.errors import WorkError
+from gpt.text.shards import Side
 from gpt.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
 
-    from gpt.text.items import Item, Mark
-    from gpt.text.tokens import Side
 
 IdType = np.dtype[np.unsignedinteger[Any]]
+T = TypeVar("T")
 
 
 @dataclass
-class Encoded:
+class Item:
+    """Texts to be encoded at once, each with whether it begins a document and which side it is for."""
+
+    texts: list[str] = field(default_factory=list)
+    begins: list[bool] = field(default_factory=list)
+    sides: list[Side] = field(default_factory=list)
+
+
+@dataclass
+class EncodedItem:
     """An item's ids by side, end-of-texts in their places, and where documents begin in them."""
 
-    ids: dict["Side", npt.NDArray[np.unsignedinteger[Any]]]
-    offsets: dict["Side", npt.NDArray[np.uint64]]
+    ids: dict[Side, npt.NDArray[np.unsignedinteger[Any]]]
+    offsets: dict[Side, npt.NDArray[np.uint64]]
     cut_pieces: int
     end_of_text_in_text: int
 
 
-def encode(tokenizer: Tokenizer, dtype: IdType, texts: list[str], begins: list[bool], sides: list["Side"]) -> Encoded:
+def encode(tokenizer: Tokenizer, dtype: IdType, texts: list[str], begins: list[bool], sides: list[Side]) -> EncodedItem:
     """Encodes the texts of an item, each with whether it begins a document and which side it is for."""
     eot = np.array([tokenizer.eot], dtype)
     parts: dict[Side, list[npt.NDArray[np.unsignedinteger[Any]]]] = {"train": [], "val": []}
@@ -55,7 +64,7 @@ def encode(tokenizer: Tokenizer, dtype: IdType, texts: list[str], begins: list[b
         parts[side].append(ids.astype(dtype))
         lengths[side] += len(ids) + start
         cuts += cut
-    return Encoded(
+    return EncodedItem(
         {side: np.concatenate(of_side) for side, of_side in parts.items() if of_side},
         {side: np.array(of_side, np.uint64) for side, of_side in offsets.items()},
         cuts,
@@ -84,7 +93,7 @@ def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
     os._exit(1)
 
 
-def _encode_in_process(texts: list[str], begins: list[bool], sides: list["Side"]) -> Encoded:
+def _encode_in_process(texts: list[str], begins: list[bool], sides: list[Side]) -> EncodedItem:
     return encode(_tokenizer, _dtype, texts, begins, sides)
 
 
@@ -116,8 +125,8 @@ class Encoders:
             self.pool.shutdown(cancel_futures=True)
 
     def encode(
-        self, tokenizer: Tokenizer, dtype: IdType, items: Iterator[tuple["Item", "Mark"]]
-    ) -> Iterator[tuple["Mark", Encoded]]:
+        self, tokenizer: Tokenizer, dtype: IdType, items: Iterator[tuple[Item, T]]
+    ) -> Iterator[tuple[T, EncodedItem]]:
         """Every item encoded, in order; once. Processes begin with the first ones at once."""
         if self.pool is None:
             return ((mark, encode(tokenizer, dtype, i.texts, i.begins, i.sides)) for i, mark in items)
@@ -126,15 +135,15 @@ class Encoders:
         submitted = ((mark, self._submit(item)) for item, mark in items)
         return _results(deque(islice(submitted, 2 * self.jobs + self.AHEAD)), submitted)
 
-    def _submit(self, item: "Item") -> "Future[Encoded]":
+    def _submit(self, item: Item) -> "Future[EncodedItem]":
         assert self.pool is not None
         with _broken_is_told():
             return self.pool.submit(_encode_in_process, item.texts, item.begins, item.sides)
 
 
 def _results(
-    waiting: "deque[tuple[Mark, Future[Encoded]]]", submitted: Iterator[tuple["Mark", "Future[Encoded]"]]
-) -> Iterator[tuple["Mark", Encoded]]:
+    waiting: "deque[tuple[T, Future[EncodedItem]]]", submitted: Iterator[tuple[T, "Future[EncodedItem]"]]
+) -> Iterator[tuple[T, EncodedItem]]:
     """The results in order; for each one the next item is submitted first."""
     while waiting:
         waiting.extend(islice(submitted, 1))

@@ -8,11 +8,10 @@ from typing import Any
 
 from gpt.config import ReadConfig, TextConfig
 from gpt.errors import UserError
-from gpt.text import records, sources
-from gpt.text.readers import RECORDS, Reader
-from gpt.text.source import Piece, Skipped, Source, utf8_size
-from gpt.text.split import HASHED_SPLIT_FROM, share
-from gpt.text.streams import File
+from gpt.text import formats, sources
+from gpt.text.corpus import HASHED_SPLIT_FROM, share
+from gpt.text.documents import RECORDS, Chunk, Reader, Skipped, utf8_size
+from gpt.text.unpack import PackedFile, Source
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Pair:
 class PairReader(Reader):
     """Reads every file as JSON lines, whatever it is called."""
 
-    records = dict.fromkeys(RECORDS, records.pairs)
+    records = dict.fromkeys(RECORDS, formats.pairs)
 
     def pairs(self, source: Source) -> Iterator[Pair]:
         """The pairs of a source, in order. Raises `UserError` naming the line that holds none, unless ``skip_bad``."""
@@ -40,7 +39,7 @@ class PairReader(Reader):
         if held:
             yield Pair(*json.loads("".join(held)))
 
-    def _plain(self, file: File) -> Iterator[Piece | None]:
+    def _plain(self, file: PackedFile) -> Iterator[Chunk | None]:
         yield from self._records(file, ".jsonl")
 
     _whole = _plain  # type: ignore[assignment]

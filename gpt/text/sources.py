@@ -1,6 +1,8 @@
 """What a user writes → where text lies: files, folders, patterns, standard input, addresses, corpora by name."""
 
 import contextlib
+import datetime
+import email.utils
 import glob
 import io
 import os
@@ -8,19 +10,19 @@ import shlex
 import stat
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
-from gpt.errors import UserError, did_you_mean
-from gpt.text import catalogue, remote
-from gpt.text.fetch import OnBytes, ignore
-from gpt.text.source import Skipped, Source
-from gpt.text.streams import Stream, reason, spool
+from gpt.errors import UserError, WorkError, did_you_mean
+from gpt.text import catalogue
+from gpt.text.documents import Skipped
+from gpt.text.download import OnBytes, ignore
+from gpt.text.token_folder import is_token_folder
 from gpt.text.tokenizer_files import RANKS
-from gpt.text.tokens import is_token_folder
+from gpt.text.unpack import ByteStream, Source, reason, spool
 
 DEFAULT = "pydocs"  # the corpus that is read where no text is given
 
@@ -59,7 +61,7 @@ def _of(text: str, skipped: Skipped | None, on_bytes: OnBytes) -> list[Source]:
     if status is not None:
         return _folder(text, skipped) if stat.S_ISDIR(status.st_mode) else _files([text], skipped)
     if "://" in text:
-        return remote.find(text)
+        return find_remote(text)
     if glob.has_magic(text):
         return _pattern(text, skipped)
     if text in catalogue.names():
@@ -176,8 +178,10 @@ def _standard_input() -> Source:
 
 def _spooled(name: str, stream: BinaryIO) -> Source:
     """A stream that can be read once, on the disk from now on, where it can be read again and again."""
-    copy = _Copy(spool(Stream(stream, lambda error: UserError(f"cannot read {name}: {reason(error)}")), in_memory=0))
-    return Source(name, copy.size, 0, copy.open, passing=True)
+    copy = _Copy(
+        spool(ByteStream(stream, lambda error: UserError(f"cannot read {name}: {reason(error)}")), in_memory=0)
+    )
+    return Source(name, copy.size, 0, copy.open, temporary=True)
 
 
 class _Copy:
@@ -241,3 +245,115 @@ def run_name(texts: Sequence[str]) -> str:
     if path.suffix.lower() in (".gz", ".zst"):
         path = path.with_suffix("")
     return path.stem or "text"
+
+
+_SLOW = 60.0  # seconds without a byte, after which a connection counts as lost
+_TIMES = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")  # what file systems call it
+
+
+def find_remote(address: str) -> list[Source]:
+    """The file behind an address, or the files of its folder or pattern, sorted, hidden ones skipped.
+
+    Raises `UserError` where there is none, `WorkError` where a package that fsspec needs, or the network, is missing.
+    """
+    try:
+        files, path = _filesystem(address)
+        found = dict(_remote_files(files, path, address))
+        sources = [_remote_source(files, path, info) for path, info in sorted(found.items())]
+    except UserError:
+        raise
+    except Exception as error:  # of whatever library speaks the protocol
+        raise _remote_error(address, error) from None
+    if not sources:
+        raise UserError(f"there is no file at {address}", "a folder's name, or a pattern, must lead to one")
+    return sources
+
+
+def _filesystem(address: str) -> tuple[Any, str]:
+    import fsspec  # here, since only addresses need it
+
+    options: dict[str, Any] = {}
+    try:
+        if address.startswith(("http://", "https://")):
+            import aiohttp
+
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SLOW, sock_read=_SLOW)
+            options = {"client_kwargs": {"timeout": timeout}}  # its own ends a download after 5 minutes
+        files, path = fsspec.core.url_to_fs(address, **options)
+    except ImportError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
+        package = "'gpt[remote]'" if cause.name in ("aiohttp", None) else cause.name
+        raise WorkError(f"{address} cannot be read yet: {reason(error)}", f"pip install {package}") from None
+    except ValueError as error:
+        raise UserError(f"{address}: {reason(error)}", "https://, s3://, gs://, hf:// … are read by fsspec") from None
+    return files, path
+
+
+def _remote_files(files: Any, path: str, address: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    web = address.startswith(("http://", "https://"))
+    if "*" in path or "[" in path or ("?" in path and not web):
+        for name, info in files.glob(path, detail=True).items():
+            if info["type"] == "file":
+                yield name, info
+            else:
+                yield from _remote_below(files, name)
+    elif web and address.endswith("/"):  # any page with links would be a folder to fsspec
+        yield from _remote_below(files, path)
+    else:
+        info = files.info(path)
+        if info["type"] == "directory":
+            yield from _remote_below(files, path)
+        else:
+            yield path, info
+
+
+def _remote_below(files: Any, folder: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for name, info in files.find(folder, detail=True).items():
+        inside = name.removeprefix(folder).split("/")
+        if info["type"] == "file" and not any(part.startswith(".") for part in inside):
+            yield name, info
+
+
+def _remote_source(files: Any, path: str, info: Mapping[str, Any]) -> Source:
+    address = files.unstrip_protocol(path)
+    return Source(address, int(info.get("size") or 0), _remote_time(info), partial(_open_remote, address))
+
+
+def _remote_time(info: Mapping[str, Any]) -> int:
+    """Nanoseconds, from what the file system happens to tell."""
+    for key in _TIMES:
+        value = info.get(key)
+        try:
+            if isinstance(value, str):
+                iso = value[:1].isdigit()
+                value = datetime.datetime.fromisoformat(value) if iso else email.utils.parsedate_to_datetime(value)
+            if isinstance(value, datetime.datetime):
+                value = value.timestamp()
+            if isinstance(value, int | float):
+                return int(value * 1e9)
+        except ValueError:
+            continue
+    return 0
+
+
+def _open_remote(address: str) -> BinaryIO:
+    try:
+        files, path = _filesystem(address)
+        web = address.startswith(("http://", "https://"))
+        file = files.open(path, "rb", **({"block_size": 0} if web else {}))  # one request, not one for each block
+    except UserError:
+        raise
+    except Exception as error:
+        raise _remote_error(address, error) from None
+    seekable = not web and file.seekable()
+    return cast(BinaryIO, io.BufferedReader(ByteStream(file, partial(_remote_error, address), seekable=seekable)))
+
+
+def _remote_error(address: str, error: Exception) -> UserError:
+    """What went wrong with an address, on one line."""
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    status = getattr(cause, "status", None)
+    if status in (404, 410) or (isinstance(error, FileNotFoundError) and cause is error):
+        return UserError(f"there is no {address}", "look whether the address is right")
+    words = f"{status} {getattr(cause, 'message', '')}" if status else reason(cause)
+    return WorkError(f"cannot read {address}: {words}", "look whether the network and the address are right")

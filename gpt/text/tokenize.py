@@ -6,9 +6,10 @@ slice is a line of ``progress.jsonl``; going on reads the unfinished group again
 """
 
 import contextlib
+import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, islice
 from pathlib import Path
 
@@ -17,15 +18,76 @@ from gpt.config import TokenizeConfig
 from gpt.errors import Interrupted, UserError, WorkError
 from gpt.files import check_new, reading
 from gpt.interrupt import StopSignal
-from gpt.text import slices
-from gpt.text.corpus import Corpus, Listener, open_corpus, tokenizer_for
-from gpt.text.encoders import Encoded, Encoders
-from gpt.text.items import Item, Mark, read_items
+from gpt.text import unfinished_folder
+from gpt.text.corpus import Corpus, Listener, cut_documents, open_corpus
+from gpt.text.documents import Chunk, Reader, utf8_size
+from gpt.text.encoders import EncodedItem, Encoders, Item
 from gpt.text.shards import id_type
-from gpt.text.slices import Done
+from gpt.text.token_folder import MANIFEST, SourceRecord, TokenFolder
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokenizer_files import tokenizer_files
-from gpt.text.tokens import MANIFEST, TokenFolder
+from gpt.text.unfinished_folder import FinishedSlices, ItemEnd
+from gpt.text.unpack import Source
+from gpt.text.vocabulary import tokenizer_for
+
+ITEM = 2**19  # characters of an item …
+ITEM_DOCUMENTS = 4096  # … in so many texts at most
+
+OnBytes = Callable[[int, int], None]  # told a source's number and how far its bytes are read
+
+
+def read_items(corpus: Corpus, group: int, pattern: str, on_bytes: OnBytes) -> Iterator[tuple[Item, ItemEnd]]:
+    """The items of a group, in order. The last one may be empty."""
+    reader = Reader(corpus.reading)
+    item, mark, size, cuts = Item(), ItemEnd(group, 1), 0, 0
+
+    def counts() -> dict[str, int]:
+        return {"replaced": reader.replaced, "skipped": reader.skipped, "cut_pieces": cuts}
+
+    for number in corpus.groups[group]:
+        source = _Source(corpus, number, reader, on_bytes)
+        for text, begins, side, cut in cut_documents(source.halves(), pattern):
+            item.texts.append(text)
+            item.begins.append(begins)
+            item.sides.append(side)
+            mark.bytes[side] += utf8_size(text)
+            size += len(text)
+            cuts += cut
+            if size >= ITEM or len(item.texts) >= ITEM_DOCUMENTS:
+                mark.counts = counts()
+                yield item, mark
+                item, mark, size = Item(), ItemEnd(group, mark.items + 1), 0
+        mark.sources.append(source.record(group))
+    mark.counts, mark.last = counts(), True
+    yield item, mark
+
+
+class _Source:
+    """A source while it is read: its text's sum, bytes and documents."""
+
+    def __init__(self, corpus: Corpus, number: int, reader: Reader, on_bytes: OnBytes) -> None:
+        self.source: Source = corpus.sources[number]
+        self.corpus, self.number, self.reader, self.on_bytes = corpus, number, reader, on_bytes
+        self.documents = self.bytes = 0
+        self.sum = hashlib.sha256()
+
+    def halves(self) -> Iterator[tuple[Chunk, bool]]:
+        return iter(self.corpus.halve(self._counted(), self.number))
+
+    def _counted(self) -> Iterator[Chunk]:
+        for piece in self.reader.documents(self.source, lambda position: self.on_bytes(self.number, position)):
+            data = piece.text.encode()
+            self.sum.update(data)
+            self.bytes += len(data)
+            self.documents += piece.begins
+            yield piece
+
+    def record(self, group: int) -> SourceRecord:
+        source = self.source
+        return SourceRecord(
+            group, source.name, source.size, source.time, self.documents, self.bytes, self.sum.hexdigest()
+        )
+
 
 INLINE_BYTES = 4_000_000  # below this, starting processes takes longer than the work
 MOST_A_CORE = 2  # processes; a thousand on two cores take minutes to start, and gain nothing
@@ -46,7 +108,7 @@ def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listene
     corpus = open_corpus(texts, config, listen)
     with Encoders(_jobs(config.jobs, corpus)) as encoders:
         if begun:
-            tokenizer = slices.check_begun(out, corpus, config.share)
+            tokenizer = unfinished_folder.check_begun(out, corpus, config.share)
             if (out / MANIFEST).exists():
                 return TokenFolder(out)
         else:
@@ -69,14 +131,14 @@ def tokenize(
     ``jobs``. Raises `UserError` for text that cannot be read, or where another process has ``out``; `WorkError` where
     the disk is full; `Interrupted` after SIGINT or SIGTERM. Finished slices stay valid whatever happens.
     """
-    about = slices.describe(corpus, tokenizer, share)
+    about = unfinished_folder.provenance(corpus, tokenizer, share)
     i, n = share or (1, 1)
     mine = range(i - 1, len(corpus.groups), n)
     begun = out.exists()
     with contextlib.ExitStack() as held:
         if begun:
-            held.enter_context(slices.locked(out))
-        done = slices.read_progress(out, about) if begun else Done()
+            held.enter_context(unfinished_folder.locked(out))
+        done = unfinished_folder.read_progress(out, about) if begun else FinishedSlices()
         items = _items(corpus, mine, done, tokenizer.pattern, listen)
         encoders = encoders or held.enter_context(Encoders(_jobs(jobs, corpus)))
         stop = held.enter_context(StopSignal())
@@ -85,22 +147,22 @@ def tokenize(
         first = list(islice(stream, 1))
         if described is not None:
             _check_room(corpus, first, len(mine) / len(corpus.groups), out, listen)
-            slices.begin(out, about, corpus, described)
-            held.enter_context(slices.locked(out))
-        writer = slices.Writer(out, tokenizer.vocab_size, done)
+            unfinished_folder.begin(out, about, corpus, described)
+            held.enter_context(unfinished_folder.locked(out))
+        writer = unfinished_folder.ShardWriter(out, tokenizer.vocab_size, done)
         for mark, encoded in chain(first, stream):
             writer.add(mark, encoded)
             if stop.signum is not None:
-                count = len(done.lines())
+                count = len(done.all())
                 finished = f"{count:,} slice{'s are' if count != 1 else ' is'} finished in {out}"
                 raise Interrupted(stop.signum, f"interrupted; {finished}: go on with --resume")
-        slices.finish(out, about, done)
+        unfinished_folder.finish(out, about, done)
     return TokenFolder(out)
 
 
 def _items(
-    corpus: Corpus, groups: Sequence[int], done: Done, pattern: str, listen: Listener
-) -> Iterator[tuple[Item, Mark]]:
+    corpus: Corpus, groups: Sequence[int], done: FinishedSlices, pattern: str, listen: Listener
+) -> Iterator[tuple[Item, ItemEnd]]:
     """All that is still to be encoded."""
     sizes = [source.size for source in corpus.sources]
     mine = [number for group in groups for number in corpus.groups[group]]
@@ -111,7 +173,7 @@ def _items(
         listen(events.Progress("tokenized", before[number] + min(position, sizes[number]), total))
 
     for group in groups:
-        if not done.whole(group):
+        if not done.is_whole(group):
             yield from islice(read_items(corpus, group, pattern, on_bytes), done.items(group), None)
 
 
@@ -123,7 +185,9 @@ def _jobs(asked: int | None, corpus: Corpus) -> int:
     return min(asked, MOST_A_CORE * cores)
 
 
-def _check_room(corpus: Corpus, first: list[tuple[Mark, Encoded]], share: float, out: Path, listen: Listener) -> None:
+def _check_room(
+    corpus: Corpus, first: list[tuple[ItemEnd, EncodedItem]], share: float, out: Path, listen: Listener
+) -> None:
     """Says what the tokens of a share of the corpus will need, by its first item; raises `WorkError` where the disk has
     less."""
     size = sum(sum(mark.bytes.values()) for mark, _ in first)

@@ -1,16 +1,63 @@
 """What a vocabulary holds, and how much of it a text uses."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from gpt import events
-from gpt.config import ReadConfig, TextConfig
-from gpt.text.corpus import Listener, open_corpus
-from gpt.text.items import cut_documents
-from gpt.text.source import utf8_size
-from gpt.text.tokenizer import Tokenizer
+from gpt.config import LearnConfig, ReadConfig, TextConfig
+from gpt.text.corpus import Corpus, Listener, Spread, cut_documents, open_corpus
+from gpt.text.documents import utf8_size
+from gpt.text.tokenizer import Tokenizer, auto_vocab_size, check_specials, learn_tokenizer, learn_tokenizer_up_to
+from gpt.text.tokenizer_files import find_tokenizer
+
+
+def learn(
+    texts: Sequence[str],
+    config: LearnConfig,
+    specials: Sequence[str] = (),
+    listen: Listener = lambda event: None,
+) -> tuple[Tokenizer, Spread]:
+    """A vocabulary learnt from all of the texts, and what of them it was learnt from."""
+    check_specials(specials)  # before anything is read
+    corpus = open_corpus(texts, TextConfig(**asdict(config), val_fraction=0), listen)
+    total = min(config.sample_bytes, corpus.found.bytes)
+    sample = Spread(corpus.training_text(), corpus.found.bytes, config.sample_bytes)
+
+    def watched() -> Iterator[str]:
+        for text in sample:
+            listen(events.Progress("read", sample.taken, max(total, sample.taken)))
+            yield text
+
+    if config.vocab_size is not None:
+        return learn_tokenizer(watched(), config.vocab_size, specials), sample
+    return learn_tokenizer_up_to(watched(), auto_vocab_size(corpus.found.bytes), specials), sample
+
+
+def tokenizer_for(
+    corpus: Corpus, config: TextConfig, note: Callable[[str], None] = lambda text: None, most: int = 2**24
+) -> Tokenizer:
+    """The tokenizer that ``--tokenizer`` and ``--vocab-size`` ask for; ``auto`` learns it from a sample, spread over
+    what is trained on. ``most`` bounds the size where none was asked for."""
+    size, limit = corpus.train_bytes, config.sample_bytes
+    if config.tokenizer == "auto" and size > limit:
+        note(f"learning the vocabulary from {limit / 1e6:,.0f} of {size / 1e6:,.0f} MB, spread over the text")
+    sample = Spread(corpus.training_text(), size, limit)
+    return make_tokenizer(config.tokenizer, config.vocab_size, sample, size, most)
+
+
+def make_tokenizer(
+    kind: str, vocab_size: int | None, texts: Iterable[str], n_bytes: int, most: int = 2**24
+) -> Tokenizer:
+    """The tokenizer that ``--tokenizer`` and ``--vocab-size`` ask for. ``texts``, of a corpus of ``n_bytes``, is what
+    it may learn from; ``most`` bounds the size where none was asked for."""
+    if kind != "auto":
+        return find_tokenizer(kind)
+    if vocab_size is not None:
+        return learn_tokenizer(texts, vocab_size)
+    return learn_tokenizer_up_to(texts, min(most, auto_vocab_size(n_bytes)))
+
 
 _BINS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, None))  # bytes a token, from and to
 

@@ -24,7 +24,7 @@ from unittest import mock
 
 import gpt
 from gpt.runs import folder
-from gpt.text.tokens import MANIFEST, PROGRESS, SOURCES
+from gpt.text.token_folder import MANIFEST, PROGRESS, SOURCES
 from tests.stress.faults import peak_memory, said, write_text
 
 SECONDS, WAIT = 20, 300  # of CPU time and of wall time that a command may take
@@ -110,10 +110,10 @@ def make(place: Path) -> None:
     with safe_open(theirs / part, framework="np") as opened:
         (theirs / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(opened.keys(), part)}))
     from gpt.config import TokenizeConfig
-    from gpt.text import slices, tokenize
+    from gpt.text import tokenize, unfinished_folder
 
     tokenize.tokenize_texts([str(text)], TokenizeConfig(out=str(place / "tokens"), tokenizer="bytes", jobs=1))
-    with mock.patch.object(slices, "finish", side_effect=Enough), contextlib.suppress(Enough):
+    with mock.patch.object(unfinished_folder, "finish", side_effect=Enough), contextlib.suppress(Enough):
         tokenize.tokenize_texts([str(text)], TokenizeConfig(out=str(place / "unfinished"), tokenizer="bytes", jobs=1))
 
 

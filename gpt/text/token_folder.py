@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from gpt.errors import UserError
 from gpt.files import (
@@ -32,8 +32,7 @@ from gpt.files import (
     write_file,
 )
 from gpt.settings import Count, checked
-from gpt.text.shards import Shard
-from gpt.text.stream import Stream
+from gpt.text.shards import SIDES, Shard, Side, TokenStream
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokenizer_files import read_own, tokenizer_files
 
@@ -41,8 +40,6 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 SOURCES = "sources.jsonl"
 PROGRESS = "progress.jsonl"  # of a folder that is not finished
-Side = Literal["train", "val"]
-SIDES: tuple[Side, ...] = ("train", "val")
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,7 @@ class TokenFolder:
         """The tokenizer of its ids, whose fingerprint is compared."""
         return read_own(self.path, self.manifest.get("tokenizer"), str(self.path / MANIFEST))
 
-    def stream(self, side: Side) -> Stream:
+    def stream(self, side: Side) -> TokenStream:
         """The ids of one side. Raises `UserError` where a shard is not what the manifest says."""
         vocab_size = self.tokenizer.vocab_size
         shards = []
@@ -137,7 +134,7 @@ class TokenFolder:
                 if (len(shard), shard.documents, shard.vocab_size) != (record.tokens, record.documents, vocab_size):
                     raise UserError(f"{shard.path} is not what {MANIFEST} says", "make the folder again from the text")
                 shards.append(shard)
-        return Stream(shards)
+        return TokenStream(shards)
 
     def bytes_of(self, side: Side) -> int:
         """The text of one side, in bytes."""

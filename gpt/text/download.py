@@ -1,12 +1,10 @@
-"""Downloads that go on where they were cut, and that count only when they are whole."""
+"""Downloads a file whole or not at all: checked by size and sha256, resumed where it was cut."""
 
 import contextlib
 import hashlib
 import http.client
 import os
-import re
 import shutil
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,19 +14,21 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
+from filelock import FileLock, Timeout
+
 from gpt.errors import UserError, WorkError
 from gpt.files import file_sum, read_json, sync_folder, to_json, write_file
 
-OnBytes = Callable[[int, int | None], None]  # bytes that are there, and of how many, where that is known
+OnBytes = Callable[[int, int | None], None]  # is told how many bytes are there, and of how many, where that is known
 
 TIMEOUT = 60.0  # seconds without a byte
 WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further try; all of them again after any progress
-BLOCK = 2**17
-BUSY = {408, 425, 429, 500, 502, 503, 504}  # statuses that may be others in a while
+BLOCK = 2**17  # bytes
+BUSY = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses after which another try may succeed
 
 
 def ignore(done: int, total: int | None) -> None:
-    """For those who do not watch."""
+    """The listener that shows no progress."""
 
 
 def fetch(
@@ -39,35 +39,33 @@ def fetch(
     on_bytes: OnBytes = ignore,
     waits: Sequence[float] = WAITS,
 ) -> Path:
-    """``target``, downloaded from ``url`` unless it is there already and whole.
+    """Downloads ``url`` to ``target``, unless the file is there already and whole. Returns ``target``.
 
-    What came before a cut or a Ctrl-C stays beside it and is continued, now or the next time, if the server still has
-    the same file. Raises `WorkError` where there is no network, no room, or something else than what was published.
+    After a cut or a Ctrl-C the bytes so far stay beside ``target``, and the download is resumed, now or by the next
+    call, if the server still has the same file. Processes that want the same file wait for one of them. Raises
+    `WorkError` without a network or room on the disk, and for a file of another size or sha256 than published.
     """
     download = _Download(url, target, sha256, size, on_bytes)
     with _disk_errors(target):
-        if is_whole(url, target, sha256, size):
-            return target
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(download.lock, download.watch_another):
-            if not is_whole(url, target, sha256, size):
-                download.run(waits)
-                download.finish()
+        if not is_whole(url, target, sha256, size):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with download.locked():
+                if not is_whole(url, target, sha256, size):
+                    download.run(waits)
+                    download.finish()
     return target
 
 
 def is_whole(url: str, target: Path, sha256: str | None, size: int | None) -> bool:
-    """Whether ``target`` is what ``url`` stands for: by its sum where one is published, else by its size.
+    """Whether ``target`` is the file at ``url``: by its sha256 where one is published, else by its size.
 
-    A stamp beside it spares the sum of a file that has not changed since. A file without a stamp was put there by hand.
+    A stamp beside it spares the checksum of a file that has not changed since. A file without a stamp was put there by
+    hand.
     """
-    try:
-        stat = target.stat()
-    except OSError:
+    if not seems_whole(target, size):
         return False
-    if size is not None and stat.st_size != size:
-        return False
-    stamp = _read_or_empty(_stamp(target))
+    stat = target.stat()
+    stamp = _read_stamp(target)
     if (stamp.get("size"), stamp.get("mtime_ns")) != (stat.st_size, stat.st_mtime_ns):
         stamp = {}
     if sha256 is None:
@@ -81,19 +79,17 @@ def is_whole(url: str, target: Path, sha256: str | None, size: int | None) -> bo
 
 
 def seems_whole(target: Path, size: int | None) -> bool:
-    """Whether there is a file of the published size, if any is published. Reads nothing."""
-    return _size(target) == size if size is not None else target.exists()
+    """Whether there is a file, of the published size if one is published. Reads nothing."""
+    return target.exists() and size in (None, _size(target))
 
 
 def bytes_here(url: str, target: Path, sha256: str | None, size: int | None) -> int:
-    """How many bytes of ``target`` are here already: all, or as many as its part has."""
-    if seems_whole(target, size):
-        return _size(target)
-    return _size(_Download(url, target, sha256, size, ignore).part)
+    """Returns how many bytes of ``target`` are on the disk: all, or those of an unfinished download."""
+    return _size(target if seems_whole(target, size) else _Download(url, target, sha256, size, ignore).part)
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Raises `WorkError` where ``folder``, which need not be there yet, has no room for ``needed`` more bytes."""
+    """Raises `WorkError` where ``folder``, which need not exist yet, has no room for ``needed`` more bytes."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -109,23 +105,40 @@ class _Cut(Exception):
 
 
 class _Download:
-    """One file on its way: ``part`` is what has come of it, ``note`` which version of it the server had."""
+    """A download in progress: ``part`` holds the bytes so far, ``version`` the server's name for that file's version.
+
+    The part of another address, size or sha256 is another file.
+    """
 
     def __init__(self, url: str, target: Path, sha256: str | None, size: int | None, on_bytes: OnBytes) -> None:
         self.url, self.target, self.sha256, self.size, self.on_bytes = url, target, sha256, size, on_bytes
-        # Another address or another sum is another part.
         key = hashlib.sha256(f"{url}\n{sha256}\n{size}".encode()).hexdigest()[:12]
         self.part = target.with_name(f".{target.name}.{key}.part")
-        self.note = target.with_name(f".{target.name}.{key}.part.json")
-        self.lock = target.with_name(f".{target.name}.lock")
-        self.answered = False  # whether there is a network and a server at all
+        self.version = target.with_name(f".{target.name}.{key}.version")
+        self.answered = False  # whether any server has answered at all
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the lock of ``target``; while another process or thread has it, shows how far that one has come."""
+        lock = FileLock(self.target.with_name(f".{self.target.name}.lock"))
+        while not lock.is_locked:
+            try:
+                lock.acquire(timeout=0.1)
+            except Timeout:
+                self.on_bytes(_size(self.part), self.size)
+        try:
+            yield
+            with contextlib.suppress(OSError):  # Windows keeps open files; a process that waits finds the target whole
+                Path(lock.lock_file).unlink()
+        finally:
+            lock.release()
 
     def run(self, waits: Sequence[float]) -> None:
         """Makes ``part`` whole, in as many tries as ``waits`` allow since the last progress."""
         left, most = list(waits), _size(self.part)
-        while True:
+        while _size(self.part) != self.size:
             try:
-                return self._try()
+                return self._request()
             except _Cut as cut:
                 if _size(self.part) > most:
                     left, most = list(waits), _size(self.part)
@@ -134,7 +147,7 @@ class _Download:
                 time.sleep(left.pop(0))
 
     def finish(self) -> None:
-        """Checks ``part`` and makes it ``target``."""
+        """Checks ``part`` and renames it to ``target``."""
         if self.sha256 is not None and (found := file_sum(self.part)) != self.sha256:
             size = _size(self.part)
             self._forget()
@@ -145,64 +158,52 @@ class _Download:
         os.replace(self.part, self.target)
         sync_folder(self.target.parent)
         _write_stamp(self.url, self.target, self.sha256)
-        self.note.unlink(missing_ok=True)
+        self.version.unlink(missing_ok=True)
 
-    def watch_another(self) -> None:
-        """Tells how far the process has come that is fetching the same file."""
-        self.on_bytes(_size(self.part), self.size)
-
-    def _try(self) -> None:
-        """One request, from where the part ends. Raises `_Cut`."""
-        done, total, validator = self._kept()
-        if done and done == total:
-            return
-        with self._open(done, validator) as response:
-            if done and not (response.status == 200 or _continues(response, done, total, validator)):
+    def _request(self) -> None:
+        """One request, for all bytes after those of the part. Raises `_Cut`."""
+        version = self.version.read_text() if self.version.exists() else ""
+        done = _size(self.part) if version else 0
+        with self._open(done, version) as response:
+            if response.status in BUSY:
+                raise _Cut(f"HTTP Error {response.status}: {response.reason}")
+            if done and response.status in (206, 416) and not _continues(response, done, version):
                 self._forget()  # the file has changed, or the server counts in another way
-                return self._try()
+                return self._request()
             if response.status == 200:
                 done = 0
                 self._forget()
-            elif not done:
-                raise self._error(f"{self.url} answers with status {response.status}, which was not asked for")
+            elif not (done and response.status == 206):
+                raise self._error(f"cannot download {self.url}: HTTP Error {response.status}: {response.reason}")
             total = self._total(response, done)
             if total is not None:
                 check_space(self.part.parent, total - done)
-            if not done:
-                write_file(self.note, to_json({"total": total, "validator": _validator(response.headers)}))
+            write_file(self.version, _version(response.headers).encode())
             self._receive(response, total)
 
-    def _open(self, done: int, validator: str) -> Any:
+    def _open(self, done: int, version: str) -> Any:
         request = urllib.request.Request(self.url, headers={"User-Agent": "gpt", "Accept-Encoding": "identity"})
         if done:
             request.add_header("Range", f"bytes={done}-")
-            request.add_header("If-Range", validator)
+            request.add_header("If-Range", version)
         try:
             response = urllib.request.build_opener(Redirects).open(request, timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
-            self.answered = True
-            if error.code == 416 and done:
-                return error  # a response as any other, to which `_try` begins anew
-            error.close()
-            if error.code in BUSY:
-                raise _Cut(str(error)) from None
-            raise self._error(f"cannot download {self.url}: {error}") from None
+            response = error
         except (http.client.HTTPException, OSError) as error:
-            self.answered |= not isinstance(error, urllib.error.URLError)  # which says that nobody was reached
+            self.answered |= not isinstance(error, urllib.error.URLError)  # a URLError: no server was reached
             raise _Cut(_reason(error)) from None
         self.answered = True
         return response
 
     def _total(self, response: Any, done: int) -> int | None:
-        """The length of the whole file, as published or as the server says; both must agree."""
+        """Returns the bytes of the whole file, as published or as the server says; both must agree."""
         length = response.headers.get("Content-Length", "")
-        total = done + int(length) if length.isdecimal() else None
-        if response.status == 206:
-            total = _range(response.headers)[1] or total
-        if total is not None and self.size is not None and total != self.size:
+        total = done + int(length) if length.isdecimal() else self.size
+        if self.size not in (None, total):
             self._forget()
             raise self._error(f"{self.url} has {total:,} bytes, not the {self.size:,} that were published")
-        return self.size if total is None else total
+        return total
 
     def _receive(self, response: Any, total: int | None) -> None:
         with self.part.open("ab") as file:
@@ -226,29 +227,21 @@ class _Download:
         except (http.client.HTTPException, OSError) as error:
             raise _Cut(_reason(error)) from None
 
-    def _kept(self) -> tuple[int, int | None, str]:
-        """Bytes of the part, of how many, and the name of that version; 0 bytes where it cannot be continued."""
-        note, done = _read_or_empty(self.note), _size(self.part)
-        total, validator = note.get("total"), note.get("validator")
-        if not done or (done != total and not validator):
-            return 0, None, ""
-        return done, total, str(validator)
-
     def _forget(self) -> None:
         self.part.unlink(missing_ok=True)
-        self.note.unlink(missing_ok=True)
+        self.version.unlink(missing_ok=True)
 
     def _error(self, message: str) -> WorkError:
         return WorkError(message, f"with a network elsewhere: download {self.url} and put it at {self.target}")
 
 
 class Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects, but never from a safe connection to an open one."""
+    """Follows redirects, but never from https to anything else."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
-        """The next request. Raises `WorkError` where its answer could be anyone's."""
+        """Returns the next request. Raises `WorkError` where anyone could change its answer."""
         before, after = urlsplit(req.full_url).scheme, urlsplit(newurl).scheme
         if after != "https" and not before == after == "http":
             fp.close()
@@ -259,30 +252,20 @@ class Redirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _validator(headers: Message) -> str:
-    """What names a version of a file: a strong ETag, or else the time of its last change."""
+def _version(headers: Message) -> str:
+    """The validator of a file's version (RFC 9110, 8.8): a strong ETag, or else the time of the last change."""
     tag = headers.get("ETag", "")
     return headers.get("Last-Modified", "") if not tag or tag.startswith("W/") else tag
 
 
-def _range(headers: Message) -> tuple[int | None, int | None]:
-    """Where a part of a file begins, and how long the file is."""
-    found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("Content-Range", "").strip())
-    if not found:
-        return None, None
-    return int(found[1]), int(found[2]) if found[2].isdecimal() else None
-
-
-def _continues(response: Any, done: int, total: int | None, validator: str) -> bool:
-    """Whether a response goes on with the same file where the part ends."""
-    if response.status != 206 or _validator(response.headers) != validator:
-        return False
-    start, length = _range(response.headers)
-    return start == done and (total is None or length in (None, total))
+def _continues(response: Any, done: int, version: str) -> bool:
+    """Whether a response has the bytes of the same version from ``done`` on."""
+    starts = response.headers.get("Content-Range", "").startswith(f"bytes {done}-")
+    return response.status == 206 and starts and _version(response.headers) == version
 
 
 def _reason(error: Exception) -> str:
-    """What the system says; urllib wraps it."""
+    """Returns the system's words for an error, which urllib wraps."""
     inner = getattr(error, "reason", error)
     return str(getattr(inner, "strerror", None) or inner) or type(error).__name__
 
@@ -301,13 +284,13 @@ def _stamp(target: Path) -> Path:
 def _write_stamp(url: str, target: Path, sha256: str | None) -> None:
     stat = target.stat()
     stamp = {"url": url, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": sha256}
-    with contextlib.suppress(OSError):  # a cache that may only be read: summed again next time
+    with contextlib.suppress(OSError):  # a read-only cache: the checksum is computed again next time
         write_file(_stamp(target), to_json(stamp))
 
 
-def _read_or_empty(path: Path) -> dict[str, Any]:
+def _read_stamp(target: Path) -> dict[str, Any]:
     try:
-        return read_json(path)
+        return read_json(_stamp(target))
     except UserError:
         return {}
 
@@ -324,46 +307,3 @@ def _disk_errors(target: Path) -> Iterator[None]:
             f"cannot keep {target}: {error.strerror or error}{free}",
             "make room, or set GPT_CACHE_DIR to another folder of yours; what has come is kept",
         ) from None
-
-
-@contextlib.contextmanager
-def _alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Holds the lock ``path``; while another process or thread has it, calls ``waiting`` again and again."""
-    while True:
-        with path.open("ab") as file:
-            while not _lock(file.fileno()):
-                waiting()
-                time.sleep(0.1)
-            if not _is_at(file.fileno(), path):
-                continue  # whoever had it has removed it, and another one may stand there
-            try:
-                yield
-            finally:
-                with contextlib.suppress(OSError):  # Windows keeps what is open
-                    path.unlink()
-            return
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except OSError:
-        return False
-
-
-def _lock(descriptor: int) -> bool:
-    """Takes a lock that ends with the file's closing, or the process; True too where the system has none to give."""
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:
-        pass
-    return True

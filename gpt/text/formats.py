@@ -1,27 +1,146 @@
-"""Documents that are values of a field: JSON lines, CSV, Parquet."""
+"""Bytes → text: an encoding, and the values of one field in JSON lines, CSV and Parquet."""
 
+import codecs
 import csv
 import io
 import json
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from gpt.errors import UserError, WorkError
-from gpt.text.characters import Characters
-from gpt.text.streams import BUFFER, Stream, damaged, reason
+from gpt.text.unpack import BUFFER, ByteStream, damaged, reason
 
-MAX_RECORD = 64 * 2**20  # bytes of a line, characters of a row in CSV
-ROWS = 64  # of a Parquet file, at once
+BLOCK = 2**18  # bytes decoded at once; more is slower, since the system then provides new memory for each block
+
+
+class _Count(threading.local):
+    replaced = 0
+
+
+_count = _Count()
+
+
+def _replace(error: UnicodeError) -> tuple[str | bytes, int]:
+    _count.replaced += 1
+    return codecs.replace_errors(error)
+
+
+codecs.register_error("gpt.replace", _replace)  # counts, since U+FFFD may also stand in the text itself
+
+
+class Characters:
+    """An encoding, and what to do with bytes that are invalid in it. ``replaced`` counts those that were replaced."""
+
+    def __init__(self, encoding: str, errors: str) -> None:
+        try:
+            b"a".decode(encoding)
+        except LookupError:
+            raise UserError(f'"{encoding}" is no encoding of text', "utf-8, latin-1, cp1252, utf-16 …") from None
+        except UnicodeError:
+            pass  # a unit is longer than a byte
+        self.encoding = encoding
+        self.errors = "gpt.replace" if errors == "replace" else "strict"
+        self.replaced = 0
+        name = codecs.lookup(encoding).name
+        self.is_utf8 = name == "utf-8"
+        self.wide = name.startswith(("utf-16", "utf-32"))  # most characters, line breaks too, have zero bytes
+
+    def decode(self, data: bytes) -> str:
+        """Decodes all of ``data``. Raises UnicodeDecodeError under "strict"."""
+        try:
+            return data.decode(self.encoding)
+        except UnicodeDecodeError:
+            if self.errors == "strict":
+                raise
+        before = _count.replaced
+        text = data.decode(self.encoding, self.errors)
+        self.replaced += _count.replaced - before
+        return text
+
+    def blocks(self, name: str, stream: ByteStream) -> Iterator[str]:
+        """Yields the text of a stream block by block, up to the first bad byte, which then raises `UserError`."""
+        decoder = codecs.getincrementaldecoder(self.encoding)(self.errors)
+        offset, line = 0, 1  # of the block's first byte
+        block = self._first(name, stream)
+        while True:
+            zero = -1 if self.wide else block.find(b"\0")
+            text, bad = self._as_far_as_it_goes(name, decoder, block if zero < 0 else block[:zero], final=not block)
+            text, found, _ = text.partition("\0") if self.wide else (text, "", "")
+            if text:
+                yield text
+            line += text.count("\n")
+            if zero >= 0:
+                raise _zero(name, f"byte at offset {offset + zero:,}")
+            if found:
+                raise _zero(name, f"character in line {line:,}")
+            offset += len(block)
+            if bad is not None:
+                raise self.error(name, bad, offset - len(bad.object) + bad.start, line)
+            if not block:
+                return
+            block = stream.read(BLOCK)
+
+    def _first(self, name: str, stream: ByteStream) -> bytes:
+        block = stream.read(BLOCK)
+        while len(block) < 2 and (more := stream.read(BLOCK)):
+            block += more
+        if self.is_utf8 and block[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            raise UserError(f"{name} is UTF-16, not UTF-8", "say so: --encoding utf-16")
+        return block
+
+    def _as_far_as_it_goes(
+        self, name: str, decoder: codecs.IncrementalDecoder, block: bytes, final: bool
+    ) -> tuple[str, UnicodeDecodeError | None]:
+        """Returns the characters before the first invalid byte, and the error there."""
+        state, before = decoder.getstate(), _count.replaced
+        try:
+            text = decoder.decode(block, final)
+            self.replaced += _count.replaced - before
+            return text, None
+        except UnicodeDecodeError as error:
+            decoder.setstate(state)  # error.object: the rest of the block before, and this block
+            good = len(block) - len(error.object) + error.start
+            return decoder.decode(block[: max(0, good)]), error
+        except UnicodeError as error:
+            raise UserError(f"{name} is not {self.shown}: {reason(error)}", self.hint) from None
+
+    @property
+    def shown(self) -> str:
+        """The encoding's name for messages."""
+        return "UTF-8" if self.is_utf8 else self.encoding
+
+    @property
+    def hint(self) -> str:
+        """The advice for bytes of another encoding."""
+        other = "if it is Latin-1: --encoding latin-1" if self.is_utf8 else "--encoding says what it is"
+        return f"{other}; or --errors replace, or --skip-bad"
+
+    def error(self, name: str, error: UnicodeDecodeError, offset: int, line: int) -> UserError:
+        """Returns the error for an invalid byte, with its place."""
+        byte = error.object[error.start]
+        where = f"byte 0x{byte:02x} at offset {offset:,}, line {line:,}"
+        return UserError(f"{name} is not {self.shown}: {where}", self.hint)
+
+
+def _zero(name: str, where: str) -> UserError:
+    return UserError(
+        f"{name} is no text: it has a zero {where}", "give plain text, or leave such files out: --skip-bad"
+    )
+
+
+MAX_RECORD = 64 * 2**20  # bytes of a line, characters of a CSV row
+ROWS = 64  # of a Parquet file, read at once
 _BOM = b"\xef\xbb\xbf"
-_parse = json.JSONDecoder().raw_decode  # json.loads looks for white space around each value, in as much time again
+_parse = json.JSONDecoder().raw_decode  # json.loads takes twice as long: it looks for white space around each value
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-OnBad = Callable[[UserError], None]  # raises it, or counts what was left out
+OnBad = Callable[[UserError], None]  # raises the error, or counts it
 
 
-def _lines(name: str, stream: Stream, on_bad: OnBad) -> Iterator[tuple[int, int, bytes]]:
-    """Number, offset and bytes of each line, its end included."""
+def _lines(name: str, stream: ByteStream, on_bad: OnBad) -> Iterator[tuple[int, int, bytes]]:
+    """Yields the number, the offset and the bytes of each line, its end included."""
     buffered = io.BufferedReader(stream, BUFFER)
     number, offset = 0, 0
     while line := buffered.readline(MAX_RECORD + 1):
@@ -43,17 +162,17 @@ def _too_long(name: str, line: int) -> UserError:
 
 
 class _Bad(Exception):
-    """What is wrong with a line, and what to do; its number is added where it is known."""
+    """An error in a line, with a hint; the caller adds the line's number."""
 
 
-def jsonl(name: str, stream: Stream, field: str, characters: Characters, on_bad: OnBad) -> Iterator[str]:
-    """The strings at the key ``field`` of the objects that the lines are."""
+def jsonl(name: str, stream: ByteStream, field: str, characters: Characters, on_bad: OnBad) -> Iterator[str]:
+    """Yields the string at the key ``field`` of each line's object."""
     hint = "--field names the key that holds the text"
     return _objects(name, stream, characters, on_bad, lambda record, number: _string(record, field, hint))
 
 
-def pairs(name: str, stream: Stream, field: str, characters: Characters, on_bad: OnBad) -> Iterator[str]:
-    """The objects that the lines are, each as a JSON list: its prompt, its completion, and the line where they are."""
+def pairs(name: str, stream: ByteStream, field: str, characters: Characters, on_bad: OnBad) -> Iterator[str]:
+    """Yields the prompt, the completion and the place of each line's object, as a JSON list."""
 
     def pair(record: dict[str, Any], number: int) -> str:
         hint = '--pairs reads {"prompt": "…", "completion": "…"}, one a line'
@@ -64,9 +183,9 @@ def pairs(name: str, stream: Stream, field: str, characters: Characters, on_bad:
 
 
 def _objects(
-    name: str, stream: Stream, characters: Characters, on_bad: OnBad, text_of: Callable[[dict[str, Any], int], str]
+    name: str, stream: ByteStream, characters: Characters, on_bad: OnBad, text_of: Callable[[dict[str, Any], int], str]
 ) -> Iterator[str]:
-    """What ``text_of`` makes of the objects that the lines are, and of their numbers."""
+    """Yields ``text_of(object, number)`` for each line."""
     for number, offset, line in _lines(name, stream, on_bad):
         if number == 1 and line.startswith(_BOM):
             line, offset = line[len(_BOM) :], len(_BOM)
@@ -103,7 +222,7 @@ def _object(line: str) -> dict[str, Any]:
 
 
 def _string(record: dict[str, Any], field: str, hint: str, null: bool = True) -> str:
-    """The string at a key; none is an empty one where ``null`` may stand for it."""
+    """Returns the string at a key; with ``null``, an empty one for null."""
     value = record.get(field, record)
     if value is record:
         raise _Bad(_missing(field, record, "keys")[0], hint)
@@ -126,16 +245,16 @@ def _without_surrogates(value: str, characters: Characters) -> str:
 
 
 def _missing(field: str, known: Iterable[Any], what: str) -> tuple[str, str]:
-    """There is no such field; these there are."""
+    """Returns the message and the hint for a field that is missing."""
     some = list(known)
     names = ", ".join(map(str, some[:20])) + (", …" if len(some) > 20 else "") or "none"
     return f'no "{field}" in it; its {what}: {names}', "--field names the one that holds the text"
 
 
 def table(
-    name: str, stream: Stream, field: str, characters: Characters, on_bad: OnBad, delimiter: str
+    name: str, stream: ByteStream, field: str, characters: Characters, on_bad: OnBad, delimiter: str
 ) -> Iterator[str]:
-    """The values of a column of CSV, whose first row names the columns."""
+    """Yields the values of a column of CSV; the first row names the columns."""
     rows = _Rows(name, _lines(name, stream, on_bad), characters.encoding, delimiter).good(on_bad)
     line, header = next(rows, (0, [field]))
     if field not in header:
@@ -152,24 +271,24 @@ def table(
 
 
 class _Rows:
-    """The rows of a table. A row takes as many lines as its quotes ask for, of `MAX_RECORD` characters together."""
+    """The rows of a CSV table. A row may span lines within quotes, of `MAX_RECORD` characters together."""
 
     def __init__(self, name: str, lines: Iterator[tuple[int, int, bytes]], encoding: str, delimiter: str) -> None:
         self.name, self.encoding = name, encoding
         self._lines = lines
         self._reader = csv.reader(self, delimiter=delimiter, strict=True)
-        self._first = self._line = self._size = 0  # of the row: its first line, its last one so far, its characters
+        self._first = self._line = self._size = 0  # the row's first line, last line so far, and characters
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        """A line, for the parser. An error does not end it, as it would end a generator."""
+        """Returns the next line, for the parser. Unlike a generator, this goes on after an error."""
         self._line, _, line = next(self._lines)
         self._first = self._first or self._line
         if self._line == 1:
             line = line.removeprefix(_BOM)
-        # Bytes that are not of the encoding are carried through, and matter in the field that is wanted alone.
+        # Invalid bytes are carried through: they matter only in the wanted field.
         text = line.decode(self.encoding, "surrogateescape")
         self._size += len(text)
         if self._size > MAX_RECORD:
@@ -177,7 +296,7 @@ class _Rows:
         return text
 
     def good(self, on_bad: OnBad) -> Iterator[tuple[int, list[str]]]:
-        """The rows that are not empty, each with the number of its first line."""
+        """Yields the rows that are not empty, each with the number of its first line."""
         while True:
             self._first = self._size = 0
             try:
@@ -191,7 +310,7 @@ class _Rows:
                 yield self._first, row
 
     def _next_row(self) -> list[str] | None:
-        limit = csv.field_size_limit(MAX_RECORD)  # of the whole process: put back after each row
+        limit = csv.field_size_limit(MAX_RECORD)  # a setting of the whole process: restored after each row
         try:
             return next(self._reader, None)
         except csv.Error as error:
@@ -216,8 +335,8 @@ def _cell(value: str, characters: Characters) -> str:
         raise _Bad(f"not {characters.shown}: byte 0x{byte:02x}", characters.hint) from None
 
 
-def parquet(name: str, stream: Stream, field: str, characters: Characters, on_bad: OnBad) -> Iterator[str]:
-    """The values of a column of strings. Raises `WorkError` without pyarrow."""
+def parquet(name: str, stream: ByteStream, field: str, characters: Characters, on_bad: OnBad) -> Iterator[str]:
+    """Yields the values of a column of strings. Raises `WorkError` without pyarrow."""
     try:
         import pyarrow as pa
         from pyarrow import parquet as pq
@@ -237,7 +356,7 @@ def parquet(name: str, stream: Stream, field: str, characters: Characters, on_ba
                     yield _utf8(name, row, data or b"", characters, on_bad)
     except UserError:
         raise
-    except Exception as error:  # pyarrow has many
+    except Exception as error:  # pyarrow raises many kinds
         raise damaged(name, error) from None
 
 

@@ -1,0 +1,296 @@
+"""Sources → documents in chunks, whatever they are packed in. No file is held as a whole.
+
+A file's suffixes are read from the last one on: ``.gz`` and ``.zst`` are unpacked, archives yield their members, JSON
+lines and tables the values of a field; anything else is plain text.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from gpt.config import ReadConfig
+from gpt.errors import UserError, WorkError
+from gpt.text.formats import Characters, OnBad, jsonl, parquet, table
+from gpt.text.unpack import (
+    UNPACK,
+    Blocks,
+    ByteStream,
+    OnBytes,
+    PackedFile,
+    Source,
+    StreamError,
+    damaged,
+    open_source,
+    opened_seekable,
+    spooled,
+    tar_members,
+    zip_members,
+)
+
+EXAMPLES = 5  # messages kept of all that was skipped
+
+
+def utf8_size(text: str) -> int:
+    """Returns the number of bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a document's text. The chunks of a document follow each other; the first one ``begins`` it."""
+
+    text: str
+    begins: bool
+
+
+@dataclass
+class Skipped:
+    """The files, members, lines and rows that ``--skip-bad`` left out: their number, and the first few errors."""
+
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, error: UserError) -> None:
+        """Counts an error."""
+        self.count += 1
+        if len(self.examples) < EXAMPLES:
+            self.examples.append(error.message)
+
+
+HEAD = 2**16  # characters; a document's first chunk holds at least so many, or all of it
+LENGTH = 2**20  # characters of a chunk, about
+
+
+def split_at(blocks: Iterable[str], separator: str) -> Iterator[str | None]:
+    """Yields the text between lines that equal ``separator`` (or that and a carriage return), and None for each
+    line."""
+    needle = "\n" + separator
+    held = "\n"  # its first character is yielded already, or stands for a line break before the first line
+    for block in blocks:
+        text = held + block
+        start = min(1, len(held))  # text[:start] is yielded already
+        at = text.find(needle)
+        while at >= 0:
+            end = at + len(needle)
+            end += text.startswith("\r", end)
+            if text.startswith("\n", end):
+                if start <= at:
+                    yield text[start : at + 1]
+                yield None
+                start = end + 1
+                at = text.find(needle, end)
+            else:
+                at = text.find(needle, at + 1)
+        line = text.rfind("\n") + 1
+        cut = line if line and (separator + "\r").startswith(text[line:]) else len(text)  # it may become a separator
+        if start < cut:
+            yield text[start:cut]
+        held = text[line - 1 :] if cut == line else ""
+    if held[1:] in (separator, separator + "\r"):
+        yield None
+    elif held[1:]:
+        yield held[1:]
+
+
+def chunks_of(parts: Iterable[str | None]) -> Iterator[Chunk | None]:
+    """Yields the chunks of documents, and None after each document that is whole. In ``parts`` None ends a document."""
+    held: list[str] = []
+    size, begins = 0, True
+    for part in parts:
+        if part is not None:
+            held.append(part)
+            size += len(part)
+        if size and (part is None or size >= (HEAD if begins else LENGTH // 2)):
+            yield Chunk("".join(held), begins)
+            held, size, begins = [], 0, False
+        if part is None and not begins:
+            yield None
+            begins = True
+    if size:
+        yield Chunk("".join(held), begins)
+    if size or not begins:
+        yield None
+
+
+def chunks_of_whole(texts: Iterable[str]) -> Iterator[Chunk]:
+    """Yields the chunks of whole documents; leaves out empty ones."""
+    for text in texts:
+        if 0 < len(text) <= LENGTH:
+            yield Chunk(text, True)
+        else:
+            yield from (Chunk(text[at : at + LENGTH], at == 0) for at in range(0, len(text), LENGTH))
+
+
+DEPTH = 8  # formats unpacked around each other at most; an archive may hold itself
+
+Texts = Callable[[str, ByteStream, str, Characters, OnBad], Iterator[str]]
+RECORDS: dict[str, Texts] = {
+    ".jsonl": jsonl,
+    ".ndjson": jsonl,
+    ".csv": partial(table, delimiter=","),
+    ".tsv": partial(table, delimiter="\t"),
+    ".parquet": parquet,
+}
+
+
+def _nobody(size: int) -> None:
+    """The listener that shows no progress."""
+
+
+class Reader:
+    """Reads documents as a `ReadConfig` says; counts replaced bytes and skipped items."""
+
+    records: Mapping[str, Texts] = RECORDS
+
+    def __init__(self, config: ReadConfig) -> None:
+        if config.split_on is not None and "\n" in config.split_on:
+            raise UserError("--split-on has a line break in it", "give one line, without its end")
+        self.config = config
+        self._characters = Characters(config.encoding, config.errors)
+        self._utf8 = Characters("utf-8", config.errors)  # for formats that are always UTF-8
+        self._skipped = Skipped()
+        self._lines = False  # `Source.lines` of the current source
+
+    @property
+    def replaced(self) -> int:
+        """The number of U+FFFD written for invalid bytes."""
+        return self._characters.replaced + self._utf8.replaced
+
+    @property
+    def skipped(self) -> int:
+        """The number of files, members, lines and rows left out."""
+        return self._skipped.count
+
+    @property
+    def skipped_examples(self) -> list[str]:
+        """The errors of the first few of them."""
+        return self._skipped.examples
+
+    def documents(self, source: Source, on_bytes: OnBytes = _nobody) -> Iterator[Chunk]:
+        """Yields the documents of a source in chunks; none is empty.
+
+        The first chunk of a document holds all of it or at least `HEAD` characters. ``on_bytes`` gets the number of
+        the source's bytes read so far. Raises `UserError` for damaged files and for what is no text, unless
+        ``skip_bad``.
+        """
+        self._lines = source.lines
+        furthest = 0
+
+        def tell(size: int) -> None:  # `_whole` may read a file twice
+            nonlocal furthest
+            furthest = max(furthest, size)
+            on_bytes(furthest)
+
+        with self._skipping(source.name):
+            yield from self._read(PackedFile(source.name, _kind(source.name), partial(open_source, source, tell)))
+        if source.size:
+            on_bytes(source.size)
+
+    @contextlib.contextmanager
+    def _skipping(self, name: str) -> Iterator[None]:
+        """Under ``skip_bad``, counts errors in ``name`` and what it holds; raises those of streams around it."""
+        try:
+            yield
+        except UserError as error:
+            if isinstance(error, StreamError) and not error.name.startswith(name):
+                raise
+            self._on_bad(error)
+
+    def _on_bad(self, error: UserError) -> None:
+        if not self.config.skip_bad or isinstance(error, WorkError):
+            raise error
+        self._skipped.add(error)
+
+    def _read(self, file: PackedFile) -> Iterator[Chunk]:
+        if file.depth > DEPTH:
+            raise UserError(f"{file.name} is wrapped more than {DEPTH} times", "unpack it, and give the files")
+        ending = "." + file.kind.rpartition(".")[2]
+        if ending in UNPACK:
+            yield from self._read(file.unpacked(ending))
+        elif ending == ".zip":
+            yield from self._members(zip_members(file))
+        elif ending == ".tar":
+            yield from self._members(tar_members(file))
+        elif ending in RECORDS:
+            yield from self._records(file, ending)
+        elif self.config.skip_bad:
+            yield from self._whole(file)
+        else:
+            yield from (chunk for chunk in self._plain(file) if chunk is not None)
+
+    def _members(self, members: Iterator[PackedFile]) -> Iterator[Chunk]:
+        with contextlib.closing(members):  # type: ignore[type-var]
+            for member in members:
+                with self._skipping(member.name):
+                    yield from self._read(member)
+
+    def _records(self, file: PackedFile, ending: str) -> Iterator[Chunk]:
+        characters = self._utf8 if ending == ".parquet" else self._characters
+        with opened_seekable(file) if ending == ".parquet" else contextlib.closing(file.open()) as stream:
+            if characters.wide:  # lines are split as bytes
+                blocks = (block.encode() for block in characters.blocks(file.name, stream))
+                stream, characters = ByteStream(Blocks(blocks), partial(damaged, file.name)), self._utf8
+            texts = self.records[ending](file.name, stream, self.config.field, characters, self._on_bad)
+            if self._lines:
+                yield from filter(None, chunks_of(text or " \n" for text in texts))  # WikiText's blank lines
+            else:
+                yield from chunks_of_whole(texts)
+
+    def _plain(self, file: PackedFile) -> Iterator[Chunk | None]:
+        """Yields the chunks of a plain text's documents; None after each that is whole."""
+        with contextlib.closing(file.open()) as stream:
+            blocks = self._characters.blocks(file.name, stream)
+            separator = self.config.split_on
+            yield from chunks_of(blocks if separator is None else split_at(blocks, separator))
+
+    def _whole(self, file: PackedFile) -> Iterator[Chunk]:
+        """Yields the chunks of documents without errors. A file with a document of several chunks is read twice."""
+        with contextlib.ExitStack() as stack:
+            if not file.reopenable:
+                file = stack.enter_context(spooled(file))
+            done, held = 0, None
+            replaced = self._characters.replaced
+            first = self._plain(file)
+            for chunk in first:
+                if chunk is not None and held is not None:
+                    break  # a document of several chunks
+                if chunk is None and held is not None:
+                    yield held
+                    done += 1
+                held = chunk
+            else:
+                return
+            whole, error = done, None
+            try:
+                for chunk in first:
+                    whole += chunk is None
+            except UserError as bad:
+                error = bad
+            self._characters.replaced = replaced
+            yield from _between(self._plain(file), done, whole)
+            if error is not None:
+                raise error
+
+
+def _between(documents: Iterator[Chunk | None], start: int, end: int) -> Iterator[Chunk]:
+    """Yields the chunks of ``documents[start:end]``."""
+    number = 0
+    for chunk in documents:
+        if number == end:
+            return
+        if chunk is None:
+            number += 1
+        elif number >= start:
+            yield chunk
+
+
+def _kind(name: str) -> str:
+    kind = name.lower()
+    return kind.partition("?")[0].partition("#")[0] if "://" in kind else kind
+
+
+def is_plain(source: Source) -> bool:
+    """Whether a source is plain text as stored: one document as long as the file, unless it is to be split."""
+    ending = "." + _kind(source.name).rpartition(".")[2]
+    return ending not in {*UNPACK, *RECORDS, ".zip", ".tar"}

@@ -1,0 +1,386 @@
+"""Sources and their bytes, unpacked: counted streams, ``.gz`` and ``.zst``, the members of ``.zip`` and ``.tar``.
+
+Errors name the file in one line. Nothing is unpacked to a path, and names in archives are never used as one.
+"""
+
+import contextlib
+import gzip
+import io
+import re
+import shutil
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, BinaryIO, Protocol, cast
+
+from gpt.errors import UserError, WorkError
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file, an address or an entry of a corpus that documents are read from."""
+
+    name: str  # as a user writes it: a path, an address, "stdin", "pydocs/with"; its suffix tells the format
+    size: int  # bytes as they are stored
+    time: int  # of its last change, nanoseconds since 1970; 0 if unknown
+    open: Callable[[], BinaryIO]  # opens a new stream at the first byte
+    temporary: bool = False  # standard input or a pipe, kept on the disk for this process alone
+    lines: bool = False  # rows are the lines of one text, not documents
+
+
+BUFFER = 2**18  # bytes read at once from a packed file, or one of lines
+IN_MEMORY = 2**22  # bytes; a longer copy goes to the disk
+ZSTD_STEP = 128  # bytes; each 4 may decode to a block of 128 KiB, so one step to 4 MiB at most
+
+OnBytes = Callable[[int], None]  # gets the number of stored bytes read so far
+
+
+class StreamError(UserError):
+    """A stream that is damaged or unreadable. ``name`` is the file's."""
+
+    def __init__(self, name: str, message: str, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.name = name
+
+
+class Readable(Protocol):
+    """The part of a file object that a `ByteStream` needs."""
+
+    def read(self, size: int, /) -> bytes: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102
+
+
+class ByteStream(io.RawIOBase):
+    """A wrapper of another stream. A read may be short, so that all bytes before a damaged one are returned.
+
+    ``to_error`` turns what ``inner`` raises into a `UserError`; ``on_read`` gets the number of bytes of each read.
+    """
+
+    def __init__(
+        self, inner: Readable, to_error: Callable[[Exception], UserError], on_read: OnBytes | None = None,
+        *, seekable: bool = False, close: tuple[Readable, ...] = (),
+    ) -> None:  # fmt: skip
+        self.inner: Any = inner
+        self.to_error = to_error
+        self.on_read = on_read
+        self._read = getattr(inner, "read1", inner.read)
+        self._seekable = seekable
+        self._to_close = (inner, *close)
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Returns at most ``size`` bytes; none only at the end."""
+        if size < 0:
+            return self.readall() or b""
+        try:
+            data: bytes = self._read(size)
+        except UserError:
+            raise
+        except Exception as error:
+            raise self.to_error(error) from None
+        if self.on_read is not None:
+            self.on_read(len(data))
+        return data
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Reads into a buffer; returns the number of bytes."""
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Whether `seek` costs little."""
+        return self._seekable
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """Seeks in the wrapped stream; returns the new position."""
+        try:
+            return int(self.inner.seek(offset, whence))
+        except UserError:
+            raise
+        except Exception as error:
+            raise self.to_error(error) from None
+
+    def tell(self) -> int:
+        """Returns the position in the wrapped stream."""
+        return int(self.inner.tell())
+
+    def close(self) -> None:
+        """Closes the wrapped streams."""
+        if not self.closed:
+            super().close()
+            for each in self._to_close:
+                with contextlib.suppress(OSError):
+                    each.close()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFile:
+    """A source, or a member of an archive, with the formats that are still to be unpacked."""
+
+    name: str  # for errors: "texts.zip/one.txt.gz"
+    kind: str  # the name in lower case, without the suffixes that are unpacked already
+    open: Callable[[], ByteStream]
+    reopenable: bool = True
+    depth: int = 0  # formats unpacked so far
+
+    def unpacked(self, ending: str) -> "PackedFile":
+        """Returns the file with ``ending``, one of `UNPACK`, unpacked."""
+        unpack, inner = UNPACK[ending]
+        kind = self.kind.removesuffix(ending) + inner
+        return PackedFile(self.name, kind, lambda: unpack(self.name, self.open()), self.reopenable, self.depth + 1)
+
+
+def reason(error: BaseException) -> str:
+    """Returns an error's message, on one line."""
+    words = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return words.splitlines()[0]
+
+
+def damaged(name: str, error: Exception) -> StreamError:
+    """Returns the error for a file that is not what its suffix promises."""
+    return StreamError(name, f"{name} is damaged: {reason(error)}", "get it once more, or leave it out with --skip-bad")
+
+
+def open_source(source: Source, on_bytes: OnBytes) -> ByteStream:
+    """Opens a source. ``on_bytes`` gets the number of bytes read so far."""
+    done = 0
+
+    def count(size: int) -> None:
+        nonlocal done
+        done += size
+        on_bytes(min(done, source.size) if source.size else done)
+
+    def to_error(error: Exception) -> UserError:
+        hint = "look at the file and its disk, or leave it out with --skip-bad"
+        return StreamError(source.name, f"cannot read {source.name}: {reason(error)}", hint)
+
+    try:
+        inner = source.open()
+        return ByteStream(inner, to_error, count, seekable=inner.seekable())
+    except OSError as error:
+        raise to_error(error) from None
+
+
+def gunzip(name: str, packed: ByteStream) -> ByteStream:
+    """Unpacks gzip, member after member."""
+    buffered = io.BufferedReader(packed, BUFFER)
+    return ByteStream(gzip.GzipFile(fileobj=buffered), lambda error: damaged(name, error), close=(buffered,))
+
+
+def unzstd(name: str, packed: ByteStream) -> ByteStream:
+    """Unpacks Zstandard, frame after frame. Raises `WorkError` without the package."""
+    try:
+        import zstandard
+    except ImportError:
+        raise WorkError(f"{name} needs the package zstandard", "pip install 'gpt[zstd]'") from None
+
+    def frames() -> Iterator[bytes]:
+        frame = None
+        while data := packed.read(BUFFER):
+            for start in range(0, len(data), ZSTD_STEP):
+                rest = data[start : start + ZSTD_STEP]
+                while rest:
+                    frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                    yield frame.decompress(rest)
+                    rest = b""
+                    if frame.eof:  # the library's own reader doesn't report a cut frame
+                        rest, frame = frame.unused_data, None
+        if frame is not None:
+            raise EOFError("it ends in the middle of a frame")
+
+    return ByteStream(Blocks(frames()), lambda error: damaged(name, error), close=(packed,))
+
+
+class Blocks:
+    """Blocks of bytes as a file object."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self.blocks = blocks
+        self.rest = b""
+
+    def read(self, size: int, /) -> bytes:
+        """Returns at most ``size`` bytes; none only at the end."""
+        while not self.rest:
+            block = next(self.blocks, None)
+            if block is None:
+                return b""
+            self.rest = block
+        data, self.rest = self.rest[:size], self.rest[size:]
+        return data
+
+    def close(self) -> None:
+        """Closes the generator of the blocks."""
+        close = getattr(self.blocks, "close", None)
+        if close is not None:
+            close()
+
+
+@contextlib.contextmanager
+def spooled(file: PackedFile) -> Iterator[PackedFile]:
+    """Yields a copy that can be opened repeatedly and is seekable: in memory if it is small, else on the disk."""
+    with contextlib.closing(file.open()) as stream, spool(stream) as copy:
+
+        def again() -> ByteStream:
+            copy.seek(0)
+            return ByteStream(_Unclosed(copy), lambda error: damaged(file.name, error), seekable=True)
+
+        yield PackedFile(file.name, file.kind, again, True, file.depth)
+
+
+@contextlib.contextmanager
+def opened_seekable(file: PackedFile) -> Iterator[ByteStream]:
+    """Opens a file as a seekable stream: as it is, or spooled where it is not seekable."""
+    with contextlib.closing(file.open()) as stream:
+        if stream.seekable():
+            yield stream
+        else:
+            with spool(stream) as copy:
+                yield ByteStream(copy, lambda error: damaged(file.name, error), seekable=True)
+
+
+def spool(stream: ByteStream, in_memory: int = IN_MEMORY) -> BinaryIO:
+    """Copies a stream into a temporary file without a name. Raises `WorkError` where the disk has no room."""
+    made = tempfile.SpooledTemporaryFile(in_memory) if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
+    copy = cast(BinaryIO, made)
+    try:
+        shutil.copyfileobj(stream, copy, BUFFER)
+        copy.seek(0)
+    except OSError as error:
+        copy.close()
+        hint = "make room there, or name another folder in TMPDIR"
+        raise WorkError(f"cannot write to {tempfile.gettempdir()}: {reason(error)}", hint) from None
+    except BaseException:
+        copy.close()
+        raise
+    return copy
+
+
+class _Unclosed:
+    """A file whose `close` does nothing, so that it can be read again."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.read, self.seek, self.tell = file.read, file.seek, file.tell
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+# How to unpack a suffix, and the suffix that is left.
+UNPACK: dict[str, tuple[Callable[[str, ByteStream], ByteStream], str]] = {
+    ".gz": (gunzip, ""),
+    ".zst": (unzstd, ""),
+    ".tgz": (gunzip, ".tar"),
+    ".tzst": (unzstd, ".tar"),
+}
+
+
+HEADER_LIMIT = 2**20  # bytes of a long name or a table of attributes in a .tar
+_METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # the others cannot be unpacked in bounded memory
+_EXTENDED = {tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, b"X"}
+
+
+def zip_members(archive: PackedFile) -> Iterator[PackedFile]:
+    """Yields the regular files of a ``.zip`` that are not hidden."""
+    with opened_seekable(archive) as stream, _damage_errors(archive.name), _zip(stream) as opened:
+        for info in opened.infolist():
+            if not info.is_dir() and not _hidden(info.filename):
+                yield _member(
+                    archive, info.filename, partial(_open_zipped, archive.name, opened, info), reopenable=True
+                )
+
+
+def _zip(stream: ByteStream) -> zipfile.ZipFile:
+    return zipfile.ZipFile(io.BufferedReader(stream, BUFFER))
+
+
+def _open_zipped(archive: str, opened: zipfile.ZipFile, info: zipfile.ZipInfo) -> ByteStream:
+    name = member_name(archive, info.filename)
+    if info.flag_bits & 1:
+        raise UserError(f"{name} is encrypted", "unpack the archive yourself, and give the files")
+    if info.compress_type not in _METHODS:
+        method = f"method {info.compress_type}; only deflate (8) is read"
+        raise UserError(f"{name} is packed by {method}", "unpack the archive yourself, and give the files")
+    try:
+        return ByteStream(opened.open(info), lambda error: damaged(name, error))
+    except UserError:
+        raise
+    except Exception as error:
+        raise damaged(name, error) from None
+
+
+def tar_members(archive: PackedFile) -> Iterator[PackedFile]:
+    """Yields the regular files of a ``.tar`` that are not hidden. Each must be read before the next one."""
+    with contextlib.closing(archive.open()) as stream, _damage_errors(archive.name):
+        opened = tarfile.open(fileobj=stream, mode="r|", bufsize=BUFFER, tarinfo=_Header)  # noqa: SIM115
+        while (info := opened.next()) is not None:
+            opened.members.clear()  # type: ignore[attr-defined]  # it would keep them all
+            if info.isreg() and not _hidden(info.name):
+                yield _member(archive, info.name, partial(_open_tarred, archive.name, opened, info), reopenable=False)
+        while stream.read(BUFFER):  # a checksum of the packed archive is at its end
+            pass
+
+
+def _open_tarred(archive: str, opened: tarfile.TarFile, info: tarfile.TarInfo) -> ByteStream:
+    inner = opened.extractfile(info)
+    assert inner is not None, "a regular file has contents"
+    return ByteStream(inner, lambda error: damaged(archive, error))
+
+
+class _Header(tarfile.TarInfo):
+    """A header for which damage is an error; `tarfile` takes a damaged header for the end."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
+        """Reads a header of 512 bytes. Raises tarfile.ReadError where it is damaged or too large."""
+        try:
+            info = super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if not buf.strip(b"\0"):  # the end
+                raise
+            raise tarfile.ReadError(str(error)) from None
+        if info.type in _EXTENDED and info.size > HEADER_LIMIT:
+            raise tarfile.ReadError(f"a header of {info.size:,} bytes")
+        return info
+
+
+@contextlib.contextmanager
+def _damage_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise damaged(name, error) from None
+
+
+def member_name(archive: str, name: str) -> str:
+    """Returns a member's name for errors."""
+    return f"{archive}/" + "".join(c if c.isprintable() else "?" for c in name)
+
+
+def _member(archive: PackedFile, name: str, open_: Callable[[], ByteStream], *, reopenable: bool) -> PackedFile:
+    """Returns a member; opening it is an error if its name leads out of the archive."""
+    if name.startswith(("/", "\\")) or re.match(r"[A-Za-z]:[/\\]", name) or ".." in _parts(name):
+
+        def open_() -> ByteStream:
+            raise UserError(
+                f"{archive.name} is refused: its member {member_name('', name)[1:]} leads out of it",
+                "no honest archive has such a name; unpack it yourself if you trust it",
+            )
+
+    return PackedFile(member_name(archive.name, name), name.lower(), open_, reopenable, archive.depth + 1)
+
+
+def _hidden(name: str) -> bool:
+    return any((part.startswith(".") and part not in (".", "..")) or part == "__MACOSX" for part in _parts(name))
+
+
+def _parts(name: str) -> list[str]:
+    return name.replace("\\", "/").split("/")
