@@ -238,6 +238,7 @@ def ours(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
     from gpt.device import pick
     from gpt.model.decoder import GPT
     from gpt.training.optim import make_optimizer
+    from gpt.training.parallel import Single
     from gpt.training.recipe import resolve
     from gpt.training.step import Stepper
 
@@ -252,7 +253,7 @@ def ours(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
     with compute.device:
         model = GPT(recipe.model)
     optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype)
-    stepper = Stepper(model, optimizer, compute, recipe, lambda micro_batch: None)
+    stepper = Stepper(Single(model, optimizer, compute), recipe, lambda micro_batch: None)
     about: dict[str, Any] = {"config": recipe.model, "device": compute.device, "dtype": compute.dtype_name}
     about["compiled"] = _compiled(stepper) if recipe.compile else "no"
     x, y = (ids.cpu().numpy() for ids in _ids(shape, vocab_size, compute.device))

@@ -25,7 +25,9 @@ def start(words: Sequence[str], nproc: int, began: float) -> int:
     from gpt.parallel.launch import launch
 
     ended = launch([sys.executable, "-m", "gpt_cli", *words], nproc, began)
-    resume = f"go on with: gpt train --resume {shlex.quote(str(ended.run))}" if ended.run and ended.run.is_dir() else ""
+    resume = (
+        f"resume with: gpt train --resume {shlex.quote(str(ended.run))}" if ended.run and ended.run.is_dir() else ""
+    )
     if ended.signum is not None:
         name = signal.Signals(ended.signum).name
         why = ", maybe by the system, for want of memory" if name == "SIGKILL" else ""

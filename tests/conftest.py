@@ -1,3 +1,4 @@
+import contextlib
 import functools
 import io
 import json
@@ -28,9 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 GPT2_RANKS = SHARED / "data" / "tiktoken"
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # of several side by side, each takes its share of the processors
-    workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny: a second thread would only wait for the first
 
 for name in [name for name in os.environ if name.startswith("GPT_")]:
     del os.environ[name]  # a twin set outside must not change what is tested
@@ -77,6 +76,7 @@ class Done:
 
 
 Gpt = Callable[..., Done]
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # a case of a parametrized test
 
 
 @pytest.fixture
@@ -216,6 +216,13 @@ def assert_same(one: Path, other: Path) -> None:
     assert says[0] == says[1]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An empty current folder for fixtures that outlive a test: no `runs/` of the clone is seen."""
+    with contextlib.chdir(tmp_path_factory.mktemp("nowhere")):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current folder, for every test: what lies in the one where the tests were started is nobody's business."""
@@ -250,6 +257,23 @@ def two_runs(run_folder: Path, workdir: Path) -> list[Path]:
     kept.append(events.to_json(events.SampleEvent(15, 150, 1.5, text)))
     Path("two/metrics.jsonl").write_text("".join(line + "\n" for line in kept))
     return [Path("one"), Path("two")]
+
+
+SLOW_FIXTURES = {
+    "several_trained",
+    "browser",
+    "wheel",
+    "built",
+    "few_steps",
+}  # several processes, the site, README pages
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what needs a slow fixture as slow."""
+    for item in items:
+        if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="module")

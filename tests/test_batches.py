@@ -34,6 +34,14 @@ def test_permutation_of_a_trillion() -> None:
     assert 0 <= images.min() <= images.max() < 10**13
 
 
+def test_each_epoch_has_an_order_of_its_own() -> None:
+    """Whatever the place where the ring is cut."""
+    batches = Batches(Ring(8 * 50), 8, 50, 1)
+    orders = [batches._starts(np.arange(50) + 50 * epoch) // 8 for epoch in range(3)]
+    steps = {tuple(((order - np.roll(order, 1)) % 50).tolist()) for order in orders}
+    assert len(steps) == 3
+
+
 @settings(deadline=None)
 @given(length=st.integers(8, 200), rows=st.integers(1, 9), seed=st.integers(0, 99))
 def test_an_epoch_sees_every_token_once(length: int, rows: int, seed: int) -> None:

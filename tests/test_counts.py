@@ -24,6 +24,7 @@ from gpt.device import Compute
 from gpt.evaluate import Window, total_loss
 from gpt.model.decoder import GPT
 from gpt.training.optim import make_optimizer
+from gpt.training.parallel import Single
 from gpt.training.recipe import resolve
 from gpt.training.state import Snapshot, TrainState
 from gpt.training.step import Stepper
@@ -41,7 +42,7 @@ def stepper(compute: Compute, optimizer: Any = "muon", **settings: Any) -> Stepp
     recipe = resolve(asked, compute, 10**6, 10**5, 101, False, lambda note: None)
     model = GPT(recipe.model).to(compute.device)
     optimizers = make_optimizer(model, recipe.optimizer, 0.1, compute.dtype)
-    return Stepper(model, optimizers, compute, recipe, lambda micro_batch: None)
+    return Stepper(Single(model, optimizers, compute), recipe, lambda micro_batch: None)
 
 
 IDS = np.zeros((4, 16), np.int64)
@@ -61,7 +62,7 @@ def test_waits_of_training(disguise: Disguise, dtype: str, optimizer: str) -> No
         found["waits_of_a_step_that_is_read_late"] = len(device.waits)
         device.waits.clear()
         snapshot = Snapshot()
-        snapshot.take(steps.model, steps.optimizer, steps.scaler, TrainState())
+        snapshot.take(steps.parallel, steps.scaler, TrainState())
         save = "waits_of_a_save_of_a_scaled_loss" if steps.scaled else "waits_of_a_save"
         found[save] = len(device.waits)
         device.waits.clear()
@@ -152,7 +153,7 @@ def test_graphs_of_training() -> None:
             steps.compile()
         for _ in range(3):
             steps.step(IDS, IDS, 0.01).read()
-        with steps.as_written():
+        with steps.eager():
             for length in (5, 16):
                 total_loss(steps.model, [Window(0, 0, IDS[0][:length], IDS[0][:length], 0)], steps.compute)
         steps.step(IDS, IDS, 0.01).read()

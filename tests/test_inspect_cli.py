@@ -174,6 +174,7 @@ def test_a_page_that_no_browser_would_take(
     assert not Path("a.html").exists()
 
 
+@pytest.mark.slow
 def test_narrow_encodings_take_every_token(run_folder: Path) -> None:
     code = "from gpt_cli.main import run; run()"
     for args in (["attention", "-p", "Zürich 🐕 cat"], ["tokens", "Zürich 🐕"], ["positions"], ["neighbors", "Zürich"]):

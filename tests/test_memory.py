@@ -26,6 +26,7 @@ from gpt.model.decoder import GPT
 from gpt.model.memory import Setup, training
 from gpt.model.params import breakdown, counts
 from gpt.training.optim import make_optimizer
+from gpt.training.parallel import Single
 from gpt.training.recipe import resolve
 from gpt.training.step import Stepper
 
@@ -179,12 +180,12 @@ def held(config: GPTConfig, setup: Setup, rows: int) -> Counter[str]:
             for block in model.h:
                 block.forward = _again(block.forward)
         optimizer = make_optimizer(model, setup.optimizer, 0.1, compute.dtype)
-        stepper = Stepper(model, optimizer, compute, recipe, lambda micro_batch: None)
+        stepper = Stepper(Single(model, optimizer, compute), recipe, lambda micro_batch: None)
         x = torch.zeros(rows, config.block_size, dtype=torch.long)
         for live.phase in ("first", "gradients"):
             sound, norm = stepper.gradients(x, x)
             live.phase = live.phase.replace("gradients", "update")
-            optimizer.step(unless=~(sound.isfinite() & norm.isfinite()))
+            optimizer.step(skip=~(sound.isfinite() & norm.isfinite()))
             optimizer.zero_grad()
             del sound, norm
     return live.peaks

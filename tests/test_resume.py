@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Done, Gpt, assert_same, curve, one_line_of_what_and_what_next, send
+from conftest import TINY, Done, Gpt, assert_same, curve, one_line_of_what_and_what_next, send, slow
 from safetensors.torch import load_file, save_file
 
 import gpt as library
@@ -43,11 +43,14 @@ def interrupted_at(
     return heard
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_any_k(text: Path, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "stops"),
+    [("muon", (1, 7, STEPS)), ("adamw", (5,)), *(slow(each, (2, 4, 5, STEPS - 1)) for each in ("muon", "adamw"))],
+)
+def test_any_k(text: Path, optimizer: str, stops: tuple[int, ...]) -> None:
     settings: dict[str, Any] = {**FAST, "optimizer": optimizer, "eval_every": 4, "sample_every": 5, "save_every": 3}
     whole = library.train(text, out="whole", **settings)
-    for k in (1, 2, 4, 5, 7, STEPS - 1, STEPS):
+    for k in stops:
         run = Path(f"at-{k}")
         interrupted_at(k, lambda listen, run=run: library.train(text, out=run, listen=listen, **settings))
         assert folder.checkpoints(run)[-1].step == k
@@ -303,6 +306,7 @@ def test_a_base_that_is_another_now(run_folder: Path, text: Path) -> None:
         library.resume("x")
 
 
+@pytest.mark.slow
 def test_minutes(text: Path) -> None:
     """The steps, and the time spent, are those of the run before."""
     settings = {**FAST, "steps": None, "minutes": 0.3}

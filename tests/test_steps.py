@@ -21,6 +21,7 @@ from gpt.model.decoder import GPT
 from gpt.training import recipe
 from gpt.training import step as stepping
 from gpt.training.optim import make_optimizer
+from gpt.training.parallel import Single
 from gpt.training.state import Snapshot, TrainState
 
 
@@ -37,9 +38,9 @@ def test_a_step_that_is_left_out_changes_nothing(kind: Literal["muon", "adamw"])
         optimizer.step(torch.tensor(unless))
 
     step(1.0, False)
-    before = copy.deepcopy([model.state_dict(), *(part.state_dict() for part in optimizer.parts)])
+    before = copy.deepcopy([model.state_dict(), *(part.state_dict() for part in optimizer.optimizers)])
     step(math.nan, True)
-    after = [model.state_dict(), *(part.state_dict() for part in optimizer.parts)]
+    after = [model.state_dict(), *(part.state_dict() for part in optimizer.optimizers)]
     assert str(before) == str(after)
     assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
     step(2.0, False)
@@ -51,16 +52,17 @@ def test_a_snapshot_remembers_the_scale_of_the_loss() -> None:
     """As a run in float16 has it."""
     model = GPT(gpt.GPTConfig(50, 8, 1, 1, 8))
     optimizer, scaler = make_optimizer(model, "adamw", 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    parallel = Single(model, optimizer, Compute(torch.device("cpu"), torch.float32))
     scaler.scale(torch.ones(()))
     snapshot = Snapshot()
-    snapshot.take(model, optimizer, scaler, TrainState(step=3))
+    snapshot.take(parallel, scaler, TrainState(step=3))
     for p in model.parameters():
         p.grad = torch.full_like(p, math.inf)
-    for part in optimizer.parts:
+    for part in optimizer.optimizers:
         scaler.unscale_(part)
     scaler.update()
     assert scaler.get_scale() == 4.0
-    assert snapshot.restore(model, optimizer, scaler).step == 3
+    assert snapshot.restore(parallel, scaler).step == 3
     assert scaler.get_scale() == 8.0
 
 
@@ -146,7 +148,7 @@ def test_where_compiling_fails_the_run_goes_on(text: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
     result, heard = train(text, steps=6, compile="on")
     (warning,) = [event for event in heard if isinstance(event, events.Note) and event.warning]
-    assert warning.text.startswith("torch.compile failed, so the run goes on without it: ")
+    assert warning.text.startswith("torch.compile failed, so the run continues without it: ")
     assert "long story" not in warning.text
     assert losses(heard) == losses(heard_plain)
     assert json.loads((result.run / "run.json").read_text())["resolved"]["compile"] is False

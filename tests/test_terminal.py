@@ -67,6 +67,7 @@ def test_files_and_pipes_have_what_there_is(gpt: Gpt, workdir: Path) -> None:
     assert 'unknown key "\x1b[31m\u202e"' in gpt("train", "--config", "c.toml").err
 
 
+@pytest.mark.slow
 def test_texts_show_control_characters_and_stream(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     args = ["sample", EVIL, "-m", run_folder, "-n", "60", "-t", "9e15", "--seed", "1"]
     code, said = on_terminal(*args, cwd=workdir)

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, TINY, losses, make_text, resolved, spawn, train, weights
-from gpt.training.pace import Pace
-from gpt.training.schedule import lr_at
+from conftest import FAST, TINY, losses, make_text, resolved, slow, spawn, train, weights
 
 import gpt
 from gpt import events
@@ -29,7 +27,9 @@ from gpt.text.batches import Batches
 from gpt.text.token_folder import TokenFolder
 from gpt.training import recipe
 from gpt.training import step as stepping
+from gpt.training.budget import TimeBudget
 from gpt.training.optim import Muon, make_optimizer, orthogonalize
+from gpt.training.recipe import lr_at
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 
@@ -110,7 +110,7 @@ def test_a_step_is_adamw_on_the_clipped_gradient(text: Path) -> None:
 
 def test_decay_is_for_matrices_alone() -> None:
     model = GPT(gpt.GPTConfig(50, 8, 1, 2, 16))
-    (optimizer,) = make_optimizer(model, "adamw", 0.1).parts
+    (optimizer,) = make_optimizer(model, "adamw", 0.1).optimizers
     decayed, plain = optimizer.param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0)
     assert {p.dim() for p in decayed["params"]} == {2}
@@ -122,7 +122,7 @@ def test_decay_is_for_matrices_alone() -> None:
 
 def test_muon_is_for_the_matrices_of_the_blocks() -> None:
     model = GPT(gpt.GPTConfig(50, 8, 2, 2, 16))
-    muon, adamw = make_optimizer(model, "muon", 0.1).parts
+    muon, adamw = make_optimizer(model, "muon", 0.1).optimizers
     names = {id(p): name for name, p in model.named_parameters()}
     (fused, single), (embeddings, vectors) = (
         [{names[id(p)] for p in group["params"]} for group in part.param_groups] for part in (muon, adamw)
@@ -185,6 +185,7 @@ def test_schedule() -> None:
     assert lr_at(1, peak=2.0, warmup=0, steps=1, decay=0, schedule="cosine") == pytest.approx(0.2)
 
 
+@pytest.mark.slow
 def test_minutes_become_steps_that_can_be_repeated(text: Path) -> None:
     timed, _ = train(text, minutes=0.15, optimizer="muon", dropout=0.0)
     record = json.loads((timed.run / "run.json").read_text())
@@ -201,7 +202,7 @@ def test_minutes_become_steps_that_can_be_repeated(text: Path) -> None:
 
 
 def test_steps_that_fit_into_a_time() -> None:
-    pace = Pace(deadline=100.0, step=0.1, evaluations=10.0, end=5.0)
+    pace = TimeBudget(deadline=100.0, step=0.1, evaluations=10.0, end=5.0)
     assert pace.steps(now=10.0) == 750  # 90 s, less 5 at the end and 20 evaluations
     assert pace.steps_left(now=50.0, step=0.15) == 300
     assert pace.steps_left(now=99.0, step=0.15) == 1
@@ -470,7 +471,7 @@ def test_an_exploded_loss_goes_back_once_with_a_lower_rate(text: Path, monkeypat
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [slow(signal.SIGINT), signal.SIGTERM])
 def test_a_signal_saves_and_ends(text: Path, signum: signal.Signals) -> None:
     process = spawn("train", text, "--steps", "100000", "--preset", "nano", "--block-size", "16", "--eval-every", "50000",
                     "--n-layer", "1", "--n-embd", "16", "--n-head", "1", "--batch-tokens", "16", cwd=text.parent)  # fmt: skip

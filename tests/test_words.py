@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Gpt, make_text
-from gpt.training.resume import Begun, same_compute
 
 from gpt.config import TrainConfig
 from gpt.runs.record import Machine, RunRecord
+from gpt.training.run import Begun, same_compute
 from gpt.words import counted
 
 

@@ -162,7 +162,7 @@ def stopped(place: Path, text: Path, number: int, seconds: float, expected: str)
         return "finished" if state_sum(run) == expected else "another state"
     if process.returncode not in (128 + signum, -signum) or "Traceback" in err:
         return f"exit {process.returncode}: {err}"
-    command = re.search(r"go on with: gpt (.*)", err)
+    command = re.search(r"resume with: gpt (.*)", err)
     if command is None and folder.is_run(run) and json.loads((run / folder.RECORD).read_text()).get("ended"):
         return "finished"  # it came while Python ended
     if command is None:
@@ -322,8 +322,8 @@ class _File:
         return getattr(self._file, name)
 
 
-def failing_saves(place: Path, errors: tuple[int, ...] = ERRORS) -> Counter[str]:
-    """Makes every write, sync and rename of a save fail in turn; returns the outcomes."""
+def failing_saves(place: Path, errors: tuple[int, ...] = ERRORS, every: int = 1) -> Counter[str]:
+    """Makes every write, sync and rename of a save, or one in ``every``, fail in turn; returns the outcomes."""
     files = small_checkpoint_files()
     run = place / "run"
     outcomes: Counter[str] = Counter()
@@ -332,7 +332,7 @@ def failing_saves(place: Path, errors: tuple[int, ...] = ERRORS) -> Counter[str]
     for code in errors:
         n = 0
         while True:
-            n += 1
+            n += every
             shutil.rmtree(run, ignore_errors=True)
             run.mkdir()
             checkpoint.write(run / folder.step_name(1), files)
@@ -378,7 +378,8 @@ def small_checkpoint_files(n_embd: int = 64) -> dict[str, Any]:
     from gpt.text.tokenizer import bytes_tokenizer
     from gpt.training import recipe
     from gpt.training.optim import make_optimizer
-    from gpt.training.state import Machine, Snapshot, TrainState
+    from gpt.training.parallel import WEIGHT, Single
+    from gpt.training.state import STATE, TENSORS, Machine, Snapshot, TrainState
     from gpt.training.step import Stepper
 
     tokenizer = bytes_tokenizer()
@@ -388,25 +389,30 @@ def small_checkpoint_files(n_embd: int = 64) -> dict[str, Any]:
     assert isinstance(found.model, GPTConfig)
     torch.manual_seed(0)
     model = GPT(found.model)
-    stepper = Stepper(model, make_optimizer(model, "muon", 0.1), compute, found, lambda size: None)
+    parallel = Single(model, make_optimizer(model, "muon", 0.1), compute)
+    stepper = Stepper(parallel, found, lambda size: None)
     for _ in range(3):
         idx = torch.randint(257, (2, 33)).numpy()
         stepper.step(idx[:, :-1], idx[:, 1:], 1e-3)
     snapshot = Snapshot()
-    snapshot.take(model, stepper.optimizer, stepper.scaler, TrainState(step=3, settled_step=3, windows=1))
+    snapshot.take(parallel, stepper.scaler, TrainState(step=3, settled_step=3, windows=1))
+    weights = {name.removeprefix(WEIGHT): t for name, t in snapshot.tensors.items() if name.startswith(WEIGHT)}
+    rest = {name: t.numpy() for name, t in snapshot.tensors.items() if not name.startswith(WEIGHT)}
     contents = checkpoint.contents(
-        found.model, snapshot.weights, checkpoint.TokenizerFiles(tokenizer, found.model), {"step": 3, "val_loss": 2.0}
+        found.model, weights, checkpoint.TokenizerFiles(tokenizer, found.model), {"step": 3, "val_loss": 2.0}
     )
-    return {**contents, **snapshot.files(found, Machine("cpu", "float32", torch.get_num_threads()), None)}
+    about = snapshot.about(found, Machine("cpu", "float32", torch.get_num_threads()), None)
+    return {**contents, STATE: about, TENSORS: rest}
 
 
 def read_all(path: Path) -> None:
     """Reads a checkpoint as a resumed run does."""
     import torch
-    from gpt.training.learner import Learner
 
+    from gpt.device import Compute
     from gpt.runs import checkpoint
     from gpt.training.optim import make_optimizer
+    from gpt.training.parallel import Single
     from gpt.training.state import read_saved, read_snapshot
 
     folder.check_sums(path, training=True)
@@ -415,9 +421,8 @@ def read_all(path: Path) -> None:
         raise UserError("another shape")
     model = checkpoint.load(path, torch.device("cpu"), saved.recipe.model).model
     optimizer = make_optimizer(model, saved.recipe.optimizer, saved.recipe.weight_decay)
-    read_snapshot(path, saved, Learner(model, model, optimizer)).restore(
-        model, optimizer, torch.amp.GradScaler("cpu", enabled=False)
-    )
+    parallel = Single(model, optimizer, Compute(torch.device("cpu"), torch.float32))
+    read_snapshot(path, saved, parallel).restore(parallel, torch.amp.GradScaler("cpu", enabled=False))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The desk at which whole tensors are put together: one question at a time, whoever asks."""
+"""Gathering tensors on rank 0: one at a time, whichever thread asks."""
 
 import threading
 from collections import deque
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from gpt.parallel.desk import Desk
 from torch import Tensor
 
 from gpt.model.params import Parameter
-from gpt.parallel import desk
+from gpt.parallel import gather
+from gpt.parallel.gather import CheckpointGatherer
 from gpt.parallel.shard import Grid
 
 PATIENCE = 0.3  # seconds in which a second question, which must not come, would
@@ -19,8 +19,8 @@ NAMES = {name: Parameter(name, shape, "norm") for name, shape in {"weight": (6, 
 
 
 class Others:
-    """In the place of torch.distributed at rank 0: the others answer each question in turn, as `Desk.answer` does, the
-    first of all once a second one has been asked, or nothing has come for a while."""
+    """Stands in for torch.distributed on rank 0: the other ranks answer each request in turn, as `CheckpointGatherer.send`
+    does, but the first only after a second request, or after a while without one."""
 
     def __init__(self, grid: Grid, whole: dict[str, Tensor]) -> None:
         self.grid, self.whole = grid, whole
@@ -52,12 +52,12 @@ def test_two_files_ask_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> N
     grid = Grid(3, 1, True)
     whole = {name: torch.randn(p.shape) for name, p in NAMES.items()}
     others = Others(grid, whole)
-    monkeypatch.setattr(desk, "dist", others)
-    here = Desk(grid, NAMES, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(gather, "dist", others)
+    here = CheckpointGatherer(grid, NAMES, None)  # type: ignore[arg-type]
 
     def asked(name: str) -> Tensor:
         mine = grid.part(NAMES[name], 0).take(whole[name])
-        return torch.from_numpy(here.ask(name, mine.numpy()))
+        return torch.from_numpy(here.full_tensor(name, mine.numpy()))
 
     with ThreadPoolExecutor(2) as threads:
         weight = threads.submit(asked, "weight")
