@@ -50,9 +50,9 @@ def _check_room(nproc: int) -> None:
 
 
 def launch(command: Sequence[str], nproc: int, began: float | None = None) -> Ended:
-    """Runs ``command`` in ``nproc`` processes until all have ended, and passes signals on. Each process finds its rank in
-    its environment, as under torchrun. They meet at ``MASTER_PORT``, or at a free port if that is not set. ``began`` is
-    when the work did, on the clock of `time.perf_counter`.
+    """Runs ``command`` in ``nproc`` processes until all have ended, and passes signals on. Each process finds its rank
+    in its environment, as under torchrun. They meet at ``MASTER_PORT``, or at a free port if that is not set. ``began``
+    is when the work did, on the clock of `time.perf_counter`.
 
     Raises `UserError` if that port is taken, or if this machine has too little memory for so many processes.
     """

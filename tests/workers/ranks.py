@@ -8,9 +8,12 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +21,9 @@ import torch
 
 import gpt
 from gpt import events
+from gpt.device import Compute
 from gpt.model.decoder import GPT
+from gpt.parallel import world
 from gpt.training import step as stepping
 
 SMALL: dict[str, Any] = {
@@ -125,6 +130,44 @@ def broken() -> None:
         command("--quiet", "-o", "broken")
 
 
+@contextlib.contextmanager
+def watched() -> Iterator[threading.Event]:
+    """Watches peers as where gradients go over NCCL, whose collectives end when they are aborted. Yields that event."""
+    whole, aborted = world.Ranks.place, threading.Event()
+
+    def place(self: world.Ranks, compute: Compute) -> Compute:
+        found = whole(self, compute)
+        self.watchdog = world.Watchdog(self.rank, self.size, SimpleNamespace(abort=aborted.set))  # type: ignore[arg-type]
+        return found
+
+    with mock.patch.object(world.Ranks, "place", place):
+        yield aborted
+
+
+def killed() -> None:
+    """Kills rank 1 while rank 0 is in a collective of NCCL, which would not end by itself."""
+    whole, calls = stepping.Stepper.step, []
+
+    def step(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 6:
+            if RANK == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            aborted.wait(300)
+            raise RuntimeError("NCCL communicator was aborted")
+        return whole(*args)
+
+    with watched() as aborted, mock.patch.object(stepping.Stepper, "step", step):
+        command("--quiet", "-o", "killed")
+
+
+def unharmed() -> None:
+    """Trains to the end while peers are watched."""
+    with watched() as aborted:
+        gpt.train("book.txt", out="unharmed", **SHORT)
+    assert not aborted.is_set()
+
+
 def otherwise() -> None:
     """Gives the two ranks different command lines."""
     command("--quiet", "-o", "otherwise", "--seed", str(7 + RANK))
@@ -139,5 +182,7 @@ def command(*words: str) -> None:
 
 
 if __name__ == "__main__":
-    scenarios: dict[str, Callable[[], None]] = {"two": two, "broken": broken, "otherwise": otherwise}
+    scenarios: dict[str, Callable[[], None]] = {
+        "two": two, "broken": broken, "otherwise": otherwise, "killed": killed, "unharmed": unharmed
+    }  # fmt: skip
     scenarios[sys.argv[1]]()
