@@ -253,7 +253,7 @@ def locked(folder: Path, hint: str) -> Iterator[None]:
         lock.release()
 
 
-def file_sum(path: Path, from_disk: bool = False) -> str:
+def file_sha256(path: Path, from_disk: bool = False) -> str:
     """sha256 of a file, in hexadecimal; ``from_disk``: not of what the system still has of it in memory."""
     with open_regular(path) as file:
         if from_disk and hasattr(os, "posix_fadvise"):

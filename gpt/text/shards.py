@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpt.errors import UserError
-from gpt.files import file_sum, open_regular, whole_file
+from gpt.files import file_sha256, open_regular, whole_file
 
 MAGIC = b"GPTIDS\r\n"
 VERSION = 2
@@ -145,7 +145,7 @@ class Shard:
     def verify(self, sha256: str) -> None:
         """Reads all of it. Raises `UserError` unless its sum is ``sha256``, its ids and its offsets are in bounds."""
         with self._system_errors():
-            if file_sum(self.path) != sha256:
+            if file_sha256(self.path) != sha256:
                 raise UserError(f"{self.path} is damaged: its sha256 is not the one it was made with", HINT)
         for start in range(0, len(self), 2**22):
             self.take(start, start + 2**22)

@@ -22,7 +22,7 @@ from gpt.errors import UserError
 from gpt.files import (
     LINES_LIMIT,
     disk_errors,
-    file_sum,
+    file_sha256,
     open_regular,
     read_json,
     read_lines,
@@ -144,7 +144,7 @@ class TokenFolder:
         """Reads everything and compares sums, ids, offsets and totals. Raises `UserError` naming what is damaged."""
         total = sum(record.tokens for record in self.shards)
         try:
-            right = file_sum(self.path / SOURCES) == self.manifest["sources"].get("sha256")
+            right = file_sha256(self.path / SOURCES) == self.manifest["sources"].get("sha256")
         except OSError as error:
             raise UserError(f"cannot read {self.path / SOURCES}: {error.strerror or error}") from None
         if not right:
@@ -197,7 +197,7 @@ def write_manifest(
         "train": _totals(ordered, "train"),
         "val": _totals(ordered, "val"),
         **counts,
-        "sources": {"file": SOURCES, "count": len(sources), "sha256": file_sum(folder / SOURCES)},
+        "sources": {"file": SOURCES, "count": len(sources), "sha256": file_sha256(folder / SOURCES)},
         "shards": [asdict(record) for record in ordered],
     }
     write_file(folder / MANIFEST, to_json(manifest))

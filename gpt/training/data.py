@@ -16,7 +16,7 @@ import numpy as np
 from gpt.config import TextConfig, TrainConfig, find_preset
 from gpt.errors import UserError
 from gpt.evaluate import Window, spread_windows, windows
-from gpt.files import file_sum, reading
+from gpt.files import file_sha256, reading
 from gpt.model.loss import IGNORED
 from gpt.text.batches import Batches, Int64s, shuffled
 from gpt.text.corpus import Corpus, Listener, Spread
@@ -153,7 +153,7 @@ class TokenDataset:
     def sources(self) -> list[dict[str, Any]]:
         """Each source with its checksum, or the folder of tokens with its manifest's."""
         if self.found:
-            return [{"name": str(self.folder.path), "sha256": file_sum(self.folder.path / MANIFEST)}]
+            return [{"name": str(self.folder.path), "sha256": file_sha256(self.folder.path / MANIFEST)}]
         keys = ("name", "size", "documents", "bytes", "sha256")
         return [{key: getattr(source, key) for key in keys} for source in self.folder.sources()]
 

@@ -134,17 +134,17 @@ def _sign(name: str) -> Callable[[Path], None]:
 
     def sign(bad: Path) -> None:
         (bad / name / folder.CHECKSUMS).unlink()
-        folder.write_sums(bad / name)
+        folder.write_checksums(bad / name)
 
     return sign
 
 
 def _sign_sources(bad: Path) -> None:
-    from gpt.files import file_sum
+    from gpt.files import file_sha256
 
     with contextlib.suppress(ValueError, TypeError, KeyError):
         manifest = json.loads((bad / MANIFEST).read_text())
-        manifest["sources"]["sha256"] = file_sum(bad / SOURCES)
+        manifest["sources"]["sha256"] = file_sha256(bad / SOURCES)
         (bad / MANIFEST).write_text(json.dumps(manifest))
 
 
