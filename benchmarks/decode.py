@@ -31,11 +31,9 @@ from transformers import (
 from benchmarks.results import machine, write_section
 from gpt.config import PRESETS, GPTConfig
 from gpt.decoding import logits as filters
-from gpt.decoding.beam import BeamBatch
 from gpt.decoding.bench import bandwidth_of, weight_bytes
 from gpt.decoding.context import Context
-from gpt.decoding.generate import Batch, Request
-from gpt.decoding.logits import Filters
+from gpt.decoding.engine import Engine, Request
 from gpt.decoding.weights import prepare
 from gpt.device import Compute
 from gpt.model.decoder import GPT
@@ -73,13 +71,11 @@ def ours(model: GPT, prompts: list[list[int]], new: int, beam: int = 0) -> list[
     """Generates as `gpt sample` does, without the tokenizer: greedily, or the best of ``beam`` beams."""
     config = SampleConfig(greedy=not beam, beam=beam, max_tokens=new, ignore_eot=True)
     context = Context(model, CPU, len(prompts) * max(1, beam), len(prompts[0]) + new)
-    requests, found = [Request(prompt) for prompt in prompts], [list[int]() for _ in prompts]
-    if beam:
-        for event in BeamBatch(context, Filters(config, 0), requests):
-            found[event.number] += event.agreed
-    else:
-        for told in Batch(context, Filters(config, 0), requests):
-            found[told.number] += [token.id for token in told.tokens]
+    engine, found = Engine(context, eot=0), [list[int]() for _ in prompts]
+    for prompt in prompts:
+        engine.add(Request(prompt, config))
+    for event in engine.run():
+        found[event.number] += [token.id for token in event.tokens]
     return found
 
 
@@ -226,9 +222,10 @@ def _beams_equal(
     model: GPT, theirs: GPT2LMHeadModel, prompt: list[int], eot: int, new: int, how: dict[str, Any]
 ) -> bool:
     config = SampleConfig(**how, n_best=how["beam"], max_tokens=new)
-    events = list(BeamBatch(Context(model, CPU, config.beam), Filters(config, eot), [Request(prompt)]))
-    best = events[-1].best
-    assert best is not None
+    engine = Engine(Context(model, CPU, config.beam), eot)
+    engine.add(Request(prompt, config))
+    *_, event = engine.run()
+    best = event.best
     x = torch.tensor([prompt])
     out = theirs.generate(
         x, attention_mask=torch.ones_like(x), do_sample=False, num_beams=config.beam, max_new_tokens=new,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import typer
 
     from gpt.api import Measured
-    from gpt.decoding.generate import Token
+    from gpt.decoding.logits import Token
     from gpt.decoding.write import Piece, Sample
     from gpt.evaluate import Evaluation
     from gpt.text.tokenizer import Tokenizer

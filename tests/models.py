@@ -1,13 +1,15 @@
 """Tiny models for tests, and how they are run."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from gpt.config import GPTConfig
 from gpt.decoding.context import Context
-from gpt.decoding.generate import Batch, Request, Token
-from gpt.decoding.logits import Filters
+from gpt.decoding.engine import Engine, Request
+from gpt.decoding.logits import Token
 from gpt.device import Compute
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
@@ -31,10 +33,20 @@ def tiny_model(block_size: int = 16, positions: str = "learned", arch: str = "gp
     return model
 
 
+def engine_of(
+    context: Context, requests: Iterable[Request], config: SampleConfig, seed: int = 0, eot: int = EOT
+) -> Engine:
+    """An engine with these requests, all with the same settings."""
+    engine = Engine(context, eot)
+    for request in requests:
+        engine.add(replace(request, config=config, seed=seed))
+    return engine
+
+
 def batched(model: GPT, requests: list[Request], config: SampleConfig, rows: int, seed: int = 0) -> list[list[Token]]:
     """Each request's tokens, generated `rows` requests at a time."""
     found: list[list[Token]] = [[] for _ in requests]
-    for event in Batch(Context(model, CPU, rows), Filters(config, EOT), requests, seed):
+    for event in engine_of(Context(model, CPU, rows), requests, config, seed).run():
         found[event.number] += event.tokens
     return found
 

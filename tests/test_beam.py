@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from models import engine_of
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.config import GPTConfig
-from gpt.decoding.beam import BeamBatch, Hypothesis, Search
+from gpt.decoding.beam import Hypothesis, Search
 from gpt.decoding.context import Context
-from gpt.decoding.generate import Request, generate
-from gpt.decoding.logits import Filters
+from gpt.decoding.engine import Request, generate
 from gpt.device import Compute
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
@@ -54,9 +54,9 @@ def search(
     context = Context(model, CPU, rows * config.beam)
     agreed: list[list[int]] = [[] for _ in prompts]
     best: list[list[Hypothesis]] = [[] for _ in prompts]
-    for event in BeamBatch(context, Filters(config, eot), [Request(prompt) for prompt in prompts]):
-        agreed[event.number] += event.agreed
-        if event.best is not None:
+    for event in engine_of(context, map(Request, prompts), config, eot=eot).run():
+        agreed[event.number] += [token.id for token in event.tokens]
+        if event.best:
             best[event.number] = list(event.best)
     return list(zip(agreed, best, strict=True))
 
@@ -192,9 +192,9 @@ def test_what_is_agreed_on_comes_before_the_end() -> None:
     model, _ = pair(30, 3, 1.0)
     config = SampleConfig(beam=2, max_tokens=30, ignore_eot=True)
     told = [
-        list(event.agreed)
-        for event in BeamBatch(Context(model, CPU, 3), Filters(config, 0), [Request([1, 2])])
-        if event.best is None
+        list(event.tokens)
+        for event in engine_of(Context(model, CPU, 3), [Request([1, 2])], config, eot=0).run()
+        if event.reason is None
     ]
     assert sum(map(bool, told)) > 2
 
@@ -214,7 +214,7 @@ def test_a_prompt_s_log_probabilities_are_of_what_the_context_keeps() -> None:
     size = model.config.block_size
     prompt = [at * at % 29 for at in range(size + 9)]
     config = SampleConfig(beam=2, max_tokens=2, echo_logprobs=True)
-    told, *_ = BeamBatch(Context(model, CPU, 2), Filters(config, 0), [Request(prompt)])
+    told, *_ = engine_of(Context(model, CPU, 2), [Request(prompt)], config, eot=0).run()
     assert told.prompt is not None
     with torch.no_grad():
         logprobs = model(torch.tensor([prompt[-size:]]))[0].log_softmax(-1)

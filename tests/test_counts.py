@@ -11,15 +11,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from models import engine_of
 from torch._dynamo.utils import counters
 
 import gpt
 from gpt import SampleConfig
 from gpt.decoding import weights
-from gpt.decoding.beam import BeamBatch
 from gpt.decoding.context import Context
-from gpt.decoding.generate import Batch, Request
-from gpt.decoding.logits import Filters
+from gpt.decoding.engine import Request
 from gpt.device import Compute
 from gpt.evaluate import Window, total_loss
 from gpt.model.decoder import GPT
@@ -103,8 +102,7 @@ def token(disguise: Disguise, rows: int, settings: dict[str, Any]) -> dict[str, 
 
         with mock.patch.object(context, "step", marked):
             requests = [Request([1 + n, 2]) for n in range(rows)]
-            kind: Any = BeamBatch if config.beam else Batch
-            for _ in kind(context, Filters(config, 100), requests):
+            for _ in engine_of(context, requests, config, eot=100).run():
                 pass
     (waits, launches), (waits_after, launches_after) = marks[3:5]
     waits = waits_after - waits
@@ -180,7 +178,7 @@ def test_graphs_of_decoding(arch: Any) -> None:
         for prompts in ([[1]], [[1, 2, 3], [4]], [[5] * 20]):
             context = Context(model, compute, 2, 16, weights.compiled(model, compute, pytest.fail))
             config = SampleConfig(max_tokens=40, ignore_eot=True)
-            for _ in Batch(context, Filters(config, 100), [Request(prompt) for prompt in prompts]):
+            for _ in engine_of(context, map(Request, prompts), config, eot=100).run():
                 pass
     wanted = COUNTS["compiling"]
     assert found == {

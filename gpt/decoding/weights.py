@@ -10,12 +10,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from gpt.decoding.context import Step
 from gpt.device import Compute
 from gpt.errors import is_out_of_memory
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
 
+Step = Callable[[Tensor, Tensor | None, KVCache], Tensor]  # what `GPT.stack` computes
 LEVELS = 127  # of int8, on either side of 0
 
 

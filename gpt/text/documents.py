@@ -1,7 +1,7 @@
-"""Sources → documents, whatever they are packed in, without ever holding a whole file.
+"""Sources → documents in chunks, whatever they are packed in. No file is held as a whole.
 
-A file goes through its endings from the outermost on: ``.gz`` and ``.zst`` are unpacked, archives give their members,
-tables and JSON lines the values of a field; anything else is plain text.
+A file's suffixes are read from the last one on: ``.gz`` and ``.zst`` are unpacked, archives yield their members, JSON
+lines and tables the values of a field; anything else is plain text.
 """
 
 import contextlib
@@ -20,25 +20,25 @@ from gpt.text.unpack import (
     PackedFile,
     Source,
     StreamError,
-    any_order,
     damaged,
-    of_source,
+    open_source,
+    opened_seekable,
     spooled,
     tar_members,
     zip_members,
 )
 
-EXAMPLES = 5  # messages that are kept of all that was left out
+EXAMPLES = 5  # messages kept of all that was skipped
 
 
 def utf8_size(text: str) -> int:
-    """Bytes of a text in UTF-8."""
+    """Returns the number of bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a document. Documents come one after the other; each begins with a piece that ``begins`` it."""
+    """A part of a document's text. The chunks of a document follow each other; the first one ``begins`` it."""
 
     text: str
     begins: bool
@@ -46,29 +46,30 @@ class Chunk:
 
 @dataclass
 class Skipped:
-    """What ``--skip-bad`` left out: how much, and the first few reasons."""
+    """The files, members, lines and rows that ``--skip-bad`` left out: their number, and the first few errors."""
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
 
     def add(self, error: UserError) -> None:
-        """Counts what could not be read, for the reason that ``error`` gives."""
+        """Counts an error."""
         self.count += 1
         if len(self.examples) < EXAMPLES:
             self.examples.append(error.message)
 
 
-HEAD = 2**16  # characters; a document's first piece holds so many, or all of it
-LENGTH = 2**20  # characters of a piece, about
+HEAD = 2**16  # characters; a document's first chunk holds at least so many, or all of it
+LENGTH = 2**20  # characters of a chunk, about
 
 
 def split_at(blocks: Iterable[str], separator: str) -> Iterator[str | None]:
-    """The text between lines that equal ``separator`` (a carriage return at their end apart); None: a document ends."""
+    """Yields the text between lines that equal ``separator`` (or that and a carriage return), and None for each
+    line."""
     needle = "\n" + separator
-    held = "\n"  # its first character was passed on, or stands for the line break before the first line
+    held = "\n"  # its first character is yielded already, or stands for a line break before the first line
     for block in blocks:
         text = held + block
-        start = min(1, len(held))  # text[:start] was passed on
+        start = min(1, len(held))  # text[:start] is yielded already
         at = text.find(needle)
         while at >= 0:
             end = at + len(needle)
@@ -93,7 +94,7 @@ def split_at(blocks: Iterable[str], separator: str) -> Iterator[str | None]:
 
 
 def chunks_of(parts: Iterable[str | None]) -> Iterator[Chunk | None]:
-    """The pieces of documents, of which None ends each but the last one; None after each that is whole."""
+    """Yields the chunks of documents, and None after each document that is whole. In ``parts`` None ends a document."""
     held: list[str] = []
     size, begins = 0, True
     for part in parts:
@@ -113,7 +114,7 @@ def chunks_of(parts: Iterable[str | None]) -> Iterator[Chunk | None]:
 
 
 def chunks_of_whole(texts: Iterable[str]) -> Iterator[Chunk]:
-    """The pieces of documents that are there as a whole; empty ones are none."""
+    """Yields the chunks of whole documents; leaves out empty ones."""
     for text in texts:
         if 0 < len(text) <= LENGTH:
             yield Chunk(text, True)
@@ -121,7 +122,7 @@ def chunks_of_whole(texts: Iterable[str]) -> Iterator[Chunk]:
             yield from (Chunk(text[at : at + LENGTH], at == 0) for at in range(0, len(text), LENGTH))
 
 
-DEPTH = 8  # wrappings that are unwrapped; an archive may hold itself
+DEPTH = 8  # formats unpacked around each other at most; an archive may hold itself
 
 Texts = Callable[[str, ByteStream, str, Characters, OnBad], Iterator[str]]
 RECORDS: dict[str, Texts] = {
@@ -134,11 +135,11 @@ RECORDS: dict[str, Texts] = {
 
 
 def _nobody(size: int) -> None:
-    """Listens to no progress."""
+    """The listener that shows no progress."""
 
 
 class Reader:
-    """Reads documents as a `ReadConfig` says, and counts what was replaced and what was left out."""
+    """Reads documents as a `ReadConfig` says; counts replaced bytes and skipped items."""
 
     records: Mapping[str, Texts] = RECORDS
 
@@ -147,47 +148,48 @@ class Reader:
             raise UserError("--split-on has a line break in it", "give one line, without its end")
         self.config = config
         self._characters = Characters(config.encoding, config.errors)
-        self._utf8 = Characters("utf-8", config.errors)  # for formats that leave no choice
+        self._utf8 = Characters("utf-8", config.errors)  # for formats that are always UTF-8
         self._skipped = Skipped()
-        self._lines = False  # of the source that is read
+        self._lines = False  # `Source.lines` of the current source
 
     @property
     def replaced(self) -> int:
-        """How many times U+FFFD was written for bytes that are not of the encoding."""
+        """The number of U+FFFD written for invalid bytes."""
         return self._characters.replaced + self._utf8.replaced
 
     @property
     def skipped(self) -> int:
-        """How many files, members, lines and rows were left out."""
+        """The number of files, members, lines and rows left out."""
         return self._skipped.count
 
     @property
     def skipped_examples(self) -> list[str]:
-        """Why, for the first few of them."""
+        """The errors of the first few of them."""
         return self._skipped.examples
 
     def documents(self, source: Source, on_bytes: OnBytes = _nobody) -> Iterator[Chunk]:
-        """The documents of a source, none of them empty, in pieces.
+        """Yields the documents of a source in chunks; none is empty.
 
-        The first piece of each holds all of it or at least `HEAD` characters. ``on_bytes`` hears how many of
-        the source's bytes were read so far. Raises `UserError` for what is damaged or no text, unless ``skip_bad``.
+        The first chunk of a document holds all of it or at least `HEAD` characters. ``on_bytes`` gets the number of
+        the source's bytes read so far. Raises `UserError` for damaged files and for what is no text, unless
+        ``skip_bad``.
         """
         self._lines = source.lines
         furthest = 0
 
-        def tell(size: int) -> None:  # what is read a second time is no news
+        def tell(size: int) -> None:  # `_whole` may read a file twice
             nonlocal furthest
             furthest = max(furthest, size)
             on_bytes(furthest)
 
         with self._skipping(source.name):
-            yield from self._read(PackedFile(source.name, _kind(source.name), partial(of_source, source, tell)))
+            yield from self._read(PackedFile(source.name, _kind(source.name), partial(open_source, source, tell)))
         if source.size:
             on_bytes(source.size)
 
     @contextlib.contextmanager
     def _skipping(self, name: str) -> Iterator[None]:
-        """Counts what cannot be read below ``name``, under ``skip_bad``; what breaks off around it is raised."""
+        """Under ``skip_bad``, counts errors in ``name`` and what it holds; raises those of streams around it."""
         try:
             yield
         except UserError as error:
@@ -215,7 +217,7 @@ class Reader:
         elif self.config.skip_bad:
             yield from self._whole(file)
         else:
-            yield from (piece for piece in self._plain(file) if piece is not None)
+            yield from (chunk for chunk in self._plain(file) if chunk is not None)
 
     def _members(self, members: Iterator[PackedFile]) -> Iterator[Chunk]:
         with contextlib.closing(members):  # type: ignore[type-var]
@@ -225,8 +227,8 @@ class Reader:
 
     def _records(self, file: PackedFile, ending: str) -> Iterator[Chunk]:
         characters = self._utf8 if ending == ".parquet" else self._characters
-        with any_order(file) if ending == ".parquet" else contextlib.closing(file.open()) as stream:
-            if characters.wide:  # lines are found as bytes
+        with opened_seekable(file) if ending == ".parquet" else contextlib.closing(file.open()) as stream:
+            if characters.wide:  # lines are split as bytes
                 blocks = (block.encode() for block in characters.blocks(file.name, stream))
                 stream, characters = ByteStream(Blocks(blocks), partial(damaged, file.name)), self._utf8
             texts = self.records[ending](file.name, stream, self.config.field, characters, self._on_bad)
@@ -236,33 +238,33 @@ class Reader:
                 yield from chunks_of_whole(texts)
 
     def _plain(self, file: PackedFile) -> Iterator[Chunk | None]:
-        """A plain text's documents; None after each that is whole."""
+        """Yields the chunks of a plain text's documents; None after each that is whole."""
         with contextlib.closing(file.open()) as stream:
             blocks = self._characters.blocks(file.name, stream)
             separator = self.config.split_on
             yield from chunks_of(blocks if separator is None else split_at(blocks, separator))
 
     def _whole(self, file: PackedFile) -> Iterator[Chunk]:
-        """Those documents of a plain text that are whole: a file with a long one is read twice."""
+        """Yields the chunks of documents without errors. A file with a document of several chunks is read twice."""
         with contextlib.ExitStack() as stack:
-            if not file.again:
+            if not file.reopenable:
                 file = stack.enter_context(spooled(file))
             done, held = 0, None
             replaced = self._characters.replaced
             first = self._plain(file)
-            for piece in first:
-                if piece is not None and held is not None:
-                    break  # a long one
-                if piece is None and held is not None:
+            for chunk in first:
+                if chunk is not None and held is not None:
+                    break  # a document of several chunks
+                if chunk is None and held is not None:
                     yield held
                     done += 1
-                held = piece
+                held = chunk
             else:
                 return
             whole, error = done, None
             try:
-                for piece in first:
-                    whole += piece is None
+                for chunk in first:
+                    whole += chunk is None
             except UserError as bad:
                 error = bad
             self._characters.replaced = replaced
@@ -272,15 +274,15 @@ class Reader:
 
 
 def _between(documents: Iterator[Chunk | None], start: int, end: int) -> Iterator[Chunk]:
-    """The pieces of documents ``start`` to ``end``, as slices count them."""
+    """Yields the chunks of ``documents[start:end]``."""
     number = 0
-    for piece in documents:
+    for chunk in documents:
         if number == end:
             return
-        if piece is None:
+        if chunk is None:
             number += 1
         elif number >= start:
-            yield piece
+            yield chunk
 
 
 def _kind(name: str) -> str:
@@ -289,6 +291,6 @@ def _kind(name: str) -> str:
 
 
 def is_plain(source: Source) -> bool:
-    """Whether a source is plain text as it is stored: one document, as long as the file, unless it is to be split."""
+    """Whether a source is plain text as stored: one document as long as the file, unless it is to be split."""
     ending = "." + _kind(source.name).rpartition(".")[2]
     return ending not in {*UNPACK, *RECORDS, ".zip", ".tar"}

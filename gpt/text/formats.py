@@ -1,4 +1,4 @@
-"""Bytes → text: an encoding, exactly; and the values of a field in JSON lines, CSV and Parquet."""
+"""Bytes → text: an encoding, and the values of one field in JSON lines, CSV and Parquet."""
 
 import codecs
 import csv
@@ -12,7 +12,7 @@ from typing import Any
 from gpt.errors import UserError, WorkError
 from gpt.text.unpack import BUFFER, ByteStream, damaged, reason
 
-BLOCK = 2**18  # bytes decoded at once; more is slower, since memory for it is fetched from the system each time
+BLOCK = 2**18  # bytes decoded at once; more is slower, since the system then provides new memory for each block
 
 
 class _Count(threading.local):
@@ -27,11 +27,11 @@ def _replace(error: UnicodeError) -> tuple[str | bytes, int]:
     return codecs.replace_errors(error)
 
 
-codecs.register_error("gpt.replace", _replace)  # "replace", counted: U+FFFD may stand in a text of its own accord
+codecs.register_error("gpt.replace", _replace)  # counts, since U+FFFD may also stand in the text itself
 
 
 class Characters:
-    """A way to read bytes: an encoding, and what becomes of bytes that are not of it. ``replaced`` counts these."""
+    """An encoding, and what to do with bytes that are invalid in it. ``replaced`` counts those that were replaced."""
 
     def __init__(self, encoding: str, errors: str) -> None:
         try:
@@ -45,10 +45,10 @@ class Characters:
         self.replaced = 0
         name = codecs.lookup(encoding).name
         self.is_utf8 = name == "utf-8"
-        self.wide = name.startswith(("utf-16", "utf-32"))  # a line break and most else has zero bytes in it
+        self.wide = name.startswith(("utf-16", "utf-32"))  # most characters, line breaks too, have zero bytes
 
     def decode(self, data: bytes) -> str:
-        """All of ``data``. Raises UnicodeDecodeError under "strict"."""
+        """Decodes all of ``data``. Raises UnicodeDecodeError under "strict"."""
         try:
             return data.decode(self.encoding)
         except UnicodeDecodeError:
@@ -60,7 +60,7 @@ class Characters:
         return text
 
     def blocks(self, name: str, stream: ByteStream) -> Iterator[str]:
-        """The text of a stream, a block at a time; before an error, all that comes before it."""
+        """Yields the text of a stream block by block, up to the first bad byte, which then raises `UserError`."""
         decoder = codecs.getincrementaldecoder(self.encoding)(self.errors)
         offset, line = 0, 1  # of the block's first byte
         block = self._first(name, stream)
@@ -93,14 +93,14 @@ class Characters:
     def _as_far_as_it_goes(
         self, name: str, decoder: codecs.IncrementalDecoder, block: bytes, final: bool
     ) -> tuple[str, UnicodeDecodeError | None]:
-        """Characters up to the first byte that is none, and what is wrong with that."""
+        """Returns the characters before the first invalid byte, and the error there."""
         state, before = decoder.getstate(), _count.replaced
         try:
             text = decoder.decode(block, final)
             self.replaced += _count.replaced - before
             return text, None
         except UnicodeDecodeError as error:
-            decoder.setstate(state)  # error.object: what was left of the block before, and this one
+            decoder.setstate(state)  # error.object: the rest of the block before, and this block
             good = len(block) - len(error.object) + error.start
             return decoder.decode(block[: max(0, good)]), error
         except UnicodeError as error:
@@ -108,17 +108,17 @@ class Characters:
 
     @property
     def shown(self) -> str:
-        """The encoding as a user knows it."""
+        """The encoding's name for messages."""
         return "UTF-8" if self.is_utf8 else self.encoding
 
     @property
     def hint(self) -> str:
-        """What to do about bytes of another encoding."""
+        """The advice for bytes of another encoding."""
         other = "if it is Latin-1: --encoding latin-1" if self.is_utf8 else "--encoding says what it is"
         return f"{other}; or --errors replace, or --skip-bad"
 
     def error(self, name: str, error: UnicodeDecodeError, offset: int, line: int) -> UserError:
-        """The first byte that is not of the encoding, and where it stands."""
+        """Returns the error for an invalid byte, with its place."""
         byte = error.object[error.start]
         where = f"byte 0x{byte:02x} at offset {offset:,}, line {line:,}"
         return UserError(f"{name} is not {self.shown}: {where}", self.hint)
@@ -130,17 +130,17 @@ def _zero(name: str, where: str) -> UserError:
     )
 
 
-MAX_RECORD = 64 * 2**20  # bytes of a line, characters of a row in CSV
-ROWS = 64  # of a Parquet file, at once
+MAX_RECORD = 64 * 2**20  # bytes of a line, characters of a CSV row
+ROWS = 64  # of a Parquet file, read at once
 _BOM = b"\xef\xbb\xbf"
-_parse = json.JSONDecoder().raw_decode  # json.loads looks for white space around each value, in as much time again
+_parse = json.JSONDecoder().raw_decode  # json.loads takes twice as long: it looks for white space around each value
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-OnBad = Callable[[UserError], None]  # raises it, or counts what was left out
+OnBad = Callable[[UserError], None]  # raises the error, or counts it
 
 
 def _lines(name: str, stream: ByteStream, on_bad: OnBad) -> Iterator[tuple[int, int, bytes]]:
-    """Number, offset and bytes of each line, its end included."""
+    """Yields the number, the offset and the bytes of each line, its end included."""
     buffered = io.BufferedReader(stream, BUFFER)
     number, offset = 0, 0
     while line := buffered.readline(MAX_RECORD + 1):
@@ -162,17 +162,17 @@ def _too_long(name: str, line: int) -> UserError:
 
 
 class _Bad(Exception):
-    """What is wrong with a line, and what to do; its number is added where it is known."""
+    """An error in a line, with a hint; the caller adds the line's number."""
 
 
 def jsonl(name: str, stream: ByteStream, field: str, characters: Characters, on_bad: OnBad) -> Iterator[str]:
-    """The strings at the key ``field`` of the objects that the lines are."""
+    """Yields the string at the key ``field`` of each line's object."""
     hint = "--field names the key that holds the text"
     return _objects(name, stream, characters, on_bad, lambda record, number: _string(record, field, hint))
 
 
 def pairs(name: str, stream: ByteStream, field: str, characters: Characters, on_bad: OnBad) -> Iterator[str]:
-    """The objects that the lines are, each as a JSON list: its prompt, its completion, and the line where they are."""
+    """Yields the prompt, the completion and the place of each line's object, as a JSON list."""
 
     def pair(record: dict[str, Any], number: int) -> str:
         hint = '--pairs reads {"prompt": "…", "completion": "…"}, one a line'
@@ -185,7 +185,7 @@ def pairs(name: str, stream: ByteStream, field: str, characters: Characters, on_
 def _objects(
     name: str, stream: ByteStream, characters: Characters, on_bad: OnBad, text_of: Callable[[dict[str, Any], int], str]
 ) -> Iterator[str]:
-    """What ``text_of`` makes of the objects that the lines are, and of their numbers."""
+    """Yields ``text_of(object, number)`` for each line."""
     for number, offset, line in _lines(name, stream, on_bad):
         if number == 1 and line.startswith(_BOM):
             line, offset = line[len(_BOM) :], len(_BOM)
@@ -222,7 +222,7 @@ def _object(line: str) -> dict[str, Any]:
 
 
 def _string(record: dict[str, Any], field: str, hint: str, null: bool = True) -> str:
-    """The string at a key; none is an empty one where ``null`` may stand for it."""
+    """Returns the string at a key; with ``null``, an empty one for null."""
     value = record.get(field, record)
     if value is record:
         raise _Bad(_missing(field, record, "keys")[0], hint)
@@ -245,7 +245,7 @@ def _without_surrogates(value: str, characters: Characters) -> str:
 
 
 def _missing(field: str, known: Iterable[Any], what: str) -> tuple[str, str]:
-    """There is no such field; these there are."""
+    """Returns the message and the hint for a field that is missing."""
     some = list(known)
     names = ", ".join(map(str, some[:20])) + (", …" if len(some) > 20 else "") or "none"
     return f'no "{field}" in it; its {what}: {names}', "--field names the one that holds the text"
@@ -254,7 +254,7 @@ def _missing(field: str, known: Iterable[Any], what: str) -> tuple[str, str]:
 def table(
     name: str, stream: ByteStream, field: str, characters: Characters, on_bad: OnBad, delimiter: str
 ) -> Iterator[str]:
-    """The values of a column of CSV, whose first row names the columns."""
+    """Yields the values of a column of CSV; the first row names the columns."""
     rows = _Rows(name, _lines(name, stream, on_bad), characters.encoding, delimiter).good(on_bad)
     line, header = next(rows, (0, [field]))
     if field not in header:
@@ -271,24 +271,24 @@ def table(
 
 
 class _Rows:
-    """The rows of a table. A row takes as many lines as its quotes ask for, of `MAX_RECORD` characters together."""
+    """The rows of a CSV table. A row may span lines within quotes, of `MAX_RECORD` characters together."""
 
     def __init__(self, name: str, lines: Iterator[tuple[int, int, bytes]], encoding: str, delimiter: str) -> None:
         self.name, self.encoding = name, encoding
         self._lines = lines
         self._reader = csv.reader(self, delimiter=delimiter, strict=True)
-        self._first = self._line = self._size = 0  # of the row: its first line, its last one so far, its characters
+        self._first = self._line = self._size = 0  # the row's first line, last line so far, and characters
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        """A line, for the parser. An error does not end it, as it would end a generator."""
+        """Returns the next line, for the parser. Unlike a generator, this goes on after an error."""
         self._line, _, line = next(self._lines)
         self._first = self._first or self._line
         if self._line == 1:
             line = line.removeprefix(_BOM)
-        # Bytes that are not of the encoding are carried through, and matter in the field that is wanted alone.
+        # Invalid bytes are carried through: they matter only in the wanted field.
         text = line.decode(self.encoding, "surrogateescape")
         self._size += len(text)
         if self._size > MAX_RECORD:
@@ -296,7 +296,7 @@ class _Rows:
         return text
 
     def good(self, on_bad: OnBad) -> Iterator[tuple[int, list[str]]]:
-        """The rows that are not empty, each with the number of its first line."""
+        """Yields the rows that are not empty, each with the number of its first line."""
         while True:
             self._first = self._size = 0
             try:
@@ -310,7 +310,7 @@ class _Rows:
                 yield self._first, row
 
     def _next_row(self) -> list[str] | None:
-        limit = csv.field_size_limit(MAX_RECORD)  # of the whole process: put back after each row
+        limit = csv.field_size_limit(MAX_RECORD)  # a setting of the whole process: restored after each row
         try:
             return next(self._reader, None)
         except csv.Error as error:
@@ -336,7 +336,7 @@ def _cell(value: str, characters: Characters) -> str:
 
 
 def parquet(name: str, stream: ByteStream, field: str, characters: Characters, on_bad: OnBad) -> Iterator[str]:
-    """The values of a column of strings. Raises `WorkError` without pyarrow."""
+    """Yields the values of a column of strings. Raises `WorkError` without pyarrow."""
     try:
         import pyarrow as pa
         from pyarrow import parquet as pq
@@ -356,7 +356,7 @@ def parquet(name: str, stream: ByteStream, field: str, characters: Characters, o
                     yield _utf8(name, row, data or b"", characters, on_bad)
     except UserError:
         raise
-    except Exception as error:  # pyarrow has many
+    except Exception as error:  # pyarrow raises many kinds
         raise damaged(name, error) from None
 
 

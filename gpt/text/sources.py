@@ -181,7 +181,7 @@ def _spooled(name: str, stream: BinaryIO) -> Source:
     copy = _Copy(
         spool(ByteStream(stream, lambda error: UserError(f"cannot read {name}: {reason(error)}")), in_memory=0)
     )
-    return Source(name, copy.size, 0, copy.open, passing=True)
+    return Source(name, copy.size, 0, copy.open, temporary=True)
 
 
 class _Copy:

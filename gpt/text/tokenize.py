@@ -26,7 +26,7 @@ from gpt.text.shards import id_type
 from gpt.text.token_folder import MANIFEST, SourceRecord, TokenFolder
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokenizer_files import tokenizer_files
-from gpt.text.unfinished_folder import Done, ItemEnd
+from gpt.text.unfinished_folder import FinishedSlices, ItemEnd
 from gpt.text.unpack import Source
 from gpt.text.vocabulary import tokenizer_for
 
@@ -131,14 +131,14 @@ def tokenize(
     ``jobs``. Raises `UserError` for text that cannot be read, or where another process has ``out``; `WorkError` where
     the disk is full; `Interrupted` after SIGINT or SIGTERM. Finished slices stay valid whatever happens.
     """
-    about = unfinished_folder.describe(corpus, tokenizer, share)
+    about = unfinished_folder.provenance(corpus, tokenizer, share)
     i, n = share or (1, 1)
     mine = range(i - 1, len(corpus.groups), n)
     begun = out.exists()
     with contextlib.ExitStack() as held:
         if begun:
             held.enter_context(unfinished_folder.locked(out))
-        done = unfinished_folder.read_progress(out, about) if begun else Done()
+        done = unfinished_folder.read_progress(out, about) if begun else FinishedSlices()
         items = _items(corpus, mine, done, tokenizer.pattern, listen)
         encoders = encoders or held.enter_context(Encoders(_jobs(jobs, corpus)))
         stop = held.enter_context(StopSignal())
@@ -153,7 +153,7 @@ def tokenize(
         for mark, encoded in chain(first, stream):
             writer.add(mark, encoded)
             if stop.signum is not None:
-                count = len(done.lines())
+                count = len(done.all())
                 finished = f"{count:,} slice{'s are' if count != 1 else ' is'} finished in {out}"
                 raise Interrupted(stop.signum, f"interrupted; {finished}: go on with --resume")
         unfinished_folder.finish(out, about, done)
@@ -161,7 +161,7 @@ def tokenize(
 
 
 def _items(
-    corpus: Corpus, groups: Sequence[int], done: Done, pattern: str, listen: Listener
+    corpus: Corpus, groups: Sequence[int], done: FinishedSlices, pattern: str, listen: Listener
 ) -> Iterator[tuple[Item, ItemEnd]]:
     """All that is still to be encoded."""
     sizes = [source.size for source in corpus.sources]
@@ -173,7 +173,7 @@ def _items(
         listen(events.Progress("tokenized", before[number] + min(position, sizes[number]), total))
 
     for group in groups:
-        if not done.whole(group):
+        if not done.is_whole(group):
             yield from islice(read_items(corpus, group, pattern, on_bytes), done.items(group), None)
 
 

@@ -1,4 +1,8 @@
-"""A token folder while it is made: slice by slice, a line of ``progress.jsonl`` for each that is whole."""
+"""A token folder while it is being made, slice by slice, so that a resume skips what is finished.
+
+A slice is a shard of each side, of about `SLICE_IDS` ids of one group of sources. The first line of ``progress.jsonl``
+says what the folder is made from; each further line is a finished slice.
+"""
 
 import contextlib
 import json
@@ -27,16 +31,17 @@ from gpt.text.token_folder import (
     shard_name,
     write_manifest,
 )
-from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokenizer import describe as describe_tokenizer
+from gpt.text.tokenizer import Tokenizer, describe
 from gpt.text.tokenizer_files import find_tokenizer, read_own
 
 SLICE_IDS = 2**24  # ids that end a slice: 32 or 64 MiB
+_FOR_BAD_TEXT = ("errors", "skip_bad")  # settings of reading that matter for damaged text only
+_OTHER_FOLDER = "tokenize into another folder, with --out"
 
 
 @dataclass
 class ItemEnd:
-    """Where an item ends: all that must be known to go on after it."""
+    """The end of an item: all that a slice which ends there has to record."""
 
     group: int
     items: int  # of the group, this one included
@@ -48,49 +53,49 @@ class ItemEnd:
 
 @dataclass(frozen=True)
 class Slice:
-    """A line of ``progress.jsonl`` after the first: a finished slice."""
+    """A finished slice: a line of ``progress.jsonl`` after the first."""
 
     group: Count
     slice: Count
-    items: Count
-    last: bool
+    items: Count  # of the group, up to the end of this slice
+    last: bool  # of the group
     shards: list[ShardRecord]
-    sources: list[SourceRecord]
-    read: dict[str, Count]
-    encoded: dict[str, Count]
+    sources: list[SourceRecord]  # that end in the slice
+    read: dict[str, Count]  # counts of the group so far
+    encoded: dict[str, Count]  # counts of this slice
 
 
 @dataclass
-class Done:
-    """The lines of ``progress.jsonl`` after the first: a finished slice each, those of a group in order."""
+class FinishedSlices:
+    """The finished slices of each group, in order."""
 
-    groups: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    groups: dict[int, list[Slice]] = field(default_factory=dict)
 
-    def lines(self) -> list[dict[str, Any]]:
-        """All of them, by group."""
-        return [line for group in sorted(self.groups) for line in self.groups[group]]
+    def all(self) -> list[Slice]:
+        """Returns the slices of all groups, by group."""
+        return [each for group in sorted(self.groups) for each in self.groups[group]]
 
-    def slices(self, group: int) -> int:
-        """How many slices of a group are finished."""
+    def count(self, group: int) -> int:
+        """Returns the number of finished slices of a group."""
         return len(self.groups.get(group, ()))
 
     def items(self, group: int) -> int:
-        """How many items of a group are in finished slices."""
-        return int(self.groups[group][-1]["items"]) if group in self.groups else 0
+        """Returns the number of items of a group that lie in finished slices."""
+        return self.groups[group][-1].items if group in self.groups else 0
 
-    def whole(self, group: int) -> bool:
-        """Whether all of a group is."""
-        return group in self.groups and bool(self.groups[group][-1]["last"])
+    def is_whole(self, group: int) -> bool:
+        """Whether the last slice of a group is finished."""
+        return group in self.groups and self.groups[group][-1].last
 
-    def add(self, line: dict[str, Any]) -> None:
-        """Counts one more slice."""
-        self.groups.setdefault(line["group"], []).append(line)
+    def add(self, finished: Slice) -> None:
+        """Adds the next slice of a group."""
+        self.groups.setdefault(finished.group, []).append(finished)
 
 
 class ShardWriter:
-    """Gathers what was encoded into slices and writes them, a line of progress each."""
+    """Gathers encoded items into slices and writes their shards, then a line of progress."""
 
-    def __init__(self, folder: Path, vocab_size: int, done: Done) -> None:
+    def __init__(self, folder: Path, vocab_size: int, done: FinishedSlices) -> None:
         self.folder, self.vocab_size, self.done = folder, vocab_size, done
         self._begin()
 
@@ -100,71 +105,54 @@ class ShardWriter:
         self._lengths = dict.fromkeys(SIDES, 0)
         self._bytes = dict.fromkeys(SIDES, 0)
         self._sources: list[SourceRecord] = []
-        self._seen = {"end_of_text_in_text": 0, "cut_pieces": 0}
+        self._counts = {"end_of_text_in_text": 0, "cut_pieces": 0}
 
-    def add(self, mark: ItemEnd, encoded: EncodedItem) -> None:
-        """Takes the next item; writes the slice that it ends."""
+    def add(self, end: ItemEnd, encoded: EncodedItem) -> None:
+        """Takes the next item; writes the slice that it ends. Raises `WorkError` where the disk is full."""
         for side, ids in encoded.ids.items():
             self._offsets[side].append(encoded.offsets[side] + np.uint64(self._lengths[side]))
             self._ids[side].append(ids)
             self._lengths[side] += len(ids)
-            self._bytes[side] += mark.bytes[side]
-        self._sources += mark.sources
-        self._seen["end_of_text_in_text"] += encoded.end_of_text_in_text
-        self._seen["cut_pieces"] += encoded.cut_pieces
-        if mark.last or sum(self._lengths.values()) >= SLICE_IDS:
+            self._bytes[side] += end.bytes[side]
+        self._sources += end.sources
+        self._counts["end_of_text_in_text"] += encoded.end_of_text_in_text
+        self._counts["cut_pieces"] += encoded.cut_pieces
+        if end.last or sum(self._lengths.values()) >= SLICE_IDS:
             with disk_errors(self.folder):
-                self._write(mark)
+                self._write(end)
             self._begin()
 
-    def _write(self, mark: ItemEnd) -> None:
-        number = self.done.slices(mark.group)
-        made = []
-        for side in SIDES:
-            if self._lengths[side]:
-                path = self.folder / shard_name(side, mark.group, number)
-                offsets = np.concatenate(self._offsets[side])
-                sha256 = write_shard(path, self._ids[side], offsets, self.vocab_size)
-                made.append(
-                    ShardRecord(
-                        path.name,
-                        side,
-                        mark.group,
-                        number,
-                        len(offsets),
-                        self._lengths[side],
-                        self._bytes[side],
-                        sha256,
-                    )
-                )
-        line = {
-            "group": mark.group,
-            "slice": number,
-            "items": mark.items,
-            "last": mark.last,
-            "shards": [asdict(shard) for shard in made],
-            "sources": [asdict(source) for source in self._sources],
-            "read": mark.counts,
-            "encoded": self._seen,
-        }
+    def _write(self, end: ItemEnd) -> None:
+        number = self.done.count(end.group)
+        made = [self._write_shard(side, end.group, number) for side in SIDES if self._lengths[side]]
+        finished = Slice(end.group, number, end.items, end.last, made, self._sources, end.counts, self._counts)
         with (self.folder / PROGRESS).open("ab") as file:
-            file.write((json.dumps(line) + "\n").encode())
+            file.write(_line(asdict(finished)))
             file.flush()
             os.fsync(file.fileno())
-        self.done.add(line)
+        self.done.add(finished)
+
+    def _write_shard(self, side: Side, group: int, number: int) -> ShardRecord:
+        name, offsets = shard_name(side, group, number), np.concatenate(self._offsets[side])
+        sha256 = write_shard(self.folder / name, self._ids[side], offsets, self.vocab_size)
+        return ShardRecord(name, side, group, number, len(offsets), self._lengths[side], self._bytes[side], sha256)
+
+
+def _line(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values).encode() + b"\n"
 
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Holds the folder for this process alone. Raises `UserError` where another one has it."""
+    """Holds the folder for this process alone. Raises `UserError` where another process has it."""
     with files.locked(out, "wait for it, or give another --out"):
         yield
-        with contextlib.suppress(OSError):  # it is nobody's, or already another's
+        with contextlib.suppress(OSError):  # nobody's, or another process's by now
             (out / files.LOCK).unlink()
 
 
-def describe(corpus: Corpus, tokenizer: Tokenizer, share: tuple[int, int] | None) -> dict[str, Any]:
-    """What decides the folder's bytes, for its manifest."""
+def provenance(corpus: Corpus, tokenizer: Tokenizer, share: tuple[int, int] | None) -> dict[str, Any]:
+    """Returns all that decides the folder's bytes, as its manifest has it."""
     return {
         "texts": list(corpus.texts),
         "asked": dict(corpus.asked),
@@ -172,32 +160,33 @@ def describe(corpus: Corpus, tokenizer: Tokenizer, share: tuple[int, int] | None
         "reading": asdict(corpus.reading),
         "corpus": corpus.identity(),
         "part": list(share) if share else None,
-        "tokenizer": describe_tokenizer(tokenizer),
+        "tokenizer": describe(tokenizer),
     }
 
 
 def begin(out: Path, about: Mapping[str, Any], corpus: Corpus, tokenizer: Mapping[str, bytes]) -> None:
-    """Makes the folder, with the files of the tokenizer and the first line of progress: what it is made from."""
+    """Makes the folder with the tokenizer's files and the first line of progress: its provenance ``about`` and its
+    sources."""
     sources = [[source.name, source.size, source.time] for source in corpus.sources]
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(out) as beside:
             for name, data in tokenizer.items():
                 write_file(beside / name, data)
-            write_file(beside / PROGRESS, (json.dumps({"about": about, "sources": sources}) + "\n").encode())
+            write_file(beside / PROGRESS, _line({"about": about, "sources": sources}))
 
 
 def check_begun(out: Path, corpus: Corpus, share: tuple[int, int] | None) -> Tokenizer:
-    """The tokenizer of a folder that was begun or finished, so that it need not be learnt again.
+    """Returns the tokenizer of a folder that is begun or finished, so that it need not be learnt again.
 
-    Raises `UserError` where the folder was made from other text or with other settings, naming what differs.
+    Raises `UserError` where the folder is made from other text or with other settings, naming what differs.
     """
     finished = (out / MANIFEST).exists()
     was = TokenFolder(out).manifest if finished else _first_line(out)["about"]
-    passing = next((source.name for source in corpus.sources if source.passing), None)
-    if passing is not None:
+    temporary = next((source.name for source in corpus.sources if source.temporary), None)
+    if temporary is not None:
         raise UserError(
-            f"{out} is there, and {passing} cannot be compared with what it was made from",
+            f"{out} is there, and {temporary} cannot be compared with what it was made from",
             "put the text into a file, or give another --out",
         )
     for key, value in corpus.asked.items():
@@ -206,9 +195,9 @@ def check_begun(out: Path, corpus: Corpus, share: tuple[int, int] | None) -> Tok
                 f"{out} was begun with {key} {was['asked'].get(key)}, now {value}", "give the same, or another --out"
             )
     tokenizer = read_own(out, was.get("tokenizer"), str(out / (MANIFEST if finished else PROGRESS)))
-    now = describe(corpus, tokenizer, share)
+    now = provenance(corpus, tokenizer, share)
     if corpus.asked["tokenizer"] != "auto":
-        now["tokenizer"] = describe_tokenizer(find_tokenizer(corpus.asked["tokenizer"]))
+        now["tokenizer"] = describe(find_tokenizer(corpus.asked["tokenizer"]))
     begun = [[s.name, s.size, s.time] for s in TokenFolder(out).sources()] if finished else _first_line(out)["sources"]
     _check_sources(out, begun, corpus, share if finished else None)
     _check_settings(out, was, now)
@@ -230,54 +219,50 @@ def _first_line(out: Path) -> dict[str, Any]:
     raise UserError(f"{out} is no token folder that was begun here", "give another place with --out")
 
 
-def read_progress(out: Path, about: Mapping[str, Any]) -> Done:
-    """The finished slices of a folder that was begun with the same text and settings; leftovers go.
+def read_progress(out: Path, about: Mapping[str, Any]) -> FinishedSlices:
+    """Returns the finished slices of a folder that was begun with the same text and settings; removes leftovers.
 
-    Of a group, what follows a slice that is not whole is made again; where the settings for bad text changed, so is all
-    of a group that is not finished, since other items may come out of it.
+    The slices of a group after one whose shards are missing are dropped. Where the settings for bad text changed, so is
+    every unfinished group, since its items may come out otherwise.
     """
     begun = _first_line(out)
-    done = Done()
+    done = FinishedSlices()
     dropped = False
     for line in read_regular(out / PROGRESS, LINES_LIMIT).split(b"\n")[1:]:
-        record = _slice_line(line)
-        if record is None:
+        found = _read_slice(line)
+        if found is None:
             dropped |= line != b""  # the last one may be torn
-            continue
-        group = record["group"]
-        if record["slice"] != done.slices(group) or done.whole(group) or not _are_there(out, record):
+        elif found.slice != done.count(found.group) or done.is_whole(found.group) or not _are_there(out, found):
             dropped = True  # and so are those after it, whose numbers do not follow
         else:
-            done.add(record)
+            done.add(found)
     if any(begun["about"]["reading"].get(key) != about["reading"][key] for key in _FOR_BAD_TEXT):
-        done.groups = {group: lines for group, lines in done.groups.items() if done.whole(group)}
+        done.groups = {group: slices for group, slices in done.groups.items() if done.is_whole(group)}
         dropped = True
-    recorded = {shard["file"] for line in done.lines() for shard in line["shards"]}
+    recorded = {shard.file for each in done.all() for shard in each.shards}
     for path in [*out.glob(".tmp-*"), *out.glob("*.ids")]:
         if path.name not in recorded:
             path.unlink(missing_ok=True)
     if dropped:
         first = {"about": about, "sources": begun["sources"]}
         with disk_errors(out):
-            write_file(out / PROGRESS, b"".join(json.dumps(x).encode() + b"\n" for x in [first, *done.lines()]))
+            write_file(out / PROGRESS, b"".join(map(_line, [first, *map(asdict, done.all())])))
     return done
 
 
-def _slice_line(line: bytes) -> dict[str, Any] | None:
-    """A line of progress; None where it is none."""
+def _read_slice(line: bytes) -> Slice | None:
+    """Returns the slice in a line of progress; None where the line is torn or damaged."""
     with contextlib.suppress(ValueError, RecursionError, UserError):
-        record: dict[str, Any] = json.loads(line)
-        found = checked(Slice, record, PROGRESS)
+        found = checked(Slice, json.loads(line), PROGRESS)
         if {*found.read, *found.encoded} <= set(COUNTS):
-            return record
+            return found
     return None
 
 
-def _are_there(out: Path, line: dict[str, Any]) -> bool:
+def _are_there(out: Path, found: Slice) -> bool:
     """Whether the shards of a slice are on the disk, as long as they should be."""
-    for shard in line["shards"]:
-        record = checked(ShardRecord, shard, PROGRESS)
-        name = shard_name(record.side, line["group"], line["slice"])
+    for record in found.shards:
+        name = shard_name(record.side, found.group, found.slice)
         try:
             if record.file != name or len(Shard(out / name)) != record.tokens:
                 return False
@@ -286,33 +271,30 @@ def _are_there(out: Path, line: dict[str, Any]) -> bool:
     return True
 
 
-_FOR_BAD_TEXT = ("errors", "skip_bad")  # settings of reading that matter where a text is not what it should be
-
-
 def _check_sources(out: Path, was: list[list[Any]], corpus: Corpus, share: tuple[int, int] | None) -> None:
-    """Compares names, sizes and times of change, of a share where only that was recorded."""
+    """Compares names, sizes and times of the last change; of ``share`` alone where only that was recorded."""
     i, n = share or (1, 1)
-    hint = "tokenize into another folder, with --out"
     before = {name: rest for name, *rest in was}
     for number in (number for group in corpus.groups[i - 1 :: n] for number in group):
         source = corpus.sources[number]
         if source.name not in before:
-            raise UserError(f"{source.name} was not there when {out} was begun", hint)
+            raise UserError(f"{source.name} was not there when {out} was begun", _OTHER_FOLDER)
         if before.pop(source.name) != [source.size, source.time]:
-            raise UserError(f"{source.name} has changed since {out} was begun", hint)
+            raise UserError(f"{source.name} has changed since {out} was begun", _OTHER_FOLDER)
     if before:
-        raise UserError(f"{next(iter(before))} is gone since {out} was begun", hint)
+        raise UserError(f"{next(iter(before))} is gone since {out} was begun", _OTHER_FOLDER)
 
 
 def _check_settings(out: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    hint = "tokenize into another folder, with --out"
     for key in ("tokenizer", "split", "part", "corpus"):
         if was.get(key) != now[key]:
-            raise UserError(f"{out} was begun with another {key}: {_short(was.get(key))}, now {_short(now[key])}", hint)
+            said = f"{out} was begun with another {key}: {_short(was.get(key))}, now {_short(now[key])}"
+            raise UserError(said, _OTHER_FOLDER)
     strict = was["reading"].get("errors") == "strict" and not was["reading"].get("skip_bad")
-    for key, value in now["reading"].items():  # up to a wrong byte, strictness has changed nothing
+    for key, value in now["reading"].items():
+        # Up to the first bad byte, strict reading makes the same ids as any other.
         if was["reading"].get(key) != value and not (strict and key in _FOR_BAD_TEXT):
-            raise UserError(f"{out} was begun with {key} {was['reading'].get(key)!r}, now {value!r}", hint)
+            raise UserError(f"{out} was begun with {key} {was['reading'].get(key)!r}, now {value!r}", _OTHER_FOLDER)
 
 
 def _short(value: Any) -> str:
@@ -321,14 +303,13 @@ def _short(value: Any) -> str:
     return str(value)
 
 
-def finish(out: Path, about: Mapping[str, Any], done: Done) -> None:
-    """The manifest, with which the folder is whole."""
-    lines = done.lines()
-    made = [checked(ShardRecord, shard, PROGRESS) for line in lines for shard in line["shards"]]
-    sources = [checked(SourceRecord, source, PROGRESS) for line in lines for source in line["sources"]]
+def finish(out: Path, about: Mapping[str, Any], done: FinishedSlices) -> None:
+    """Writes the manifest, with which the folder is finished."""
     counts = dict.fromkeys(COUNTS, 0)
-    for line in lines:
-        for key, value in [*line["encoded"].items(), *(line["read"].items() if line["last"] else [])]:
+    for each in done.all():
+        for key, value in [*each.encoded.items(), *(each.read.items() if each.last else [])]:
             counts[key] += value
+    shards = [shard for each in done.all() for shard in each.shards]
+    sources = [source for each in done.all() for source in each.sources]
     with disk_errors(out):
-        write_manifest(out, about, made, sources, counts)
+        write_manifest(out, about, shards, sources, counts)

@@ -1,6 +1,6 @@
-"""Bytes of a source, unpacked: streams that count what is read, .gz and .zst, members of .zip and .tar.
+"""Sources and their bytes, unpacked: counted streams, ``.gz`` and ``.zst``, the members of ``.zip`` and ``.tar``.
 
-Errors are one line that names the file. Nothing is unpacked to a path.
+Errors name the file in one line. Nothing is unpacked to a path, and names in archives are never used as one.
 """
 
 import contextlib
@@ -23,23 +23,23 @@ from gpt.errors import UserError, WorkError
 class Source:
     """A file, an address or an entry of a corpus that documents are read from."""
 
-    name: str  # as a user would write it: a path, an address, "stdin", "pydocs/with"; its ending tells the format
+    name: str  # as a user writes it: a path, an address, "stdin", "pydocs/with"; its suffix tells the format
     size: int  # bytes as they are stored
-    time: int  # of its last change, nanoseconds since 1970; 0 where nobody knows
-    open: Callable[[], BinaryIO]  # a new stream from its first byte
-    passing: bool = False  # it can be read once, and lies on the disk for this process alone
-    lines: bool = False  # its rows are the lines of one text, not documents
+    time: int  # of its last change, nanoseconds since 1970; 0 if unknown
+    open: Callable[[], BinaryIO]  # opens a new stream at the first byte
+    temporary: bool = False  # standard input or a pipe, kept on the disk for this process alone
+    lines: bool = False  # rows are the lines of one text, not documents
 
 
-BUFFER = 2**18  # bytes between a file and what unpacks it, or takes it apart into lines
-IN_MEMORY = 2**22  # bytes; what is spooled and longer goes to the disk
-ZSTD_STEP = 128  # bytes; each 4 of them may stand for a block of 128 KiB, so a step gives 4 MiB at most
+BUFFER = 2**18  # bytes read at once from a packed file, or one of lines
+IN_MEMORY = 2**22  # bytes; a longer copy goes to the disk
+ZSTD_STEP = 128  # bytes; each 4 may decode to a block of 128 KiB, so one step to 4 MiB at most
 
-OnBytes = Callable[[int], None]  # is told how many stored bytes were read so far
+OnBytes = Callable[[int], None]  # gets the number of stored bytes read so far
 
 
 class StreamError(UserError):
-    """A stream that breaks off: damaged, or unreadable. ``name`` is its file's."""
+    """A stream that is damaged or unreadable. ``name`` is the file's."""
 
     def __init__(self, name: str, message: str, hint: str = "") -> None:
         super().__init__(message, hint)
@@ -54,24 +54,24 @@ class Readable(Protocol):
 
 
 class ByteStream(io.RawIOBase):
-    """Another stream, read as it comes: a read may be short, so that nothing is lost before a damage.
+    """A wrapper of another stream. A read may be short, so that all bytes before a damaged one are returned.
 
-    What ``inner`` raises goes through ``told``, the number of bytes read to ``on_read``.
+    ``to_error`` turns what ``inner`` raises into a `UserError`; ``on_read`` gets the number of bytes of each read.
     """
 
     def __init__(
-        self, inner: Readable, told: Callable[[Exception], UserError], on_read: OnBytes | None = None,
+        self, inner: Readable, to_error: Callable[[Exception], UserError], on_read: OnBytes | None = None,
         *, seekable: bool = False, close: tuple[Readable, ...] = (),
     ) -> None:  # fmt: skip
         self.inner: Any = inner
-        self.told = told
+        self.to_error = to_error
         self.on_read = on_read
         self._read = getattr(inner, "read1", inner.read)
         self._seekable = seekable
         self._to_close = (inner, *close)
 
     def read(self, size: int = -1, /) -> bytes:
-        """At most ``size`` bytes; none at the end alone."""
+        """Returns at most ``size`` bytes; none only at the end."""
         if size < 0:
             return self.readall() or b""
         try:
@@ -79,40 +79,40 @@ class ByteStream(io.RawIOBase):
         except UserError:
             raise
         except Exception as error:
-            raise self.told(error) from None
+            raise self.to_error(error) from None
         if self.on_read is not None:
             self.on_read(len(data))
         return data
 
     def readinto(self, buffer: Any, /) -> int:
-        """As `read`, into a buffer."""
+        """Reads into a buffer; returns the number of bytes."""
         data = self.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
     def readable(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     def seekable(self) -> bool:
-        """Whether its parts can be read in any order, at little cost."""
+        """Whether `seek` costs little."""
         return self._seekable
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        """As the stream below does."""
+        """Seeks in the wrapped stream; returns the new position."""
         try:
             return int(self.inner.seek(offset, whence))
         except UserError:
             raise
         except Exception as error:
-            raise self.told(error) from None
+            raise self.to_error(error) from None
 
     def tell(self) -> int:
-        """As the stream below does."""
+        """Returns the position in the wrapped stream."""
         return int(self.inner.tell())
 
     def close(self) -> None:
-        """Closes all that it was made of."""
+        """Closes the wrapped streams."""
         if not self.closed:
             super().close()
             for each in self._to_close:
@@ -122,34 +122,34 @@ class ByteStream(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A source, or a member of an archive, on its way through the formats that it is wrapped in."""
+    """A source, or a member of an archive, with the formats that are still to be unpacked."""
 
-    name: str  # as errors call it: "texts.zip/one.txt.gz"
-    kind: str  # its name in small letters, less the endings that were unwrapped
+    name: str  # for errors: "texts.zip/one.txt.gz"
+    kind: str  # the name in lower case, without the suffixes that are unpacked already
     open: Callable[[], ByteStream]
-    again: bool = True  # whether it can be opened more than once
-    depth: int = 0  # wrappings around it
+    reopenable: bool = True
+    depth: int = 0  # formats unpacked so far
 
     def unpacked(self, ending: str) -> "PackedFile":
-        """What its ending, one of `UNPACK`, was put around."""
+        """Returns the file with ``ending``, one of `UNPACK`, unpacked."""
         unpack, inner = UNPACK[ending]
         kind = self.kind.removesuffix(ending) + inner
-        return PackedFile(self.name, kind, lambda: unpack(self.name, self.open()), self.again, self.depth + 1)
+        return PackedFile(self.name, kind, lambda: unpack(self.name, self.open()), self.reopenable, self.depth + 1)
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, on one line."""
+    """Returns an error's message, on one line."""
     words = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     return words.splitlines()[0]
 
 
 def damaged(name: str, error: Exception) -> StreamError:
-    """A file that is not what its ending promises, or is so no longer."""
+    """Returns the error for a file that is not what its suffix promises."""
     return StreamError(name, f"{name} is damaged: {reason(error)}", "get it once more, or leave it out with --skip-bad")
 
 
-def of_source(source: Source, on_bytes: OnBytes) -> ByteStream:
-    """A source's bytes from the first on. ``on_bytes`` hears how many were read in all."""
+def open_source(source: Source, on_bytes: OnBytes) -> ByteStream:
+    """Opens a source. ``on_bytes`` gets the number of bytes read so far."""
     done = 0
 
     def count(size: int) -> None:
@@ -157,25 +157,25 @@ def of_source(source: Source, on_bytes: OnBytes) -> ByteStream:
         done += size
         on_bytes(min(done, source.size) if source.size else done)
 
-    def told(error: Exception) -> UserError:
+    def to_error(error: Exception) -> UserError:
         hint = "look at the file and its disk, or leave it out with --skip-bad"
         return StreamError(source.name, f"cannot read {source.name}: {reason(error)}", hint)
 
     try:
         inner = source.open()
-        return ByteStream(inner, told, count, seekable=inner.seekable())
+        return ByteStream(inner, to_error, count, seekable=inner.seekable())
     except OSError as error:
-        raise told(error) from None
+        raise to_error(error) from None
 
 
 def gunzip(name: str, packed: ByteStream) -> ByteStream:
-    """What is packed by gzip, member after member."""
+    """Unpacks gzip, member after member."""
     buffered = io.BufferedReader(packed, BUFFER)
     return ByteStream(gzip.GzipFile(fileobj=buffered), lambda error: damaged(name, error), close=(buffered,))
 
 
 def unzstd(name: str, packed: ByteStream) -> ByteStream:
-    """What is packed by Zstandard, frame after frame. Raises `WorkError` without the library."""
+    """Unpacks Zstandard, frame after frame. Raises `WorkError` without the package."""
     try:
         import zstandard
     except ImportError:
@@ -190,7 +190,7 @@ def unzstd(name: str, packed: ByteStream) -> ByteStream:
                     frame = frame or zstandard.ZstdDecompressor().decompressobj()
                     yield frame.decompress(rest)
                     rest = b""
-                    if frame.eof:  # the only sign of a whole frame; the library's own reader is silent on a cut
+                    if frame.eof:  # the library's own reader doesn't report a cut frame
                         rest, frame = frame.unused_data, None
         if frame is not None:
             raise EOFError("it ends in the middle of a frame")
@@ -199,14 +199,14 @@ def unzstd(name: str, packed: ByteStream) -> ByteStream:
 
 
 class Blocks:
-    """Blocks of bytes as something to `read` from."""
+    """Blocks of bytes as a file object."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self.blocks = blocks
         self.rest = b""
 
     def read(self, size: int, /) -> bytes:
-        """At most ``size`` bytes; none at the end alone."""
+        """Returns at most ``size`` bytes; none only at the end."""
         while not self.rest:
             block = next(self.blocks, None)
             if block is None:
@@ -216,7 +216,7 @@ class Blocks:
         return data
 
     def close(self) -> None:
-        """Ends what the blocks come from."""
+        """Closes the generator of the blocks."""
         close = getattr(self.blocks, "close", None)
         if close is not None:
             close()
@@ -224,19 +224,19 @@ class Blocks:
 
 @contextlib.contextmanager
 def spooled(file: PackedFile) -> Iterator[PackedFile]:
-    """A copy, to be opened as often as one likes and read in any order: in memory if it is small, else on the disk."""
+    """Yields a copy that can be opened repeatedly and is seekable: in memory if it is small, else on the disk."""
     with contextlib.closing(file.open()) as stream, spool(stream) as copy:
 
         def again() -> ByteStream:
             copy.seek(0)
-            return ByteStream(_Kept(copy), lambda error: damaged(file.name, error), seekable=True)
+            return ByteStream(_Unclosed(copy), lambda error: damaged(file.name, error), seekable=True)
 
         yield PackedFile(file.name, file.kind, again, True, file.depth)
 
 
 @contextlib.contextmanager
-def any_order(file: PackedFile) -> Iterator[ByteStream]:
-    """Its bytes, to be read in any order: as they lie there, or spooled where they come one after the other."""
+def opened_seekable(file: PackedFile) -> Iterator[ByteStream]:
+    """Opens a file as a seekable stream: as it is, or spooled where it is not seekable."""
     with contextlib.closing(file.open()) as stream:
         if stream.seekable():
             yield stream
@@ -246,7 +246,7 @@ def any_order(file: PackedFile) -> Iterator[ByteStream]:
 
 
 def spool(stream: ByteStream, in_memory: int = IN_MEMORY) -> BinaryIO:
-    """All of a stream in a temporary file without a name. Raises `WorkError` where there is no room for it."""
+    """Copies a stream into a temporary file without a name. Raises `WorkError` where the disk has no room."""
     made = tempfile.SpooledTemporaryFile(in_memory) if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
     copy = cast(BinaryIO, made)
     try:
@@ -262,8 +262,8 @@ def spool(stream: ByteStream, in_memory: int = IN_MEMORY) -> BinaryIO:
     return copy
 
 
-class _Kept:
-    """A file that stays open when who reads it closes it."""
+class _Unclosed:
+    """A file whose `close` does nothing, so that it can be read again."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.read, self.seek, self.tell = file.read, file.seek, file.tell
@@ -272,7 +272,7 @@ class _Kept:
         """Does nothing."""
 
 
-# What unpacks an ending, and the ending that is left.
+# How to unpack a suffix, and the suffix that is left.
 UNPACK: dict[str, tuple[Callable[[str, ByteStream], ByteStream], str]] = {
     ".gz": (gunzip, ""),
     ".zst": (unzstd, ""),
@@ -281,17 +281,19 @@ UNPACK: dict[str, tuple[Callable[[str, ByteStream], ByteStream], str]] = {
 }
 
 
-HEADER_LIMIT = 2**20  # bytes of a long name or a table of attributes in a .tar; more would only fill memory
+HEADER_LIMIT = 2**20  # bytes of a long name or a table of attributes in a .tar
 _METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # the others cannot be unpacked in bounded memory
 _EXTENDED = {tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, b"X"}
 
 
 def zip_members(archive: PackedFile) -> Iterator[PackedFile]:
-    """The regular, visible files of a ``.zip``."""
-    with any_order(archive) as stream, _told(archive.name), _zip(stream) as opened:
+    """Yields the regular files of a ``.zip`` that are not hidden."""
+    with opened_seekable(archive) as stream, _damage_errors(archive.name), _zip(stream) as opened:
         for info in opened.infolist():
             if not info.is_dir() and not _hidden(info.filename):
-                yield _member(archive, info.filename, partial(_open_zipped, archive.name, opened, info), again=True)
+                yield _member(
+                    archive, info.filename, partial(_open_zipped, archive.name, opened, info), reopenable=True
+                )
 
 
 def _zip(stream: ByteStream) -> zipfile.ZipFile:
@@ -314,14 +316,14 @@ def _open_zipped(archive: str, opened: zipfile.ZipFile, info: zipfile.ZipInfo) -
 
 
 def tar_members(archive: PackedFile) -> Iterator[PackedFile]:
-    """The regular, visible files of a ``.tar``, read as a stream: each must be read before the next."""
-    with contextlib.closing(archive.open()) as stream, _told(archive.name):
+    """Yields the regular files of a ``.tar`` that are not hidden. Each must be read before the next one."""
+    with contextlib.closing(archive.open()) as stream, _damage_errors(archive.name):
         opened = tarfile.open(fileobj=stream, mode="r|", bufsize=BUFFER, tarinfo=_Header)  # noqa: SIM115
         while (info := opened.next()) is not None:
-            opened.members.clear()  # type: ignore[attr-defined]  # it would remember them all
+            opened.members.clear()  # type: ignore[attr-defined]  # it would keep them all
             if info.isreg() and not _hidden(info.name):
-                yield _member(archive, info.name, partial(_open_tarred, archive.name, opened, info), again=False)
-        while stream.read(BUFFER):  # what packs the archive is checked by its very end
+                yield _member(archive, info.name, partial(_open_tarred, archive.name, opened, info), reopenable=False)
+        while stream.read(BUFFER):  # a checksum of the packed archive is at its end
             pass
 
 
@@ -332,11 +334,11 @@ def _open_tarred(archive: str, opened: tarfile.TarFile, info: tarfile.TarInfo) -
 
 
 class _Header(tarfile.TarInfo):
-    """A header that is damaged is an error; `tarfile` takes it for the end."""
+    """A header for which damage is an error; `tarfile` takes a damaged header for the end."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
-        """The header in 512 bytes."""
+        """Reads a header of 512 bytes. Raises tarfile.ReadError where it is damaged or too large."""
         try:
             info = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
@@ -349,7 +351,7 @@ class _Header(tarfile.TarInfo):
 
 
 @contextlib.contextmanager
-def _told(name: str) -> Iterator[None]:
+def _damage_errors(name: str) -> Iterator[None]:
     try:
         yield
     except UserError:
@@ -359,12 +361,12 @@ def _told(name: str) -> Iterator[None]:
 
 
 def member_name(archive: str, name: str) -> str:
-    """What errors call a member."""
+    """Returns a member's name for errors."""
     return f"{archive}/" + "".join(c if c.isprintable() else "?" for c in name)
 
 
-def _member(archive: PackedFile, name: str, open_: Callable[[], ByteStream], *, again: bool) -> PackedFile:
-    """A member; opening it is an error where its name would lead out of the archive."""
+def _member(archive: PackedFile, name: str, open_: Callable[[], ByteStream], *, reopenable: bool) -> PackedFile:
+    """Returns a member; opening it is an error if its name leads out of the archive."""
     if name.startswith(("/", "\\")) or re.match(r"[A-Za-z]:[/\\]", name) or ".." in _parts(name):
 
         def open_() -> ByteStream:
@@ -373,7 +375,7 @@ def _member(archive: PackedFile, name: str, open_: Callable[[], ByteStream], *, 
                 "no honest archive has such a name; unpack it yourself if you trust it",
             )
 
-    return PackedFile(member_name(archive.name, name), name.lower(), open_, again, archive.depth + 1)
+    return PackedFile(member_name(archive.name, name), name.lower(), open_, reopenable, archive.depth + 1)
 
 
 def _hidden(name: str) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from gpt import device, evaluate
 from gpt.decoding.context import Context
-from gpt.decoding.generate import generate
+from gpt.decoding.engine import generate
 from gpt.device import Compute
 from gpt.errors import NotANumber
 from gpt.evaluate import Window

@@ -301,7 +301,7 @@ def short_runs() -> Iterator[None]:
     """Stops every run after `STEPS` steps: a forged file may ask for 10¹⁸, which is no fault."""
     from gpt.training.loop import Trainer
 
-    step, begun = Trainer.step, Trainer.run_steps
+    step, begun = Trainer.step, Trainer.begin
     done: list[int] = []
 
     def counted(self: Trainer) -> None:
@@ -314,7 +314,7 @@ def short_runs() -> Iterator[None]:
         done.clear()
         begun(self)
 
-    with mock.patch.object(Trainer, "step", counted), mock.patch.object(Trainer, "run_steps", begins):
+    with mock.patch.object(Trainer, "step", counted), mock.patch.object(Trainer, "begin", begins):
         yield
 
 
