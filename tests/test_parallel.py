@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,24 @@ def test_an_error_in_one_is_said_once(workdir: Path, capfd: pytest.CaptureFixtur
         "error: a fault in gpt itself: RuntimeError: boom\nhint: --debug shows where; please report it\n",
     )
     assert library.resume("broken").steps == 12
+
+
+@pytest.mark.slow
+def test_a_lost_rank_ends_a_collective_that_would_wait_for_it(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As NCCL's do. The last checkpoint is there to resume from."""
+    texts()
+    began = time.monotonic()
+    ended = launch([sys.executable, str(RANKS), "killed"], 2)
+    assert ended == Ended(1, 1, signal.SIGKILL, Path("killed"))
+    assert time.monotonic() - began < 30 + 30  # to start, and to end
+    assert capfd.readouterr() == ("", "")
+    assert library.resume("killed", nproc=1).steps == 12
+
+
+@pytest.mark.slow
+def test_watched_ranks_end_together(workdir: Path) -> None:
+    texts()
+    assert launch([sys.executable, str(RANKS), "unharmed"], 2) == Ended(0)
 
 
 @pytest.mark.slow

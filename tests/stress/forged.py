@@ -140,11 +140,11 @@ def _sign(name: str) -> Callable[[Path], None]:
 
 
 def _sign_sources(bad: Path) -> None:
-    from gpt.files import file_sum
+    from gpt.files import file_sha256
 
     with contextlib.suppress(ValueError, TypeError, KeyError):
         manifest = json.loads((bad / MANIFEST).read_text())
-        manifest["sources"]["sha256"] = file_sum(bad / SOURCES)
+        manifest["sources"]["sha256"] = file_sha256(bad / SOURCES)
         (bad / MANIFEST).write_text(json.dumps(manifest))
 
 
@@ -301,7 +301,7 @@ def short_runs() -> Iterator[None]:
     """Stops every run after `STEPS` steps: a forged file may ask for 10¹⁸, which is no fault."""
     from gpt.training.loop import Trainer
 
-    step, begun = Trainer.step, Trainer.run_steps
+    step, begun = Trainer.step, Trainer.begin
     done: list[int] = []
 
     def counted(self: Trainer) -> None:
@@ -314,7 +314,7 @@ def short_runs() -> Iterator[None]:
         done.clear()
         begun(self)
 
-    with mock.patch.object(Trainer, "step", counted), mock.patch.object(Trainer, "run_steps", begins):
+    with mock.patch.object(Trainer, "step", counted), mock.patch.object(Trainer, "begin", begins):
         yield
 
 
