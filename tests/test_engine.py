@@ -113,8 +113,9 @@ def test_an_error_ends_its_request_alone(how: dict[str, Any]) -> None:
 
 
 def test_what_the_model_cannot_serve_is_refused_before_it_runs() -> None:
-    engine = Engine(Context(tiny_model(), CPU, 2), EOT)
+    engine = Engine(Context(tiny_model(), CPU, 2, 8), EOT)
     for request in (
+        Request([1, 2], SampleConfig(max_tokens=7)), Request([1] * 9, SampleConfig(max_tokens=0)),
         Request([]), Request([50]), Request([-1, 3]), Request([1], bias=((99, 1.0),)), Request([1], SampleConfig(beam=3)),
     ):  # fmt: skip
         with pytest.raises(UserError):

@@ -161,6 +161,12 @@ class Engine:
             raise UserError(
                 f"beam is {beam}; there is room for {self.context.rows:,} texts at once", "take fewer beams"
             )
+        longest = min(len(request.ids) + request.config.max_tokens, self.context.size)
+        if longest > self.context.cache.room:
+            raise UserError(
+                f"a request needs room for {longest:,} tokens; there is room for {self.context.cache.room:,}",
+                "shorten the prompt, or take fewer --max-tokens",
+            )
         ids = [*request.ids, *(id for id, _ in request.bias)]
         if not request.ids or not 0 <= min(ids) <= max(ids) < size:
             raise UserError(f"a request has ids from 0 to {size - 1:,}, and one at least", "take the model's tokenizer")
