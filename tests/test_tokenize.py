@@ -210,21 +210,21 @@ _write = unfinished_folder.ShardWriter._write
 def _failing_at(count: int) -> Callable[..., None]:
     done = iter(range(count))
 
-    def write(self: unfinished_folder.ShardWriter, mark: unfinished_folder.ItemEnd) -> None:
+    def write(self: unfinished_folder.ShardWriter, end: unfinished_folder.ItemEnd) -> None:
         if next(done, None) is None:
             (self.folder / ".tmp-1-torn.ids").write_bytes(b"torn")
             with (self.folder / token_folder.PROGRESS).open("ab") as file:
                 file.write(b'{"group": 1, "it')
             raise Stop
-        _write(self, mark)
+        _write(self, end)
 
     return write
 
 
 def _recording(made: list[str]) -> Callable[..., None]:
-    def write(self: unfinished_folder.ShardWriter, mark: unfinished_folder.ItemEnd) -> None:
-        made.append(f"{mark.group} {mark.items}")
-        _write(self, mark)
+    def write(self: unfinished_folder.ShardWriter, end: unfinished_folder.ItemEnd) -> None:
+        made.append(f"{end.group} {end.items}")
+        _write(self, end)
 
     return write
 
@@ -383,7 +383,7 @@ def test_one_process_at_a_time(texts: Path, tmp_path: Path, script: list[str]) -
     out = tmp_path / "out"
     command = [*script, str(texts), "-o", str(out), "--vocab-size", "400", "--jobs", "1", "-q", "--resume"]
 
-    def second(self: unfinished_folder.ShardWriter, mark: unfinished_folder.ItemEnd) -> None:
+    def second(self: unfinished_folder.ShardWriter, end: unfinished_folder.ItemEnd) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert f"error: another process is writing {out}" in done.stderr
@@ -636,7 +636,7 @@ def test_processes_end_with_their_parent(texts: Path, tmp_path: Path) -> None:
         "import os, time; from gpt.text.encoders import Encoders; from gpt.text.tokenizer import bytes_tokenizer\n"
         "with Encoders(2) as encoders:\n"  # not below `if __name__ == '__main__'`: nobody imports this again
         "    for _ in range(2):\n"
-        "        encoders.tokenizers.put((bytes_tokenizer(), None))\n"
+        "        encoders.tokenizers.put(bytes_tokenizer())\n"
         "    print(*{encoders.pool.submit(os.getpid).result() for _ in range(20)}, flush=True); time.sleep(60)"
     )
     path = tmp_path / "script.py"
