@@ -1,4 +1,4 @@
-# demo, test, lint, fix, bench, docs: each makes the environment it needs first.
+# demo, test, test-all, lint, fix, bench, docs: each makes the environment it needs first.
 PYTHON ?= python3
 VENV := .venv
 ifeq ($(OS),Windows_NT)
@@ -8,15 +8,21 @@ BIN := $(VENV)/bin
 endif
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint fix bench docs clean
+.PHONY: demo test test-all lint fix bench docs clean
 
 # The main job on the embedded corpus, then a sample: bold enough to stay with what some minutes have taught.
 demo: $(VENV)/.made
 	$(BIN)/gpt train
 	$(BIN)/gpt sample "The statement" --temperature 0.6 --min-p 0.15 --no-repeat-ngram 4 --max-tokens 40
 
+# What a change is tested with: some minutes. `make test-all` runs these and the slow ones: several processes, kills, the
+# wheel, the site, README pages, browsers. CI runs test-all. A single test: .venv/bin/python -m pytest tests/test_x.py -k name
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 test: $(VENV)/.made-dev
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(PYTEST) -m "not slow"
+
+test-all: $(VENV)/.made-dev
+	$(PYTEST)
 
 lint: $(VENV)/.made-dev
 	$(BIN)/ruff check .

@@ -1,9 +1,9 @@
-"""Measures training and decoding with `nano` beside other programs, by how threads wait and how many they are.
+"""Measures training and decoding of `nano` beside busy programs, by how its threads wait and how many there are.
 
     python -m benchmarks.contention [--rounds N]
 
-Takes some ten minutes, in which nothing else should run. Each figure is a median over the rounds, in which all ways
-take turns. A way that is far too slow to finish is stopped, and its rate until then counts.
+Takes some ten minutes, in which nothing else should run. Each figure is a median over the rounds; in a round all ways
+take turns. A way that is too slow to finish is stopped, and its rate until then counts.
 """
 
 import argparse
@@ -19,10 +19,10 @@ from pathlib import Path
 
 from benchmarks.results import SCRIPTS, machine, write_section
 
-STEPS, NEW, LIMIT = 60, 32, 25.0  # steps and tokens of a run, seconds that it has
+STEPS, NEW, LIMIT = 60, 32, 25.0  # steps of a training, tokens of a decoding, seconds that either may take
 COMPANIONS = (0, 1, 4)
 CORES = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-SPINNING = {"GOMP_SPINCOUNT": "299999"}  # about GNU OpenMP's own; that it is not ours turns our watch off
+SPINNING = {"GOMP_SPINCOUNT": "299999"}  # about GNU OpenMP's default; setting it turns `gpt.waiting` off
 WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
     "default": ({}, []),
     "threads that spin always, as before": (SPINNING, ["--threads", CORES]),
@@ -33,7 +33,7 @@ WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
 
 @contextlib.contextmanager
 def companions(count: int) -> Iterator[None]:
-    """So many other programs that do nothing but compute."""
+    """Runs ``count`` other programs that do nothing but compute."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -44,7 +44,7 @@ def companions(count: int) -> Iterator[None]:
 
 
 def gpt(environment: dict[str, str], *words: str) -> str:
-    """What the command prints, in the time that it has."""
+    """Runs ``gpt`` and returns its stdout; empty where it took longer than ``LIMIT`` seconds and was stopped."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "GPT_"))}
     try:
         done = subprocess.run(
@@ -59,7 +59,7 @@ def gpt(environment: dict[str, str], *words: str) -> str:
 
 
 def training(tokens: Path, environment: dict[str, str], words: list[str]) -> float:
-    """Tokens a second of a run's steps."""
+    """Trains, and returns tokens per second over the run's steps."""
     with tempfile.TemporaryDirectory() as place:
         run = Path(place) / "run"
         often = ["--eval-every", str(STEPS), "--sample-every", "0"]
@@ -73,13 +73,13 @@ def training(tokens: Path, environment: dict[str, str], words: list[str]) -> flo
 
 
 def decoding(environment: dict[str, str], words: list[str]) -> float:
-    """Tokens a second after a prompt; 0 where not even one round was done in time."""
+    """Decodes, and returns tokens per second after the prompt; 0 where not one round was done in time."""
     out = gpt(environment, "bench", "nano", "--rounds", "1", "-n", str(NEW), "--json", *words)
     return json.loads(out)["decode_tokens_per_second"] if out else 0.0
 
 
 def measured(tokens: Path, rounds: int) -> Iterator[str]:
-    """Lines of the table."""
+    """Yields the rows of the table."""
     for count in COMPANIONS:
         trained: dict[str, list[float]] = {way: [] for way in WAYS}
         decoded: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -97,7 +97,7 @@ def measured(tokens: Path, rounds: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Measures, prints, and records."""
+    """Measures, prints the section, and writes it to RESULTS.md."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds

@@ -1,9 +1,10 @@
-"""Decoding, ours beside transformers and CTranslate2 in one run, and how many random cases equal transformers'.
+"""Measures decoding beside transformers and CTranslate2, and counts random cases that equal transformers'.
 
     python -m benchmarks.decode             GPT-2 124M with random weights: speeds, and the table of exactness
     python -m benchmarks.decode --tiny      the same on a tiny model in seconds, of no use as a measurement
 
-Systems take turns, so that what else the machine does meets all of them; medians of rounds. Needs the extra `bench`.
+Systems take turns, so that other work on the machine slows all of them alike; medians of rounds.
+Needs the extra `bench`.
 """
 
 import argparse
@@ -30,14 +31,13 @@ from transformers import (
 from benchmarks.results import machine, write_section
 from gpt.config import PRESETS, GPTConfig
 from gpt.decoding import logits as filters
-from gpt.decoding.beam import BeamBatch
-from gpt.decoding.bench import bandwidth_of, kv_bytes, weight_bytes
+from gpt.decoding.bench import bandwidth_of, weight_bytes
 from gpt.decoding.context import Context
-from gpt.decoding.generate import Batch, Request
-from gpt.decoding.logits import Filters
+from gpt.decoding.engine import Engine, Request
 from gpt.decoding.weights import prepare
 from gpt.device import Compute
 from gpt.model.decoder import GPT
+from gpt.model.params import cache_bytes, named_parameters
 from gpt.runs import hf
 from gpt.sample_config import SampleConfig
 
@@ -47,9 +47,10 @@ Work = Callable[[], list[list[int]]]
 
 
 def pair(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GPT2LMHeadModel]:
-    """The same random weights, here and in transformers."""
+    """Returns our model and transformers' with the same random weights."""
     torch.manual_seed(seed)
     model = GPT(config).eval()
+    table = named_parameters(config)
     for parameter in model.parameters():
         parameter.data += spread * torch.randn_like(parameter)
     theirs = GPT2LMHeadModel(
@@ -59,8 +60,7 @@ def pair(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GP
         )
     ).eval()  # fmt: skip
     state = {
-        hf.PREFIX + name: tensor.t() if hf.is_transposed(name) else tensor
-        for name, tensor in model.state_dict().items()
+        hf.PREFIX + name: tensor.t() if table[name].is_matrix else tensor for name, tensor in model.state_dict().items()
     }
     theirs.load_state_dict(state, strict=False)
     theirs.tie_weights()
@@ -68,21 +68,19 @@ def pair(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GP
 
 
 def ours(model: GPT, prompts: list[list[int]], new: int, beam: int = 0) -> list[list[int]]:
-    """Greedy or the best of the beams, as `gpt sample` makes them, without the tokenizer."""
+    """Generates as `gpt sample` does, without the tokenizer: greedily, or the best of ``beam`` beams."""
     config = SampleConfig(greedy=not beam, beam=beam, max_tokens=new, ignore_eot=True)
     context = Context(model, CPU, len(prompts) * max(1, beam), len(prompts[0]) + new)
-    requests, found = [Request(prompt) for prompt in prompts], [list[int]() for _ in prompts]
-    if beam:
-        for event in BeamBatch(context, Filters(config, 0), requests):
-            found[event.number] += event.agreed
-    else:
-        for told in Batch(context, Filters(config, 0), requests):
-            found[told.number] += [token.id for token in told.tokens]
+    engine, found = Engine(context, eot=0), [list[int]() for _ in prompts]
+    for prompt in prompts:
+        engine.add(Request(prompt, config))
+    for event in engine.run():
+        found[event.number] += [token.id for token in event.tokens]
     return found
 
 
 def transformers(model: GPT2LMHeadModel, prompts: list[list[int]], new: int, beam: int = 1) -> list[list[int]]:
-    """transformers' generate, with its cache."""
+    """Generates with transformers' ``generate`` and its cache."""
     x = torch.tensor(prompts)
     with torch.inference_mode():
         out = model.generate(
@@ -95,7 +93,7 @@ def transformers(model: GPT2LMHeadModel, prompts: list[list[int]], new: int, bea
 def ctranslate2(
     theirs: GPT2LMHeadModel, folder: Path, kind: str
 ) -> Callable[[list[list[int]], int, int], list[list[int]]]:
-    """CTranslate2's generator for the same weights, which it converts from a folder of transformers'."""
+    """Returns a function that generates with CTranslate2, which converts the weights from a transformers folder."""
     import ctranslate2 as ct2
     from ctranslate2.converters import TransformersConverter
     from tokenizers import Tokenizer, models
@@ -124,7 +122,7 @@ def ctranslate2(
 
 
 def in_turn(works: dict[str, Work], rounds: int) -> dict[str, float]:
-    """Median seconds of each, in turn."""
+    """Runs the works in turn, ``rounds`` times after a warm-up, and returns the median seconds of each."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(rounds + 1):
         for name, work in works.items():
@@ -137,7 +135,7 @@ def in_turn(works: dict[str, Work], rounds: int) -> dict[str, float]:
 
 
 def speeds(config: GPTConfig, prompt: int, new: int, rounds: int) -> list[str]:
-    """Tables of tokens a second."""
+    """Returns tables of tokens per second."""
     model, theirs = pair(config)
     chance = random.Random(0)
     prompts = [[chance.randrange(config.vocab_size) for _ in range(prompt)] for _ in range(ROWS)]
@@ -163,13 +161,13 @@ def speeds(config: GPTConfig, prompt: int, new: int, rounds: int) -> list[str]:
         }
         equal = ours(packed, one, new) == transformers(theirs, one, new)
         seconds = in_turn(works, rounds)
-    bandwidth = bandwidth_of(CPU)
+    bandwidth, cached = bandwidth_of(CPU), cache_bytes(config, prompt + new // 2, 4)
     lines = [
         f"Prompt {prompt}, {new} new tokens, {torch.get_num_threads()} threads; whole requests, prompt included; "
         f"medians of {rounds} rounds in turn. Ids of the greedy text: {'equal to' if equal else 'NOT'} transformers'.",
         f"Memory reads {bandwidth / 1e9:.1f} GB/s; at that, "
         + ", ".join(
-            f"{bandwidth / (weight_bytes(each, CPU) + kv_bytes(config, CPU, prompt + new // 2)):.0f} tokens/s in {name}"
+            f"{bandwidth / (weight_bytes(each, CPU) + cached):.0f} tokens/s in {name}"
             for name, each in (("float32", packed), ("int8", int8))
         )
         + " at one text.",
@@ -198,7 +196,7 @@ def _ratios(seconds: dict[str, float]) -> list[str]:
 
 
 def exactness(cases: int) -> list[str]:
-    """How many random cases equal transformers'."""
+    """Returns a table of how many random cases equal transformers'."""
     greedy = beams = 0
     for seed in range(cases):
         chance = random.Random(seed)
@@ -224,9 +222,10 @@ def _beams_equal(
     model: GPT, theirs: GPT2LMHeadModel, prompt: list[int], eot: int, new: int, how: dict[str, Any]
 ) -> bool:
     config = SampleConfig(**how, n_best=how["beam"], max_tokens=new)
-    events = list(BeamBatch(Context(model, CPU, config.beam), Filters(config, eot), [Request(prompt)]))
-    best = events[-1].best
-    assert best is not None
+    engine = Engine(Context(model, CPU, config.beam), eot)
+    engine.add(Request(prompt, config))
+    *_, event = engine.run()
+    best = event.best
     x = torch.tensor([prompt])
     out = theirs.generate(
         x, attention_mask=torch.ones_like(x), do_sample=False, num_beams=config.beam, max_new_tokens=new,
@@ -267,7 +266,7 @@ def _filter_equal(name: str, seed: int) -> bool:
 
 
 def main() -> None:
-    """Measures and writes the sections."""
+    """Measures, and writes the sections of RESULTS.md."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)

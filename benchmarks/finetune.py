@@ -1,9 +1,9 @@
-"""What the defaults of fine-tuning give: pairs given back exactly, and the held-out loss of running text.
+"""Measures fine-tuning with default settings: pairs answered exactly, and held-out loss on running text.
 
     python -m benchmarks.finetune [--folder FOLDER] [--only pairs|text] [--models nano,micro,mini,gpt2] [--tiny]
 
-Models of several sizes are first trained on `pydocs` for some minutes; they stay in FOLDER, where another call finds
-them. Each is then fine-tuned on pairs and on text, with no options but those in the tables.
+Models of several sizes are first trained on `pydocs` for some minutes and kept in FOLDER for later calls. Each is then
+fine-tuned on pairs and on text, with no options but those in the tables.
 """
 
 import argparse
@@ -50,7 +50,7 @@ TEXT = "tinyshakespeare"
 
 
 def phrases(count: int) -> list[Pair]:
-    """English phrases with their Italian: what follows has a rule, as in most pairs that people have."""
+    """Returns English phrases with their Italian: pairs that follow a rule, as most people's pairs do."""
     pairs = [
         {"prompt": f"{who} {_english(verb, who)} the {thing} =>", "completion": f" {_italian(verb, who)} {la_cosa}"}
         for who, verb, (thing, _, la_cosa) in product(PERSONS, VERBS, (thing.partition(" ") for thing in THINGS))
@@ -69,7 +69,7 @@ def _italian(verb: str, who: str) -> str:
 
 
 def numbers(count: int) -> list[Pair]:
-    """Made-up names with telephone numbers: nothing but learning by heart helps."""
+    """Returns made-up names with telephone numbers: pairs that can only be learnt by heart."""
     chance = random.Random(count)
     names: dict[str, None] = {}
     while len(names) < count:
@@ -79,7 +79,7 @@ def numbers(count: int) -> list[Pair]:
 
 KINDS = {"phrases": phrases, "numbers": numbers}
 
-# What is trained on `pydocs` to start from: minutes on two cores each, and of gpt2's shape a few steps with few ids.
+# Settings of the base models, trained on `pydocs`: minutes on two cores; for gpt2's shape a few steps, few ids.
 MODELS: dict[str, dict[str, Any]] = {
     "nano": {"minutes": 2},
     "micro": {"minutes": 3},
@@ -87,7 +87,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 1024, "steps": 3, "batch_tokens": 1024},
 }
 RANK = 8
-# What each model is fine-tuned on, (kind, pairs) and bytes of text: larger ones on less, as the time allows.
+# Data that each model is fine-tuned on, (kind, pairs) and bytes of text: less for larger models, to save time.
 PAIRS: dict[str, list[tuple[str, int]]] = {
     "nano": [("phrases", 20), ("phrases", 200), ("numbers", 200), ("phrases", 1000), ("phrases", 5000)],
     "micro": [("phrases", 20), ("phrases", 200), ("numbers", 200), ("phrases", 1000)],
@@ -98,7 +98,7 @@ TEXTS = {"nano": [20_000, 100_000, 1_000_000], "micro": [20_000, 100_000], "mini
 
 
 def pretrained(name: str, folder: Path, tiny: bool) -> Path:
-    """The run of a model to start from, which is trained once."""
+    """Returns the run of a base model, which is trained at the first call."""
     run = folder / name
     if not run.exists():
         gpt.train(out=run, preset=name, sample_every=0, **({"steps": 10} if tiny else MODELS[name]))
@@ -106,7 +106,10 @@ def pretrained(name: str, folder: Path, tiny: bool) -> Path:
 
 
 def tune(model: Path, text: Path, **settings: Any) -> dict[str, Any]:
-    """Fine-tunes in a folder that goes again: what was settled, what it gave, the held-out losses along the way."""
+    """Fine-tunes ``model`` in a temporary folder.
+
+    Returns the resolved settings, the number of ``train`` tokens, the ``result`` and the held-out ``losses``.
+    """
     losses: list[float] = []
 
     def listen(event: object) -> None:
@@ -120,7 +123,7 @@ def tune(model: Path, text: Path, **settings: Any) -> dict[str, Any]:
 
 
 def pairs_table(models: Sequence[str], folder: Path, tiny: bool) -> list[str]:
-    """How many pairs each model gives back, with nothing held out."""
+    """Returns a table of how many pairs each fine-tuned model answers exactly; nothing is held out."""
     rows = [
         "Nothing is held out (`--val-fraction 0`); all else is left to the defaults. Phrases are English with its "
         "Italian, numbers are made-up names with telephone numbers; of more than 500 pairs 500 are asked.",
@@ -144,7 +147,7 @@ def pairs_table(models: Sequence[str], folder: Path, tiny: bool) -> list[str]:
 
 
 def text_table(models: Sequence[str], folder: Path, tiny: bool, text: bytes) -> list[str]:
-    """The held-out loss of running text along each run."""
+    """Returns a table of held-out losses on running text: before, best and at the end of each run."""
     rows = [
         f"The first bytes of {TEXT}, whose last tenth is held out, on models of `pydocs`; nats a token, measured along "
         "the way on the same windows.",
@@ -172,7 +175,7 @@ def _what(rank: int | None) -> str:
 
 
 def main() -> None:
-    """Measures and writes the sections."""
+    """Measures, and writes the sections of RESULTS.md."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, help="where the models to start from are, or are made")
     parser.add_argument("--text", type=Path, help=f"{TEXT}, as a file; without it the catalogue's is fetched")

@@ -1,13 +1,12 @@
-"""Training and decoding on a GPU: GPT-2 124M, 355M and GPT-3 1.3B at 1,024 tokens of context, ours and
-transformers', and tokens a second that are written, in one go.
+"""Measures training and decoding on a GPU: GPT-2 124M, 355M and GPT-3 1.3B at 1,024 tokens, beside transformers.
 
     python -m benchmarks.gpu --out FOLDER             measures, in less than eight minutes on one H100
     python -m benchmarks.gpu --out FOLDER --tiny      the same in seconds on any machine, of no use as a measurement
     python -m benchmarks.gpu --record FOLDER          puts what was measured into benchmarks/RESULTS.md
 
-It needs torch, transformers, tiktoken, safetensors, typer and rich, no network and nobody to watch. Every case runs in
-a process of its own with a limit, so that one which fails or runs out of memory loses nothing; ``gpu.json`` and
-``gpu.md`` in FOLDER are written anew after each, ``log.txt`` has what they complained of.
+It needs torch, transformers, tiktoken, safetensors, typer and rich, and no network. Every case runs in a process of its
+own with a time limit, so that a case which fails or runs out of memory costs no other case. ``gpu.json`` and ``gpu.md``
+in FOLDER are rewritten after each case; ``log.txt`` holds the cases' stderr.
 """
 
 import argparse
@@ -32,14 +31,14 @@ from typing import IO, Any, Literal
 ROOT = Path(__file__).resolve().parent.parent
 TITLE = "Training on a GPU"
 MINUTES = 7.5  # of all cases together
-TIMED_SECONDS, TIMED_STEPS = 8.0, (3, 10)  # that are timed: as many steps as fit, within bounds
-LEAST_SECONDS = 5.0  # that are worth starting a case for
+TIMED_SECONDS, TIMED_STEPS = 8.0, (3, 10)  # steps are timed for so long, but at least 3 and at most 10
+LEAST_SECONDS = 5.0  # with less time left, no case is started
 LR = 3e-4
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model as it is trained here."""
+    """A model and the batch that it is trained with."""
 
     name: str
     preset: str
@@ -53,30 +52,30 @@ SHAPES = {
     "124M": Shape("GPT-2 124M", "gpt2", 524_288, 16),
     "355M": Shape("GPT-2 355M", "gpt2-medium", 524_288, 16),
     "1.3B": Shape("GPT-3 1.3B", "gpt3-1.3b", 262_144, 8),
-    "6.7B": Shape("GPT-3 6.7B", "gpt3-6.7b", 262_144, 1),  # written with alone
+    "6.7B": Shape("GPT-3 6.7B", "gpt3-6.7b", 262_144, 1),  # only decoded
     "tiny": Shape("nano", "nano", 256, 2, 32),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured in a process of its own."""
+    """One measurement, made in a process of its own."""
 
     system: Literal["floors", "ours", "transformers", "decoding"]
     shape: str = "tiny"
     optimizer: Literal["muon", "adamw"] = "adamw"
     compile: str = "auto"
     seconds: float = 120.0  # its limit
-    texts: int = 0  # written side by side, where it decodes
+    texts: int = 0  # generated at once; 0 for training
 
     def title(self) -> str:
-        """For a person."""
+        """Returns the case in words."""
         if self.texts:
             return f"{self.system} {self.shape} {self.texts} texts, compile {self.compile}"
         return f"{self.system} {self.shape} {self.optimizer} compile {self.compile}" if self.shape else self.system
 
 
-# What matters most comes first: time may run out.
+# The most important cases first: time may run out.
 CASES = [
     Case("floors", "", seconds=60),
     Case("ours", "124M", "muon"),
@@ -103,11 +102,11 @@ TINY_CASES = [
 ]
 
 
-# In the process of a case
+# The process of one case
 
 
 def floors(tiny: bool) -> dict[str, Any]:
-    """The device, and what it does at most: products of bfloat16 matrices of random numbers, and copies in memory."""
+    """Measures the device's limits: products of random bfloat16 matrices, and copies in memory."""
     import torch
 
     from gpt.device import pick
@@ -135,7 +134,7 @@ def floors(tiny: bool) -> dict[str, Any]:
 
 
 def _seconds(work: Callable[[], object], device: Any) -> float:
-    """The median time of ``work``, once it is warm, over about half a second of it at least."""
+    """Returns the median seconds of ``work`` after three warm-up calls; it is timed for half a second at least."""
     for _ in range(3):
         work()
     times: list[float] = []
@@ -153,7 +152,7 @@ def _timed(work: Callable[[], object], device: Any) -> float:
 
 
 def _wait(device: Any) -> None:
-    """Until all that was asked of a GPU is done."""
+    """Waits until a GPU has done all that was launched."""
     import torch
 
     if device.type == "cuda":
@@ -161,7 +160,7 @@ def _wait(device: Any) -> None:
 
 
 def training(case: Case) -> dict[str, Any]:
-    """Steps of a model on random ids: how many tokens a second, and how much memory."""
+    """Trains on random ids; returns tokens per second, memory and losses."""
     import torch
 
     from gpt.model.params import breakdown, flops_per_token
@@ -195,7 +194,7 @@ def training(case: Case) -> dict[str, Any]:
 
 
 def decoding(case: Case) -> dict[str, Any]:
-    """What `gpt bench` measures, of a model with random weights that writes greedily after prompts of random ids."""
+    """Measures decoding as `gpt bench` does: random weights, greedy texts after prompts of random ids."""
     from gpt.bench_config import BenchConfig
     from gpt.config import PRESETS
     from gpt.decoding.bench import measure
@@ -226,7 +225,7 @@ def decoding(case: Case) -> dict[str, Any]:
 
 
 def _ids(shape: Shape, vocab_size: int, device: Any) -> tuple[Any, Any]:
-    """Random ids and what follows each, (rows, T)."""
+    """Returns random ids and the id that follows each, both (rows, T)."""
     import torch
 
     ids = torch.randint(vocab_size, (shape.batch_tokens // shape.block_size, shape.block_size + 1), device=device)
@@ -234,11 +233,12 @@ def _ids(shape: Shape, vocab_size: int, device: Any) -> tuple[Any, Any]:
 
 
 def ours(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
-    """`gpt train`'s step, with what it would choose for this model on this device."""
+    """Returns `gpt train`'s step, with the settings that it chooses for this model and device, and facts about it."""
     from gpt.config import TrainConfig
     from gpt.device import pick
     from gpt.model.decoder import GPT
     from gpt.training.optim import make_optimizer
+    from gpt.training.parallel import Single
     from gpt.training.recipe import resolve
     from gpt.training.step import Stepper
 
@@ -253,7 +253,7 @@ def ours(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
     with compute.device:
         model = GPT(recipe.model)
     optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype)
-    stepper = Stepper(model, optimizer, compute, recipe, lambda micro_batch: None)
+    stepper = Stepper(Single(model, optimizer, compute), recipe, lambda micro_batch: None)
     about: dict[str, Any] = {"config": recipe.model, "device": compute.device, "dtype": compute.dtype_name}
     about["compiled"] = _compiled(stepper) if recipe.compile else "no"
     x, y = (ids.cpu().numpy() for ids in _ids(shape, vocab_size, compute.device))
@@ -267,7 +267,7 @@ def ours(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
 
 
 def _compiled(stepper: Any) -> str:
-    """Compiles as `gpt train` does, which goes on without where that fails."""
+    """Compiles as `gpt train` does, and falls back to uncompiled code where that fails; returns what happened."""
     try:
         stepper.compile()
     except Exception as error:
@@ -277,7 +277,7 @@ def _compiled(stepper: Any) -> str:
 
 
 def peer(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
-    """transformers' GPT-2 as it is trained fast: SDPA, autocast, fused AdamW, and the loss in the compiled graph."""
+    """Returns a fast training step of transformers' GPT-2: SDPA, autocast, fused AdamW, loss in the compiled graph."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -320,11 +320,11 @@ def peer(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
     return step, about
 
 
-# In the process that watches
+# The process that starts the cases
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the cases one after the other and writes what they give."""
+    """Runs the cases one after the other, or one of them, or records what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where gpu.json, gpu.md and log.txt go")
     parser.add_argument("--tiny", action="store_true", help="a small model, to see that it runs")
@@ -347,7 +347,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def measure(out: Path, tiny: bool, deadline: float) -> None:
-    """Every case for which there is time, each in a process of its own; the files in ``out`` are whole after each."""
+    """Runs every case for which there is time, each in a process of its own; ``out`` is up to date after each."""
     out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"machine": machine(tiny), "floors": {}, "cases": []}
     for case in TINY_CASES if tiny else CASES:
@@ -364,14 +364,14 @@ def measure(out: Path, tiny: bool, deadline: float) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """A whole file or the one before."""
+    """Replaces a file by one that is whole."""
     beside = path.with_name(path.name + ".new")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
 
 
 def machine(tiny: bool) -> dict[str, Any]:
-    """What it ran on, and how."""
+    """Returns the machine, versions, commit, date and command of a measurement."""
     commit = ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
@@ -388,7 +388,7 @@ def machine(tiny: bool) -> dict[str, Any]:
 
 
 def run(command: list[str], seconds: float, log: Path) -> dict[str, Any]:
-    """The JSON that a command prints last, or under ``error`` why there is none. What it started dies with it."""
+    """Runs a command and returns the last JSON that it printed, or an ``error``. Kills all that the command started."""
     if seconds < LEAST_SECONDS:
         return {"error": "no time left"}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
@@ -417,7 +417,7 @@ def _all_of(file: IO[bytes]) -> str:
 
 
 def page(report: dict[str, Any]) -> list[str]:
-    """What was measured, in Markdown."""
+    """Returns a report in Markdown."""
     machine, floors = report["machine"], report["floors"]
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     lines = [

@@ -1,14 +1,14 @@
-"""An estimate, not a measurement: what GPT-2 and GPT-3 would move and launch on an H100, and the least time for it.
+"""Estimates the least time of GPT-2's and GPT-3's steps on an H100, without one: not a measurement.
 
     pip install triton
     python -m benchmarks.h100            writes the section of benchmarks/RESULTS.md
     python -m benchmarks.h100 --tiny     the same of small models in seconds, printed
 
-Blocks, loss and steps of decoding are compiled by Inductor for an H100 that is not there: tensors are fake, nothing is
-built or run. Bytes and launches come from the code that it makes (`benchmarks.traffic`). What runs as written, the
-optimizer and the unembedding, is followed operator by operator: each reads its inputs and writes its outputs once. The
-least time is the longest of what the datasheet's bandwidth, its matrix products and the launches allow. It leaves out
-all that a real GPU adds: kernels below peak, caches, the host, other ranks.
+Inductor compiles blocks, loss and decoding steps for an H100, with fake tensors; nothing is built or run. Bytes and
+launches come from the code that it generates (`benchmarks.traffic`). The optimizer and the unembedding are not compiled
+and are counted operator by operator: each reads its inputs and writes its outputs once. The least time is the longest
+of bytes over the datasheet's bandwidth, FLOPs over its peak, and launches times their spacing. A real GPU takes longer:
+kernels run below peak, and caches, the host and other ranks cost time.
 """
 
 import argparse
@@ -35,9 +35,8 @@ from gpt.config import GPTConfig, find_preset
 from gpt.decoding.context import Context
 from gpt.device import Compute
 from gpt.model.decoder import GPT, Block
-from gpt.model.fit import largest
 from gpt.model.loss import tied_cross_entropy
-from gpt.model.memory import Setup
+from gpt.model.memory import Setup, largest
 from gpt.peaks import find_kind
 from gpt.training.optim import make_optimizer
 
@@ -62,7 +61,7 @@ H100 = SimpleNamespace(
 
 @dataclass(frozen=True)
 class Work:
-    """Something that a GPU does."""
+    """Bytes moved, kernels launched and FLOPs of some work on a GPU."""
 
     bytes: int
     launches: int
@@ -75,7 +74,7 @@ class Work:
         return Work(self.bytes * times, self.launches * times, self.flops * times)
 
     def seconds(self, launch: float) -> float:
-        """The least time."""
+        """Returns the least time on an H100, with ``launch`` seconds between kernels."""
         peak = find_kind(KIND).peak("bfloat16")
         assert peak is not None
         return max(self.bytes / BANDWIDTH, self.flops / peak, self.launches * launch)
@@ -85,7 +84,7 @@ class Work:
 
 
 class _Driver:
-    """Triton's, for a device that is asked for its shape and runs nothing."""
+    """A driver for Triton that describes an H100 and runs nothing."""
 
     utils = SimpleNamespace(
         get_device_properties=lambda index: {
@@ -115,7 +114,7 @@ class _Driver:
 
 @contextlib.contextmanager
 def h100() -> Iterator[None]:
-    """A context in which tensors on CUDA are fake, and Inductor makes code for an H100."""
+    """A context in which CUDA tensors are fake and Inductor generates code for an H100."""
     import triton
 
     from tests.fake_cuda import shim  # autograd's device guard, which a CPU build lacks
@@ -153,7 +152,7 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """The kernel that CUDA would choose: FlashAttention-2, or with a mask the memory-efficient one."""
+    """Calls the kernel that CUDA would choose: FlashAttention-2, or the memory-efficient one with a mask."""
     if torch.is_autocast_enabled("cuda"):
         q, k, v = (each.to(torch.get_autocast_dtype("cuda")) for each in (q, k, v))
     if attn_mask is None:
@@ -166,7 +165,7 @@ def _attention(
 
 
 class _AsWritten(TorchDispatchMode):
-    """Adds up what operators read and write, those that compute anything."""
+    """Adds up the bytes that operators read and write, and their launches; views are free."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,8 +185,10 @@ class _AsWritten(TorchDispatchMode):
 
 
 def compiled(work: Callable[[], object]) -> list[Traffic]:
-    """The graphs of what runs compiled, but for what Inductor would compute or time on the GPU: constants are not
-    folded, and no matrix is filled up."""
+    """Returns the traffic of the graphs that ``work`` calls.
+
+    Without constant folding and padding of matrices, which Inductor would compute or time on the GPU.
+    """
     return count(work, joint_graph_constant_folding=False, shape_padding=False)
 
 
@@ -196,7 +197,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def as_written(work: Callable[[], object]) -> Work:
-    """What runs operator by operator."""
+    """Runs ``work`` on fake tensors and returns the bytes and launches of its operators, uncompiled."""
     with _AsWritten() as mode:
         work()
     return mode.work
@@ -206,7 +207,7 @@ def as_written(work: Callable[[], object]) -> Work:
 
 
 def training(config: GPTConfig) -> list[tuple[str, Work]]:
-    """A step's parts and their work, of ``BATCH`` tokens."""
+    """Returns the parts of a training step of ``BATCH`` tokens, with the work of each."""
     setup = largest(config, Setup(), BATCH // config.block_size, find_kind(KIND).memory)
     micro = BATCH // config.block_size // setup.micro_batch
     positions = setup.micro_batch * config.block_size
@@ -222,7 +223,7 @@ def training(config: GPTConfig) -> list[tuple[str, Work]]:
 
 
 def _compiled(work: Callable[[], object], flops: float) -> Work:
-    """Forward and backward, compiled."""
+    """Returns the work of the compiled forward and backward graphs that ``work`` calls."""
     found = compiled(work)
     assert len(found) == 2, "a graph forward and one backward"
     return Work(sum(each.bytes for each in found), sum(each.launches for each in found), flops)
@@ -247,7 +248,7 @@ def _loss(config: GPTConfig, setup: Setup) -> None:
 
 
 def _optimizer(config: GPTConfig) -> Work:
-    """Muon and AdamW, a step."""
+    """Returns the work of one step of Muon and AdamW."""
     with CUDA:
         model = GPT(config)
         for p in model.parameters():
@@ -265,8 +266,11 @@ def _optimizer(config: GPTConfig) -> Work:
 
 
 def decoding(config: GPTConfig, rows: int) -> tuple[Work, Work, int, int]:
-    """A step of ``rows`` texts with room for ``T`` positions: the compiled stack, what follows it, and the bytes of the
-    stack's weights and of the cache."""
+    """Returns the work of a decoding step of ``rows`` texts with room for ``T`` positions.
+
+    That is: the work of the compiled stack, the work of unembedding and choice, the bytes of the stack's weights, and
+    the bytes of the cache.
+    """
     compute = Compute(CUDA, NARROW)
     torch.set_default_dtype(NARROW)
     try:
@@ -295,7 +299,7 @@ def decoding(config: GPTConfig, rows: int) -> tuple[Work, Work, int, int]:
 
 
 def page(tiny: bool) -> list[str]:
-    """The section, in Markdown."""
+    """Returns the section in Markdown."""
     trained = [("tiny", TINY)] if tiny else [(name, _shape(name)) for name in TRAINED]
     written = [("tiny", TINY, 2)] if tiny else [(name, _shape(name), rows) for name, rows in WRITTEN]
     peak = find_kind(KIND).peak("bfloat16") or 0.0
@@ -350,7 +354,7 @@ def _shape(name: str) -> GPTConfig:
 
 
 def main() -> None:
-    """Estimates, and writes the section."""
+    """Estimates, and writes the section of RESULTS.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="of a small model, printed and not kept")
     asked = parser.parse_args()

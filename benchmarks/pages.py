@@ -21,8 +21,10 @@ DRAWN = "() => new Promise(f => requestAnimationFrame(() => requestAnimationFram
 
 
 def make(place: Path) -> tuple[Path, float]:
-    """The page, by the command as a user types it, and the seconds that it took. Weights are random: the page has as
-    many numbers whatever they are."""
+    """Makes the page by the command that a user types; returns its path and the seconds that it took.
+
+    Weights are random: the size of the page does not depend on them.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -36,7 +38,7 @@ def make(place: Path) -> tuple[Path, float]:
 
 
 def load(page: Path) -> tuple[list[float], str]:
-    """Seconds from the start of each load until all is painted, and which browser it was."""
+    """Loads the page; returns the seconds until all is painted, of each load, and the browser's version."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium") or sys.exit("no chromium is installed")
@@ -57,7 +59,7 @@ def load(page: Path) -> tuple[list[float], str]:
 
 
 def main() -> None:
-    """Measures, prints, and records."""
+    """Measures, prints the section, and writes it to RESULTS.md."""
     with tempfile.TemporaryDirectory() as place:
         page, made = make(Path(place))
         size = page.stat().st_size

@@ -1,4 +1,4 @@
-"""What the benchmarks share: medians, commands, lines about the machine, and the page of results by section."""
+"""Helpers of the benchmarks: medians, commands, lines about the machine, and sections of RESULTS.md."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ HEAD = "# Results\n\nWritten by `make bench`. Absolute figures are the machine's
 
 
 def median_seconds(work: Callable[[], object], runs: int = 5) -> float:
-    """The median time of ``work``, once it is warm."""
+    """Returns the median seconds of ``runs`` calls of ``work``, after one to warm up."""
     work()
     times = []
     for _ in range(runs):
@@ -29,12 +29,12 @@ def median_seconds(work: Callable[[], object], runs: int = 5) -> float:
 
 
 def command(*args: str, cwd: Path | None = None) -> str:
-    """What a command prints."""
+    """Runs a command and returns its stdout."""
     return subprocess.run(args, cwd=cwd, check=True, capture_output=True, text=True, encoding="utf-8").stdout
 
 
 def machine(how: str) -> list[str]:
-    """Processor, versions, commit and the command ``how``."""
+    """Returns lines that name processor, versions, commit, date and the command ``how``."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
@@ -48,7 +48,7 @@ def machine(how: str) -> list[str]:
 
 
 def write_section(title: str, lines: Sequence[str]) -> None:
-    """Puts a section in the place of the one of that title, or at the end of the page."""
+    """Replaces the section ``title`` of RESULTS.md, or adds it at the end."""
     page = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else HEAD
     section = f"\n## {title}\n\n" + "\n".join(lines) + "\n"
     pattern = re.compile(rf"\n## {re.escape(title)}\n.*?(?=\n## |\Z)", re.DOTALL)

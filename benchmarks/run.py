@@ -1,4 +1,4 @@
-"""What `make bench` runs: this machine's floors, then ours and the peers in one go. Writes benchmarks/RESULTS.md.
+"""Measures this machine's limits, start-up and training, beside the peers, for `make bench` and RESULTS.md.
 
     python -m benchmarks.run [TEXT]
 
@@ -32,7 +32,7 @@ from gpt.training.optim import make_optimizer
 
 
 def floors() -> list[str]:
-    """What this machine can do at most: matrix products and memory."""
+    """Returns what this machine can do at most: matrix products and memory."""
     capabilities = torch.cpu.get_capabilities()
     has = ", ".join(name for name in ("avx512_f", "avx512_bf16", "amx_bf16") if capabilities.get(name)) or "neither"
     lines = [f"- torch {torch.__version__}, {torch.get_num_threads()} threads; {has}"]
@@ -46,7 +46,7 @@ def floors() -> list[str]:
 
 
 def start_up() -> list[str]:
-    """Whole processes, beside transformers' own command."""
+    """Returns a table of whole commands' seconds, beside transformers' own command."""
     rows = ["| command | seconds, median of 5 |", "|---|---:|"]
     for args in (["gpt", "--help"], ["gpt", "params", "gpt3-175b"], ["transformers", "--help"]):
         path = str(SCRIPTS / args[0])
@@ -55,7 +55,7 @@ def start_up() -> list[str]:
 
 
 def ours(text: str, folder: Path, *options: str) -> dict[str, float]:
-    """``gpt train TEXT`` in a process of its own, with the time of the whole command."""
+    """Runs ``gpt train TEXT`` in a process of its own; returns its JSON with ``whole_seconds`` of the command."""
     started = time.perf_counter()
     out = command(str(SCRIPTS / "gpt"), "train", text, "--json", "--quiet", *options, cwd=folder)
     values: dict[str, float] = json.loads(out.splitlines()[-1])
@@ -63,8 +63,10 @@ def ours(text: str, folder: Path, *options: str) -> dict[str, float]:
 
 
 def nanogpt_recipe(text: str) -> tuple[float, float]:
-    """nanoGPT's recipe for a CPU (its README: 4 layers of 128, 64 characters of context, batch 12, 2,000 steps of
-    AdamW, float32) on transformers' GPT-2. Gives held-out nats a character and seconds."""
+    """Trains transformers' GPT-2 by nanoGPT's recipe for a CPU; returns held-out nats per character and seconds.
+
+    From nanoGPT's README: 4 layers of 128, 64 characters of context, batch 12, 2,000 steps of AdamW, float32.
+    """
     started = time.perf_counter()
     torch.manual_seed(1337)
     characters = sorted(set(text))
@@ -97,7 +99,7 @@ def nanogpt_recipe(text: str) -> tuple[float, float]:
 
 
 def texts(shakespeare: Path, folder: Path) -> dict[str, tuple[Path, Path]]:
-    """Each text's first 90 % to train on and its last 10 %, as files of their own."""
+    """Writes each text's first 90 % and its last 10 % to files of their own, to train on and to measure."""
     whole = {"tinyshakespeare": shakespeare.read_bytes()}
     for name in ("pydocs", "stdlib"):
         whole[name] = b"".join(source.open().read() for source in catalogue.sources(name))
@@ -111,11 +113,11 @@ def texts(shakespeare: Path, folder: Path) -> dict[str, tuple[Path, Path]]:
 
 
 def training(shakespeare: Path) -> list[str]:
-    """The loss that the whole command reaches in a time, beside nanoGPT's recipe, in the same run."""
+    """Returns a table of the losses that whole commands reach in a given time, beside nanoGPT's recipe."""
     rows = [
         "The first 90 % of each text is trained on, the last 10 % measured; whole commands.",
         "",
-        "| system | text | whole time | nats a byte | bits a byte | parameters | tokens/s |",
+        "| system | text | whole time | nats per byte | bits per byte | parameters | tokens/s |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     plans = [(name, arch, 1) for name in ("tinyshakespeare", "pydocs", "stdlib") for arch in ("gpt2", "modern")]
@@ -150,7 +152,7 @@ ROWS, STEPS = 64, 5
 
 
 def speed() -> list[str]:
-    """Steps of nanoGPT's recipe for a GPU (10.7 M parameters): ours, and transformers' GPT-2 in a plain loop."""
+    """Times steps of nanoGPT's recipe for a GPU (10.7 M parameters): ours, and transformers' GPT-2 in a plain loop."""
     config = GPTConfig(**RECIPE)
     x, y = (torch.randint(65, (ROWS, 256)) for _ in range(2))
     flops = 6 * (breakdown(config).trainable - breakdown(config).positions) + 12 * 6 * 384 * 256
@@ -203,7 +205,7 @@ def speed() -> list[str]:
 
 
 def profile() -> list[str]:
-    """Where the time of `nano`'s step goes, and where it went with torch's fused attention and torch.optim.Muon."""
+    """Returns the shares of a step's time for `nano`, ours and with torch's fused attention and torch.optim.Muon."""
     config = find_preset("nano").model
     rows = [
         "`nano`, 16 sequences of 64, bfloat16, Muon; medians of 15 steps.",
@@ -247,7 +249,7 @@ COMPARED_STEPS, SEEDS = 800, (1, 2, 3)
 
 
 def optimizers(shakespeare: Path) -> list[str]:
-    """Muon against AdamW on the unchanged GPT-2 block: equal tokens, and equal time."""
+    """Compares Muon with AdamW on the unchanged GPT-2 block, over equal tokens and over equal time."""
     rows = [
         "`gpt train --arch gpt2 --preset nano` on the first 90 % of tinyshakespeare, nats a character of the rest, "
         f"seeds {', '.join(map(str, SEEDS))}; each optimizer at its own default rate, the same schedule.",
@@ -280,7 +282,7 @@ def optimizers(shakespeare: Path) -> list[str]:
 
 
 def main() -> None:
-    """Runs all of it and writes the page."""
+    """Measures all of it, and writes the sections of RESULTS.md."""
     if len(sys.argv) > 1:
         shakespeare = Path(sys.argv[1]).resolve()
     else:

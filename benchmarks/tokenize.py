@@ -1,9 +1,9 @@
-"""Tokenizing: from files to checked shards, beside bare tiktoken and transformers' tokenizers on the same text.
+"""Measures `gpt tokenize`, from files to checked shards, beside bare tiktoken and transformers' tokenizers.
 
     python -m benchmarks.tokenize [FOLDER OF TEXTS]
 
-Without a folder the text is what every machine with this project has: the .py, .md, .rst and .txt files of Python and
-of the installed packages. GPT-2's vocabulary must be in the cache. POSIX only (it kills, and reads peak memory).
+Without a folder the texts are the .py, .md, .rst and .txt files of Python and of the installed packages, which every
+machine with this project has. GPT-2's vocabulary must be in the cache. POSIX only (it kills, and reads peak memory).
 """
 
 import hashlib
@@ -35,7 +35,7 @@ CHUNK = 2**20
 
 
 def texts(folder: Path | None) -> Iterator[bytes]:
-    """UTF-8 texts of a folder, or of Python and its packages."""
+    """Yields the UTF-8 texts of a folder, or of Python and its packages."""
     roots = [folder] if folder else [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
     for root in roots:
         for path in sorted(root.rglob("*")):
@@ -50,7 +50,7 @@ def texts(folder: Path | None) -> Iterator[bytes]:
 
 
 def make_corpora(place: Path, folder: Path | None) -> tuple[list[bytes], dict[str, Path]]:
-    """The texts, and as one file, as a folder of files, as JSON lines, and repeated to a gigabyte."""
+    """Writes the texts as one file, as a folder of files, as JSON lines, and repeated to a gigabyte; returns all."""
     some: list[bytes] = []
     size = 0
     for data in texts(folder):
@@ -78,13 +78,13 @@ def make_corpora(place: Path, folder: Path | None) -> tuple[list[bytes], dict[st
 
 
 def timed(args: list[str]) -> float:
-    """Seconds that a command takes."""
+    """Runs a command and returns its seconds."""
     started = time.perf_counter()
     subprocess.run(args, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - started
 
 
-# A small process between: a child's peak counts what its parent held when it was started.
+# Run by a small process in between: a child's peak includes what its parent held when the child was started.
 _WATCH = (
     "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
     "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
@@ -92,13 +92,13 @@ _WATCH = (
 
 
 def peak_memory(args: list[str]) -> float:
-    """The peak memory in MB of the largest process of a command."""
+    """Runs a command and returns the peak memory, in MB, of its largest process."""
     peak = subprocess.run([sys.executable, "-c", _WATCH, *args], check=True, capture_output=True, text=True).stdout
     return int(peak) / (1e3 if sys.platform == "linux" else 1e6)
 
 
 def ours(text: Path, out: Path, *options: str) -> list[str]:
-    """``gpt tokenize``, the whole command, to synced shards in a new folder."""
+    """Returns the command ``gpt tokenize`` to a new folder ``out``, which is deleted first."""
     shutil.rmtree(out, ignore_errors=True)
     return [str(SCRIPTS / "gpt"), "tokenize", str(text), "-o", str(out), "--tokenizer", "gpt2", "-q", *options]
 
@@ -115,14 +115,14 @@ def _encode(text: str) -> int:
 
 
 def chunks(text: Path) -> Iterator[str]:
-    """A text in parts of `CHUNK` characters, cut anywhere: the ids at the cuts are wrong, which costs nothing."""
+    """Yields a text in parts of `CHUNK` characters, cut anywhere: wrong ids at the cuts do not change the speed."""
     with text.open(encoding="utf-8", newline="") as file:
         while part := file.read(CHUNK):
             yield part
 
 
 def bare(text: Path, processes: int = 2) -> tuple[float, float]:
-    """tiktoken in processes, ids dropped: seconds from start to end, and seconds of the encoding alone."""
+    """Runs tiktoken in processes, dropping the ids; returns seconds from start to end and of the encoding alone."""
     started = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(processes, _start) as pool:
         pool.map(_encode, ["warm"] * processes * 4, chunksize=1)
@@ -134,7 +134,7 @@ def bare(text: Path, processes: int = 2) -> tuple[float, float]:
 
 
 def transformers_tokenizers(some: Iterable[bytes]) -> float:
-    """MB/s of the tokenizers library, all cores, on whole files at once."""
+    """Returns MB/s of the tokenizers library, on all cores, with whole files as one batch."""
     from tokenizers import Tokenizer
 
     from gpt.text.tokenizer_files import to_tokenizer_json
@@ -158,7 +158,7 @@ OURS = "`gpt tokenize` one file, `--jobs 2`, whole command, to synced shards"
 
 
 def table(title: str, rates: dict[str, list[float]]) -> list[str]:
-    """Median rates, and what they are of bare tiktoken's."""
+    """Returns a table of median rates and their ratios to bare tiktoken's."""
     medians = {name: statistics.median(values) for name, values in rates.items()}
     rows = ["", f"{title}, GPT-2's vocabulary; medians of {ROUNDS} rounds in turn.", ""]
     rows += ["| system | MB/s | of bare tiktoken, whole | of its encoding alone |", "|---|---:|---:|---:|"]
@@ -168,7 +168,7 @@ def table(title: str, rates: dict[str, list[float]]) -> list[str]:
 
 
 def throughput(some: list[bytes], paths: dict[str, Path], out: Path) -> list[str]:
-    """Rates on the text once, and repeated to a gigabyte."""
+    """Returns tables of rates on the texts once, and repeated to a gigabyte."""
     size = paths["one.txt"].stat().st_size / 1e6
     cores = os.cpu_count() or 1
     rates: dict[str, list[float]] = {}
@@ -197,7 +197,7 @@ def throughput(some: list[bytes], paths: dict[str, Path], out: Path) -> list[str
 
 
 def memory(paths: dict[str, Path], out: Path) -> list[str]:
-    """Peak memory of the largest process, for texts of different size."""
+    """Returns a table of the largest process's peak memory, for texts of different sizes."""
     rows = ["", "| text | size | peak memory of the largest process |", "|---|---:|---:|"]
     for name in ("one.txt", "files", "lines.jsonl", "large.txt"):
         path = paths[name]
@@ -209,7 +209,7 @@ def memory(paths: dict[str, Path], out: Path) -> list[str]:
 
 
 def contents(folder: Path) -> str:
-    """A sum over all files of a folder."""
+    """Returns a checksum over all files of a folder."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
@@ -217,7 +217,7 @@ def contents(folder: Path) -> str:
 
 
 def kills(text: Path, out: Path) -> list[str]:
-    """Killed at random moments and resumed, each time compared with an uninterrupted run, byte for byte."""
+    """Kills ``gpt tokenize`` at random moments, resumes it, and compares the bytes with an uninterrupted run's."""
     seconds = timed(ours(text, out, "--jobs", "2"))
     expected = contents(out)
     equal = finished = 0
@@ -240,7 +240,7 @@ def kills(text: Path, out: Path) -> list[str]:
 
 
 def main() -> None:
-    """Measures, and writes the section."""
+    """Measures, and writes the section of RESULTS.md."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(cache_dir() / "tiktoken"))
     gpt2_tokenizer()

@@ -1,8 +1,9 @@
-"""Bytes that compiled code moves and kernels that it launches, from Inductor's schedule: nothing is built or run.
+"""Counts the bytes that compiled code moves and the kernels that it launches, without building or running it.
 
-A kernel's bytes are Inductor's own count: each buffer that it reads or writes, once, as far as it is used. One thing is
-corrected. Where numbers are scattered into a buffer by a kernel that does something else too, Inductor counts the whole
-buffer; here it is the numbers. A step of decoding does this in every layer, to one column of the cache.
+The counts come from Inductor's schedule. A kernel's bytes are those of each buffer that it reads or writes, once, as
+far as the buffer is used. One count of Inductor's is corrected: where a fused kernel scatters numbers into a buffer,
+Inductor counts the whole buffer, and this module counts the numbers. A decoding step does so in every layer, to one
+column of the cache.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one compiled graph does in a call."""
+    """Memory traffic and launches of one call of a compiled graph."""
 
     bytes: int  # read from memory and written to it
     launches: int  # kernels, generated and libraries'
@@ -29,12 +30,14 @@ class Traffic:
 
 
 class _Counted(Exception):
-    """Raised in the place of a call of compiled code."""
+    """Raised instead of calling compiled code."""
 
 
 def count(work: Callable[[], object], **settings: Any) -> list[Traffic]:
-    """Compiles what ``work`` calls, as far as it gets: up to the first call of a compiled graph, whose backward pass is
-    compiled with it. ``settings``: of Inductor."""
+    """Runs ``work`` up to its first call of a compiled graph, and returns the traffic of each graph compiled by then.
+
+    A graph's backward graph is compiled with it and is counted too. ``settings``: Inductor's.
+    """
     torch._dynamo.reset()
     try:
         with counting(**settings) as found, contextlib.suppress(_Counted):
@@ -46,7 +49,7 @@ def count(work: Callable[[], object], **settings: Any) -> list[Traffic]:
 
 @contextlib.contextmanager
 def counting(**settings: Any) -> Iterator[list[Traffic]]:
-    """While it lasts, Inductor's graphs are counted instead of built, and a call of one raises."""
+    """A context in which Inductor's graphs are counted instead of built, and raise when they are called."""
     found: list[Traffic] = []
 
     def module(graph: GraphLowering) -> Any:
@@ -81,7 +84,7 @@ def _name(node: BaseSchedulerNode) -> str:
 
 
 def _bytes(node: BaseSchedulerNode) -> int:
-    """What a kernel reads and writes."""
+    """Returns the bytes that a kernel reads and writes."""
     accesses = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
     for part in node.get_nodes():
         if isinstance(part.node, ir.ComputedBuffer) and isinstance(part.node.data, ir.Scatter):

@@ -33,7 +33,7 @@ def evaluate(
     dtype: SamplingDtype = "auto",
     threads: Threads = None,
 ) -> None:  # fmt: skip
-    """Measure a model on TEXT: loss, perplexity, bits a byte, in fixed windows over the whole of it."""
+    """Measure a model on TEXT: loss, perplexity, bits per byte, in fixed windows over the whole of it."""
     inputs.announce(text)
     with progress.starting(quiet):
         from gpt import api

@@ -93,7 +93,7 @@ class Conversation:
                 self.text += piece
         finally:
             render.write("\n")
-        forgotten = render.Forgotten()
+        forgotten = render.Overflow()
         forgotten.add(writing.sample)
         render.context_notes(forgotten, self.loaded.model.config.block_size)
 

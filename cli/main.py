@@ -29,7 +29,7 @@ app = typer.Typer(
 
 
 def _help(context: typer.Context) -> None:
-    """What a group does where no command of it is named."""
+    """Prints the help of a group that is called without a command."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -96,7 +96,7 @@ def main(args: list[str]) -> int:
     try:
         status = app(_with_values([arg for arg in args if arg != "--debug"]), standalone_mode=False, obj=args)
         sys.stdout.flush()
-        if status == 130:  # typer's way of passing on a Ctrl-C
+        if status == 130:  # how typer passes on a Ctrl-C
             render.note("interrupted")
         return int(status or 0)
     except BaseException as error:
@@ -111,7 +111,7 @@ def main(args: list[str]) -> int:
 
 
 def _with_values(args: list[str]) -> list[str]:
-    """``gpt train --resume`` may stand without a value, which the parser has no word for: it becomes an empty one."""
+    """Gives a bare ``--resume`` of ``gpt train`` an empty value: the parser has no options with an optional value."""
     if _command(args) != "train" or "--resume" not in args:
         return args
     at = args.index("--resume")
@@ -120,7 +120,7 @@ def _with_values(args: list[str]) -> list[str]:
 
 
 def _command(args: list[str]) -> str:
-    """The words that name the command in ``args``."""
+    """Returns the command that ``args`` name, such as ``data show``; ``COMMAND`` where they name none."""
     at = next((i for i, arg in enumerate(args) if arg in COMMANDS or arg in GROUPS), None)
     if at is None:
         return "COMMAND"
@@ -133,7 +133,7 @@ def _report(error: BaseException, command: str) -> int:
     if isinstance(error, UserError):
         render.error(error.message, error.hint or f"gpt {command} --help says what each setting takes")
         return error.exit_code
-    if isinstance(error, typer.TyperException):  # the words themselves are wrong
+    if isinstance(error, typer.TyperException):  # the command line cannot be parsed
         message, hint = render.usage_error(error)
         render.error(message, hint)
         return error.exit_code
@@ -162,7 +162,7 @@ def _report(error: BaseException, command: str) -> int:
 
 
 def _is_closed_pipe(error: BaseException | None) -> bool:
-    """Whether the reader of stdout has gone; typer and rich turn the system's word for it into SystemExit."""
+    """Whether the reader of stdout is gone; typer and rich turn that OSError into a SystemExit."""
     if isinstance(error, SystemExit):
         error = error.__context__
     closed = (errno.EPIPE, errno.EINVAL) if sys.platform == "win32" else (errno.EPIPE,)
@@ -170,7 +170,7 @@ def _is_closed_pipe(error: BaseException | None) -> bool:
 
 
 def _pipe_closed() -> int:
-    """``gpt … | head``: the reader has what it wanted. Nothing more is written, not even at exit."""
+    """Points stdout at nothing once its reader is gone (``gpt … | head``), so that no flush fails at exit; status 0."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -1,4 +1,4 @@
-"""Options made from the dataclasses of `gpt.config`, and the few that commands share."""
+"""Options made from the dataclasses of `gpt.config`, and the few options that commands share."""
 
 import dataclasses
 import functools
@@ -61,9 +61,11 @@ Threads = Annotated[
 
 
 def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command an option for each field of ``config_class``, and its body the ``settings`` made from them and,
-    where it has such parameters, as ``given`` those that the user said something about, as ``words`` all of the command
-    line."""
+    """Gives a command one option per field of ``config_class``.
+
+    The command's body receives an instance as ``settings``. If it has such parameters, it also receives ``given``, the
+    settings that the user gave, and ``words``, the whole command line.
+    """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         names = [field.name for field in dataclasses.fields(config_class)]
@@ -90,7 +92,7 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
         )
         made = [_as_parameter(config_class, field) for field in in_order]
         context_parameter = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        # In this order they are listed: what it does first, how it is shown last.
+        # The order of the help page: what the command does first, how it prints last.
         parameters = [context_parameter, *made, *(p.replace(kind=p.KEYWORD_ONLY) for p in own)]
         with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_options.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -100,7 +102,7 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
 
 
 def given_settings(context: typer.Context, asked: dict[str, Any]) -> dict[str, Any]:
-    """The settings that were given anywhere: as an option, in the environment, in ``--config``."""
+    """Returns the settings that the user gave: as an option, in the environment, or in ``--config``."""
     sources = {name: context.get_parameter_source(name) for name in asked}
     return {name: asked[name] for name, source in sources.items() if source and source.name != "DEFAULT"}
 
@@ -109,8 +111,8 @@ _STRENGTH = ["COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP", "DEFAULT"]  # an optio
 
 
 def _keep_the_stronger(context: typer.Context, asked: dict[str, Any], pair: tuple[str, str]) -> None:
-    """Of two settings that exclude each other, drops the one from the weaker place, so that an option on the command
-    line beats a twin in the environment; two of the same place are left, to be refused."""
+    """Drops the weaker one of two exclusive settings, so that an option on the command line beats an environment
+    variable. Two from the same source stay, and are refused later."""
     sources = [context.get_parameter_source(name) for name in pair]
     strength = [_STRENGTH.index(source.name) if source else len(_STRENGTH) for source in sources]
     if all(asked[name] is not None for name in pair) and strength[0] != strength[1]:
@@ -136,7 +138,7 @@ def _as_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") -> i
 
 
 def config_file(config_class: type[Any]) -> Any:
-    """An option ``--config FILE.toml`` whose values stand behind options and environment, and before defaults."""
+    """An option ``--config FILE.toml``, whose values beat defaults; options and environment variables beat them."""
     known = [field.name for field in dataclasses.fields(config_class)]
     kinds = get_type_hints(config_class)
 

@@ -38,7 +38,7 @@ Out = Annotated[Path | None, out_option(*ENDINGS)]
 
 @dataclass(frozen=True)
 class Forms:
-    """A result in every form that it has, each made when it is asked for."""
+    """A result in several forms, each made only when it is asked for."""
 
     data: Callable[[], Data]  # for programs
     terminal: Callable[[], None]
@@ -47,7 +47,7 @@ class Forms:
 
 
 def check_out(out: Path | None, *endings: str) -> None:
-    """Refuses, before any work, a file that could not be written, or of no form that there is."""
+    """Raises `UserError`, before any work, for an output file that cannot be written or has no known ending."""
     if out is None:
         return
     known = endings or ENDINGS
@@ -65,7 +65,7 @@ def check_out(out: Path | None, *endings: str) -> None:
 
 
 def show(forms: Forms, out: Path | None, as_json: bool) -> None:
-    """Writes the file that was asked for, and prints JSON or, where there is no file, what a terminal shows."""
+    """Writes ``out`` in the form that its ending names. Prints JSON if asked for, or text without ``out``."""
     if out is not None:
         form = {".html": forms.page, ".png": forms.png}.get(out.suffix.lower(), lambda: as_bytes(forms.data()))
         assert form is not None  # check_out let it pass
@@ -77,7 +77,7 @@ def show(forms: Forms, out: Path | None, as_json: bool) -> None:
 
 
 def write(out: Path, content: bytes, quiet: bool) -> None:
-    """The file, whole or not at all; where it is, unless stdout is for JSON."""
+    """Writes a file, whole or not at all, and prints its path unless ``quiet``."""
     with disk_errors(out):
         write_file(out, content)
     if not quiet:
@@ -85,12 +85,12 @@ def write(out: Path, content: bytes, quiet: bool) -> None:
 
 
 def as_bytes(data: Data) -> bytes:
-    """JSON as a file holds it."""
+    """Returns data as the bytes of a JSON file."""
     return (json.dumps(data, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def html(name: str, title: str, data: Data) -> bytes:
-    """The page ``pages/NAME.js`` over ``data``. Style, script and data stand in it: it asks nobody for anything."""
+    """Returns the page of ``pages/NAME.js`` with ``data``: style, script and data are inside, nothing is fetched."""
     pages = files("gpt_cli") / "pages"
 
     def read(file: str) -> str:
@@ -108,6 +108,6 @@ def html(name: str, title: str, data: Data) -> bytes:
 
 
 def packed(array: "npt.NDArray[Any]") -> str:
-    """Numbers as a page unpacks them: little-endian, in base64."""
+    """Packs an array for a page: little-endian numbers in base64."""
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return base64.b64encode(little.tobytes()).decode()

@@ -1,4 +1,4 @@
-"""Still pictures, drawn with pillow: the same numbers as in the pages."""
+"""PNG pictures, drawn with pillow, of the same numbers as the pages."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -48,7 +48,7 @@ def _bytes(image: "Image.Image") -> bytes:
 
 
 def _coloured(strength: "np.ndarray[Any, Any]", end: tuple[int, int, int]) -> "np.ndarray[Any, Any]":
-    """Shares from 0 to 1, (…), as colours from white to ``end``, (…, 3), on a square-root scale."""
+    """Maps ``strength`` (…) from 0 to 1 to colours (…, 3) from white to ``end``, on a square-root scale."""
     import numpy as np
 
     x = np.sqrt(np.clip(strength, 0, 1))[..., None]
@@ -57,7 +57,7 @@ def _coloured(strength: "np.ndarray[Any, Any]", end: tuple[int, int, int]) -> "n
 
 
 def _map(pattern: "Floats", size: int) -> "Image.Image":
-    """A pattern as a square of at least ``size`` pixels, every weight as large as the others."""
+    """Draws a pattern (T, T) as a square of at least ``size`` pixels, all cells of one size."""
     from PIL import Image
 
     image = Image.fromarray(_coloured(pattern, HIGH))
@@ -66,7 +66,7 @@ def _map(pattern: "Floats", size: int) -> "Image.Image":
 
 
 def attention(look: "Look", tokenizer: "Tokenizer", model: str) -> bytes:
-    """All heads, layers down and heads across; a single head with its tokens."""
+    """Draws attention patterns, layers down and heads across; a single head with its tokens' texts."""
     if len(look.layers) == len(look.heads) == 1:
         return _one_head(look, tokenizer, model)
     from gpt.inspect import KINDS, mostly
@@ -112,7 +112,7 @@ def _one_head(look: "Look", tokenizer: "Tokenizer", model: str) -> bytes:
 
 
 def near(groups: Sequence[Mapping[str, Any]]) -> bytes:
-    """Bars of cosines."""
+    """Draws the nearest neighbours of each token as bars of their cosines."""
     height = sum(48 + 22 * len(group["near"]) for group in groups) + 16
     image, draw = _canvas(620, height)
     y = 12
@@ -130,7 +130,7 @@ def near(groups: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def positions(found: "Positions", model: str) -> bytes:
-    """The table, below zero blue and above red, and the curve of similarity by distance."""
+    """Draws the position table, negative blue and positive red, and similarity by distance as a curve."""
     import numpy as np
     from PIL import Image
 
@@ -151,7 +151,7 @@ def positions(found: "Positions", model: str) -> bytes:
 
 
 def _curve(draw: "ImageDraw.ImageDraw", values: Sequence[float], box: tuple[int, int, int, int], x_name: str) -> None:
-    """Values by their place, 0 on the left, between round ticks."""
+    """Draws values by index, 0 on the left, in ``box`` (left, top, right, bottom), with round ticks."""
     left, top, right, bottom = box
     across, up = axis(0, max(1, len(values) - 1), 8, extend=False), axis(min(0.0, *values), max(1.0, *values), 6)
 
@@ -173,7 +173,7 @@ def _curve(draw: "ImageDraw.ImageDraw", values: Sequence[float], box: tuple[int,
 
 
 def tokens(pieces: Sequence[str]) -> bytes:
-    """The text in its pieces, each on a colour of its own."""
+    """Draws a text's tokens, each on a background colour of its own."""
     font, boxes, x, y = _font(15), [], 12, 12
     for at, piece in enumerate(pieces):
         width = max(6, round(font.getlength(piece)))

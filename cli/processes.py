@@ -1,4 +1,4 @@
-"""A command in several processes: started from here, or one of them, started by us or by torchrun."""
+"""Commands that run in several processes: starting them, and how one of them (ours or torchrun's) ends."""
 
 import atexit
 import contextlib
@@ -14,16 +14,20 @@ from gpt.parallel import environment
 
 from . import render
 
-ALONE_SECONDS = 3.0  # that a process waits for the first one to say the same, and to end it
+ALONE_SECONDS = 3.0  # that a rank waits for rank 0 to report the same error and to end it
 
 
 def start(words: Sequence[str], nproc: int, began: float) -> int:
-    """Runs ``gpt`` with ``words`` in so many processes, for a command that ``began`` then. Gives the exit status;
-    raises what they could not say."""
+    """Runs ``gpt`` with ``words`` in ``nproc`` processes and returns the exit status.
+
+    ``began``: when the command began. Raises `WorkError` where a process was killed and could not report it itself.
+    """
     from gpt.parallel.launch import launch
 
     ended = launch([sys.executable, "-m", "gpt_cli", *words], nproc, began)
-    resume = f"go on with: gpt train --resume {shlex.quote(str(ended.run))}" if ended.run and ended.run.is_dir() else ""
+    resume = (
+        f"resume with: gpt train --resume {shlex.quote(str(ended.run))}" if ended.run and ended.run.is_dir() else ""
+    )
     if ended.signum is not None:
         name = signal.Signals(ended.signum).name
         why = ", maybe by the system, for want of memory" if name == "SIGKILL" else ""
@@ -34,9 +38,11 @@ def start(words: Sequence[str], nproc: int, began: float) -> int:
 
 
 def end_abruptly(status: Sequence[int]) -> None:
-    """Has this process, if it is one of several, end before Python takes itself apart, with what ``status`` has by
-    then: a thread of torch's that lets go of a tensor while Python does so aborts the process (seen in one of six ends
-    on a busy machine). What else is registered with `atexit` comes first, since it is registered later."""
+    """Makes a process that is one of several exit with ``status[0]`` before the interpreter shuts down.
+
+    A torch thread that frees a tensor during shutdown aborts the process (seen in one of six exits on a busy machine).
+    Other `atexit` functions still run, since they are registered later and so run first.
+    """
     with contextlib.suppress(UserError):
         if environment.is_one_of_many():
             atexit.register(_end, status)
@@ -50,10 +56,10 @@ def _end(status: Sequence[int]) -> None:
 
 
 def silenced(error: BaseException) -> int | None:
-    """The exit status of a process that leaves the word to another one; None where it has to say what happened.
+    """Returns the exit status if another process reports ``error``, None if this one must.
 
-    What ends all of them alike is for the first to say: that one ends, and what started the others ends them before
-    they come to say it too.
+    An error that ends all ranks alike is reported by rank 0. Rank 0 then ends, and the launcher ends the other ranks
+    before they report the error a second time.
     """
     if isinstance(error, PeerLost) and (environment.rank() or environment.is_ours()):
         return error.exit_code

@@ -1,4 +1,4 @@
-"""What is shown while work goes on, on stderr: live on a terminal, a plain line every few seconds elsewhere."""
+"""Progress on stderr: live on a terminal, a plain line every few seconds elsewhere."""
 
 import contextlib
 import math
@@ -22,7 +22,7 @@ PLAIN_SECONDS = 5.0  # between lines of progress where there is no terminal
 
 @contextlib.contextmanager
 def starting(quiet: bool) -> Iterator[None]:
-    """A sign of life on a terminal while torch is imported."""
+    """Shows a spinner on a terminal while torch is imported."""
     console = stderr()
     if quiet or not console.is_terminal:
         yield
@@ -32,17 +32,17 @@ def starting(quiet: bool) -> Iterator[None]:
 
 
 class Sparkline:
-    """The course of a value in bars of eight heights, over however many steps: each bar is a mean of equally many."""
+    """The recent course of a value: up to `WIDTH` bars of eight heights, each the mean of equally many values."""
 
     WIDTH = 24
 
     def __init__(self) -> None:
         self.bars: list[float] = []
-        self.each = 1  # values a bar stands for
+        self.each = 1  # values per bar
         self.pending: list[float] = []
 
     def add(self, value: float) -> None:
-        """One more value; a value that is no number is left out."""
+        """Adds a value, unless it is not finite."""
         if not math.isfinite(value):
             return
         self.pending.append(value)
@@ -60,7 +60,7 @@ class Sparkline:
 
 
 class TrainDisplay:
-    """A run as it happens: a live line on a terminal, a plain one every few seconds elsewhere."""
+    """Shows a training run: a live line on a terminal, a plain line every few seconds elsewhere."""
 
     def __init__(self, quiet: bool, console: Console | None = None) -> None:
         self.console = console or stderr()
@@ -86,7 +86,7 @@ class TrainDisplay:
             self.bar = None
 
     def __call__(self, event: events.Event | events.Note | events.Plan | events.Progress) -> None:
-        """Shows an event. What cannot be shown, on a terminal that has gone, is no reason to stop."""
+        """Shows an event. Training goes on where the terminal is gone and nothing can be shown."""
         if not self.quiet:
             with contextlib.suppress(OSError):
                 self._show(event)
@@ -115,7 +115,7 @@ class TrainDisplay:
         if self.bar is None or self.bar.verb != what:
             self._end_bar()
             self.bar = Bar(what, "bytes", self.quiet).__enter__()
-            self.bar.skip(done)  # where the work goes on from
+            self.bar.skip(done)  # done before this command
         self.bar.reach(done, total)
 
     def _begin(self, plan: events.Plan) -> None:
@@ -148,7 +148,7 @@ class TrainDisplay:
         )
 
     def status(self, event: events.StepEvent) -> Text:
-        """The live line: how far, the loss and its course, the rate, the time left."""
+        """Returns the live line: progress, the loss and its course, the rate, the time left."""
         done = round(20 * event.step / max(1, self.plan.steps))
         return Text.assemble(
             ("━" * done, "magenta"), ("━" * (20 - done), "bright_black"), " ",
@@ -183,16 +183,16 @@ class Bar:
             self.progress.stop()
 
     def skip(self, count: int) -> None:
-        """``count`` were done before, and tell nothing of the rate."""
+        """Counts ``count`` units as done earlier; they are left out of the rate."""
         self.done += count
         self.skipped += count
 
     def advance(self, count: int, total: int) -> None:
-        """``count`` more are done, of ``total``."""
+        """Counts ``count`` more units as done, of ``total``."""
         self.reach(self.done + count, total)
 
     def reach(self, done: int, total: int) -> None:
-        """``done`` of ``total`` are done."""
+        """Sets the number of units done, of ``total``."""
         self.done = done
         rate = max(self.done - self.skipped, 0) / max(time.monotonic() - self.started, 1e-9)
         line = f"{self.verb} {self.done:,}/{total:,} {self.unit}  {rate:,.0f} {self.unit}/s"
@@ -204,7 +204,7 @@ class Bar:
             self.console.print(line + left)
 
     def watching(self, each: Callable[[Any, Any], None] | None) -> "OnWindow":
-        """What an evaluation calls for each window: ``each`` prints it, and the bar moves."""
+        """Returns a callback for each window of an evaluation: it calls ``each`` and advances the bar."""
 
         def watch(window: Any, losses: Any, total: int) -> None:
             if each is not None:

@@ -1,7 +1,4 @@
-"""Everything that is printed, and the only code that knows rich.
-
-Results go to stdout; progress, notes and errors to stderr.
-"""
+"""Printing with rich: results to stdout; progress, notes and errors to stderr."""
 
 import contextlib
 import os
@@ -26,15 +23,15 @@ if TYPE_CHECKING:
     import typer
 
     from gpt.api import Measured
-    from gpt.decoding.generate import Token
+    from gpt.decoding.logits import Token
     from gpt.decoding.write import Piece, Sample
     from gpt.evaluate import Evaluation
     from gpt.text.tokenizer import Tokenizer
-    from gpt.training.result import Result
+    from gpt.training.context import Result
 
 
-# What a terminal obeys, or hides, instead of showing it: C0 but for line feed and tab, DEL, C1, and what turns the
-# direction of text or breaks lines. Names of files, keys of JSON and a model's own words may hold any of it.
+# Characters that a terminal obeys or hides instead of showing them: C0 but for line feed and tab, DEL, C1, and those
+# that turn the direction of text or break lines. File names, JSON keys and generated text may contain any of them.
 _HIDDEN = (*range(9), *range(11, 32), *range(127, 160), 0x061C, *range(0x2028, 0x202F), *range(0x2066, 0x2070),
            *range(0xFFF9, 0xFFFC))  # fmt: skip
 _AS_ESCAPE = {code: f"\\u{code:04x}" for code in _HIDDEN}  # also JSON's
@@ -42,67 +39,67 @@ _AS_SYMBOL = _AS_ESCAPE | {code: chr(0x2400 + code) for code in range(32) if cod
 
 
 class _Shown(Console):
-    """A console on which a terminal shows what it is told, and obeys rich alone."""
+    """A console that shows control characters as symbols, so that a terminal obeys only rich's own."""
 
     def shown(self, text: str) -> str:
-        """Text as a terminal may have it: control characters as symbols. Files and pipes have it as it is."""
+        """Returns ``text`` with control characters as symbols for a terminal, and unchanged for a file or pipe."""
         return text.translate(_AS_SYMBOL) if self.is_terminal else text
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As rich does; its own control codes are segments of another kind."""
+        """Renders as rich does; rich's own control codes come as segments of their own and are kept."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(self.shown(segment.text), segment.style)
 
 
 class _Stderr(_Shown):
-    """A console on stderr whose reader may go away: nobody is watching then, and the work goes on."""
+    """A console on stderr that falls silent, while the work goes on, once its reader is gone."""
 
     def on_broken_pipe(self) -> None:
-        """Instead of rich's, which would end the program."""
+        """Silences stderr; rich would end the program."""
         self.quiet = True
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def stderr() -> _Shown:
-    """Where everything but results goes."""
+    """Returns a console for progress, notes and errors."""
     return _Stderr(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def stdout() -> _Shown:
-    """Where results go. Into a file or pipe, tables are as wide as they need."""
+    """Returns a console for results. Into a file or pipe, tables are as wide as they need to be."""
     width = None if sys.stdout.isatty() else 160
     return _Shown(highlight=False, soft_wrap=True, width=width, markup=False, emoji=False)
 
 
 def make_output_safe() -> None:
-    """Lets no character end a run: what the terminal's encoding lacks is written as an escape."""
+    """Makes stdout and stderr write characters that their encoding lacks as escapes, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 def bar(share: float, width: int, console: Console) -> Text:
-    """A bar of at most ``width`` columns for a share of one."""
+    """Returns a bar of up to ``width`` columns for a ``share`` from 0 to 1."""
     mark = "█" if (console.encoding or "").lower().startswith("utf") else "#"
     return Text(mark * round(width * min(1.0, max(0.0, share))), "blue")
 
 
 def write(text: str) -> None:
-    """Text on stdout, at once: as it is, but for control characters on a terminal."""
+    """Writes text to stdout and flushes it; on a terminal, control characters become symbols."""
     sys.stdout.write(text.translate(_AS_SYMBOL) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def json_line(values: Mapping[str, Any]) -> None:
-    """One object a line on stdout. A number that is none becomes null."""
+    """Prints an object as one line of JSON. NaN and infinities become null."""
     narrow = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
     line = as_json(values, ascii=narrow)
     write((line.translate(_AS_ESCAPE) if sys.stdout.isatty() else line) + "\n")
 
 
 def error(message: str, hint: str) -> None:
-    """What is wrong, and what to do next."""
+    """Prints what is wrong, and what to do next."""
     console = stderr()
     console.print(Text.assemble(("error: ", "bold red"), " ".join(console.shown(message).split())))
     if hint:
@@ -110,41 +107,41 @@ def error(message: str, hint: str) -> None:
 
 
 def trace(error: BaseException) -> None:
-    """Where an error came from, for ``--debug``."""
+    """Prints an exception with its traceback, for ``--debug``."""
     stderr().print(Text("".join(traceback.format_exception(error))), end="")
 
 
 def note(text: str) -> None:
-    """A line to whoever watches."""
+    """Prints a dim line on stderr."""
     console = stderr()
     console.print(Text(console.shown(text), "dim"))
 
 
 def usage_error(error: "typer.TyperException") -> tuple[str, str]:
-    """A message and a hint for words that the parser does not take."""
+    """Returns message and hint for a command line that the parser rejects."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "gpt"
     return error.format_message().rstrip("."), f"{command} --help lists what there is"
 
 
 def excerpt(text: str, lines: int = 5) -> str:
-    """The first lines of a sample, indented."""
+    """Returns the first lines of a sample, indented."""
     kept = [line for line in text.strip().splitlines() if line.strip()][:lines]
     return "\n".join("    " + line for line in kept)
 
 
 def saved(path: Path, size: int) -> None:
-    """Where a file is that was written."""
+    """Prints the path and size of a file that was written."""
     stdout().print(Text.assemble(("saved  ", "bold"), f"{path}  ({size:,} bytes)"))
 
 
 def percent_of_peak(mfu: float | None) -> str:
-    """What stands behind a rate where the device's peak is known: `` (41.3% MFU)``."""
+    """Returns an MFU to stand behind a rate, `` (41.3% MFU)``; empty where the device's peak is unknown."""
     return "" if mfu is None else f" ({mfu:.1%} MFU)"
 
 
 def result_json(result: "Result") -> dict[str, Any]:
-    """The last line of ``gpt train --json``."""
+    """Returns the last line of ``gpt train --json``."""
     values = asdict(result)
     for key in ("sample", "prompt", "mfu", "answers", "held_out_answers"):
         del values[key]
@@ -153,13 +150,13 @@ def result_json(result: "Result") -> dict[str, Any]:
 
 
 def result(result: "Result", console: Console | None = None) -> None:
-    """The end of ``gpt train``."""
+    """Prints the end of ``gpt train``: the checkpoint, the loss, a sample, and a command to try next."""
     console = console or stdout()
     rate = f"{result.tokens_per_second:,.0f} tokens/s{percent_of_peak(result.mfu)}"
     length = f"{counted(result.steps, 'step')} in {format_seconds(result.seconds)}, {rate}"
     console.print(Text.assemble(("saved  ", "bold"), f"{result.checkpoint}  ({length})"))
     if result.val_loss is not None and result.bits_per_byte is not None:
-        loss = f"{result.val_loss:.4f} nats a token, {result.bits_per_byte:.4f} bits a byte, on held-out text"
+        loss = f"{result.val_loss:.4f} nats a token, {result.bits_per_byte:.4f} bits per byte, on held-out text"
         console.print(Text.assemble(("loss   ", "bold"), loss))
     if result.answers is not None:
         held_out = "" if result.held_out_answers is None else f" trained on, {result.held_out_answers} held out"
@@ -172,7 +169,7 @@ def result(result: "Result", console: Console | None = None) -> None:
 
 
 def draw_seed(announce: bool) -> int:
-    """A seed from the system's randomness, said on stderr."""
+    """Draws a seed from the system's randomness; with ``announce``, prints it on stderr."""
     seed = secrets.randbelow(2**31)
     if announce:
         note(f"seed {seed}")
@@ -180,21 +177,21 @@ def draw_seed(announce: bool) -> int:
 
 
 @dataclass
-class Forgotten:
-    """What the context had no room for, of all samples so far."""
+class Overflow:
+    """How far samples did not fit into the model's context."""
 
-    dropped: int = 0  # tokens of a prompt
-    slid: bool = False  # whether a text outgrew it
+    dropped: int = 0  # tokens left out at the start of a prompt: the most of any sample
+    slid: bool = False  # whether a text grew longer than the context
 
     def add(self, sample: "Sample") -> None:
-        """One more sample."""
+        """Counts one more sample."""
         self.dropped = max(self.dropped, sample.dropped)
         self.slid |= sample.slid
 
 
-def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bool) -> Forgotten:
-    """Texts on stdout, piece by piece, with a line above each where there are several."""
-    forgotten = Forgotten()
+def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bool) -> Overflow:
+    """Prints texts piece by piece as they are generated, with a heading above each where there are several."""
+    overflow = Overflow()
     told = None
     for piece in pieces:
         if (piece.prompt, piece.index) != told:
@@ -207,37 +204,37 @@ def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bo
         write(piece.text)
         if piece.sample is not None:
             write("\n")
-            forgotten.add(piece.sample)
-    return forgotten
+            overflow.add(piece.sample)
+    return overflow
 
 
 def saved_samples(path: Path, count: int) -> None:
-    """The end of ``gpt sample --out``."""
+    """Prints the end of ``gpt sample --out``."""
     stdout().print(Text.assemble(("saved  ", "bold"), f"{path}  ({counted(count, 'sample')})"))
 
 
-def context_notes(forgotten: Forgotten, size: int) -> None:
-    """What the context of ``size`` tokens had no room for."""
-    if dropped := forgotten.dropped:
+def context_notes(overflow: Overflow, size: int) -> None:
+    """Prints notes about samples that did not fit into the context of ``size`` tokens."""
+    if dropped := overflow.dropped:
         note(f"the prompt has {dropped + size:,} tokens, and the context {size:,}: its first {dropped:,} were left out")
-    if forgotten.slid:
+    if overflow.slid:
         note(f"the text outgrew the context of {size:,} tokens: what stood further back was forgotten")
 
 
 def json_samples(
     pieces: Iterable["Piece"], prompts: Sequence[str], seed: int | None, tokenizer: "Tokenizer"
-) -> Forgotten:
-    """A line of JSON for each sample."""
-    forgotten = Forgotten()
+) -> Overflow:
+    """Prints each finished sample as a line of JSON."""
+    overflow = Overflow()
     for piece in pieces:
         if piece.sample is not None:
             json_line(sample_json(piece, prompts[piece.prompt], seed, tokenizer))
-            forgotten.add(piece.sample)
-    return forgotten
+            overflow.add(piece.sample)
+    return overflow
 
 
 def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Tokenizer") -> dict[str, Any]:
-    """A line of ``gpt sample --json``, for the last piece of a text."""
+    """Returns a line of ``gpt sample --json`` for the last piece of a text, which holds the whole sample."""
     sample = piece.sample
     assert sample is not None
     values: dict[str, Any] = {
@@ -260,7 +257,7 @@ def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Token
 
 
 def _token_json(token: "Token", tokenizer: "Tokenizer") -> dict[str, Any]:
-    """An id with its log-probability, and the likeliest in its place."""
+    """Returns a token's JSON: id, text, log-probability, and the likeliest alternatives if they were asked for."""
     values = {"token": token.id, "text": tokenizer.decode([token.id]), "logprob": token.logprob}
     top = [{"token": id, "text": tokenizer.decode([id]), "logprob": logprob} for id, logprob in token.top]
     return values | ({"top": top} if top else {})
@@ -272,12 +269,12 @@ EVALUATION_KEYS = (
 
 
 def evaluation_json(result: "Evaluation") -> dict[str, Any]:
-    """The object of ``gpt eval --json``."""
+    """Returns the object of ``gpt eval --json``."""
     return {key: getattr(result, key) for key in EVALUATION_KEYS}
 
 
 def evaluation(result: "Evaluation") -> None:
-    """The measures of ``gpt eval``, with their units."""
+    """Prints the measures of ``gpt eval`` with their units."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_row("loss", f"{result.loss:.4f}", "nats a token")
     table.add_row("perplexity", f"{result.perplexity:,.2f}", "a token: e to the loss")
@@ -289,13 +286,13 @@ def evaluation(result: "Evaluation") -> None:
 
 
 def speed_json(measured: "Measured") -> dict[str, Any]:
-    """The object of ``gpt bench --json``."""
+    """Returns the object of ``gpt bench --json``."""
     values = {key: getattr(measured, key) for key in ("name", "parameters", "device", "dtype", "compiled")}
     return values | asdict(measured.settings) | asdict(measured.speed)
 
 
 def speed(measured: "Measured") -> None:
-    """What ``gpt bench`` has found, with units."""
+    """Prints the measures of ``gpt bench`` with their units."""
     found, asked = measured.speed, measured.settings
     table = Table(box=None, show_header=False, pad_edge=False)
     how = f"{measured.parameters:,} parameters, {measured.device}, {measured.dtype}"
@@ -311,7 +308,7 @@ def speed(measured: "Measured") -> None:
 
 
 def token_lines(tokenizer: "Tokenizer") -> Callable[[Any, Any], None]:
-    """Prints each scored token of a window as a line of JSON."""
+    """Returns a callback that prints each scored token of a window as a line of JSON."""
 
     def each(window: Any, losses: Any) -> None:
         for at, loss in enumerate(losses.tolist(), window.skipped):

@@ -1,6 +1,6 @@
-"""Curves in a terminal: braille dots, or letters where these cannot be shown or told apart.
+"""Curves in a terminal: braille dots, or letters where dots or colours cannot be shown.
 
-Own code: plotext's two versions in use, 5 and 6, have no function in common.
+Not plotext: its two versions in use, 5 and 6, have no function in common.
 """
 
 import math
@@ -24,7 +24,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """A named curve of points (x, y), by rising x; a y that is not finite is a gap. Pale ones lie below the others."""
+    """A named curve of points (x, y) by rising x. A y that is not finite is a gap. Pale curves lie below the others."""
 
     name: str
     points: Sequence[Point]
@@ -33,19 +33,22 @@ class Series:
 
     @property
     def style(self) -> str:
-        """Its colour in the console."""
+        """The curve's style in the console."""
         return COLOURS[self.colour % len(COLOURS)] + (" dim" if self.pale else "")
 
     @property
     def mark(self) -> str:
-        """Its letter where there are no colours."""
+        """The letter that draws the curve where there are no colours."""
         return PALE if self.pale else MARKS[self.colour % len(MARKS)]
 
 
 def chart(
     title: str, x_name: str, series: Sequence[Series], console: Console, height: int = 13, logarithmic: bool = False
 ) -> Text:
-    """The curves in one frame as wide as the console, up to 100 columns. ``logarithmic``: where they span decades."""
+    """Draws curves in one frame as wide as the console, up to 100 columns.
+
+    ``logarithmic``: the y axis is logarithmic if the values span decades.
+    """
     points = [point for one in series for point in one.points if all(map(math.isfinite, point))]
     if not points:
         return Text(f"{title}: nothing was recorded", "dim")
@@ -72,7 +75,7 @@ def chart(
 
 
 def _foot(across: Axis, width: int, x_name: str, frame: str) -> str:
-    """The line below the curves, and below that the labels of its ticks."""
+    """Returns the x axis: a line with ticks, and their labels below it."""
     line, labels = [frame[3]] * width, [" "] * width
     free = 0
     for x, label in zip(across.ticks, across.labels, strict=True):
@@ -89,7 +92,7 @@ def _foot(across: Axis, width: int, x_name: str, frame: str) -> str:
 def _cells(
     series: Sequence[Series], across: Axis, up: Axis, width: int, height: int, fine: bool
 ) -> dict[tuple[int, int], tuple[str, str]]:
-    """Row and column → character and style: the last curve's that comes by, pale ones first."""
+    """Returns (row, column) → (character, style). Where curves cross, the last one shows; pale ones are drawn first."""
     wide, high = (2, 4) if fine else (1, 1)  # dots of a character
     dots: dict[tuple[int, int], tuple[int, Series]] = {}
     for one in sorted(series, key=lambda one: not one.pale):
@@ -104,7 +107,7 @@ def _cells(
 
 
 def _dense(points: Sequence[Point], step: float) -> list[Point]:
-    """The finite points, with others on the lines between neighbours, so that curves have no holes but their gaps."""
+    """Returns the finite points and points between neighbours, ``step`` apart, so that curves are unbroken."""
     found = [point for point in points if all(map(math.isfinite, point))]
     for (x0, y0), (x1, y1) in pairwise(points):
         if math.isfinite(y0) and math.isfinite(y1):

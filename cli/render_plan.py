@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt.config import PRESETS, GPTConfig
-from gpt.model.memory import cache, trunk
-from gpt.model.params import breakdown, flops_per_token, flops_sampled, nearest_preset
+from gpt.model.memory import trunk
+from gpt.model.params import breakdown, cache_bytes, flops_per_token, flops_sampled, nearest_preset
 from gpt.model.plan import NODE, Plan, plans, trained_tokens
 from gpt.plan_config import PlanConfig
 
@@ -89,7 +89,7 @@ class Cost:
             "snapshot": memory.snapshot,
             "sampling": {
                 "weights": breakdown(config).trainable * setup.width,
-                "cache": cache(config, 1, setup.dtype),
+                "cache": cache_bytes(config, config.block_size, setup.width),
             },
         }
 

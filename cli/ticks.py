@@ -1,4 +1,4 @@
-"""Axes with round ticks, for the terminal and PNGs. ``pages/chart.js`` has the same; a test compares the two."""
+"""Axes with round ticks, for the terminal and PNGs. ``pages/chart.js`` does the same; a test compares the two."""
 
 import math
 import sys
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-FLAT = 1e-8  # a range narrower than this, beside its numbers, is drawn as if it were one number
-TINY = 1e-300  # as is a range below this, so that no step between ticks is subnormal
-NEAR = 1e-6  # of a step: what floating point may be off by
+FLAT = 1e-8  # a range narrower than this share of its largest number is widened
+TINY = 1e-300  # so is a range below this, so that no step between ticks is subnormal
+NEAR = 1e-6  # tolerance for rounding errors, in steps
 UNITS = {6: "M", 9: "B", 12: "T"}
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of numbers with ticks at round ones, and a label for each."""
+    """A range of numbers with ticks at round numbers and a label for each tick."""
 
     low: float
     high: float
@@ -23,16 +23,16 @@ class Axis:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """How far along the axis a number lies: 0 at its low end, 1 at its high one."""
+        """Returns a value's position on the axis: 0 at the low end, 1 at the high end."""
         low, high, at = (math.log10(x) if self.log else x / 2 for x in (self.low, self.high, value))
         return (at - low) / (high - low)  # halves, since the whole span may be above the largest float
 
 
 def axis(low: float, high: float, most: int, extend: bool = True) -> Axis:
-    """A linear axis with at most ``most`` ticks: multiples of 1, 2 or 5 times a power of ten.
+    """Returns a linear axis with at most ``most`` ticks: multiples of 1, 2 or 5 times a power of ten.
 
-    ``extend``: it ends at ticks, as an axis of values does. Else it ends where the numbers do, but begins at 0 if they
-    begin close to it, as an axis of steps does.
+    With ``extend`` the axis ends at ticks, as suits an axis of values. Without, it ends where the numbers do, but
+    begins at 0 if they begin close to it, as suits an axis of steps.
     """
     low, high = _widened(0.0 if not extend and 0 < low <= high / 10 else low, high)
     first, last, step, k = _steps(low, high, most, extend, math.floor(math.log10((high / 2 - low / 2) / most)) - 1)
@@ -44,7 +44,7 @@ def axis(low: float, high: float, most: int, extend: bool = True) -> Axis:
 
 
 def log_axis(low: float, high: float, most: int) -> Axis:
-    """A logarithmic axis of positive numbers: its ticks are decades, every one or every 2nd, 5th, 10th, …"""
+    """Returns a logarithmic axis of positive numbers with ticks at every decade, or every 2nd, 5th, 10th, …"""
     first, last, step, k = _steps(math.log10(low), math.log10(high), most, True, 0)
     decades = [n * step * 10**k for n in range(first, max(last, first + 1) + 1)]
     decades = [n for n in decades if 0 < _times(1, n) < math.inf]
@@ -60,7 +60,7 @@ def spans_decades(low: float, high: float) -> bool:
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    """The range, or one around it where it is too narrow to have ticks."""
+    """Returns the range, widened where it is too narrow for ticks."""
     largest = max(abs(low), abs(high))
     if high / 2 - low / 2 > max(FLAT * largest, TINY):
         return low, high
@@ -69,7 +69,10 @@ def _widened(low: float, high: float) -> tuple[float, float]:
 
 
 def _steps(low: float, high: float, most: int, extend: bool, k: int) -> tuple[int, int, int, int]:
-    """First and last multiple of the finest step, 1, 2 or 5 times 10^k, that gives at most ``most``; ``k`` or more."""
+    """Finds the finest step, 1, 2 or 5 times a power of ten of at least ``k``, that gives at most ``most`` ticks.
+
+    Returns the first and the last tick as multiples of the step, the step (1, 2 or 5) and its power of ten.
+    """
     for power in count(k):
         for step in (1, 2, 5):
             size = _times(step, power)
@@ -82,12 +85,12 @@ def _steps(low: float, high: float, most: int, extend: bool, k: int) -> tuple[in
 
 
 def _times(number: int, power: int) -> float:
-    """Number × 10^power, rounded once."""
+    """Returns number × 10^power, rounded once."""
     return float(f"{number}e{power}")
 
 
 def _labels(numbers: Sequence[int], k: int) -> list[str]:
-    """Numbers × 10^k, all with the same decimals and in the same unit."""
+    """Returns labels for numbers × 10^k, all with the same decimals and in the same unit."""
     top = len(str(max(map(abs, numbers)))) - 1 + k  # the largest's power of ten
     unit, mark = 0, ""
     if top < -3 or top >= 15:

@@ -27,8 +27,8 @@ def train(
     resume: Annotated[
         str | None,
         option(
-            help="Go on with a run exactly where it stopped; without RUN: the newest one that is not finished. May be "
-            "joined by a longer --steps, --nproc, --shard, --tensor, --recompute, --device, --threads, --micro-batch, "
+            help="Resume RUN exactly where it stopped; without RUN, the newest unfinished run. May be combined with a "
+            "longer --steps, --nproc, --shard, --tensor, --recompute, --device, --threads, --micro-batch, "
             "--keep.",
             metavar="[RUN]", rich_help_panel="Run", show_default="none",
         ),
@@ -45,7 +45,7 @@ def train(
     if print_config:
         render.write(to_toml(asdict(settings)))
         return
-    nproc = settings.nproc if resume is None else of_run(resume, given)
+    nproc = settings.nproc if resume is None else processes_of(resume, given)
     if nproc > 1 and not environment.is_one_of_many():
         raise SystemExit(processes.start(words, nproc, began))
     quiet = quiet or environment.rank() > 0
@@ -57,7 +57,7 @@ def train(
         if resume is None:
             result = run.train(text or [], settings, display, began)
         else:
-            result = run.go_on(resume or None, given, text or [], display, began)
+            result = run.resume(resume or None, given, text or [], display, began)
     if environment.rank():
         return
     if json:
@@ -66,9 +66,8 @@ def train(
         render.result(result)
 
 
-def of_run(run: str, given: dict[str, Any]) -> int:
-    """How many processes go on with a run: as many as it had before, unless another number is given, or it is
-    finished."""
-    from gpt.training import resume
+def processes_of(run: str, given: dict[str, Any]) -> int:
+    """Returns how many processes resume a run: as many as before, unless ``given`` says otherwise or it is finished."""
+    from gpt.training import run as runs
 
-    return resume.processes_of(run or None, given)
+    return runs.processes_of(run or None, given)

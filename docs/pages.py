@@ -1,7 +1,7 @@
-"""Draws docs/pictures: what the tool shows of a small model that is trained on the spot.
+"""Draws docs/pictures: what the tool shows of a small model, which this script trains first.
 
-python docs/pages.py [TEXT] [RUN]; TEXT is tinyshakespeare if it is not said, RUN a run on it that is there already;
-needs the dev extra and a Chromium
+python docs/pages.py [TEXT] [RUN]; TEXT is tinyshakespeare by default, RUN a finished run on it, used instead of
+training one; needs the dev extra and a Chromium
 """
 
 import contextlib
@@ -20,7 +20,7 @@ PICTURES = Path(__file__).resolve().parent / "pictures"
 BOOK, WAVES = "runs/book", "runs/waves"
 PROMPT = "The king is dead, and the king's son is"
 HEAD = ("2", "0")
-# What `-o FILE.png` draws.
+# Commands whose `-o FILE.png` is drawn.
 STILLS: dict[str, list[str]] = {
     "tokens": ["inspect", "tokens", "-m", BOOK, PROMPT],
     "neighbors": ["inspect", "neighbors", "-m", BOOK, "king", "love", "-k", "6"],
@@ -29,7 +29,7 @@ STILLS: dict[str, list[str]] = {
     "head": ["inspect", "attention", "-m", BOOK, "-p", PROMPT, "--layer", HEAD[0], "--head", HEAD[1]],
     "heads": ["inspect", "attention", "-m", BOOK, "-p", PROMPT],
 }
-# What `-o FILE.html` shows in a browser.
+# Commands whose `-o FILE.html` is photographed in a browser.
 PAGES: dict[str, list[str]] = {
     "attention": ["inspect", "attention", "-m", BOOK, "-p", PROMPT],
     "params": ["params", BOOK],
@@ -39,7 +39,7 @@ PAGES: dict[str, list[str]] = {
 
 
 def train(text: str, run: str | None) -> None:
-    """The run that is looked at, and one whose positions are sine and cosine, which no step changes."""
+    """Trains the run that is shown, or copies ``run``; and one step of a run with sine and cosine positions."""
     if run is not None:
         shutil.copytree(run, BOOK)
     elif main(["train", text, "-o", BOOK]):
@@ -48,7 +48,7 @@ def train(text: str, run: str | None) -> None:
 
 
 def draw(pictures: Path) -> None:
-    """All pictures, of the runs in the current folder."""
+    """Draws all pictures from the runs in the current folder."""
     pictures.mkdir(exist_ok=True)
     for name, words in STILLS.items():
         main([*words, "-o", str(pictures / f"{name}.png")])
@@ -65,7 +65,7 @@ def draw(pictures: Path) -> None:
 
 
 def _top(height: int) -> Callable[[Page], dict[str, float]]:
-    """The upper part of a page."""
+    """Returns a function that cuts out the upper part of a page."""
     return lambda page: {"x": 0, "y": 0, "width": 960, "height": height}
 
 
@@ -75,13 +75,13 @@ def _attention(page: Page) -> dict[str, float]:
 
 
 def _strip(page: Page) -> dict[str, float]:
-    """The text, coloured by what its last token attends to in the head that was chosen."""
+    """Cuts out the text, coloured by what its last token attends to in the chosen head."""
     _attention(page)
     return _section("#strip")(page)
 
 
 def _section(selector: str, height: float | None = None) -> Callable[[Page], dict[str, float]]:
-    """The section of a page in which something stands, or its upper part."""
+    """Returns a function that cuts out the section that holds ``selector``, or its upper ``height`` pixels."""
 
     def take(page: Page) -> dict[str, float]:
         box = _box(page, f"section:has({selector})")
@@ -91,7 +91,7 @@ def _section(selector: str, height: float | None = None) -> Callable[[Page], dic
 
 
 def _next(**controls: float) -> Callable[[Page], dict[str, float]]:
-    """What may come next, with the controls set so."""
+    """Returns a function that sets controls and cuts out the section of the next token."""
 
     def take(page: Page) -> dict[str, float]:
         for name, value in controls.items():
@@ -124,7 +124,7 @@ SHOTS: dict[str, Callable[[Page], dict[str, float]]] = {
     "loss": _section("#curves", 500),
     "report": _top(1000),
 }
-# The page that they are part of, where that is not the one of attention.
+# The page of each shot that is not on the page of attention.
 PAGE_OF = {"params": "params", "shares": "shares", "loss": "report", "report": "report"}
 
 

@@ -20,7 +20,7 @@ PICTURE = Path(__file__).parent / "pictures" / "run.svg"
 
 
 class Recorder(progress.TrainDisplay):
-    """Shows a run on a console that remembers; the live line, which moves on a terminal, is drawn as it ended."""
+    """Shows a run on a recording console; the live line is drawn once, as it was at the end."""
 
     def __call__(self, event: events.Event | events.Note | events.Plan) -> None:
         """Shows an event, and the last step's live line."""
@@ -37,7 +37,7 @@ class Recorder(progress.TrainDisplay):
 
 
 def main() -> None:
-    """Trains and draws."""
+    """Trains, and draws the terminal."""
     console = Console(record=True, force_terminal=True, width=118, file=io.StringIO(), highlight=False)
     console.print(Text("$ gpt train " + " ".join(sys.argv[1:])))
     display = Recorder(quiet=False, console=console)

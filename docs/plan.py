@@ -6,7 +6,7 @@ python docs/plan.py
 from pathlib import Path
 
 from gpt.config import PRESETS
-from gpt.model.fit import USABLE
+from gpt.model.memory import USABLE
 from gpt.model.params import breakdown, flops_per_token
 from gpt.model.plan import Plan, plans
 from gpt.plan_config import PlanConfig

@@ -1,5 +1,6 @@
 """The library's front door: `load` a model, let it write and measure texts; `train` one."""
 
+import functools
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -13,6 +14,7 @@ from gpt import device as devices
 from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
 from gpt.decoding.bench import Speed, measure
+from gpt.decoding.pool import ContextPool
 from gpt.decoding.weights import compiled, prepare
 from gpt.decoding.write import Piece, Sample, Writer
 from gpt.device import Compute
@@ -30,8 +32,8 @@ from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # training is imported by what trains: to sample, it need not be
-    from gpt.training.opening import Listener as RunListener
-    from gpt.training.result import Result
+    from gpt.training.context import Listener as RunListener
+    from gpt.training.context import Result
 
 
 class Writing:
@@ -58,9 +60,14 @@ class LanguageModel:
     path: Path
     note: Callable[[str], None] = lambda text: None
 
+    @functools.cached_property
+    def contexts(self) -> ContextPool:
+        """The memory in which it generates, kept from call to call."""
+        return ContextPool(self.model, self.compute, self.note)
+
     def write(self, prompt: str = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0) -> Writing:
         """A sample to iterate over while it is written. Sample ``index`` of a seed is the same whatever came before."""
-        writer = Writer(self.model, self.tokenizer, self.compute, config or SampleConfig(), seed, self.note)
+        writer = Writer(self.contexts, self.tokenizer, config or SampleConfig(), seed)
         return Writing(writer.write([prompt], [index]))
 
     def write_all(
@@ -74,7 +81,7 @@ class LanguageModel:
         """``num`` samples of each prompt, or its beams, a piece at a time, one text after the other; computed side by
         side, and the same as one by one. Those that are ``done`` (prompt, index) are left out. Raises `UserError` for
         what the model cannot do."""
-        writer = Writer(self.model, self.tokenizer, self.compute, config or SampleConfig(), seed, self.note)
+        writer = Writer(self.contexts, self.tokenizer, config or SampleConfig(), seed)
         return writer.write(prompts, range(num), done)
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:
@@ -106,7 +113,7 @@ class LanguageModel:
     ) -> Evaluation:
         """As `evaluate`, over files, folders or corpora by name, of any size; or over one ``side`` of a token folder,
         which must have been made with this model's tokenizer."""
-        from gpt.training.prepare import tokenized
+        from gpt.training.data import tokenized
 
         path, config = tokenized(texts), config or ReadConfig()
         if side not in SIDES:
@@ -238,4 +245,4 @@ def resume(run: str | Path | None = None, listen: "RunListener" = lambda event: 
     ``recompute``. Raises as `train` does."""
     from gpt.training import run as runs
 
-    return runs.go_on(None if run is None else str(run), settings, (), listen)
+    return runs.resume(None if run is None else str(run), settings, (), listen)

@@ -6,7 +6,7 @@ read and write them as TOML (`gpt.settings`). Nothing here imports torch.
 """
 
 import codecs
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal, get_args
 
 from gpt.errors import UserError, did_you_mean
@@ -14,6 +14,7 @@ from gpt.settings import check_options, option
 
 Arch = Literal["gpt2", "modern"]
 Positions = Literal["learned", "sinusoidal", "rotary"]
+Activation = Literal["gelu", "relu2"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 DEVICE = r"(cpu|mps|cuda)(:\d{1,3})?"  # a regular expression: one that was picked
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -26,8 +27,25 @@ LIMITS = {"vocab_size": 2**24, "block_size": 2**24, "n_layer": 2**14, "n_head": 
 
 
 @dataclass(frozen=True)
+class Block:
+    """How the blocks of an architecture compute, beside their shape."""
+
+    biases: bool  # of the linear maps
+    qk_norm: bool  # whether queries and keys are normalized before they meet
+    activation: Activation  # inside the MLP
+    positions: Positions  # of a new model, if nothing is said
+
+
+# What the name of an architecture means; nothing else asks for the name.
+BLOCKS: dict[Arch, Block] = {
+    "gpt2": Block(biases=True, qk_norm=False, activation="gelu", positions="learned"),
+    "modern": Block(biases=False, qk_norm=True, activation="relu2", positions="rotary"),
+}
+
+
+@dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a decoder. Raises `UserError` for a shape that cannot be built."""
+    """The shape of a decoder, and what its blocks compute. Raises `UserError` for a shape that cannot be built."""
 
     vocab_size: int  # V: ids the model knows, end-of-text included
     block_size: int  # T: the longest context, in tokens
@@ -59,10 +77,40 @@ class GPTConfig:
                 raise UserError(
                     f'unknown {name} "{getattr(self, name)}"', did_you_mean(str(getattr(self, name)), known)
                 )
-        turned = {"sinusoidal": ("n_embd", self.n_embd), "rotary": ("width of a head", self.n_embd // self.n_head)}
-        what, width = turned.get(self.positions, ("", 0))
+        paired = {"sinusoidal": ("n_embd", self.n_embd), "rotary": ("width of a head", self.head_size)}
+        what, width = paired.get(self.positions, ("", 0))
         if width % 2:
             raise UserError(f"{self.positions} positions need an even {what}, not {width}", "they come in pairs")
+
+    @property
+    def head_size(self) -> int:
+        """D: the width of a head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values in a block: one for each of the queries'."""
+        return self.n_head
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP's inside."""
+        return 4 * self.n_embd
+
+    @property
+    def activation(self) -> Activation:
+        """What the MLP computes of each number of its inside."""
+        return BLOCKS[self.arch].activation
+
+    @property
+    def biases(self) -> bool:
+        """Whether the linear maps of the blocks have biases. LayerNorms always do."""
+        return BLOCKS[self.arch].biases
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normalized before they meet."""
+        return BLOCKS[self.arch].qk_norm
 
 
 @dataclass(frozen=True)
@@ -407,3 +455,10 @@ class TrainConfig(TextConfig):
         if self.lora_rank is None and (self.lora_alpha is not None or self.merge_lora):
             name = "--merge-lora" if self.merge_lora else "--lora-alpha"
             raise UserError(f"{name} needs --lora-rank", "8 is usual: --lora-rank 8")
+
+    def new_model(self, preset: GPTConfig, vocab_size: int, block_size: int) -> GPTConfig:
+        """The shape of a new model: the preset's, but for what was asked for."""
+        asked = {each.name: getattr(self, each.name, None) for each in fields(GPTConfig)}
+        usual = {"positions": BLOCKS[self.arch].positions, "dropout": 0.0}
+        given = usual | {name: value for name, value in asked.items() if value is not None}
+        return replace(preset, **given | {"vocab_size": vocab_size, "block_size": block_size})

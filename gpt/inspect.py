@@ -57,9 +57,9 @@ def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = 
     residual: list[Tensor] = []
 
     def attends(module: Attention, args: tuple[Any, ...]) -> None:
-        x, layer, turn = args[:3]
+        x, layer, rope = args[:3]
         if layer in kept:
-            patterns[layer] = _pattern(module, x, turn)[0].cpu()
+            patterns[layer] = module.pattern(x, rope)[0].cpu()
 
     with torch.inference_mode(), _evaluating(model), _hooked(model, attends, residual):
         logits = _numbers("logits", model(idx)[0].float())
@@ -73,14 +73,6 @@ def _numbers(what: str, tensor: Tensor) -> Tensor:
     if wrong:
         raise NotANumber(f"{wrong:,} of {tensor.numel():,} {what} of the model are no finite numbers")
     return tensor
-
-
-def _pattern(attention: Attention, x: Tensor, turn: Tensor | None) -> Tensor:
-    """softmax(q kᵀ · scale) with later keys masked, (B, H, T, T)."""
-    q, k, _, scale = attention.heads(x, turn)
-    scores = q.float() @ k.float().transpose(2, 3) * (scale or q.size(-1) ** -0.5)
-    later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu_(1)
-    return scores.masked_fill(later, float("-inf")).softmax(-1)
 
 
 @contextmanager
@@ -360,8 +352,8 @@ def positions(model: GPT) -> Positions:
     """The table of positions, or what rotation does."""
     table = model.position_table()
     if table is None:
-        assert model.turn is not None
-        cosines = model.turn[0, : model.config.block_size].float()
+        assert model.rope is not None
+        cosines = model.rope[0, : model.config.block_size].float()
         return Positions(model.config.positions, None, cosines.mean(dim=-1).cpu().numpy())
     rows = _numbers("numbers of the table of positions", table.detach().float()).cpu()
     unit = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)

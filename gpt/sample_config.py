@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_origin, get_type_hints
 
 from gpt.errors import UserError, did_you_mean
@@ -109,6 +109,12 @@ class SampleConfig:
     def looks_back(self) -> bool:
         """Whether a filter depends on the tokens before."""
         return self.repetition_penalty not in (0, 1) or self.no_repeat_ngram > 0
+
+    @property
+    def choice(self) -> tuple[Any, ...]:
+        """The settings by which the next token is chosen."""
+        settings = [each.name for each in fields(self) if each.metadata["panel"] == _FILTER]
+        return (self.draws, self.min_tokens, *(getattr(self, name) for name in settings))
 
     def changed(self, name: str, word: str) -> "SampleConfig":
         """Itself with the setting ``name`` read from a word, as on the command line. Raises `UserError`."""

@@ -1,3 +1,4 @@
+import contextlib
 import functools
 import io
 import json
@@ -10,9 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+    from gpt.training import recipe
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -23,9 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 GPT2_RANKS = SHARED / "data" / "tiktoken"
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # of several side by side, each takes its share of the processors
-    workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny: a second thread would only wait for the first
 
 for name in [name for name in os.environ if name.startswith("GPT_")]:
     del os.environ[name]  # a twin set outside must not change what is tested
@@ -72,6 +76,7 @@ class Done:
 
 
 Gpt = Callable[..., Done]
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # a case of a parametrized test
 
 
 @pytest.fixture
@@ -92,6 +97,17 @@ def gpt(capfd: pytest.CaptureFixture[str]) -> Gpt:
         return Done(code, out, err)
 
     return run
+
+
+def one_line_of_what_and_what_next(done: Done, message: str, code: int = 2) -> None:
+    """The command failed with ``code``, one line of error that holds ``message``, one hint, and no output."""
+    assert done.code == code, done.err
+    lines = [line for line in done.err.splitlines() if line.startswith(("error:", "hint:"))]
+    assert lines[0].startswith("error:")
+    assert message in lines[0]
+    assert lines[1].startswith("hint: ")
+    assert len(lines) == 2
+    assert done.out == ""
 
 
 def spawn(*args: str | Path, cwd: Path | None = None, **kwargs: object) -> "subprocess.Popen[str]":
@@ -123,6 +139,88 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_tokens": 256, "sample_every": 0}
+FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400}
+
+
+def train(text: Path, **settings: Any) -> tuple[Any, list[Any]]:
+    """The result of a small run, and its events."""
+    import gpt
+
+    heard: list[Any] = []
+    result = gpt.train(text, listen=heard.append, **{**FAST, **settings})
+    return result, heard
+
+
+def resolved(
+    n_bytes: int = 400_000, n_tokens: int = 140_000, vocab_size: int = 1024, **settings: Any
+) -> "recipe.Recipe":
+    """The recipe of a run on a CPU, for a text of such a size."""
+    import torch
+
+    from gpt.config import TrainConfig
+    from gpt.device import Compute
+    from gpt.training import recipe
+
+    compute = Compute(torch.device("cpu"), torch.float32)
+    return recipe.resolve(TrainConfig(**settings), compute, n_bytes, n_tokens, vocab_size, True, lambda note: None)
+
+
+def losses(heard: list[Any]) -> list[float]:
+    """The loss of each step."""
+    from gpt.events import StepEvent
+
+    return [event.loss for event in heard if isinstance(event, StepEvent)]
+
+
+def curve(run: Path) -> list[Any]:
+    """The steps, evaluations, samples and rollbacks in a run's metrics, without times."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if line["event"] in ("step", "eval", "sample", "rollback", "end")]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in kept]
+
+
+def weights(run: Path) -> dict[str, "torch.Tensor"]:
+    """The weights of a run's newest checkpoint."""
+    from safetensors.torch import load_file
+
+    from gpt.runs import folder
+
+    return load_file(folder.find_checkpoint(f"{run}:latest") / "model.safetensors")
+
+
+def state_of(run: Path) -> dict[str, "torch.Tensor"]:
+    """All tensors of a run's newest checkpoint: weights, optimizer state, random states."""
+    from safetensors.torch import load_file
+
+    from gpt.runs import folder
+
+    path = run / folder.checkpoints(run)[-1].name
+    weights = next(path / name for name in ("model.safetensors", "adapter.safetensors") if (path / name).exists())
+    return load_file(weights) | load_file(path / "training.safetensors")
+
+
+def assert_same(one: Path, other: Path) -> None:
+    """Two runs' newest checkpoints hold the same bits, times aside."""
+    import torch
+
+    from gpt.runs import folder
+
+    a, b = state_of(one), state_of(other)
+    assert set(a) == set(b)
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+    says = [json.loads((run / folder.checkpoints(run)[-1].name / "training.json").read_text()) for run in (one, other)]
+    for said in says:
+        for key in ("step_seconds", "seconds", "metrics_bytes", "first_step"):
+            del said["state"][key]
+    assert says[0] == says[1]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An empty current folder for fixtures that outlive a test: no `runs/` of the clone is seen."""
+    with contextlib.chdir(tmp_path_factory.mktemp("nowhere")):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +228,14 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current folder, for every test: what lies in the one where the tests were started is nobody's business."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def text(workdir: Path) -> Path:
+    """A text to train on, in the current folder."""
+    path = workdir / "book.txt"
+    path.write_bytes(make_text().encode())
+    return path
 
 
 @pytest.fixture
@@ -151,6 +257,23 @@ def two_runs(run_folder: Path, workdir: Path) -> list[Path]:
     kept.append(events.to_json(events.SampleEvent(15, 150, 1.5, text)))
     Path("two/metrics.jsonl").write_text("".join(line + "\n" for line in kept))
     return [Path("one"), Path("two")]
+
+
+SLOW_FIXTURES = {
+    "several_trained",
+    "browser",
+    "wheel",
+    "built",
+    "few_steps",
+}  # several processes, the site, README pages
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what needs a slow fixture as slow."""
+    for item in items:
+        if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,12 @@
 """Which tokens a step trains on."""
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt.text.batches import Batches, permute
+from gpt.text.batches import Batches, Ramp, permute
 
 
 class Ring:
@@ -30,6 +32,14 @@ def test_permutation_of_a_trillion() -> None:
     images = permute(some, 10**13, 5)
     assert len(set(images.tolist())) == 1000
     assert 0 <= images.min() <= images.max() < 10**13
+
+
+def test_each_epoch_has_an_order_of_its_own() -> None:
+    """Whatever the place where the ring is cut."""
+    batches = Batches(Ring(8 * 50), 8, 50, 1)
+    orders = [batches._starts(np.arange(50) + 50 * epoch) // 8 for epoch in range(3)]
+    steps = {tuple(((order - np.roll(order, 1)) % 50).tolist()) for order in orders}
+    assert len(steps) == 3
 
 
 @settings(deadline=None)
@@ -76,3 +86,42 @@ def test_a_trillion_ids_cost_what_a_thousand_do() -> None:
     x, _ = batches.global_batch(10**9)  # epochs later, at once
     assert x.shape == (64, 1024)
     assert len(set(x[:, 0].tolist())) == 64
+
+
+@given(
+    rows=st.integers(1, 300), first=st.integers(1, 300), over=st.integers(1, 5000), unit=st.integers(1, 40),
+    n=st.integers(1, 20_000),
+)  # fmt: skip
+def test_a_batch_grows_along_its_line(rows: int, first: int, over: int, unit: int, n: int) -> None:
+    first = min(first, rows)
+    ramp = Ramp(rows, first, over, unit)
+    starts = [ramp.before(step) for step in range(200)]
+    sizes = [b - a for a, b in pairwise(starts)]
+    assert starts[0] == 0
+    for start, size in zip(starts, sizes, strict=False):
+        wanted = min(rows, first + (rows - first) * start / over)
+        assert 1 <= size <= rows
+        assert wanted - unit < size <= max(wanted, 1)
+        assert size % unit == 0 or size < unit or start >= over
+    assert sizes == sorted(sizes)
+    assert ramp.before(ramp.steps(n)) >= n > ramp.before(ramp.steps(n) - 1)
+
+
+def test_a_growing_batch_leaves_no_token_out() -> None:
+    ring = Ring(8 * 97)
+    batches = Batches(ring, 8, 10, 5, Ramp(10, 1, 60, 2))
+    seen: list[int] = []
+    step = 0
+    while len(seen) < 97:
+        x, _ = batches.global_batch(step)
+        seen += x[:, 0].tolist()
+        step += 1
+    assert len(set(seen[:97])) == 97
+    assert len(batches.global_batch(0)[0]) == 1
+    assert np.shape(batches.global_batch(step)[0]) == (10, 8)
+
+
+def test_a_batch_that_grows_for_ages_is_known_at_once() -> None:
+    ramp = Ramp(800, 50, 10**15, 25)
+    assert [ramp.before(step + 1) - ramp.before(step) for step in (0, 10**12, 10**13)] == [50, 75, 800]
+    assert ramp.before(ramp.steps(10**18)) >= 10**18 > ramp.before(ramp.steps(10**18) - 1)

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from models import engine_of
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.config import GPTConfig
-from gpt.decoding.beam import BeamBatch, Hypothesis, Search
+from gpt.decoding.beam import Hypothesis, Search
 from gpt.decoding.context import Context
-from gpt.decoding.generate import Request, generate
-from gpt.decoding.logits import Filters
+from gpt.decoding.engine import Request, generate
 from gpt.device import Compute
 from gpt.model.decoder import GPT
+from gpt.model.params import named_parameters
 from gpt.runs import hf
 from gpt.sample_config import SampleConfig
 
@@ -27,6 +28,7 @@ def pair(vocab_size: int, seed: int, spread: float = 0.5) -> tuple[GPT, GPT2LMHe
     """The same random weights, here and in transformers; a larger spread makes likelier ids stand out."""
     torch.manual_seed(seed)
     config = GPTConfig(vocab_size, 64, 2, 2, 16)
+    table = named_parameters(config)
     model = GPT(config).eval()
     for parameter in model.parameters():
         parameter.data += spread * torch.randn_like(parameter)
@@ -36,8 +38,7 @@ def pair(vocab_size: int, seed: int, spread: float = 0.5) -> tuple[GPT, GPT2LMHe
         )
     ).eval()
     state = {
-        hf.PREFIX + name: tensor.t() if hf.is_transposed(name) else tensor
-        for name, tensor in model.state_dict().items()
+        hf.PREFIX + name: tensor.t() if table[name].is_matrix else tensor for name, tensor in model.state_dict().items()
     }
     missing = theirs.load_state_dict(state, strict=False)
     assert missing.missing_keys == ["lm_head.weight"]
@@ -53,9 +54,9 @@ def search(
     context = Context(model, CPU, rows * config.beam)
     agreed: list[list[int]] = [[] for _ in prompts]
     best: list[list[Hypothesis]] = [[] for _ in prompts]
-    for event in BeamBatch(context, Filters(config, eot), [Request(prompt) for prompt in prompts]):
-        agreed[event.number] += event.agreed
-        if event.best is not None:
+    for event in engine_of(context, map(Request, prompts), config, eot=eot).run():
+        agreed[event.number] += [token.id for token in event.tokens]
+        if event.best:
             best[event.number] = list(event.best)
     return list(zip(agreed, best, strict=True))
 
@@ -191,9 +192,9 @@ def test_what_is_agreed_on_comes_before_the_end() -> None:
     model, _ = pair(30, 3, 1.0)
     config = SampleConfig(beam=2, max_tokens=30, ignore_eot=True)
     told = [
-        list(event.agreed)
-        for event in BeamBatch(Context(model, CPU, 3), Filters(config, 0), [Request([1, 2])])
-        if event.best is None
+        list(event.tokens)
+        for event in engine_of(Context(model, CPU, 3), [Request([1, 2])], config, eot=0).run()
+        if event.reason is None
     ]
     assert sum(map(bool, told)) > 2
 
@@ -213,7 +214,7 @@ def test_a_prompt_s_log_probabilities_are_of_what_the_context_keeps() -> None:
     size = model.config.block_size
     prompt = [at * at % 29 for at in range(size + 9)]
     config = SampleConfig(beam=2, max_tokens=2, echo_logprobs=True)
-    told, *_ = BeamBatch(Context(model, CPU, 2), Filters(config, 0), [Request(prompt)])
+    told, *_ = engine_of(Context(model, CPU, 2), [Request(prompt)], config, eot=0).run()
     assert told.prompt is not None
     with torch.no_grad():
         logprobs = model(torch.tensor([prompt[-size:]]))[0].log_softmax(-1)

@@ -1,22 +1,21 @@
 """``gpt bench``: what it tells, and what a step reads."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Done
+from conftest import Gpt
 
 from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, GPTConfig
-from gpt.decoding.bench import kv_bytes, measure, weight_bytes
+from gpt.decoding.bench import measure, weight_bytes
 from gpt.decoding.weights import prepare
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.decoder import GPT
+from gpt.model.params import cache_bytes
 
-Gpt = Callable[..., Done]
 CPU = Compute(torch.device("cpu"), torch.float32)
 
 
@@ -55,7 +54,7 @@ def test_a_step_reads_each_matrix_once() -> None:
     assert weight_bytes(model, Compute(CPU.device, torch.bfloat16)) == 2 * all_but_positions
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2) - 16 * 8
     assert weight_bytes(prepare(model, CPU, int8=True), CPU) == matrices + 4 * (all_but_positions - matrices)
-    assert kv_bytes(PRESETS["gpt2"].model, CPU, 10) == 2 * 12 * 768 * 10 * 4
+    assert cache_bytes(PRESETS["gpt2"].model, 10, 4) == 2 * 12 * 768 * 10 * 4
 
 
 def test_tokens_that_fit() -> None:

@@ -20,6 +20,7 @@ def script(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_without_rustbpe(tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     absent.mkdir()
@@ -76,6 +77,7 @@ def test_a_case_that_fails_says_why(tmp_path: Path) -> None:
     assert "Traceback" in log.read_text()
 
 
+@pytest.mark.slow
 def test_a_case_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "LEAST_SECONDS", 0)
     sign = tmp_path / "sign"

@@ -10,11 +10,11 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Done, make_text, spawn
+from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow, spawn
 from gpt_cli.progress import Sparkline, TrainDisplay
 from rich.console import Console
 from safetensors.torch import load_file
@@ -24,21 +24,10 @@ from gpt import events
 from gpt.config import PRESETS, TokenizeConfig, TrainConfig
 from gpt.sample_config import SampleConfig
 
-Gpt = Callable[..., Done]
 QUICK = [
     "--steps", "4", "--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--block-size", "16", "--batch-tokens", "64",
     "--dtype", "float32",
 ]  # fmt: skip
-
-
-def one_line_of_what_and_what_next(done: Done, message: str, code: int = 2) -> None:
-    assert done.code == code, done.err
-    lines = [line for line in done.err.splitlines() if line.startswith(("error:", "hint:"))]
-    assert lines[0].startswith("error:")
-    assert message in lines[0]
-    assert lines[1].startswith("hint: ")
-    assert len(lines) == 2
-    assert done.out == ""
 
 
 # Start-up
@@ -149,7 +138,7 @@ def test_train_says_where_how_good_and_what_next(gpt: Gpt, book: Path) -> None:
     done = gpt("train", book, *QUICK)
     assert done.code == 0
     assert re.search(r"saved\s+runs.book.step-00000\d", done.out)
-    assert re.search(r"loss\s+\d\.\d{4} nats a token, \d\.\d{4} bits a byte", done.out)
+    assert re.search(r"loss\s+\d\.\d{4} nats a token, \d\.\d{4} bits per byte", done.out)
     assert re.search(r'more\s+gpt sample "Once upon" -m runs.book', done.out)
     assert "1 document;" in done.err
     assert "held-out" in done.err
@@ -381,15 +370,16 @@ def test_a_diverged_run_is_status_1_and_saves_no_nan(gpt: Gpt, book: Path) -> No
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: …")])
 def test_out_of_memory_is_said(gpt: Gpt, book: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpt.training import learner
+    from gpt.training import parallel
 
     def fail(*args: object) -> None:
         raise error
 
-    monkeypatch.setattr(learner, "GPT", fail)
+    monkeypatch.setattr(parallel, "GPT", fail)
     one_line_of_what_and_what_next(gpt("train", book, *QUICK), "out of memory", code=1)
 
 
+@pytest.mark.slow
 def test_training_outlives_whoever_watched(book: Path) -> None:
     with spawn("train", book, *QUICK, "--steps", "30", cwd=book.parent) as process:
         assert process.stderr
@@ -399,7 +389,7 @@ def test_training_outlives_whoever_watched(book: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals to try this on")
-@pytest.mark.parametrize(("command", "lines"), [("eval", 1000), ("train", 1)])
+@pytest.mark.parametrize(("command", "lines"), [("eval", 1000), slow("train", 1)])
 def test_a_terminal_on_stderr_takes_nothing_from_stdout(run_folder: Path, book: Path, command: str, lines: int) -> None:
     """`gpt eval … > file` on a terminal: the bar is on the terminal and every line is in the file."""
     import pty
@@ -460,7 +450,7 @@ def test_debug_shows_the_traceback(book: Path) -> None:
 
 def test_a_full_disk_is_status_1(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpt.runs import checkpoint
-    from gpt.training import saving
+    from gpt.training import checkpointing
 
     whole = checkpoint.write_pieces
 
@@ -470,7 +460,7 @@ def test_a_full_disk_is_status_1(gpt: Gpt, book: Path, monkeypatch: pytest.Monke
         return whole(path, pieces)
 
     monkeypatch.setattr(checkpoint, "write_pieces", full)
-    monkeypatch.setattr(saving, "ROOM_SECONDS", 0.0)
+    monkeypatch.setattr(checkpointing, "ROOM_SECONDS", 0.0)
     done = gpt("train", book, *QUICK)
     one_line_of_what_and_what_next(done, "No space left on device", code=1)
     assert not list(Path("runs").rglob("*.safetensors"))
@@ -550,7 +540,7 @@ def test_a_closed_pipe_is_no_error(run_folder: Path) -> None:
         assert "rror" not in process.stderr.read()
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+@pytest.mark.parametrize("encoding", ["ascii", *map(slow, ("latin-1", "cp1252", "utf-8"))])
 def test_narrow_encodings_end_nothing(run_folder: Path, encoding: str) -> None:
     env = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
     code = "from gpt_cli.main import run; run()"

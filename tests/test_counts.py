@@ -11,19 +11,19 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from models import engine_of
 from torch._dynamo.utils import counters
 
 import gpt
 from gpt import SampleConfig
 from gpt.decoding import weights
-from gpt.decoding.beam import BeamBatch
 from gpt.decoding.context import Context
-from gpt.decoding.generate import Batch, Request
-from gpt.decoding.logits import Filters
+from gpt.decoding.engine import Request
 from gpt.device import Compute
 from gpt.evaluate import Window, total_loss
 from gpt.model.decoder import GPT
 from gpt.training.optim import make_optimizer
+from gpt.training.parallel import Single
 from gpt.training.recipe import resolve
 from gpt.training.state import Snapshot, TrainState
 from gpt.training.step import Stepper
@@ -41,7 +41,7 @@ def stepper(compute: Compute, optimizer: Any = "muon", **settings: Any) -> Stepp
     recipe = resolve(asked, compute, 10**6, 10**5, 101, False, lambda note: None)
     model = GPT(recipe.model).to(compute.device)
     optimizers = make_optimizer(model, recipe.optimizer, 0.1, compute.dtype)
-    return Stepper(model, optimizers, compute, recipe, lambda micro_batch: None)
+    return Stepper(Single(model, optimizers, compute), recipe, lambda micro_batch: None)
 
 
 IDS = np.zeros((4, 16), np.int64)
@@ -61,7 +61,7 @@ def test_waits_of_training(disguise: Disguise, dtype: str, optimizer: str) -> No
         found["waits_of_a_step_that_is_read_late"] = len(device.waits)
         device.waits.clear()
         snapshot = Snapshot()
-        snapshot.take(steps.model, steps.optimizer, steps.scaler, TrainState())
+        snapshot.take(steps.parallel, steps.scaler, TrainState())
         save = "waits_of_a_save_of_a_scaled_loss" if steps.scaled else "waits_of_a_save"
         found[save] = len(device.waits)
         device.waits.clear()
@@ -102,8 +102,7 @@ def token(disguise: Disguise, rows: int, settings: dict[str, Any]) -> dict[str, 
 
         with mock.patch.object(context, "step", marked):
             requests = [Request([1 + n, 2]) for n in range(rows)]
-            kind: Any = BeamBatch if config.beam else Batch
-            for _ in kind(context, Filters(config, 100), requests):
+            for _ in engine_of(context, requests, config, eot=100).run():
                 pass
     (waits, launches), (waits_after, launches_after) = marks[3:5]
     waits = waits_after - waits
@@ -152,7 +151,7 @@ def test_graphs_of_training() -> None:
             steps.compile()
         for _ in range(3):
             steps.step(IDS, IDS, 0.01).read()
-        with steps.as_written():
+        with steps.eager():
             for length in (5, 16):
                 total_loss(steps.model, [Window(0, 0, IDS[0][:length], IDS[0][:length], 0)], steps.compute)
         steps.step(IDS, IDS, 0.01).read()
@@ -179,7 +178,7 @@ def test_graphs_of_decoding(arch: Any) -> None:
         for prompts in ([[1]], [[1, 2, 3], [4]], [[5] * 20]):
             context = Context(model, compute, 2, 16, weights.compiled(model, compute, pytest.fail))
             config = SampleConfig(max_tokens=40, ignore_eot=True)
-            for _ in Batch(context, Filters(config, 100), [Request(prompt) for prompt in prompts]):
+            for _ in engine_of(context, map(Request, prompts), config, eot=100).run():
                 pass
     wanted = COUNTS["compiling"]
     assert found == {

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import CPU, EOT, PROMPTS, batched, engine_of, tiny_model
 from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.decoding.context import Context
-from gpt.decoding.generate import POSITIONS_AT_ONCE, Batch, Request, Token, generate
-from gpt.decoding.logits import Filters
+from gpt.decoding.engine import POSITIONS_AT_ONCE, Request, generate
+from gpt.decoding.logits import Token
+from gpt.decoding.pool import ContextPool
 from gpt.decoding.write import CACHE_SHARE, ROWS, Sample, Writer
 from gpt.device import Compute
 from gpt.errors import UserError
@@ -23,28 +25,9 @@ from gpt.model.decoder import GPT
 from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import bytes_tokenizer
 
-CPU = Compute(torch.device("cpu"), torch.float32)
-EOT = 49
-
-
-def tiny_model(block_size: int = 16, positions: str = "learned", arch: str = "gpt2") -> GPT:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(50, block_size, 2, 2, 16, positions=positions, arch=arch)).eval()  # type: ignore[arg-type]
-    for parameter in model.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
-    return model
-
 
 def ids_of(model: GPT, prompt: list[int], config: SampleConfig, **seed: int) -> list[int]:
     return [token.id for token in generate(Context(model, CPU), prompt, config, eot=EOT, **seed)]
-
-
-def batched(model: GPT, requests: list[Request], config: SampleConfig, rows: int, seed: int = 0) -> list[list[Token]]:
-    """Each request's tokens, of so many at once."""
-    found: list[list[Token]] = [[] for _ in requests]
-    for event in Batch(Context(model, CPU, rows), Filters(config, EOT), requests, seed):
-        found[event.number] += event.tokens
-    return found
 
 
 def without_cache(model: GPT, prompt: list[int], ids: list[int]) -> Iterator[float]:
@@ -153,9 +136,6 @@ def test_rotary_sliding_computes_nothing_anew() -> None:
     assert seen == [1] * 40
 
 
-PROMPTS = [[1, 2, 3], [4], list(range(12)), [9, 9, 9, 9], list(range(30)), [5, 6], [7]]
-
-
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])
 @pytest.mark.parametrize("rows", [1, 2, 3, 7])
 @pytest.mark.parametrize(
@@ -165,10 +145,10 @@ def test_batched_equals_one_by_one(rows: int, positions: str, more: dict[str, ob
     """Prompts of mixed lengths, some longer than the context, texts that outgrow it, others that end early."""
     model = tiny_model(16, positions)
     config = SampleConfig(**{"max_tokens": 25, "temperature": 1.5, **more})  # type: ignore[arg-type]
-    requests = [Request(prompt, index) for index, prompt in enumerate(PROMPTS)]
+    requests = [Request(prompt, index=index) for index, prompt in enumerate(PROMPTS)]
     found = batched(model, requests, config, rows, seed=3)
     for request, tokens in zip(requests, found, strict=True):
-        alone = list(generate(Context(model, CPU), request.prompt, config, EOT, seed=3, index=request.index))
+        alone = list(generate(Context(model, CPU), request.ids, config, EOT, seed=3, index=request.index))
         assert [token.id for token in tokens] == [token.id for token in alone]
         assert [token.logprob for token in tokens] == pytest.approx([token.logprob for token in alone], abs=1e-4)
     if not more:
@@ -178,23 +158,23 @@ def test_batched_equals_one_by_one(rows: int, positions: str, more: dict[str, ob
 def test_whoever_listens_may_end_a_request() -> None:
     model = tiny_model(16)
     config = SampleConfig(greedy=True, max_tokens=12, ignore_eot=True)
-    batch = Batch(Context(model, CPU, 2), Filters(config, EOT), [Request(prompt) for prompt in PROMPTS])
+    engine = engine_of(Context(model, CPU, 2), map(Request, PROMPTS), config)
     counts = [0] * len(PROMPTS)
-    for event in batch:
+    for event in engine.run():
         counts[event.number] += len(event.tokens)
         if counts[event.number] == event.number + 1:
-            batch.end(event.number)
+            engine.cancel(event.number)
     assert counts == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_whoever_listens_may_end_another_request_than_the_one_that_is_told_of() -> None:
     config = SampleConfig(greedy=True, max_tokens=12, ignore_eot=True)
-    batch = Batch(Context(tiny_model(16), CPU, 2), Filters(config, EOT), [Request([1]), Request([2])])
+    engine = engine_of(Context(tiny_model(16), CPU, 2), [Request([1]), Request([2])], config)
     counts = [0, 0]
-    for event in batch:
+    for event in engine.run():
         counts[event.number] += len(event.tokens)
         if event.number == 0:
-            batch.end(1)
+            engine.cancel(1)
     assert counts == [12, 1]
 
 
@@ -235,7 +215,7 @@ def test_a_prompts_log_probabilities_are_those_of_one_forward() -> None:
     """Of what the context keeps; looked at in parts, of which there are three. There are 50 ids, and 99 are asked for."""
     model, prompt = tiny_model(2 * POSITIONS_AT_ONCE + 9), [at * at % 47 for at in range(200)]
     config = SampleConfig(max_tokens=0, echo_logprobs=True, logprobs=99)
-    told, _ = Batch(Context(model, CPU), Filters(config, EOT), [Request(prompt)])
+    [told] = engine_of(Context(model, CPU), [Request(prompt)], config).run()
     kept = prompt[-model.config.block_size :]
     with torch.no_grad():
         logprobs = model(torch.tensor([kept]))[0].log_softmax(-1)
@@ -257,7 +237,7 @@ def writer(config: SampleConfig, block_size: int = 64) -> Writer:
     model = GPT(GPTConfig(257, block_size, 2, 2, 16)).eval()
     for parameter in model.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
-    return Writer(model, bytes_tokenizer(), CPU, config, seed=3)
+    return Writer(ContextPool(model, CPU), bytes_tokenizer(), config, seed=3)
 
 
 def samples(config: SampleConfig, prompts: list[str], num: int = 1, **more: Any) -> list[Sample]:
@@ -328,12 +308,12 @@ def test_a_text_has_slid_once_the_context_forgets(monkeypatch: pytest.MonkeyPatc
 
 
 def test_so_many_at_once_as_the_memory_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = writer(SampleConfig(max_tokens=20))._context([[1, 2]], 1, 1).cache
-    size = one.nbytes
+    size = Context(writer(SampleConfig()).model, CPU).cache.nbytes
     for fitting, width, rows in ((3, 1, 3), (6, 2, 6), (5, 2, 4), (0, 1, 1), (999, 1, ROWS["cpu"]), (999, 5, 15)):
         monkeypatch.setattr(Compute, "memory", lambda self, n=fitting: int((n + 0.5) * size / CACHE_SHARE))
-        assert writer(SampleConfig(max_tokens=20))._context([[1, 2], [1]], 50, width).rows == rows
-    assert writer(SampleConfig(max_tokens=20, batch=7))._context([[1, 2]], 50, 1).rows == 7
+        config = SampleConfig(max_tokens=20, beam=width if width > 1 else 0)
+        assert writer(config)._shape([[1, 2], [1]], 50) == (rows, 64, False)
+    assert writer(SampleConfig(max_tokens=20, batch=7))._shape([[1, 2]], 50)[0] == 7
 
 
 @pytest.mark.parametrize(

@@ -7,41 +7,49 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Done, Gpt
-from parts import BOTH, MODELS, TWO, four
+from conftest import Done, Gpt, assert_same, curve, slow
+from parts import BOTH, FEW, MODELS, TWO, four
 from ranks import SHORT, WORDS, cut
 from several import PARTS, assert_ended_and_gone_on, assert_trained_alike, losses, of_events, texts, trained
-from test_resume import assert_same, curve
 
 import gpt as library
 from gpt.config import TrainConfig
 from gpt.errors import UserError
-from gpt.interrupt import StopSignal
 from gpt.parallel.launch import Ended, launch
 from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder
-from gpt.training.best import _share
-from gpt.training.saving import Saver
+from gpt.training.checkpointing import Writer
+from gpt.training.parallel import Sharded
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def several_trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which ``one`` process and then two, into ``TWO``, have trained the same."""
     return trained(tmp_path_factory.mktemp("parts"), MODELS, PARTS)
 
 
+def test_a_few_steps_of_two_are_those_of_one(workdir: Path) -> None:
+    texts()
+    library.train("book.txt", out="one", **{**SHORT, "steps": 4})
+    assert launch([sys.executable, str(PARTS), "few"], 2) == Ended(0)
+    for name in FEW:
+        assert_trained_alike(Path("one"), Path(name), norms=1e-3, abs=1e-4)
+
+
 @pytest.mark.parametrize("name", TWO)
-def test_two_train_as_one_does(place: Path, name: str) -> None:
-    one, divided = place / "one" / TWO[name][0], place / name
+def test_two_train_as_one_does(several_trained: Path, name: str) -> None:
+    one, divided = several_trained / "one" / TWO[name][0], several_trained / name
     near = 5e-3 if name.startswith("narrow") else 1e-4
     assert_trained_alike(one, divided, norms=2e-2, abs=near)
     assert of_events(divided, "text", "sample") == of_events(one, "text", "sample")
 
 
 @pytest.mark.parametrize("name", TWO)
-def test_a_checkpoint_is_one_process_s(place: Path, name: str) -> None:
+def test_a_checkpoint_is_one_process_s(several_trained: Path, name: str) -> None:
     """Its files have the same names, tensors of the same names and shapes, and weights and moments nearly the same."""
-    one, divided = (folder.find_checkpoint(f"{place / each}:latest") for each in (f"one/{TWO[name][0]}", name))
+    one, divided = (
+        folder.find_checkpoint(f"{several_trained / each}:latest") for each in (f"one/{TWO[name][0]}", name)
+    )
     assert sorted(path.name for path in one.iterdir()) == sorted(path.name for path in divided.iterdir())
     from safetensors.torch import load_file
 
@@ -55,11 +63,11 @@ def test_a_checkpoint_is_one_process_s(place: Path, name: str) -> None:
     assert library.load(divided).loss("the cat sat") == pytest.approx(library.load(one).loss("the cat sat"), rel=1e-3)
 
 
-def test_transformers_reads_it(place: Path) -> None:
+def test_transformers_reads_it(several_trained: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     for name in ("adamw-sharded", "files"):  # the second in several files
-        path = folder.find_checkpoint(str(place / name))
+        path = folder.find_checkpoint(str(several_trained / name))
         idx = torch.arange(32)[None]
         ours = checkpoint.load(path, torch.device("cpu")).model(idx)
         theirs = AutoModelForCausalLM.from_pretrained(path).eval()(idx).logits
@@ -67,9 +75,9 @@ def test_transformers_reads_it(place: Path) -> None:
     assert len(list(path.glob("model-0000?-of-0000?.safetensors"))) > 1
 
 
-def test_a_run_goes_on_bit_for_bit_with_dropout(place: Path) -> None:
-    assert_same_files(place / "resumed", place / "dropout")
-    assert curve(place / "resumed") == curve(place / "dropout")
+def test_a_run_goes_on_bit_for_bit_with_dropout(several_trained: Path) -> None:
+    assert_same_files(several_trained / "resumed", several_trained / "dropout")
+    assert curve(several_trained / "resumed") == curve(several_trained / "dropout")
 
 
 def assert_same_files(one: Path, other: Path) -> None:
@@ -78,35 +86,35 @@ def assert_same_files(one: Path, other: Path) -> None:
     assert folder.weight_sums(last[0]) == folder.weight_sums(last[1])
 
 
-def test_any_run_goes_on_divided_in_any_way(place: Path, workdir: Path) -> None:
+def test_any_run_goes_on_divided_in_any_way(several_trained: Path, workdir: Path) -> None:
     """From one process to two sharded, from these to two that share sequences, and from these to one."""
-    assert losses(place / "from-one") == pytest.approx(losses(place / "one/muon"), abs=1e-4)
-    assert losses(place / "to-together") == pytest.approx(losses(place / "one/adamw"), abs=1e-4)
-    notes = json.loads((place / "heard-0.json").read_text())
+    assert losses(several_trained / "from-one") == pytest.approx(losses(several_trained / "one/muon"), abs=1e-4)
+    assert losses(several_trained / "to-together") == pytest.approx(losses(several_trained / "one/adamw"), abs=1e-4)
+    notes = json.loads((several_trained / "heard-0.json").read_text())
     assert "--shard full instead of none: equal to rounding" in notes
     assert "--tensor 2 instead of 1: equal to rounding" in notes
-    cut(str(place / "adamw-together"), "alone", 25)
+    cut(str(several_trained / "adamw-together"), "alone", 25)
     library.resume("alone", tensor=1)
-    assert losses(Path("alone")) == pytest.approx(losses(place / "one/adamw"), abs=1e-4)
+    assert losses(Path("alone")) == pytest.approx(losses(several_trained / "one/adamw"), abs=1e-4)
     assert json.loads(Path("alone/run.json").read_text())["resolved"]["tensor"] == 1
 
 
-def test_two_times_two(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
+def test_two_times_two(several_trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(several_trained)
     library.train("book.txt", out="one/both", **{**BOTH, "shard": "none", "tensor": 1})
     assert launch([sys.executable, str(PARTS), four.__name__], 4) == Ended(0)
-    assert losses(place / "four") == pytest.approx(losses(place / "one/both"), abs=1e-4)
+    assert losses(several_trained / "four") == pytest.approx(losses(several_trained / "one/both"), abs=1e-4)
 
 
-def test_one_process_may_be_sharded(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_may_be_sharded(several_trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is good for measuring what it costs."""
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(several_trained)
     library.train("book.txt", out="single", **MODELS["adamw"], shard="full", recompute=True)
-    assert losses(place / "single") == pytest.approx(losses(place / "one/adamw"), abs=1e-4)
+    assert losses(several_trained / "single") == pytest.approx(losses(several_trained / "one/adamw"), abs=1e-4)
 
 
-def test_recompute_is_exact(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
+def test_recompute_is_exact(several_trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(several_trained)
     for out, recompute in (("kept", False), ("anew", True)):
         library.train("book.txt", out=out, **{**SHORT, "dropout": 0.1}, recompute=recompute)
     assert curve(Path("kept")) == curve(Path("anew"))
@@ -115,9 +123,9 @@ def test_recompute_is_exact(place: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("words", "what", "hint"),
     [
-        (["--nproc", "3", "--tensor", "2"], "3 processes cannot be divided into groups of 2", "--nproc 4"),
+        slow(["--nproc", "3", "--tensor", "2"], "3 processes cannot be divided into groups of 2", "--nproc 4"),
         (["--tensor", "2"], "one process cannot be divided into groups of 2", "--nproc 2"),
-        (["--nproc", "3", "--tensor", "3"], "2 heads cannot be shared evenly by 3 processes", "take one of 1, 2"),
+        slow(["--nproc", "3", "--tensor", "3"], "2 heads cannot be shared evenly by 3 processes", "take one of 1, 2"),
         (["--init", "x", "--lora-rank", "2", "--shard", "full"], "--shard full is not for --lora-rank", "adapters"),
     ],
 )
@@ -146,20 +154,20 @@ def test_windows_are_as_many_for_each_row() -> None:
     all_windows = [Window(0, n, ids, ids, 0) for n in range(7)]
     counted, many = [], set()
     for rank in range(6):
-        world = World()
-        world.rank, world.size, world.tensor, world.in_step = rank, 6, 2, True
-        mine = list(_share(world, all_windows))
+        sharded = Sharded.__new__(Sharded)
+        sharded.world = World()
+        sharded.world.rank, sharded.world.size, sharded.world.tensor = rank, 6, 2
+        mine = list(sharded.windows(all_windows))
         many.add(len(mine))
         counted += [window.start for window in mine if window.skipped < len(window.y)]
     assert many == {3}
     assert sorted(counted) == sorted(2 * list(range(7)))
-    assert list(World().watching(StopSignal(), [1, 2])) == [1, 2]
 
 
 def test_a_disk_that_is_full_leaves_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What others give to a checkpoint is asked for until it is written or given up, and told so once."""
     told: list[int] = []
-    saver = Saver(tmp_path, 1, lambda step: None, lambda text: None, lambda: told.append(1))
+    saver = Writer(tmp_path, 1, lambda step: None, lambda text: None, lambda: told.append(1))
 
     def files() -> Any:
         raise OSError(28, "No space left on device")
@@ -169,13 +177,14 @@ def test_a_disk_that_is_full_leaves_nobody_waiting(tmp_path: Path, monkeypatch: 
     assert len(told) == 1
     saver.begin(2, 2**62, files)
     assert len(told) == 2
-    monkeypatch.setattr("gpt.training.saving.ROOM_SECONDS", 0.2)
-    monkeypatch.setattr("gpt.training.saving.ROOM_PAUSE", 0.05)
+    monkeypatch.setattr("gpt.training.checkpointing.ROOM_SECONDS", 0.2)
+    monkeypatch.setattr("gpt.training.checkpointing.ROOM_PAUSE", 0.05)
     with pytest.raises(Exception, match="could not be saved"):
         saver.last(3, 0, files, lambda: False)
     assert len(told) == 3
 
 
+@pytest.mark.slow
 def test_what_ends_one_ends_all_and_the_run_goes_on(workdir: Path) -> None:
     """A process that is killed, and later one that is told to stop: the others give what they have for the checkpoint."""
     texts()

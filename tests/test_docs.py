@@ -71,6 +71,14 @@ def test_pictures_are_small_and_shown() -> None:
     assert "url(http" not in svg  # of a font
 
 
+def test_files_that_contributing_names_are_there() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(?:python )?((?:benchmarks|cli|data|docs|gpt|tests)/[\w./-]*)`", page)
+    assert len(named) > 20
+    for name in named:
+        assert (ROOT / name).exists() or "NAME" in name, name
+
+
 def listed(nav: Any) -> set[str]:
     if isinstance(nav, str):
         return {nav}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpt import evaluate
 from gpt.config import GPTConfig
 from gpt.decoding.context import Context
-from gpt.decoding.generate import generate
+from gpt.decoding.engine import generate
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.decoder import GPT

@@ -1,4 +1,4 @@
-"""Faults: disks that fail, files that are damaged or forged, runs that are killed. `benchmarks/faults.py` does many."""
+"""Faults: disks that fail, files that are damaged or forged, runs that are killed. `tests/stress/faults.py` does many."""
 
 import errno
 import json
@@ -15,24 +15,22 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import TINY, Done, make_text, send
+from conftest import TINY, Done, Gpt, one_line_of_what_and_what_next, send, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
-from test_cli import one_line_of_what_and_what_next
 
 import gpt as library
-from benchmarks import faults
 from gpt import events, files
 from gpt.errors import Interrupted, UserError, WorkError
 from gpt.interrupt import Stopped, StopSignal
 from gpt.runs import checkpoint, folder, tensors
 from gpt.settings import checked
-from gpt.training import saving
+from gpt.training import checkpointing
 from gpt.training.state import Saved
+from tests.stress import faults
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills and limits are POSIX's")
-Gpt = Callable[..., Done]
 FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400, "steps": 12, "eval_every": 4, "save_every": 4}
 
 
@@ -40,13 +38,6 @@ class Usage(NamedTuple):
     total: int
     used: int
     free: int
-
-
-@pytest.fixture
-def text(workdir: Path) -> Path:
-    path = workdir / "book.txt"
-    path.write_bytes(make_text().encode())
-    return path
 
 
 def test_what_we_write_is_what_safetensors_writes() -> None:
@@ -63,10 +54,10 @@ def test_what_we_write_is_what_safetensors_writes() -> None:
     assert turned == save({"x": some["b"].T.contiguous()}, {"format": "pt"})
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC])
-def test_every_write_and_sync_of_a_save_that_fails(tmp_path: Path, code: int) -> None:
-    outcomes = faults.failing_saves(tmp_path, (code,))
-    assert sum(outcomes.values()) > 50
+@pytest.mark.parametrize("every", [7, slow(1)])
+def test_every_write_and_sync_of_a_save_that_fails(tmp_path: Path, every: int) -> None:
+    outcomes = faults.failing_saves(tmp_path, (errno.ENOSPC,), every)
+    assert sum(outcomes.values()) > 50 / every
     assert all(outcome.startswith("the old one is intact") for outcome in outcomes), outcomes
 
 
@@ -269,7 +260,7 @@ def test_a_result_cannot_point_elsewhere(gpt: Gpt, text: Path) -> None:
 
 
 def test_no_room_is_said_before_the_first_step(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 500_000))
+    monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 500_000))
     heard: list[Any] = []
     with pytest.raises(WorkError, match="a checkpoint needs about .* and 0.5 MB are free"):
         library.train(text, out="runs/x", listen=heard.append, **FAST)
@@ -294,14 +285,14 @@ def test_a_full_disk_stops_no_training(text: Path, monkeypatch: pytest.MonkeyPat
     assert result.checkpoint.name == "step-000012"
     assert tried == ["step-000004", "step-000008", "step-000012"]
     warnings = [event.text for event in heard if isinstance(event, events.Note) and event.warning]
-    assert warnings == ["step 4 cannot be saved: No space left on device; the run goes on, and tries again"]
+    assert warnings == ["step 4 cannot be saved: No space left on device; the run continues, and tries again"]
     assert [event.step for event in heard if isinstance(event, events.StepEvent)] == list(range(1, 13))
 
 
 def test_a_disk_that_stays_full_is_status_1(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library.train(text, out="runs/one", **{**FAST, "steps": 4})
-    monkeypatch.setattr(saving, "ROOM_SECONDS", 0.3)
-    monkeypatch.setattr(saving, "ROOM_PAUSE", 0.05)
+    monkeypatch.setattr(checkpointing, "ROOM_SECONDS", 0.3)
+    monkeypatch.setattr(checkpointing, "ROOM_PAUSE", 0.05)
     write = checkpoint.write
 
     def full(target: Path, contents: Any) -> None:
@@ -346,11 +337,11 @@ def test_the_wait_for_room_ends_with_a_signal(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "write", full)
-    monkeypatch.setattr(saving, "ROOM_PAUSE", 0.01)
+    monkeypatch.setattr(checkpointing, "ROOM_PAUSE", 0.01)
     tried: list[str] = []
-    saver = saving.Saver(tmp_path, 1, lambda step: None, lambda text: None)
+    writer = checkpointing.Writer(tmp_path, 1, lambda step: None, lambda text: None)
     with pytest.raises(WorkError, match="step 4 could not be saved and is lost"):
-        saver.last(4, 10, dict, lambda: len(tried) == 3)
+        writer.last(4, 10, dict, lambda: len(tried) == 3)
     assert tried == ["step-000004"] * 3
 
 
@@ -392,7 +383,7 @@ def test_a_signal_that_cannot_be_saved_is_status_1(text: Path, monkeypatch: pyte
 
 
 def test_metrics_that_cannot_be_written_have_a_gap(text: Path) -> None:
-    from gpt.training.metrics import Metrics
+    from gpt.training.logs import Metrics
 
     class Full:
         def __init__(self, file: Any) -> None:
@@ -461,10 +452,10 @@ def test_one_checkpoint_is_written_at_a_time(tmp_path: Path, monkeypatch: pytest
         told.append(f"{target.name} ends")
 
     monkeypatch.setattr(checkpoint, "write", slow)
-    saver = saving.Saver(tmp_path, 1, lambda step: told.append(f"{step} is whole"), told.append)
+    writer = checkpointing.Writer(tmp_path, 1, lambda step: told.append(f"{step} is whole"), told.append)
     for step in (1, 2):
-        saver.begin(step, 10, dict)
-    saver.wait()
+        writer.begin(step, 10, dict)
+    writer.wait()
     assert told == [
         "step-000001 begins", "step-000001 ends", "1 is whole", "step-000002 begins", "step-000002 ends", "2 is whole",
     ]  # fmt: skip
@@ -523,6 +514,7 @@ def test_a_crash_between_two_renames_is_undone(tmp_path: Path) -> None:
 # Whole commands
 
 
+@pytest.mark.slow
 def test_killed_runs_go_on(tmp_path: Path) -> None:
     """One at a random moment, one within a save."""
     outcomes = faults.many(faults.killed, 2, tmp_path)
@@ -530,6 +522,7 @@ def test_killed_runs_go_on(tmp_path: Path) -> None:
     assert set(outcomes) <= fine, outcomes
 
 
+@pytest.mark.slow
 def test_interrupted_commands_go_on(tmp_path: Path) -> None:
     outcomes = faults.many(faults.stopped, 2, tmp_path)
     assert set(outcomes) <= {"saved and gone on with", "before the first step", "finished"}, outcomes

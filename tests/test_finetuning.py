@@ -2,15 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Done, make_text
+from conftest import Gpt, make_text, one_line_of_what_and_what_next
 from safetensors.torch import load_file
-from test_cli import one_line_of_what_and_what_next
 
 import gpt as library
 from gpt import events
@@ -20,10 +18,9 @@ from gpt.model.decoder import GPT
 from gpt.model.params import nearest_preset
 from gpt.runs import checkpoint
 from gpt.text.tokenizer import bytes_tokenizer
-from gpt.training import start
+from gpt.training import finetune
 from gpt.training.recipe import auto_optimizer
 
-Gpt = Callable[..., Done]
 CPU = torch.device("cpu")
 QUIET: dict[str, Any] = {"dtype": "float32", "sample_every": 0}
 
@@ -123,8 +120,8 @@ def test_the_usual_batch_and_rate_are_those_of_the_nearest_size() -> None:
 )
 def test_few_pairs_are_read_often(preset: str, device: str, tokens: int, passes: float) -> None:
     model = PRESETS[preset].model
-    assert start.usual_epochs(tokens, True, model, device) == pytest.approx(passes)
-    assert start.usual_epochs(tokens, False, model, device) == 3
+    assert finetune.usual_epochs(tokens, True, model, device) == pytest.approx(passes)
+    assert finetune.usual_epochs(tokens, False, model, device) == 3
 
 
 def test_adamw_tunes_large_models_and_adapters() -> None:
@@ -177,4 +174,4 @@ def test_a_model_that_cannot_be_read_is_refused_before_the_text_is(gpt: Gpt, run
 
 def test_options_that_agree_with_the_model_are_none() -> None:
     model = GPTConfig(300, 32, 2, 2, 32)
-    start.refuse_others(TrainConfig(init="x", n_layer=2, vocab_size=300, block_size=16, positions="learned"), model)
+    finetune._check_shape(TrainConfig(init="x", n_layer=2, vocab_size=300, block_size=16, positions="learned"), model)

@@ -163,6 +163,7 @@ def test_steps_hold_what_the_arithmetic_says(arch: Any, dropout: float, dtype: A
     from gpt.model.decoder import GPT
     from gpt.model.memory import Setup, training
     from gpt.training.optim import make_optimizer
+    from gpt.training.parallel import Single
     from gpt.training.recipe import resolve
     from gpt.training.step import Stepper
 
@@ -182,7 +183,7 @@ def test_steps_hold_what_the_arithmetic_says(arch: Any, dropout: float, dtype: A
     before = torch.cuda.memory_allocated()
     model = GPT(recipe.model).to(compute.device)
     optimizer = make_optimizer(model, recipe.optimizer, 0.1, compute.dtype)
-    stepper = Stepper(model, optimizer, compute, recipe, lambda micro_batch: None)
+    stepper = Stepper(Single(model, optimizer, compute), recipe, lambda micro_batch: None)
     x = np.zeros((recipe.rows, recipe.model.block_size), np.int64)
     stepper.step(x, x, 0.0).read()
     torch.cuda.reset_peak_memory_stats()

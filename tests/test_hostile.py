@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="it forks")
 
 
 def test_cases_are_a_function_of_their_seed_and_reach_every_command() -> None:
-    from benchmarks import hostile
+    from tests.stress import hostile
 
     known = hostile.commands()
     drawn = [hostile.draw(random.Random(f"1/{number}"), known) for number in range(400)]
@@ -25,7 +25,7 @@ def test_cases_are_a_function_of_their_seed_and_reach_every_command() -> None:
 
 
 def test_the_judge(tmp_path: Path) -> None:
-    from benchmarks import hostile
+    from tests.stress import hostile
 
     cwd, beside = tmp_path / "cwd", tmp_path / "beside"
     (beside / "tmp").mkdir(parents=True)
@@ -51,8 +51,9 @@ def test_the_judge(tmp_path: Path) -> None:
     assert judged(0) == ["left behind: ['.tmp-1-x']", "changed: ['text.txt']"]
 
 
+@pytest.mark.slow
 def test_some_cases_are_run() -> None:
-    command = [sys.executable, "-m", "benchmarks.hostile", "--cases", "4", "--seed", "7", "--each", "3"]
+    command = [sys.executable, "-m", "tests.stress.hostile", "--cases", "4", "--seed", "7", "--each", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1].startswith("4 cases of seed 7 in "), done.stderr
     assert "'clean': 4" in done.stdout

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Done, make_text, spawn
-from test_cli import one_line_of_what_and_what_next
+from conftest import Done, Gpt, make_text, one_line_of_what_and_what_next, slow, spawn
 
 import gpt as library
 from gpt.config import GPTConfig
@@ -22,7 +21,6 @@ from gpt.errors import WorkError
 from gpt.runs import checkpoint, hub
 from gpt.text.tokenizer import bytes_tokenizer
 
-Gpt = Callable[..., Done]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -121,6 +119,7 @@ def there(server: Hub, workdir: Path) -> Iterator[Callable[..., Done]]:
 SAMPLE = ("sample", "ab", "-m", "hf:me/tiny", "--greedy", "-n", "8", "--ignore-eot")
 
 
+@pytest.mark.slow
 def test_a_model_from_the_hub(there: Gpt, gpt: Gpt, server: Hub, workdir: Path) -> None:
     done = there(*SAMPLE)
     assert done.code == 0, done.err
@@ -135,6 +134,7 @@ def test_a_model_from_the_hub(there: Gpt, gpt: Gpt, server: Hub, workdir: Path) 
     assert there(*SAMPLE).out == done.out
 
 
+@pytest.mark.slow
 def test_fine_tuning_from_the_hub(there: Gpt, workdir: Path) -> None:
     (workdir / "book.txt").write_bytes(make_text(800).encode())
     done = there("train", "book.txt", "--init", f"hf:me/tiny@{COMMIT}", "--steps", "2", "--dtype", "float32")
@@ -164,9 +164,11 @@ def test_a_shape_needs_no_weights(there: Gpt, server: Hub) -> None:
     [
         ("hf:me/nothing", {}, 2, "has no model me/nothing"),
         ("hf:me/gated", {}, 2, "me/gated is gated"),
-        ("hf:me/tiny@v9", {}, 2, 'me/tiny has no revision "v9"'),
-        ("hf:me/tiny", {"HF_HUB_OFFLINE": "1"}, 1, "me/tiny is not in the cache and could not be fetched from http"),
-        ("hf:me/tiny", {"HF_ENDPOINT": "http://127.0.0.1:9"}, 1, "me/tiny is not in the cache and could not be"),
+        slow("hf:me/tiny@v9", {}, 2, 'me/tiny has no revision "v9"'),
+        slow(
+            "hf:me/tiny", {"HF_HUB_OFFLINE": "1"}, 1, "me/tiny is not in the cache and could not be fetched from http"
+        ),
+        slow("hf:me/tiny", {"HF_ENDPOINT": "http://127.0.0.1:9"}, 1, "me/tiny is not in the cache and could not be"),
     ],
 )
 def test_what_the_hub_does_not_give(there: Gpt, model: str, env: dict[str, str], code: int, message: str) -> None:

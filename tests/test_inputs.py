@@ -6,14 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Done, spawn
+from conftest import Done, Gpt, spawn
 from gpt_cli import inputs
 
-Gpt = Callable[..., Done]
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="devices and named pipes are Unix's")
 
 

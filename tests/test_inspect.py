@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_model import ours_with
+from models import ours_with
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt import inspect
@@ -64,7 +64,7 @@ def test_patterns_give_what_the_model_attends(config: GPTConfig) -> None:
     said: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     hooks = [
         block.attn.register_forward_hook(
-            lambda module, args, out: said.append((module.heads(args[0], args[2])[2], out, module.c_proj))
+            lambda module, args, out: said.append((module.qkv(args[0], args[2])[2], out, module.c_proj))
         )
         for block in model.h
     ]
@@ -328,6 +328,6 @@ def test_similarity_of_rotary_places_is_a_score() -> None:
     found = inspect.positions(model)
     assert found.table is None
     ones = torch.ones(1, 1, 13, 8) / math.sqrt(8)
-    assert model.turn is not None
-    turned = rotate(ones, model.turn)[0, 0]
+    assert model.rope is not None
+    turned = rotate(ones, model.rope)[0, 0]
     assert np.allclose(found.similarity, (turned @ turned[0]).numpy(), atol=1e-5)

@@ -4,18 +4,15 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Done
-from test_cli import one_line_of_what_and_what_next
+from conftest import Gpt, one_line_of_what_and_what_next
 
 import gpt as library
 from gpt import inspect
 
-Gpt = Callable[..., Done]
 PROMPT = "the cat sat on the mat while the cat"
 
 
@@ -177,6 +174,7 @@ def test_a_page_that_no_browser_would_take(
     assert not Path("a.html").exists()
 
 
+@pytest.mark.slow
 def test_narrow_encodings_take_every_token(run_folder: Path) -> None:
     code = "from gpt_cli.main import run; run()"
     for args in (["attention", "-p", "Zürich 🐕 cat"], ["tokens", "Zürich 🐕"], ["positions"], ["neighbors", "Zürich"]):

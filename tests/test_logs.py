@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Done, make_text
+from conftest import TINY, Done
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,17 +25,10 @@ from gpt.model.decoder import GPT
 from gpt.model.params import breakdown, flops_per_token
 from gpt.peaks import peak_flops
 from gpt.runs import folder
-from gpt.training import logs, speed
-from gpt.training.run import go_on
+from gpt.training import logs
+from gpt.training.run import resume
 
 FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400}
-
-
-@pytest.fixture
-def text(workdir: Path) -> Path:
-    path = workdir / "book.txt"
-    path.write_bytes(make_text().encode())
-    return path
 
 
 def metrics(run: Path, kind: str) -> list[Any]:
@@ -100,7 +93,7 @@ def test_a_resumed_run_goes_on_in_its_curves(text: Path) -> None:
     with pytest.raises(RuntimeError):
         gpt.train(text, listen=strike, steps=8, save_every=4, eval_every=8, log="tensorboard", **FAST)
     time.sleep(1.1)  # files are ordered by the second that their names hold
-    result = go_on("runs/book")
+    result = resume("runs/book")
     board = EventAccumulator(str(result.run / "tensorboard"))
     board.Reload()
     assert [each.step for each in board.Scalars("step/loss")] == list(range(1, 9))
@@ -192,7 +185,7 @@ def test_a_run_that_is_cut_off_ends_as_failed(text: Path, wandb: StandIn) -> Non
 def test_a_run_that_is_resumed_may_be_logged_from_then_on(text: Path, wandb: StandIn) -> None:
     result = gpt.train(text, steps=4, **FAST)
     assert wandb.begun == {}
-    go_on(str(result.run), {"steps": 6, "log": "wandb"})
+    resume(str(result.run), {"steps": 6, "log": "wandb"})
     assert [each["step"] for each in wandb.told if "step/loss" in each] == [5, 6]
     assert wandb.ended == [0]
 
@@ -364,7 +357,7 @@ def test_a_peak_that_is_not_known(name: str) -> None:
 
 
 def test_mfu_where_the_peak_is_known(text: Path, gpt: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "peak_flops", lambda name, dtype: 1e12 if (name, dtype) == ("cpu", "float32") else None)
+    monkeypatch.setattr(logs, "peak_flops", lambda name, dtype: 1e12 if (name, dtype) == ("cpu", "float32") else None)
     monkeypatch.setattr("gpt_cli.progress.PLAIN_SECONDS", 0)
     options = [word for name, value in FAST.items() for word in ("--" + name.replace("_", "-"), str(value))]
     done = gpt("train", text, "--steps", "5", *options)
@@ -406,7 +399,7 @@ def test_the_context_of_pairs_is_their_mean_length(workdir: Path) -> None:
     recipe = types.SimpleNamespace(
         lora_rank=0, model=model.config, batch_tokens=resolved["batch_tokens"], rows=resolved["rows"]
     )
-    found = speed.Speed.of(model, recipe, Compute(torch.device("cpu"), torch.float32))  # type: ignore[arg-type]
+    found = logs.Speed.of(model, recipe, Compute(torch.device("cpu"), torch.float32))  # type: ignore[arg-type]
     mean = resolved["batch_tokens"] // resolved["rows"]
     assert mean < model.config.block_size
     assert found.flops_per_token == flops_per_token(model.config, mean)

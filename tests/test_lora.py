@@ -2,15 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Done, make_text
+from conftest import Gpt, make_text, one_line_of_what_and_what_next
 from safetensors.torch import load_file, save_file
-from test_cli import one_line_of_what_and_what_next
 
 import gpt as library
 from gpt import events
@@ -19,7 +17,6 @@ from gpt.model import lora
 from gpt.model.decoder import GPT
 from gpt.runs import folder
 
-Gpt = Callable[..., Done]
 LORA: dict[str, Any] = {"lora_rank": 4, "dtype": "float32", "sample_every": 0}
 WORDS = ("--lora-rank", "4", "--steps", "3", "--dtype", "float32")
 

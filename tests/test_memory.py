@@ -24,8 +24,9 @@ from gpt.device import Compute
 from gpt.model import decoder, loss, memory
 from gpt.model.decoder import GPT
 from gpt.model.memory import Setup, training
-from gpt.model.params import breakdown
+from gpt.model.params import breakdown, counts
 from gpt.training.optim import make_optimizer
+from gpt.training.parallel import Single
 from gpt.training.recipe import resolve
 from gpt.training.step import Stepper
 
@@ -53,12 +54,12 @@ def test_constants_are_the_decoders() -> None:
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 def test_sizes_are_the_parameters(name: str, arch: str) -> None:
     config = shape(name, arch=arch)
-    assert memory.sizes(config).all == breakdown(config).trainable
+    assert sum(counts(config).values()) == breakdown(config).trainable
     heads = [t for t in (2, 4) if config.n_head % t == 0]
     for t in heads:
-        parts = memory.sizes(config, t)
+        parts = counts(config, t)
         divided = sum(p.numel() for n, p in _meta(config).h.named_parameters() if _is_divided(n))
-        assert breakdown(config).trainable - parts.all == divided * (t - 1) // t
+        assert breakdown(config).trainable - sum(parts.values()) == divided * (t - 1) // t
 
 
 def _meta(config: GPTConfig) -> GPT:
@@ -179,12 +180,12 @@ def held(config: GPTConfig, setup: Setup, rows: int) -> Counter[str]:
             for block in model.h:
                 block.forward = _again(block.forward)
         optimizer = make_optimizer(model, setup.optimizer, 0.1, compute.dtype)
-        stepper = Stepper(model, optimizer, compute, recipe, lambda micro_batch: None)
+        stepper = Stepper(Single(model, optimizer, compute), recipe, lambda micro_batch: None)
         x = torch.zeros(rows, config.block_size, dtype=torch.long)
         for live.phase in ("first", "gradients"):
             sound, norm = stepper.gradients(x, x)
             live.phase = live.phase.replace("gradients", "update")
-            optimizer.step(unless=~(sound.isfinite() & norm.isfinite()))
+            optimizer.step(skip=~(sound.isfinite() & norm.isfinite()))
             optimizer.zero_grad()
             del sound, norm
     return live.peaks

@@ -3,18 +3,21 @@
 import cmath
 import itertools
 import math
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
+from models import ours_with
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt.config import PRESETS, GPTConfig
+from gpt.config import PRESETS, Arch, GPTConfig, Positions
 from gpt.errors import UserError
 from gpt.model import decoder
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT, sine_table
 from gpt.model.loss import bits_per_byte, tied_cross_entropy, token_losses
-from gpt.model.params import breakdown
+from gpt.model.params import breakdown, counts, named_parameters
 from gpt.runs import hf
 
 SMALL = GPTConfig(vocab_size=97, block_size=24, n_layer=3, n_head=4, n_embd=32)
@@ -22,17 +25,6 @@ SMALL = GPTConfig(vocab_size=97, block_size=24, n_layer=3, n_head=4, n_embd=32)
 
 def theirs_of(config: GPTConfig) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config.from_dict(hf.to_hf_config(config, 0))).eval()
-
-
-def ours_with(theirs: GPT2LMHeadModel, config: GPTConfig) -> GPT:
-    model = GPT(config).eval()
-    state = {}
-    for name, tensor in theirs.state_dict().items():
-        ours = hf.our_name(name)
-        if ours is not None and ours != hf.UNEMBEDDING:
-            state[ours] = tensor.t() if hf.is_transposed(ours) else tensor
-    model.load_state_dict(state)
-    return model
 
 
 @pytest.mark.parametrize("heads", [1, 4])
@@ -125,8 +117,8 @@ def test_modern_is_what_it_says() -> None:
     for head in range(2):
         q, k, v = (h[:, 8 * part + 4 * head : 8 * part + 4 * head + 4] for part in range(3))
         q, k = (t / t.square().mean(-1, keepdim=True).add(torch.finfo(t.dtype).eps).sqrt() for t in (q, k))
-        turn = decoder.rotary_table(6, 4)
-        q, k = (decoder.rotate(t[None, None], turn)[0, 0] for t in (q, k))
+        rope = decoder.rotary_table(6, 4)
+        q, k = (decoder.rotate(t[None, None], rope)[0, 0] for t in (q, k))
         scores = (decoder.QK_SCALE / 2 * q @ k.T).masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf)
         heads.append(scores.softmax(-1) @ v)
     x = x + torch.cat(heads, -1) @ block.attn.c_proj.weight.T
@@ -208,16 +200,36 @@ def test_loss_equals_its_definition() -> None:
     assert bits_per_byte(math.log(2) * 80, 10) == pytest.approx(8)
 
 
-@pytest.mark.parametrize("name", ["nano", "micro", "mini", "small"])
-def test_breakdown_equals_the_built_model(name: str) -> None:
-    config = PRESETS[name].model
-    assert breakdown(config).trainable == sum(p.numel() for p in GPT(config).parameters())
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("positions", get_args(Positions))
+@pytest.mark.parametrize("arch", get_args(Arch))
+def test_the_table_is_the_built_model(name: str, arch: Arch, positions: Positions) -> None:
+    """Names in order, shapes, what is trained, and what each kind is; on the meta device, so that 175B fits too."""
+    config = replace(PRESETS[name].model, arch=arch, positions=positions)
+    with torch.device("meta"):
+        model = GPT(config)
+    table = named_parameters(config)
+    built = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert list(built.items()) == [(name, p.shape) for name, p in table.items() if p.trained]
+    fixed = {name: p.shape for name, p in table.items() if not p.trained}
+    assert fixed == ({"wpe.weight": tuple(model.sine.shape)} if positions == "sinusoidal" else {})
+    assert model.unembed(torch.empty(1, config.n_embd, device="meta")).shape == (1, config.vocab_size)  # it is tied
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    norms = {name for name, module in model.named_modules() if isinstance(module, torch.nn.LayerNorm)}
+    assert {name.removesuffix(".weight") for name, p in table.items() if p.is_matrix} == linear
+    assert {name for name, p in table.items() if p.kind == "bias"} == {f"{name}.bias" for name in linear} & set(built)
+    assert {name.rpartition(".")[0] for name, p in table.items() if p.kind == "norm"} == norms
+    assert {p.name for p in table.values() if p.fused} == {"attn.c_attn.weight", "attn.c_attn.bias"} & {
+        p.name for p in table.values()
+    }
+    assert all(sum(p.fused) == p.shape[0] for p in table.values() if p.fused)
+    assert sum(counts(config).values()) == sum(p.numel() for p in model.parameters()) == breakdown(config).trainable
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "modern"])
-@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])
-def test_breakdown_of_odd_shapes(positions: str, arch: str) -> None:
-    config = GPTConfig(101, 7, 3, 3, 18, positions=positions, arch=arch)  # type: ignore[arg-type]
+@pytest.mark.parametrize("positions", get_args(Positions))
+@pytest.mark.parametrize("arch", get_args(Arch))
+def test_breakdown_of_odd_shapes(positions: Positions, arch: Arch) -> None:
+    config = GPTConfig(101, 7, 3, 3, 18, positions=positions, arch=arch)
     parts = breakdown(config)
     assert parts.trainable == sum(p.numel() for p in GPT(config).parameters())
     assert parts.trainable == parts.total_weights - parts.tied + parts.positions + parts.biases + parts.layer_norms

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, Done, make_text
+from conftest import TINY, Done, Gpt, make_text
 from torch import Tensor
 
 import gpt as library
@@ -18,8 +18,6 @@ from gpt.errors import NotANumber
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint
 from gpt.words import as_json
-
-Gpt = Callable[..., Done]
 
 DAMAGE: dict[str, Callable[[GPT], Tensor]] = {
     "all logits NaN": lambda model: model.ln_f.weight.fill_(math.nan),

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Done
+from conftest import Gpt
+from gpt_cli import page as pages
 
 from gpt.config import GPTConfig
 from gpt.decoding import logits as filters
 from gpt.model.decoder import GPT
 from gpt.text.tokenizer import bytes_tokenizer
 
-Gpt = Callable[..., Done]
 PROMPT = 'the <script>a()</script> & "cat"'
 
 
@@ -252,6 +252,14 @@ def test_a_large_page_is_small_and_quick(open_page: Any, workdir: Path) -> None:
         assert page.locator(".heads button").count() == 12 * 13 + 1
     print(f"{Path('big.html').stat().st_size:,} bytes, drawn in {min(seconds):.2f} s")
     assert min(seconds) < 8  # 2 on a machine that does nothing else
+
+
+def test_data_cannot_end_the_script_that_holds_it() -> None:
+    evil = "</script><script>a()</script><!--"
+    text = pages.html("report", evil, {"name": evil}).decode()
+    assert evil not in text
+    assert text.count("a()") == 2  # in the title, escaped, and in the data
+    assert json.dumps(evil).replace("<", "\\u003c") in text
 
 
 def test_report(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:

@@ -4,15 +4,13 @@ import gzip
 import json
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, Done
-from test_cli import one_line_of_what_and_what_next
+from conftest import TINY, Gpt, one_line_of_what_and_what_next, slow
 
 import gpt as library
 from gpt import events
@@ -22,10 +20,9 @@ from gpt.model.loss import IGNORED
 from gpt.sample_config import SampleConfig
 from gpt.text.pairs import Pair, read_pairs, split
 from gpt.text.tokenizer import bytes_tokenizer
-from gpt.training import best
-from gpt.training.pairs import PairBatches, PairSet
+from gpt.training import evaluation
+from gpt.training.data import PairBatches, PairSet
 
-Gpt = Callable[..., Done]
 VERBS = ["love ama", "see vede", "hear sente", "call chiama", "find trova", "know conosce", "help aiuta", "want vuole"]
 WHO = ["you ti", "him lo", "her la", "them li", "us ci", "me mi", "it lo", "all tutti"]
 TRANSLATIONS = [
@@ -48,6 +45,7 @@ def file(workdir: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_translations_are_learnt_by_heart_and_sampled_greedily(gpt: Gpt, file: Path) -> None:
     done = gpt("train", file, "--pairs", "--val-fraction", "0", "--epochs", "60", "--dtype", "float32", "--json",
                "--n-layer", "2", "--n-head", "2", "--n-embd", "64", "--block-size", "32", "--dropout", "0")  # fmt: skip
@@ -196,7 +194,7 @@ def model_to_tune(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).run
 
 
-@pytest.mark.parametrize(("rank", "least"), [(None, 38), (8, 30)])
+@pytest.mark.parametrize(("rank", "least"), [slow(None, 38), (8, 30)])
 def test_pairs_are_given_back_with_what_is_chosen_by_default(
     gpt: Gpt, model_to_tune: Path, file: Path, rank: int | None, least: int
 ) -> None:
@@ -217,7 +215,7 @@ def test_pairs_are_given_back_with_what_is_chosen_by_default(
 
 
 def test_both_sides_are_asked_and_of_many_pairs_a_sample(gpt: Gpt, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(best, "ASKED", 10)
+    monkeypatch.setattr(evaluation, "ASKED", 10)
     done = gpt("train", file, "--pairs", "--steps", "2", "--dtype", "float32", "--json")
     assert "answers" not in done.out
     lines = [json.loads(line) for line in Path("runs/pairs/metrics.jsonl").read_text().splitlines()]

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Gpt
+from conftest import Gpt, assert_same, curve, one_line_of_what_and_what_next
 from ranks import LONG, RUNS, WORDS, cut
 from several import RANKS, assert_ended_and_gone_on, assert_trained_alike, losses, texts, trained
-from test_cli import one_line_of_what_and_what_next
-from test_resume import assert_same, curve
 
 import gpt as library
 from gpt.config import TrainConfig
@@ -33,18 +31,18 @@ pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks for pr
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def several_trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which ``one`` process and then ``two`` have trained the same."""
     return trained(tmp_path_factory.mktemp("ranks"), RUNS, RANKS)
 
 
-def heard_by(place: Path, rank: int) -> dict[str, Any]:
-    return dict(json.loads((place / f"heard-{rank}.json").read_text()))
+def heard_by(several_trained: Path, rank: int) -> dict[str, Any]:
+    return dict(json.loads((several_trained / f"heard-{rank}.json").read_text()))
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_two_train_as_one_does(place: Path, name: str) -> None:
-    one, two = place / "one" / name, place / "two" / name
+def test_two_train_as_one_does(several_trained: Path, name: str) -> None:
+    one, two = several_trained / "one" / name, several_trained / "two" / name
     assert len(losses(two)) == 50
     assert_trained_alike(one, two, norms=1e-2, rel=1e-4)
     says = [json.loads((run / "run.json").read_text()) for run in (one, two)]
@@ -55,17 +53,17 @@ def test_two_train_as_one_does(place: Path, name: str) -> None:
     )
 
 
-def test_gradients_are_summed_once_a_step(place: Path) -> None:
+def test_gradients_are_summed_once_a_step(several_trained: Path) -> None:
     """After the last of the micro-batches, and not while one is tried."""
-    summed = heard_by(place, 1)["summed"]
+    summed = heard_by(several_trained, 1)["summed"]
     assert summed["adamw"] == [False, *[False, True] * 50]
     assert summed["muon"] == [False, *[True] * 50]
     assert summed["modern"] == [False, *[False, False, False, True] * 50]
 
 
-def test_a_run_goes_on_bit_for_bit_with_dropout(place: Path) -> None:
-    assert_same(place / "two/resumed", place / "two/dropout")
-    assert curve(place / "two/resumed") == curve(place / "two/dropout")
+def test_a_run_goes_on_bit_for_bit_with_dropout(several_trained: Path) -> None:
+    assert_same(several_trained / "two/resumed", several_trained / "two/dropout")
+    assert curve(several_trained / "two/resumed") == curve(several_trained / "two/dropout")
 
 
 def test_each_process_drops_out_what_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,21 +87,21 @@ def test_each_process_drops_out_what_is_its_own(monkeypatch: pytest.MonkeyPatch)
         world.tensor = 2
 
 
-def test_a_run_goes_on_with_another_number(place: Path, workdir: Path) -> None:
+def test_a_run_goes_on_with_another_number(several_trained: Path, workdir: Path) -> None:
     """From one to two, and from two to one: the same batches, and equal to rounding."""
-    expected = losses(place / "one/adamw")
-    assert losses(place / "two/from-one") == pytest.approx(expected, rel=1e-4)
-    notes = heard_by(place, 0)["notes"]
+    expected = losses(several_trained / "one/adamw")
+    assert losses(several_trained / "two/from-one") == pytest.approx(expected, rel=1e-4)
+    notes = heard_by(several_trained, 0)["notes"]
     assert any(line.startswith("2 processes instead of 1: the same batches") for line in notes)
-    cut(str(place / "two/adamw"), "from-two", 25)
+    cut(str(several_trained / "two/adamw"), "from-two", 25)
     heard: list[Any] = []
     library.resume("from-two", heard.append)
     assert losses(Path("from-two")) == pytest.approx(expected, rel=1e-4)
     assert any("1 process instead of 2" in getattr(event, "text", "") for event in heard)
 
 
-def test_a_loss_that_is_no_number_in_one_is_none_in_all(place: Path) -> None:
-    told = curve(place / "two/poisoned")
+def test_a_loss_that_is_no_number_in_one_is_none_in_all(several_trained: Path) -> None:
+    told = curve(several_trained / "two/poisoned")
     (back,) = [line for line in told if line["event"] == "rollback"]
     assert (back["step"], back["failed_step"]) == (4, 8)
     assert [line["step"] for line in told if line["event"] == "step" and line["loss"] is None] == [6, 7, 8]
@@ -111,27 +109,29 @@ def test_a_loss_that_is_no_number_in_one_is_none_in_all(place: Path) -> None:
     assert told[-1]["reason"] == "steps"
 
 
-def test_memory_that_is_short_in_one_is_short_in_all(place: Path) -> None:
-    assert json.loads((place / "two/little/run.json").read_text())["resolved"]["micro_batch"] == 1
-    notes = heard_by(place, 0)["notes"]
+def test_memory_that_is_short_in_one_is_short_in_all(several_trained: Path) -> None:
+    assert json.loads((several_trained / "two/little/run.json").read_text())["resolved"]["micro_batch"] == 1
+    notes = heard_by(several_trained, 0)["notes"]
     assert [line for line in notes if line.startswith("out of memory")] == [
         "out of memory: from here on 2 of 8 sequences at once",
         "out of memory: from here on 1 of 8 sequences at once",
     ]
 
 
-def test_only_the_first_is_heard(place: Path) -> None:
-    assert heard_by(place, 1)["notes"] == []
+def test_only_the_first_is_heard(several_trained: Path) -> None:
+    assert heard_by(several_trained, 1)["notes"] == []
 
 
 # Processes that end before their time
 
 
+@pytest.mark.slow
 def test_what_ends_one_ends_all_and_the_run_goes_on(workdir: Path) -> None:
     texts()
     assert_ended_and_gone_on(WORDS, 150, rank=1)
 
 
+@pytest.mark.slow
 def test_an_error_in_one_is_said_once(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     texts()
     ended = launch([sys.executable, str(RANKS), "broken"], 2)
@@ -144,6 +144,7 @@ def test_an_error_in_one_is_said_once(workdir: Path, capfd: pytest.CaptureFixtur
     assert library.resume("broken").steps == 12
 
 
+@pytest.mark.slow
 def test_other_words_for_one(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     texts()
     ended = launch([sys.executable, str(RANKS), "otherwise"], 2)
@@ -154,6 +155,7 @@ def test_other_words_for_one(workdir: Path, capfd: pytest.CaptureFixture[str]) -
     assert not Path("otherwise").exists()
 
 
+@pytest.mark.slow
 def test_torchrun(workdir: Path) -> None:
     texts()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gpt_cli"]
@@ -322,9 +324,9 @@ def test_what_only_one_says_is_no_agreement(
     others: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = Ranks.__new__(Ranks)
-    monkeypatch.setattr(Ranks, "_from_all", lambda self, said: [said, others])
+    monkeypatch.setattr(Ranks, "_gather_all", lambda self, said: [said, others])
     with pytest.raises(UserError, match=message):
-        world.agree({"a": 1, "b": 2})
+        world.assert_same({"a": 1, "b": 2})
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
@@ -350,8 +352,7 @@ raise SystemExit(3)
 
 def test_one_process_exchanges_nothing() -> None:
     world, tensor = World(), torch.ones(3)
-    assert world.add(tensor) is tensor
-    assert world.wrap(module := torch.nn.Linear(2, 2)) is module
+    assert world.all_reduce(tensor) is tensor
     state = torch.get_rng_state()
     world.seed(1, 2)
     assert torch.equal(torch.get_rng_state(), state)

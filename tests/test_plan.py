@@ -2,30 +2,25 @@
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, Done
-from test_cli import one_line_of_what_and_what_next
+from conftest import ROOT, Gpt, one_line_of_what_and_what_next
 
 from gpt.config import PRESETS, TrainConfig
 from gpt.device import Compute
-from gpt.model import fit, memory
+from gpt.model import memory
 from gpt.model.cache import KVCache
-from gpt.model.fit import USABLE
-from gpt.model.memory import Setup, training
-from gpt.model.params import breakdown, flops_per_token, flops_sampled
+from gpt.model.memory import USABLE, Setup, training
+from gpt.model.params import breakdown, cache_bytes, flops_per_token, flops_sampled
 from gpt.model.plan import plans, setups, step_rows
 from gpt.parallel.shard import rank_parameters
 from gpt.peaks import KINDS, find_kind
 from gpt.plan_config import PlanConfig
 from gpt.training.recipe import resolve
-
-Gpt = Callable[..., Done]
 
 # Brown et al. 2020, table D.1: FLOPs of the training of all eight models, of 300 billion tokens each.
 TABLE_D1 = {
@@ -107,9 +102,9 @@ def test_what_is_said_is_what_train_takes(gpt: Gpt) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_train_takes_is_what_is_said(monkeypatch: pytest.MonkeyPatch, preset: str, kind: str, dtype: Any) -> None:
     """Under ``--micro-batch auto``."""
-    shape, memory = PRESETS[preset].model, KINDS["t4-16gb" if kind == "cpu" else kind].memory
-    monkeypatch.setattr(Compute, "_memory", lambda compute: memory)
-    monkeypatch.setattr("gpt.peaks.host_memory", lambda: memory)
+    shape, room = PRESETS[preset].model, KINDS["t4-16gb" if kind == "cpu" else kind].memory
+    monkeypatch.setattr(Compute, "_memory", lambda compute: room)
+    monkeypatch.setattr("gpt.peaks.host_memory", lambda: room)
     compute = Compute(torch.device("cpu" if kind == "cpu" else "cuda"), getattr(torch, dtype))
     settings: dict[str, Any] = {"preset": preset, "dropout": 0.0, "steps": 1}
     config = TrainConfig(**settings)
@@ -121,34 +116,34 @@ def test_what_train_takes_is_what_is_said(monkeypatch: pytest.MonkeyPatch, prese
 
 def test_a_micro_batch_is_the_largest_that_fits_with_its_logits_at_once() -> None:
     config, room = PRESETS["gpt2"].model, 16 * 10**9
-    found = fit.largest(config, Setup(), 96, room)
+    found = memory.largest(config, Setup(), 96, room)
     assert (found.loss_chunk, found.accumulates) == (0, True)
-    above = min(n for n in fit.divisors(96) if n > found.micro_batch)
-    assert fit.fits(config, found, room)
-    assert not fit.fits(config, replace(found, micro_batch=above), room)
-    assert fit.largest(config, Setup(), found.micro_batch, room) == replace(found, accumulates=False)
+    above = min(n for n in memory.divisors(96) if n > found.micro_batch)
+    assert memory.fits(config, found, room)
+    assert not memory.fits(config, replace(found, micro_batch=above), room)
+    assert memory.largest(config, Setup(), found.micro_batch, room) == replace(found, accumulates=False)
     many = replace(config, vocab_size=10**6)  # so that one sequence's logits are most of it
     little = int(training(many, Setup(accumulates=True)).peak / USABLE) - 10**6  # a little less than these want
-    one = fit.largest(many, Setup(), 96, little)
+    one = memory.largest(many, Setup(), 96, little)
     assert (one.micro_batch, 0 < one.loss_chunk < config.block_size) == (1, True)
-    assert fit.fits(many, one, little)
+    assert memory.fits(many, one, little)
 
 
 def test_logits_can_be_counted_in_int32() -> None:
     """Of GPT-2 124M on 80 GB, 64 sequences would fit, and their logits are 3.3·10⁹."""
-    config, memory = PRESETS["gpt2"].model, KINDS["h100-80gb"].memory
+    config, room = PRESETS["gpt2"].model, KINDS["h100-80gb"].memory
     padded = 50_304
 
     def logits(setup: Setup) -> int:
         return (setup.loss_chunk or setup.micro_batch * config.block_size) * padded
 
-    assert training(config, Setup(64, True)).peak < USABLE * memory
-    assert logits(fit.largest(config, Setup(), 512, memory)) == 32 * 1024 * padded
+    assert training(config, Setup(64, True)).peak < USABLE * room
+    assert logits(memory.largest(config, Setup(), 512, room)) == 32 * 1024 * padded
     for micro_batch in (41, 42, 64, 512):
-        asked = fit.in_chunks(config, Setup(micro_batch), 10**13)  # it is asked for, and memory is no matter
+        asked = memory.in_chunks(config, Setup(micro_batch), 10**13)  # it is asked for, and memory is no matter
         assert asked.micro_batch == micro_batch
         assert logits(asked) < 2**31 <= 2 * logits(asked) + padded * config.block_size
-    assert fit.in_chunks(config, Setup(41), 10**13).loss_chunk == 0
+    assert memory.in_chunks(config, Setup(41), 10**13).loss_chunk == 0
 
 
 @pytest.mark.parametrize(
@@ -194,7 +189,7 @@ def test_a_device_by_itself_shares_nothing_out() -> None:
 def test_logits_are_not_computed_in_parts_where_that_makes_no_room() -> None:
     for preset in ("gpt2", "gpt3-175b"):
         setup = Setup()  # whose update needs more than its loss
-        assert fit.in_chunks(PRESETS[preset].model, setup, 10**8) == setup
+        assert memory.in_chunks(PRESETS[preset].model, setup, 10**8) == setup
 
 
 def test_more_ways_hold_less() -> None:
@@ -214,7 +209,7 @@ def test_more_ways_hold_less() -> None:
 def test_cache_is_the_caches() -> None:
     config = replace(PRESETS["nano"].model, n_head=2)
     cache = KVCache(config, 3, torch.device("cpu"), torch.bfloat16)
-    assert memory.cache(config, 3) == cache.nbytes
+    assert cache_bytes(config, 3 * config.block_size, 2) == cache.nbytes
 
 
 def test_every_kind_is_one_whose_peak_is_known() -> None:

@@ -3,23 +3,20 @@
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Done
+from conftest import Gpt, one_line_of_what_and_what_next
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cli import one_line_of_what_and_what_next
 
 from gpt import events
 from gpt.errors import UserError
 from gpt.runs import copying, report
 from gpt.text.token_folder import TokenFolder
-
-Gpt = Callable[..., Done]
 
 
 def step(number: int, loss: float = 1.0) -> events.StepEvent:

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Done, make_text, send
+from conftest import TINY, Done, Gpt, assert_same, curve, one_line_of_what_and_what_next, send, slow
 from safetensors.torch import load_file, save_file
-from test_cli import one_line_of_what_and_what_next
 
 import gpt as library
 from gpt import events
@@ -22,18 +21,10 @@ from gpt.runs import checkpoint, folder
 from gpt.training import step as stepping
 from gpt.words import counted
 
-Gpt = Callable[..., Done]
 STEPS = 12
 FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400, "steps": STEPS, "dropout": 0.1}
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
-
-
-@pytest.fixture
-def text(workdir: Path) -> Path:
-    path = workdir / "book.txt"
-    path.write_bytes(make_text().encode())
-    return path
 
 
 def interrupted_at(
@@ -52,37 +43,14 @@ def interrupted_at(
     return heard
 
 
-def state_of(run: Path) -> dict[str, torch.Tensor]:
-    """All that the newest checkpoint of a run remembers: weights, moments, random states."""
-    path = run / folder.checkpoints(run)[-1].name
-    weights = next(path / name for name in ("model.safetensors", "adapter.safetensors") if (path / name).exists())
-    return load_file(weights) | load_file(path / "training.safetensors")
-
-
-def assert_same(one: Path, other: Path) -> None:
-    a, b = state_of(one), state_of(other)
-    assert set(a) == set(b)
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
-    says = [json.loads((run / folder.checkpoints(run)[-1].name / "training.json").read_text()) for run in (one, other)]
-    for said in says:
-        for key in ("step_seconds", "seconds", "metrics_bytes", "first_step"):
-            del said["state"][key]
-    assert says[0] == says[1]
-
-
-def curve(run: Path) -> list[Any]:
-    """What a run tells of its course, without times."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [line for line in lines if line["event"] in ("step", "eval", "sample", "rollback", "end")]
-    return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in kept]
-
-
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_any_k(text: Path, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "stops"),
+    [("muon", (1, 7, STEPS)), ("adamw", (5,)), *(slow(each, (2, 4, 5, STEPS - 1)) for each in ("muon", "adamw"))],
+)
+def test_any_k(text: Path, optimizer: str, stops: tuple[int, ...]) -> None:
     settings: dict[str, Any] = {**FAST, "optimizer": optimizer, "eval_every": 4, "sample_every": 5, "save_every": 3}
     whole = library.train(text, out="whole", **settings)
-    for k in (1, 2, 4, 5, 7, STEPS - 1, STEPS):
+    for k in stops:
         run = Path(f"at-{k}")
         interrupted_at(k, lambda listen, run=run: library.train(text, out=run, listen=listen, **settings))
         assert folder.checkpoints(run)[-1].step == k
@@ -338,6 +306,7 @@ def test_a_base_that_is_another_now(run_folder: Path, text: Path) -> None:
         library.resume("x")
 
 
+@pytest.mark.slow
 def test_minutes(text: Path) -> None:
     """The steps, and the time spent, are those of the run before."""
     settings = {**FAST, "steps": None, "minutes": 0.3}

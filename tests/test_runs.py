@@ -18,7 +18,7 @@ import gpt
 from gpt import files
 from gpt.config import GPTConfig
 from gpt.decoding.context import Context
-from gpt.decoding.generate import generate
+from gpt.decoding.engine import generate
 from gpt.errors import UserError, WorkError
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, folder, hf

@@ -9,18 +9,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Done, spawn
+from conftest import Done, Gpt, spawn
 
 import gpt as library
 from gpt.decoding.prompts import Results
 from gpt.sample_config import SampleConfig
 
-Gpt = Callable[..., Done]
 PROMPTS = ["the cat", "Zürich 🐕 and a longer prompt than the others", "", "it"]
 
 

@@ -23,14 +23,15 @@ from gpt.files import side_by_side
 from gpt.model import memory
 from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy
+from gpt.model.params import named_parameters
 from gpt.parallel import tensor
-from gpt.parallel.desk import Desk
-from gpt.parallel.shard import Grid, Sharded, drawn, rank_parameters, shapes
+from gpt.parallel.gather import CheckpointGatherer
+from gpt.parallel.shard import Grid, ShardedModel, drawn, rank_parameters
 from gpt.runs import checkpoint
 from gpt.runs.tensors import Deferred
 from gpt.text.tokenizer import bytes_tokenizer
 from gpt.training.optim import make_optimizer
-from gpt.training.parts import MuonOfParts
+from gpt.training.parallel import ShardedMuon
 
 CPU = torch.device("cpu")
 TINY = GPTConfig(vocab_size=257, block_size=16, n_layer=2, n_head=4, n_embd=32)
@@ -57,8 +58,8 @@ def mesh_of(grid: Grid) -> DeviceMesh:
     return init_device_mesh("cpu", (grid.data, grid.tensor), mesh_dim_names=("data", "tensor"))
 
 
-def divided(config: GPTConfig, grid: Grid, seed: int = 1) -> Sharded:
-    sharded = Sharded(config, grid, mesh_of(grid), torch.float32)
+def divided(config: GPTConfig, grid: Grid, seed: int = 1) -> ShardedModel:
+    sharded = ShardedModel(config, grid, mesh_of(grid), torch.float32)
     sharded.allocate(CPU)
     torch.manual_seed(seed)
     for name, whole in drawn(config):
@@ -69,39 +70,39 @@ def divided(config: GPTConfig, grid: Grid, seed: int = 1) -> Sharded:
 @pytest.mark.parametrize("grid", [Grid(1), Grid(3, 1, True), Grid(2, 4, True), Grid(3, 2), Grid(1, 2, True)])
 @pytest.mark.parametrize("config", [TINY, MODERN])
 def test_parts_hold_every_number_as_often_as_there_are_copies(grid: Grid, config: GPTConfig) -> None:
-    for name, shape in shapes(config).items():
-        count, whole = torch.zeros(shape), torch.randn(shape)
-        again = torch.empty(shape)
+    for name, p in named_parameters(config).items():
+        count, whole = torch.zeros(p.shape), torch.randn(p.shape)
+        again = torch.empty(p.shape)
         for rank in range(grid.size):
-            part = grid.part(name, shape, rank)
+            part = grid.part(p, rank)
             taken = part.take(whole)
             assert taken.shape == part.shape
             part.put(taken, again)
             part.put(part.take(count) + 1, count)
-        assert (count == grid.copies(name)).all(), name
+        assert (count == grid.copies(p)).all(), name
         assert torch.equal(again, whole)
 
 
 @pytest.mark.parametrize("grid", [Grid(2), Grid(1, 2), Grid(2, 2), Grid(2, 2, True), Grid(3, 1, True)])
 def test_every_number_is_sent_once(grid: Grid) -> None:
     """To where a checkpoint is put together."""
-    desk = Desk.__new__(Desk)
-    desk.grid, desk.whole = grid, {name: (name, shape) for name, shape in shapes(TINY).items()}
-    for name, shape in shapes(TINY).items():
-        senders = desk._senders(name)
-        assert sum(grid.part(name, shape, rank).numel for rank in senders) == math.prod(shape)
-        assert all(grid.part(name, shape, rank).numel for rank in senders)
+    gatherer = CheckpointGatherer.__new__(CheckpointGatherer)
+    gatherer.grid, gatherer.tensors = grid, named_parameters(TINY)
+    for name, p in gatherer.tensors.items():
+        senders = gatherer._senders(name)
+        assert sum(grid.part(p, rank).numel for rank in senders) == p.numel
+        assert all(grid.part(p, rank).numel for rank in senders)
 
 
 def test_one_tensor_is_asked_for_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though two files are written side by side: what others send has no name."""
     told: list[str] = []
-    places = {name: (name, shape) for name, shape in shapes(TINY).items()}
+    places = named_parameters(TINY)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    desk = Desk(Grid(2, 1, True), places, None)  # type: ignore[arg-type]
+    gatherer = CheckpointGatherer(Grid(2, 1, True), places, None)  # type: ignore[arg-type]
 
     def say(which: int) -> int:
-        told.append(desk.names[which])
+        told.append(gatherer.names[which])
         time.sleep(0.05)
         return which
 
@@ -109,18 +110,18 @@ def test_one_tensor_is_asked_for_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
         told.append("sent")
         return np.zeros(shape, np.float32)
 
-    monkeypatch.setattr(desk, "_say", say)
-    monkeypatch.setattr(desk, "_from", come)
+    monkeypatch.setattr(gatherer, "_broadcast", say)
+    monkeypatch.setattr(gatherer, "_receive", come)
     names = ["wte.weight", "h.0.attn.c_attn.weight", "h.1.mlp.c_fc.weight", "ln_f.weight"]
-    mine = {name: np.zeros(desk.grid.part(name, places[name][1], 0).shape, np.float32) for name in names}
-    side_by_side(lambda name: desk.ask(name, mine[name]), names)
+    mine = {name: np.zeros(gatherer.grid.part(places[name], 0).shape, np.float32) for name in names}
+    side_by_side(lambda name: gatherer.full_tensor(name, mine[name]), names)
     assert sorted(told[::2]) == sorted(names)
     assert told[1::2] == ["sent"] * 4
 
 
 def test_queries_keys_and_values_of_a_head_stay_together() -> None:
     """With 4 heads of 8: the second of two processes has heads 2 and 3 of each of the three."""
-    part = Grid(1, 2).part("h.0.attn.c_attn.weight", (96, 32), 1)
+    part = Grid(1, 2).part(named_parameters(TINY)["h.0.attn.c_attn.weight"], 1)
     assert [(run.start, run.stop) for run in part.rows] == [(16, 32), (48, 64), (80, 96)]
 
 
@@ -131,7 +132,7 @@ def test_initial_weights_are_those_of_one_process(config: GPTConfig) -> None:
     torch.manual_seed(3)
     parameters = dict(drawn(config))
     assert torch.equal(after, torch.rand(1))
-    assert list(parameters) == list(shapes(config))
+    assert list(parameters) == [name for name, p in named_parameters(config).items() if p.trained]
     assert all(torch.equal(p, parameters[name]) for name, p in plain.named_parameters())
 
 
@@ -179,24 +180,24 @@ def learn(model: GPT, optimizer: Any, x: torch.Tensor, y: torch.Tensor, unless: 
     loss = tied_cross_entropy(model.trunk(x), model.wte.weight, y) / y.numel()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step(unless=torch.tensor(unless))
+    optimizer.step(skip=torch.tensor(unless))
     optimizer.zero_grad()
     return loss.item(), norm.item()
 
 
-def learn_together(sharded: Sharded, optimizer: Any, x: torch.Tensor, y: torch.Tensor, unless: bool) -> Any:
+def learn_together(sharded: ShardedModel, optimizer: Any, x: torch.Tensor, y: torch.Tensor, unless: bool) -> Any:
     """A step of several, accumulated over two micro-batches of each."""
     grid, total = sharded.grid, torch.zeros(())
     mine = (each.chunk(grid.data)[sharded.rank // grid.tensor] for each in (x, y))
     for micro, (some, aims) in enumerate(zip(*(each.chunk(2) for each in mine), strict=True)):
-        with sharded.accumulating() if micro == 0 else contextlib.nullcontext():
+        with sharded.no_sync() if micro == 0 else contextlib.nullcontext():
             loss = tied_cross_entropy(sharded.model.trunk(some), sharded.model.wte.weight, aims) / y.numel()
             (loss * grid.data).backward()
         total += loss.detach()
     dist.all_reduce(total)
     sharded.collect()
-    norm = sharded.clip(0.5)
-    optimizer.step(unless=torch.tensor(unless))
+    norm = sharded.clip_grad_norm(0.5)
+    optimizer.step(skip=torch.tensor(unless))
     optimizer.zero_grad()
     return total.item() / grid.tensor, norm.item()
 
@@ -209,7 +210,7 @@ def agree_with_one(rank: int, steps: int, cases: list[tuple[Grid, GPTConfig, str
         sharded = divided(config, grid)
         sharded.model.recompute = number % 2 == 1
         one = make_optimizer(plain, kind, 0.1)
-        parts = make_optimizer(sharded.own, kind, 0.1, muon=partial(MuonOfParts, sharded))
+        parts = make_optimizer(sharded.own, kind, 0.1, muon=partial(ShardedMuon, sharded))
         first = math.inf
         for step, (x, y) in enumerate(batches(steps, 8)):
             x, y = x[:, : config.block_size], y[:, : config.block_size]
@@ -224,42 +225,43 @@ def agree_with_one(rank: int, steps: int, cases: list[tuple[Grid, GPTConfig, str
         check_scaler(sharded, parts)
 
 
-def check_scaler(sharded: Sharded, optimizer: Any) -> None:
+def check_scaler(sharded: ShardedModel, optimizer: Any) -> None:
     """A gradient that overflows in one process, as float16's may, lowers the scale in all."""
     scaler = sharded.scaler("cpu", True)
     scaler.scale(torch.ones(()))
     before = scaler.get_scale()
     for p in sharded.own.parameters():
         p.grad = torch.full_like(p, math.inf if sharded.rank == 1 else 1.0)
-    for part in optimizer.parts:
+    for part in optimizer.optimizers:
         scaler.unscale_(part)
     scaler.update()
     assert scaler.get_scale() == before / 2
 
 
-def check_whole(sharded: Sharded, parts: Any, plain: GPT, one: Any, out: Path) -> None:
+def check_whole(sharded: ShardedModel, parts: Any, plain: GPT, one: Any, out: Path) -> None:
     """Weights and moments put together at one process are the plain ones; the weights become a checkpoint."""
     group = dist.new_group(backend="gloo")
     mine = {name: p.detach() for name, p in sharded.own.named_parameters()}
-    places = {name: (name, shape) for name, shape in sharded.shapes.items()}
+    places = dict(sharded.table)
     for name, moment in parts.state(sharded.own).items():
         parameter = name.rpartition(".")[0]
         if not name.endswith(".step"):
-            mine[name], places[name] = moment, (parameter, sharded.shapes[parameter])
-    desk = Desk(sharded.grid, places, group)
+            mine[name], places[name] = moment, sharded.table[parameter]
+    gatherer = CheckpointGatherer(sharded.grid, places, group)
     if sharded.rank:
-        desk.answer(mine)
+        gatherer.send(mine)
         return
     expected = dict(plain.named_parameters()) | one.state(plain)
     for name in reversed(mine):
-        whole = torch.from_numpy(desk.ask(name, mine[name].numpy()))
+        whole = torch.from_numpy(gatherer.full_tensor(name, mine[name].numpy()))
         torch.testing.assert_close(whole, expected[name].detach(), atol=2e-4, rtol=1e-4, msg=name)
     weights = {
-        name: Deferred(shape, partial(desk.ask, name, mine[name].numpy())) for name, shape in sharded.shapes.items()
+        name: Deferred(p.shape, partial(gatherer.full_tensor, name, mine[name].numpy()))
+        for name, p in sharded.table.items()
     }
     files = checkpoint.TokenizerFiles(bytes_tokenizer(), plain.config)
     checkpoint.write(out, checkpoint.contents(plain.config, weights, files, {}))
-    desk.close()
+    gatherer.finish()
     torch.save(plain.state_dict(), out.with_suffix(".pt"))
 
 
@@ -278,18 +280,20 @@ def read_by_others(folder: Path) -> None:
         torch.testing.assert_close(theirs, ours(idx), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_come_to_what_one_does(tmp_path: Path) -> None:
     sharded, together = Grid(2, 1, True), Grid(1, 2)
     cases = [(sharded, TINY, "adamw"), (sharded, MODERN, "muon"), (together, TINY, "muon"), (together, MODERN, "adamw")]
     # Of whose table the second process has nothing, nor a matrix to work on.
     one_position = replace(TINY, block_size=1, n_layer=1)
-    assert sharded.part("wpe.weight", (1, 32), 1).numel == 0
+    assert sharded.part(named_parameters(one_position)["wpe.weight"], 1).numel == 0
     cases.append((sharded, one_position, "muon"))
     run_in(2, agree_with_one, 20, cases, tmp_path)
     for number in range(len(cases)):
         read_by_others(tmp_path / str(number))
 
 
+@pytest.mark.slow
 def test_four_processes_come_to_what_one_does(tmp_path: Path) -> None:
     run_in(4, agree_with_one, 15, [(Grid(2, 2, True), TINY, "muon"), (Grid(2, 2), MODERN, "muon")], tmp_path)
     read_by_others(tmp_path / "0")
@@ -318,6 +322,7 @@ def test_weights_above_a_limit_are_several_files_with_an_index(tmp_path: Path, m
         checkpoint.load(tmp_path / "cut", CPU)
 
 
+@pytest.mark.slow
 def test_175_billion_parameters_on_1024_processes() -> None:
     """As rank 0 of 128 × 8, with a process group and tensors that only pretend: what it has of parameters, gradients
     and moments is what arithmetic says."""
@@ -327,14 +332,14 @@ def test_175_billion_parameters_on_1024_processes() -> None:
     config = find_preset("gpt3-175b").model
     dist.init_process_group("fake", rank=0, world_size=1024, store=FakeStore())
     try:
-        sharded = Sharded(config, Grid(128, 8, True), mesh_of(Grid(128, 8)), torch.bfloat16)
+        sharded = ShardedModel(config, Grid(128, 8, True), mesh_of(Grid(128, 8)), torch.bfloat16)
         with FakeTensorMode(allow_non_fake_inputs=True):
             sharded.allocate(CPU)
             idx = torch.zeros(1, 32, dtype=torch.long)
             tied_cross_entropy(sharded.model.trunk(idx), sharded.model.wte.weight, idx).backward()
             sharded.collect()
             optimizer = make_optimizer(sharded.own, "adamw", 0.1)
-            optimizer.step(unless=torch.tensor(False))
+            optimizer.step(skip=torch.tensor(False))
             own = list(sharded.own.parameters())
             held = [sum(p.numel() for p in own), sum(p.grad.numel() for p in own if p.grad is not None)]
             moments = [m for name, m in optimizer.state(sharded.own).items() if not name.endswith(".step")]

@@ -34,6 +34,16 @@ def test_shards_read_back(tmp_path: Path) -> None:
     assert (tmp_path / "x.ids").stat().st_size == 40 + 12 + 4 + 24
 
 
+def test_an_id_as_high_as_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.ids"
+    write(path, [399, 398], [0])
+    data = path.read_bytes()
+    path.write_bytes(data[:16] + (399).to_bytes(4, "little") + data[20:])  # the header's vocabulary
+    assert Shard(path).take(1, 2).tolist() == [398]
+    with pytest.raises(UserError, match="holds id 399, outside its vocabulary of 399"):
+        Shard(path).take(0, 2)
+
+
 def test_damaged_shards_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.ids"
     sum_ = write(path, [399, 5, 6, 399, 399, 7], [0, 3, 4])

@@ -8,7 +8,7 @@ from conftest import TINY
 
 from gpt.config import TrainConfig
 from gpt.device import Compute
-from gpt.training.size import LADDER, TOKENS, measured_rate, parameters, preset_for, sized
+from gpt.training.budget import LADDER, TOKENS, largest_preset, measured_rate, parameters, preset_for_minutes
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 
@@ -24,26 +24,28 @@ def device(flops: float, asked: list[str]) -> Callable[[str], float]:
 
 
 def test_sizes_grow_with_time_and_text() -> None:
-    chosen = [preset_for(minutes, 10**12, device(1e11, []))[0] for minutes in (0.1, 1, 3, 10, 30, 100, 1000, 1e5, 1e7)]
+    chosen = [
+        largest_preset(minutes, 10**12, device(1e11, []))[0] for minutes in (0.1, 1, 3, 10, 30, 100, 1000, 1e5, 1e7)
+    ]
     assert chosen == sorted(chosen, key=LADDER.index)
     assert chosen[0] == "nano"
     assert chosen[-1] == "gpt2"
     for name in LADDER[1:]:
         minutes = TOKENS * 6 * parameters(name) ** 2 / 1e11 / 60  # when it has read a token a parameter
-        assert preset_for(1.01 * minutes, 10**12, device(1e11, []))[0] == name
-        below, why = preset_for(0.99 * minutes, 10**12, device(1e11, []))
+        assert largest_preset(1.01 * minutes, 10**12, device(1e11, []))[0] == name
+        below, why = largest_preset(0.99 * minutes, 10**12, device(1e11, []))
         assert below == LADDER[LADDER.index(name) - 1]
         assert f"; {name} would need some {minutes:,.0f} minutes" in why
 
 
 def test_no_more_parameters_than_bytes() -> None:
-    name, why = preset_for(1e7, parameters("mini") + 1, device(1e14, []))
+    name, why = largest_preset(1e7, parameters("mini") + 1, device(1e14, []))
     assert (name, "small has" in why) == ("mini", True)
 
 
 def test_a_size_out_of_reach_is_not_tried() -> None:
     asked: list[str] = []
-    assert preset_for(1, 10**12, device(1e11, asked))[0] == "nano"
+    assert largest_preset(1, 10**12, device(1e11, asked))[0] == "nano"
     assert asked == ["nano"]
 
 
@@ -52,12 +54,12 @@ def test_a_size_out_of_reach_is_not_tried() -> None:
 )
 def test_what_was_asked_for_stays(settings: dict[str, object]) -> None:
     config = TrainConfig(**settings)  # type: ignore[arg-type]
-    assert sized(config, CPU, 10**6, lambda text: pytest.fail(text)) is config
+    assert preset_for_minutes(config, CPU, 10**6, lambda text: pytest.fail(text)) is config
 
 
 def test_the_rate_is_that_of_steps_here() -> None:
     said: list[str] = []
-    config = sized(TrainConfig(minutes=0.1), CPU, 10**6, said.append)
+    config = preset_for_minutes(TrainConfig(minutes=0.1), CPU, 10**6, said.append)
     assert config.preset == "nano"
     assert said[0].startswith("size nano: micro has 3,716,608 parameters, more than the text has bytes")
     assert 100 < measured_rate("nano", TrainConfig(), CPU) < 1e7

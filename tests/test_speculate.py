@@ -6,11 +6,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_decoding import CPU, EOT, PROMPTS, batched, tiny_model
+from models import CPU, EOT, PROMPTS, batched, engine_of, tiny_model
 
 from gpt.decoding.context import Context
-from gpt.decoding.generate import Batch, Request, generate
-from gpt.decoding.logits import Filters
+from gpt.decoding.engine import Request, generate
 from gpt.decoding.lookup import LONGEST, Lookup
 from gpt.sample_config import SampleConfig
 
@@ -47,7 +46,7 @@ def test_a_guess_is_what_followed_last_time(ids: list[int], steps: list[int]) ->
 def test_the_text_is_the_same(rows: int, positions: str, more: dict[str, object]) -> None:
     """Not in distribution alone: token for token, since a token's randomness belongs to its place."""
     model = tiny_model(40, positions)
-    requests = [Request(prompt, index) for index, prompt in enumerate([*PROMPTS, [1, 2, 3] * 5])]
+    requests = [Request(prompt, index=index) for index, prompt in enumerate([*PROMPTS, [1, 2, 3] * 5])]
     plain, guessed = (
         batched(model, requests, SampleConfig(max_tokens=70, speculate=most, **more), rows, seed=3)  # type: ignore[arg-type]
         for most in (0, 5)
@@ -63,7 +62,7 @@ def test_guesses_stay_within_the_room_that_there_is() -> None:
     config = SampleConfig(max_tokens=12, speculate=5, temperature=0.3, ignore_eot=True)
     room = max(map(len, prompts)) + config.max_tokens
     found: list[list[int]] = [[] for _ in prompts]
-    for event in Batch(Context(model, CPU, 3, room), Filters(config, EOT), map(Request, prompts), seed=3):
+    for event in engine_of(Context(model, CPU, 3, room), map(Request, prompts), config, seed=3).run():
         found[event.number] += [token.id for token in event.tokens]
     for prompt, ids in zip(prompts, found, strict=True):
         plain = generate(Context(model, CPU), prompt, replace(config, speculate=0), EOT, seed=3)
@@ -85,7 +84,7 @@ def test_right_guesses_save_steps(rows: int) -> None:
     steps = []
     step = context.step
     context.step = lambda ids: steps.append(len(ids[0])) or step(ids)  # type: ignore[method-assign,func-returns-value]
-    found = list(Batch(context, Filters(config, EOT), [Request([1, 1, 1])] * rows))
+    found = list(engine_of(context, [Request([1, 1, 1])] * rows, config).run())
     assert sum(len(event.tokens) for event in found) == 60 * rows
     assert len(steps) <= 14
     assert context.ids[0][:3] == [1, 1, 1]

@@ -8,13 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from test_batches import Ring
-from test_training import losses, resolved, text, train, weights
+from conftest import losses, resolved, train, weights
 
 import gpt
 from gpt import events
@@ -22,13 +18,11 @@ from gpt.config import TrainConfig
 from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
 from gpt.model.decoder import GPT
-from gpt.text.batches import Batches, Ramp
 from gpt.training import recipe
 from gpt.training import step as stepping
 from gpt.training.optim import make_optimizer
+from gpt.training.parallel import Single
 from gpt.training.state import Snapshot, TrainState
-
-__all__ = ["text"]  # a fixture
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
@@ -44,9 +38,9 @@ def test_a_step_that_is_left_out_changes_nothing(kind: Literal["muon", "adamw"])
         optimizer.step(torch.tensor(unless))
 
     step(1.0, False)
-    before = copy.deepcopy([model.state_dict(), *(part.state_dict() for part in optimizer.parts)])
+    before = copy.deepcopy([model.state_dict(), *(part.state_dict() for part in optimizer.optimizers)])
     step(math.nan, True)
-    after = [model.state_dict(), *(part.state_dict() for part in optimizer.parts)]
+    after = [model.state_dict(), *(part.state_dict() for part in optimizer.optimizers)]
     assert str(before) == str(after)
     assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
     step(2.0, False)
@@ -58,16 +52,17 @@ def test_a_snapshot_remembers_the_scale_of_the_loss() -> None:
     """As a run in float16 has it."""
     model = GPT(gpt.GPTConfig(50, 8, 1, 1, 8))
     optimizer, scaler = make_optimizer(model, "adamw", 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    parallel = Single(model, optimizer, Compute(torch.device("cpu"), torch.float32))
     scaler.scale(torch.ones(()))
     snapshot = Snapshot()
-    snapshot.take(model, optimizer, scaler, TrainState(step=3))
+    snapshot.take(parallel, scaler, TrainState(step=3))
     for p in model.parameters():
         p.grad = torch.full_like(p, math.inf)
-    for part in optimizer.parts:
+    for part in optimizer.optimizers:
         scaler.unscale_(part)
     scaler.update()
     assert scaler.get_scale() == 4.0
-    assert snapshot.restore(model, optimizer, scaler).step == 3
+    assert snapshot.restore(parallel, scaler).step == 3
     assert scaler.get_scale() == 8.0
 
 
@@ -153,44 +148,11 @@ def test_where_compiling_fails_the_run_goes_on(text: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
     result, heard = train(text, steps=6, compile="on")
     (warning,) = [event for event in heard if isinstance(event, events.Note) and event.warning]
-    assert warning.text.startswith("torch.compile failed, so the run goes on without it: ")
+    assert warning.text.startswith("torch.compile failed, so the run continues without it: ")
     assert "long story" not in warning.text
     assert losses(heard) == losses(heard_plain)
     assert json.loads((result.run / "run.json").read_text())["resolved"]["compile"] is False
     assert all(torch.equal(one, weights(result.run)[name]) for name, one in weights(plain.run).items())
-
-
-@given(
-    rows=st.integers(1, 300), first=st.integers(1, 300), over=st.integers(1, 5000), unit=st.integers(1, 40),
-    n=st.integers(1, 20_000),
-)  # fmt: skip
-def test_a_batch_grows_along_its_line(rows: int, first: int, over: int, unit: int, n: int) -> None:
-    first = min(first, rows)
-    ramp = Ramp(rows, first, over, unit)
-    starts = [ramp.before(step) for step in range(200)]
-    sizes = [b - a for a, b in pairwise(starts)]
-    assert starts[0] == 0
-    for start, size in zip(starts, sizes, strict=False):
-        wanted = min(rows, first + (rows - first) * start / over)
-        assert 1 <= size <= rows
-        assert wanted - unit < size <= max(wanted, 1)
-        assert size % unit == 0 or size < unit or start >= over
-    assert sizes == sorted(sizes)
-    assert ramp.before(ramp.steps(n)) >= n > ramp.before(ramp.steps(n) - 1)
-
-
-def test_a_growing_batch_leaves_no_token_out() -> None:
-    ring = Ring(8 * 97)
-    batches = Batches(ring, 8, 10, 5, Ramp(10, 1, 60, 2))
-    seen: list[int] = []
-    step = 0
-    while len(seen) < 97:
-        x, _ = batches.global_batch(step)
-        seen += x[:, 0].tolist()
-        step += 1
-    assert len(set(seen[:97])) == 97
-    assert len(batches.global_batch(0)[0]) == 1
-    assert np.shape(batches.global_batch(step)[0]) == (10, 8)
 
 
 def test_gpt3s_recipe(text: Path) -> None:
@@ -217,12 +179,6 @@ def test_logits_in_chunks_where_they_do_not_fit(text: Path) -> None:
     huge = resolved(preset="gpt2", vocab_size=2**24, n_tokens=10**9, n_layer=1, n_embd=16, n_head=1)
     assert huge.micro_batch == 1
     assert 128 <= huge.loss_chunk < 1024
-
-
-def test_a_batch_that_grows_for_ages_is_known_at_once() -> None:
-    ramp = Ramp(800, 50, 10**15, 25)
-    assert [ramp.before(step + 1) - ramp.before(step) for step in (0, 10**12, 10**13)] == [50, 75, 800]
-    assert ramp.before(ramp.steps(10**18)) >= 10**18 > ramp.before(ramp.steps(10**18) - 1)
 
 
 def test_lengths_that_only_a_number_can_have(text: Path) -> None:

@@ -5,13 +5,11 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Done
+from conftest import Gpt
 
-Gpt = Callable[..., Done]
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="terminals are Unix's here")
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\x08\x9b31m\x7f\u202e\u2066"
@@ -69,6 +67,7 @@ def test_files_and_pipes_have_what_there_is(gpt: Gpt, workdir: Path) -> None:
     assert 'unknown key "\x1b[31m\u202e"' in gpt("train", "--config", "c.toml").err
 
 
+@pytest.mark.slow
 def test_texts_show_control_characters_and_stream(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     args = ["sample", EVIL, "-m", run_folder, "-n", "60", "-t", "9e15", "--seed", "1"]
     code, said = on_terminal(*args, cwd=workdir)

@@ -181,6 +181,7 @@ class Stop(Exception):
     """Stands for the end of the process."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_resumed_after_any_slice_it_is_equal_to_the_byte(texts: Path, tmp_path: Path) -> None:
     expected = contents(make(texts, tmp_path / "whole").path)

@@ -2,19 +2,16 @@
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import Done, make_text
+from conftest import Done, Gpt, make_text
 
 from gpt.text import corpus
 from gpt.text.encoders import Item, encode
 from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenizer import bytes_tokenizer
-
-Gpt = Callable[..., Done]
 
 
 @pytest.fixture

@@ -4,16 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Done, make_text
+from conftest import Done, Gpt, make_text
 
 from gpt.text.tokenizer import bytes_tokenizer
 from gpt.text.tokenizer_files import find_tokenizer
-
-Gpt = Callable[..., Done]
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, make_text, spawn
-from safetensors.torch import load_file
+from conftest import FAST, TINY, losses, make_text, resolved, slow, spawn, train, weights
 
 import gpt
 from gpt import events
@@ -21,39 +20,18 @@ from gpt.config import PRESETS, TrainConfig
 from gpt.device import Compute, pick
 from gpt.errors import UserError, WorkError
 from gpt.model.decoder import GPT
-from gpt.runs import folder, hf
+from gpt.model.params import named_parameters
+from gpt.runs import folder
 from gpt.settings import from_dict, to_toml
 from gpt.text.batches import Batches
 from gpt.text.token_folder import TokenFolder
 from gpt.training import recipe
 from gpt.training import step as stepping
+from gpt.training.budget import TimeBudget
 from gpt.training.optim import Muon, make_optimizer, orthogonalize
-from gpt.training.pace import Pace
-from gpt.training.schedule import lr_at
+from gpt.training.recipe import lr_at
 
-FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400}
 CPU = Compute(torch.device("cpu"), torch.float32)
-
-
-@pytest.fixture
-def text(workdir: Path) -> Path:
-    path = workdir / "book.txt"
-    path.write_bytes(make_text().encode())
-    return path
-
-
-def train(text: Path, **settings: Any) -> tuple[Any, list[Any]]:
-    heard: list[Any] = []
-    result = gpt.train(text, listen=heard.append, **{**FAST, **settings})
-    return result, heard
-
-
-def losses(heard: list[Any]) -> list[float]:
-    return [event.loss for event in heard if isinstance(event, events.StepEvent)]
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder.find_checkpoint(f"{run}:latest") / "model.safetensors")
 
 
 def test_it_learns(text: Path) -> None:
@@ -122,16 +100,17 @@ def test_a_step_is_adamw_on_the_clipped_gradient(text: Path) -> None:
         event = [e for e in heard if isinstance(e, events.StepEvent)][step]
         assert event.loss == pytest.approx(loss.item(), rel=1e-4)
         assert event.grad_norm == pytest.approx(norm, rel=1e-3)
+    table = named_parameters(shape)
     for name, tensor in weights(result.run).items():
         by_hand = model.state_dict()[name.removeprefix("transformer.")]
-        if hf.is_transposed(name):
+        if table[name.removeprefix("transformer.")].is_matrix:
             by_hand = by_hand.t()
         assert torch.allclose(tensor, by_hand, atol=2e-4), name
 
 
 def test_decay_is_for_matrices_alone() -> None:
     model = GPT(gpt.GPTConfig(50, 8, 1, 2, 16))
-    (optimizer,) = make_optimizer(model, "adamw", 0.1).parts
+    (optimizer,) = make_optimizer(model, "adamw", 0.1).optimizers
     decayed, plain = optimizer.param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0)
     assert {p.dim() for p in decayed["params"]} == {2}
@@ -143,7 +122,7 @@ def test_decay_is_for_matrices_alone() -> None:
 
 def test_muon_is_for_the_matrices_of_the_blocks() -> None:
     model = GPT(gpt.GPTConfig(50, 8, 2, 2, 16))
-    muon, adamw = make_optimizer(model, "muon", 0.1).parts
+    muon, adamw = make_optimizer(model, "muon", 0.1).optimizers
     names = {id(p): name for name, p in model.named_parameters()}
     (fused, single), (embeddings, vectors) = (
         [{names[id(p)] for p in group["params"]} for group in part.param_groups] for part in (muon, adamw)
@@ -177,7 +156,7 @@ def test_query_key_and_value_are_orthogonalized_apart() -> None:
     fused.grad = torch.randn(24, 8)
     for part, grad in zip(parts, fused.grad.chunk(3), strict=True):
         part.grad = grad.clone()
-    Muon([{"params": [fused], "parts": 3}], 0.1, 0.0, torch.float32).step()
+    Muon([{"params": [fused], "fused": (8, 8, 8)}], 0.1, 0.0, torch.float32).step()
     Muon([{"params": parts}], 0.1, 0.0, torch.float32).step()
     assert torch.allclose(fused, torch.cat(parts), atol=1e-6)
 
@@ -206,6 +185,7 @@ def test_schedule() -> None:
     assert lr_at(1, peak=2.0, warmup=0, steps=1, decay=0, schedule="cosine") == pytest.approx(0.2)
 
 
+@pytest.mark.slow
 def test_minutes_become_steps_that_can_be_repeated(text: Path) -> None:
     timed, _ = train(text, minutes=0.15, optimizer="muon", dropout=0.0)
     record = json.loads((timed.run / "run.json").read_text())
@@ -222,7 +202,7 @@ def test_minutes_become_steps_that_can_be_repeated(text: Path) -> None:
 
 
 def test_steps_that_fit_into_a_time() -> None:
-    pace = Pace(deadline=100.0, step=0.1, evaluations=10.0, end=5.0)
+    pace = TimeBudget(deadline=100.0, step=0.1, evaluations=10.0, end=5.0)
     assert pace.steps(now=10.0) == 750  # 90 s, less 5 at the end and 20 evaluations
     assert pace.steps_left(now=50.0, step=0.15) == 300
     assert pace.steps_left(now=99.0, step=0.15) == 1
@@ -491,7 +471,7 @@ def test_an_exploded_loss_goes_back_once_with_a_lower_rate(text: Path, monkeypat
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [slow(signal.SIGINT), signal.SIGTERM])
 def test_a_signal_saves_and_ends(text: Path, signum: signal.Signals) -> None:
     process = spawn("train", text, "--steps", "100000", "--preset", "nano", "--block-size", "16", "--eval-every", "50000",
                     "--n-layer", "1", "--n-embd", "16", "--n-head", "1", "--batch-tokens", "16", cwd=text.parent)  # fmt: skip
@@ -510,10 +490,6 @@ def test_a_signal_saves_and_ends(text: Path, signum: signal.Signals) -> None:
 
 
 # What is decided for the user
-
-
-def resolved(n_bytes: int = 400_000, n_tokens: int = 140_000, vocab_size: int = 1024, **settings: Any) -> recipe.Recipe:
-    return recipe.resolve(TrainConfig(**settings), CPU, n_bytes, n_tokens, vocab_size, True, lambda note: None)
 
 
 @pytest.mark.parametrize(

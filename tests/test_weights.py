@@ -9,22 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Done
-from test_decoding import CPU, EOT, PROMPTS, batched, tiny_model
+from conftest import Gpt
+from models import CPU, PROMPTS, batched, engine_of, tiny_model
 from torch import nn
 
 import gpt as library
 from gpt.config import GPTConfig
 from gpt.decoding import weights
 from gpt.decoding.context import Context
-from gpt.decoding.generate import Batch, Request
-from gpt.decoding.logits import Filters
+from gpt.decoding.engine import Request
 from gpt.decoding.weights import Int8Linear, PackedLinear, compiled, prepare
 from gpt.device import Compute
 from gpt.model.decoder import GPT
 from gpt.sample_config import SampleConfig
 
-Gpt = Callable[..., Done]
 BF16 = Compute(torch.device("cpu"), torch.bfloat16)
 
 
@@ -56,10 +54,8 @@ def test_bfloat16_weights_are_nearly_the_same(arch: str) -> None:
     narrow = prepare(copy.deepcopy(plain), BF16)
     assert narrow.wte.weight.dtype == torch.bfloat16
     assert (logits(narrow) - logits(plain)).abs().max() < 0.05 * logits(plain).abs().max()
-    found = list(
-        Batch(Context(narrow, BF16, 2), Filters(SampleConfig(max_tokens=50), EOT), [Request([1]), Request([2, 3])])
-    )
-    assert found
+    requests = [Request([1]), Request([2, 3])]
+    assert list(engine_of(Context(narrow, BF16, 2), requests, SampleConfig(max_tokens=50)).run())
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
@@ -145,17 +141,17 @@ def test_a_fixed_cache_computes_the_same() -> None:
     for positions in ("learned", "rotary"):
         model = tiny_model(40, positions)
         config = SampleConfig(max_tokens=60)
-        requests = [Request(prompt, index) for index, prompt in enumerate(PROMPTS)]
+        requests = [Request(prompt, index=index) for index, prompt in enumerate(PROMPTS)]
         shapes: set[object] = set()
 
         def step(
-            x: torch.Tensor, turn: torch.Tensor | None, cache: object, model: GPT = model, shapes: set[object] = shapes
+            x: torch.Tensor, rope: torch.Tensor | None, cache: object, model: GPT = model, shapes: set[object] = shapes
         ) -> torch.Tensor:
-            shapes.add((x.shape, None if turn is None else turn.shape, cache.mask().shape))  # type: ignore[attr-defined]
-            return model.stack(x, turn, cache)  # type: ignore[arg-type]
+            shapes.add((x.shape, None if rope is None else rope.shape, cache.mask().shape))  # type: ignore[attr-defined]
+            return model.stack(x, rope, cache)  # type: ignore[arg-type]
 
         found: list[list[int]] = [[] for _ in requests]
-        for event in Batch(Context(model, CPU, 3, step=step), Filters(config, EOT), requests):
+        for event in engine_of(Context(model, CPU, 3, step=step), requests, config).run():
             found[event.number] += [token.id for token in event.tokens]
         expected = [[token.id for token in tokens] for tokens in batched(model, requests, config, 3)]
         assert found == expected
@@ -166,12 +162,12 @@ def test_a_fixed_cache_computes_the_same() -> None:
 def test_a_fixed_cache_minds_no_idle_row_whose_context_is_full(positions: str) -> None:
     model, config = tiny_model(40, positions), SampleConfig(max_tokens=20, ignore_eot=True)
     requests = [Request([1]), Request(list(range(38)))]
-    batch = Batch(Context(model, CPU, 2, step=model.stack), Filters(config, EOT), requests)
+    engine = engine_of(Context(model, CPU, 2, step=model.stack), requests, config)
     found: list[list[int]] = [[], []]
-    for event in batch:
+    for event in engine.run():
         found[event.number] += [token.id for token in event.tokens]
         if len(found[1]) == 3:  # of which the context has taken in two: it is full
-            batch.end(1)
+            engine.cancel(1)
     assert found[0] == [token.id for token in batched(model, requests[:1], config, 1)[0]]
 
 
@@ -187,11 +183,11 @@ def test_compiled_steps_are_the_same_and_compiled_once() -> None:
     step = compiled(model, CPU, notes.append)
     config = SampleConfig(max_tokens=20, ignore_eot=True)
     for prompt in ([1], list(range(9)), list(range(30))):
-        fast = Batch(Context(model, CPU, 2, 64, step), Filters(config, EOT), [Request(prompt), Request([3, 4])])
+        requests = [Request(prompt), Request([3, 4])]
         found: list[list[int]] = [[], []]
-        for event in fast:
+        for event in engine_of(Context(model, CPU, 2, 64, step), requests, config).run():
             found[event.number] += [token.id for token in event.tokens]
-        expected = batched(model, [Request(prompt), Request([3, 4])], config, 2)
+        expected = batched(model, requests, config, 2)
         assert found == [[token.id for token in tokens] for tokens in expected]
     assert notes == []
     assert counters["stats"]["unique_graphs"] == 1
@@ -208,7 +204,7 @@ def test_where_compiling_fails_steps_are_computed_as_written(monkeypatch: pytest
     model, notes = tiny_model(40), []
     step = compiled(model, CPU, notes.append)
     config = SampleConfig(max_tokens=9, ignore_eot=True)
-    events = list(Batch(Context(model, CPU, step=step), Filters(config, EOT), [Request([1, 2])]))
+    events = list(engine_of(Context(model, CPU, step=step), [Request([1, 2])], config).run())
     assert sum(len(event.tokens) for event in events) == 9
     assert notes == ["torch.compile failed, so steps are computed without it: no compiler here"]
     notes.clear()
@@ -224,13 +220,8 @@ def test_memory_that_runs_out_is_no_fault_of_the_compiler(monkeypatch: pytest.Mo
     notes: list[str] = []
     model = tiny_model(40)
     with pytest.raises(torch.OutOfMemoryError):
-        list(
-            Batch(
-                Context(model, CPU, step=compiled(model, CPU, notes.append)),
-                Filters(SampleConfig(max_tokens=9, ignore_eot=True), EOT),
-                [Request([1, 2])],
-            )
-        )
+        context = Context(model, CPU, step=compiled(model, CPU, notes.append))
+        list(engine_of(context, [Request([1, 2])], SampleConfig(max_tokens=9, ignore_eot=True)).run())
     assert notes == []
 
 

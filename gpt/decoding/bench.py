@@ -1,4 +1,4 @@
-"""How fast a model reads a prompt and writes on, beside how fast this machine reads memory."""
+"""How fast a model reads a prompt and generates after it, beside how fast this machine reads memory."""
 
 import contextlib
 import statistics
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from gpt.bench_config import BenchConfig
-from gpt.config import GPTConfig
-from gpt.decoding.context import Context, Step
-from gpt.decoding.weights import Int8Linear
+from gpt.decoding.context import Context
+from gpt.decoding.engine import Engine, Request
+from gpt.decoding.weights import Int8Linear, Step
 from gpt.device import Compute
 from gpt.model.decoder import GPT
-from gpt.model.params import breakdown
+from gpt.model.params import breakdown, cache_bytes
+from gpt.sample_config import SampleConfig
 
 _PROBE_BYTES = 2**29  # that are read to measure the memory's speed: far more than a cache holds
 _WARM = 3  # steps before those that are timed
@@ -23,26 +24,29 @@ _WARM = 3  # steps before those that are timed
 
 @dataclass(frozen=True)
 class Speed:
-    """What was measured. Rates are tokens a second of all texts together."""
+    """How fast a model samples. Rates are tokens per second of all texts together."""
 
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
-    first_token_seconds: float  # from ids to the first token's
-    memory_bytes: int  # the most that was taken: of the device, or of the process on a CPU
-    read_bytes: int  # that a step reads at least: weights, and keys and values at half the new tokens
-    bandwidth_bytes_per_second: float  # of this machine's memory, measured
-    bandwidth_share: float  # of that, what the steps' reading comes to
+    first_token_seconds: float  # from the prompt's ids to the first token
+    memory_bytes: int  # peak: of the device, or of the process on a CPU
+    read_bytes: int  # what a step reads at least: weights, and keys and values at half the new tokens
+    bandwidth_bytes_per_second: float  # of the memory, measured
+    bandwidth_share: float  # the share of it that the steps' reads come to
 
 
 def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None = None) -> Speed:
-    """Times greedy texts after prompts of random ids. Raises `UserError` where they do not fit into the context."""
+    """Times the engine on greedy texts after prompts of random ids. Raises `UserError` where they do not fit into the
+    context."""
     config = config.fitted(model.config.block_size)
     prompt, new = config.prompt_tokens or 0, config.new_tokens or 0
     context = Context(model, compute, config.batch, prompt + new, step)
     ids = torch.randint(model.config.vocab_size, (config.batch, prompt)).tolist()
     rounds = [_round(context, ids, new) for _ in range(config.rounds + 1)][1:]  # the first is warm-up
     first, each = (statistics.median(times) for times in zip(*rounds, strict=True))
-    read = weight_bytes(model, compute) + config.batch * kv_bytes(model.config, compute, prompt + new // 2)
+    read = weight_bytes(model, compute) + cache_bytes(
+        model.config, config.batch * (prompt + new // 2), compute.dtype.itemsize
+    )
     bandwidth = bandwidth_of(compute)
     return Speed(
         prefill_tokens_per_second=config.batch * prompt / first,
@@ -57,15 +61,10 @@ def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None
 
 def _round(context: Context, prompts: list[list[int]], count: int) -> tuple[float, float]:
     """Seconds to the first tokens, and for each step after."""
-    started = time.perf_counter()
-    x = context.fill(0, prompts)
-    ids = context.logits(x[:, -1]).argmax(-1).tolist()
-    first = time.perf_counter() - started
-    times = []
-    for _ in range(count - 1):
-        started = time.perf_counter()
-        ids = context.logits(context.step([[id] for id in ids])[:, -1]).argmax(-1).tolist()
-        times.append(time.perf_counter() - started)
+    engine, config = Engine(context, eot=0), SampleConfig(greedy=True, max_tokens=count, ignore_eot=True)
+    for ids in prompts:
+        engine.add(Request(ids, config))
+    first, *times = [_seconds(engine.step) for _ in range(count)]
     return first, statistics.mean(times[_WARM:] or times or [first])
 
 
@@ -77,13 +76,8 @@ def weight_bytes(model: GPT, compute: Compute) -> int:
     return matrices * size + (parts.biases + parts.layer_norms) * compute.dtype.itemsize
 
 
-def kv_bytes(config: GPTConfig, compute: Compute, length: int) -> int:
-    """Keys and values of a text of so many positions."""
-    return 2 * config.n_layer * config.n_embd * length * compute.dtype.itemsize
-
-
 def bandwidth_of(compute: Compute) -> float:
-    """Bytes a second that the device reads from its memory: the best of five sums over half a gibibyte."""
+    """Bytes per second that the device reads from its memory: the best of five sums over half a gibibyte."""
     big = torch.ones(_PROBE_BYTES // 4, device=compute.device)
     return big.nbytes / min(_seconds(lambda: float(big.sum())) for _ in range(5))
 

@@ -1,17 +1,17 @@
 """What the next ids are predicted from: rows of ids, and the cache of their keys and values."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from gpt.decoding.weights import Step
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
-
-Step = Callable[[Tensor, Tensor | None, KVCache], Tensor]  # what `GPT.stack` computes
+from gpt.model.params import cache_bytes
 
 
 class Context:
@@ -23,15 +23,15 @@ class Context:
     """
 
     def __init__(
-        self, model: GPT, compute: Compute, rows: int = 1, room: int | None = None, step: "Step | None" = None
+        self, model: GPT, compute: Compute, rows: int = 1, room: int | None = None, step: Step | None = None
     ) -> None:
         self.model = model
         self.compute = compute
         self.size = model.config.block_size
         room = min(self.size, room or self.size)
         _check_room(model, compute, rows, room)
-        self.cache = KVCache(model.config, rows, compute.device, compute.dtype, room, model.heads)
-        self._step = step
+        self.cache = KVCache(model.config, rows, compute.device, compute.dtype, room, model.kv_heads)
+        self.compiled = step  # computes steps of one position; None: as written
         if step is not None:
             self.cache.fixed = True
             for each in (*self.cache.keys, *self.cache.values):
@@ -70,7 +70,7 @@ class Context:
             if self.cache.lengths[row] + len(new) > self.size:
                 self._slide(row, len(new))
             self.ids[row] += new
-        if self._step is not None and len(ids[0]) == 1:
+        if self.compiled is not None and len(ids[0]) == 1:
             return self._fixed(ids)
         return self._trunk(torch.tensor(ids, device=self.compute.device), self.cache.rows(0, len(ids)))
 
@@ -100,6 +100,18 @@ class Context:
         self.ids[target] = list(self.ids[source])
         self.dropped[target] = self.dropped[source]
 
+    def forget(self, row: int) -> None:
+        """Empties a row."""
+        self.ids[row], self.dropped[row] = [], 0
+
+    @torch.inference_mode()
+    def clear(self, row: int) -> None:
+        """Empties a row and sets its keys and values to 0: a NaN among them would outlast the row's ids, since what a
+        mask hides is multiplied by a weight of 0."""
+        self.forget(row)
+        for each in (*self.cache.keys, *self.cache.values):
+            each[row] = 0
+
     def _slide(self, row: int, new: int) -> None:
         if self.model.config.positions == "rotary":
             self.dropped[row] = len(self.ids[row]) + new - self.size
@@ -113,12 +125,12 @@ class Context:
 
     def _fixed(self, ids: Sequence[Sequence[int]]) -> Tensor:
         """A step of all rows, of which those after the first n are idle, so that shapes are the same every time."""
-        assert self._step is not None
+        assert self.compiled is not None
         n = len(ids)
         self.cache.lengths[n:] = 0
         every = torch.tensor([*ids, *[[0]] * (self.rows - n)], device=self.compute.device)
         with self._autocast():
-            x = self._step(*self.model.embed(every, self.cache), self.cache)
+            x = self.compiled(*self.model.embed(every, self.cache), self.cache)
         self.cache.lengths[:n] += 1
         return x[:n]
 
@@ -129,8 +141,7 @@ class Context:
 
 def _check_room(model: GPT, compute: Compute, rows: int, room: int) -> None:
     """Raises `UserError` where the device cannot hold so many rows."""
-    shape = model.config
-    needed = 2 * shape.n_layer * rows * room * shape.n_embd * compute.dtype.itemsize
+    needed = cache_bytes(model.config, rows * room, compute.dtype.itemsize)
     if needed > compute.memory():
         raise UserError(
             f"keys and values of {rows:,} texts of {room:,} tokens take {needed / 1e9:,.1f} GB, and there are "

@@ -1,18 +1,50 @@
-"""Logits → logits: filters as pure functions, each on (…, V) unless it says otherwise, and how an id is drawn.
+"""Logits → tokens: filters as pure functions, each on (…, V) unless it says otherwise, and how an id is drawn.
 
 What a filter excludes becomes -inf; one id always stays.
 """
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gpt.errors import NotANumber
 from gpt.sample_config import SampleConfig
 
 EXCLUDED = float("-inf")
+
+
+@dataclass(frozen=True)
+class Token:
+    """An id and its log-probability (nats) under the model itself: no filter, temperature 1; None for the first of a
+    prompt. ``top``: the likeliest ids in its place with theirs, if asked for."""
+
+    id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def read(ids: Sequence[int], chosen: Tensor, logprobs: Tensor, top: int | Sequence[int] = 0) -> list[Token]:
+    """The tokens of n ids, ``chosen`` (n) being their log-probabilities. ``logprobs`` (n, V) are those of all ids in
+    their places, of which each token keeps the ``top`` likeliest: as many for all, or a number for each."""
+    values: list[float] = chosen.tolist()
+    tops = [top] * len(values) if isinstance(top, int) else top
+    most = min(max(tops), logprobs.size(-1))
+    if not most:
+        return [Token(id, value) for id, value in zip(ids, values, strict=True)]
+    likeliest, others = (each.tolist() for each in reversed(logprobs.topk(most, dim=-1)))
+    return [
+        Token(id, value, tuple(zip(likeliest[row][:count], others[row][:count], strict=True)))
+        for row, (id, value, count) in enumerate(zip(ids, values, tops, strict=True))
+    ]
+
+
+def no_logits() -> NotANumber:
+    """The error of a model whose logits are NaN or infinite."""
+    return NotANumber("the model's logits are no finite numbers, so that no token can be chosen")
 
 
 def warm(logits: Tensor, temperature: float) -> Tensor:
@@ -86,22 +118,25 @@ def exclude(logits: Tensor, ids: Iterable[int]) -> Tensor:
 
 
 class Filters:
-    """The filters that a request asks for, in the order that `SampleConfig` states. ``bias``: ids and what is added."""
+    """The filters of a request, in the order that `SampleConfig` states. ``bias``: ids and what is added to their
+    logits. Requests whose ``key`` is the same have the same filters."""
 
     def __init__(self, config: SampleConfig, eot: int, bias: Sequence[tuple[int, float]] = ()) -> None:
         self.config = config
         self.eot = eot
         self.bias = list(bias)
+        self.key = (config.choice, *self.bias)
+        self.draws, self.looks_back = config.draws, config.looks_back
 
     def shape(self, logits: Tensor, past: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
-        """Logits (N, V) after what does not depend on how an id is chosen. ``past``: each row's ids, the prompt's
-        included; ``counts``: how many of them were generated."""
+        """Logits (N, V) after bias, penalties and least tokens, which beams have too. ``past``: each row's ids, the
+        prompt's included; ``counts``: how many of them were generated."""
         config = self.config
         if self.bias:
             ids, values = zip(*self.bias, strict=True)
             logits = logits.index_add(-1, _on(ids, logits), _on(values, logits).expand(len(logits), -1))
         least = any(count < config.min_tokens for count in counts)
-        if not (config.looks_back or least):
+        if not (self.looks_back or least):
             return logits
         return torch.stack([self._row(*row) for row in zip(logits, past, counts, strict=True)])
 
@@ -118,7 +153,7 @@ class Filters:
     def choose(self, logits: Tensor, keys: Sequence[int]) -> Tensor:
         """Ids (N) for shaped logits (N, V): the likeliest, or one drawn from what is kept, with the randomness that
         each row's key names."""
-        if not self.config.draws:
+        if not self.draws:
             return logits.argmax(-1)
         kept = self.keep(logits)
         noisy: Tensor = kept + gumbel(keys, kept.size(-1), kept.device)

@@ -10,12 +10,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from gpt.decoding.context import Step
 from gpt.device import Compute
 from gpt.errors import is_out_of_memory
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
 
+Step = Callable[[Tensor, Tensor | None, KVCache], Tensor]  # what `GPT.stack` computes
 LEVELS = 127  # of int8, on either side of 0
 
 
@@ -134,16 +134,16 @@ def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step 
     fast = torch.compile(model.stack, dynamic=False, mode=mode)
     failed = False
 
-    def step(x: Tensor, turn: Tensor | None, cache: KVCache) -> Tensor:
+    def step(x: Tensor, rope: Tensor | None, cache: KVCache) -> Tensor:
         nonlocal failed
         if not failed:
             try:
-                return fast(x, turn, cache)
+                return fast(x, rope, cache)
             except Exception as error:  # the compiler's own, its backend's, or that of a C++ compiler that is not there
                 if is_out_of_memory(error):
                     raise
                 failed = True
                 note(f"torch.compile failed, so steps are computed without it: {str(error).splitlines()[0]:.200}")
-        return model.stack(x, turn, cache)
+        return model.stack(x, rope, cache)
 
     return step

@@ -1,25 +1,21 @@
 """Prompts → texts: samples or beams, many at once, each piece of text as it comes and in order."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from gpt.decoding.beam import BeamBatch, Hypothesis
-from gpt.decoding.context import Context
-from gpt.decoding.generate import Batch, Request, Token
-from gpt.decoding.logits import Filters
+from gpt.decoding.engine import Engine, Event, Request
+from gpt.decoding.logits import Token
+from gpt.decoding.pool import CACHE_SHARE, ContextPool
 from gpt.decoding.stream import TextStream
-from gpt.decoding.weights import compiled
-from gpt.device import Compute
 from gpt.errors import UserError
-from gpt.model.decoder import GPT
+from gpt.model.params import cache_bytes
 from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import Tokenizer
 
-ROWS = {"cpu": 16, "cuda": 64, "mps": 16}  # computed at once: what memory can be read for once
+ROWS = {"cpu": 16, "cuda": 64, "mps": 16}  # computed at once: what one read of the weights can serve
 COMPILED_FROM = 2000  # steps from which compiling, which takes half a minute, gains time
-ROOMS = 256  # positions: a compiled step has room for a multiple of them
-CACHE_SHARE = 0.25  # of the device's memory that keys and values may take
+ROOMS = 256  # positions: a context has room for a multiple of them, so that the next request finds one that fits
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some more text of sample ``index`` of prompt ``prompt``; the last has the whole ``sample``."""
+    """Some more text of sample ``index`` of prompt ``prompt``; the last piece has the whole ``sample``."""
 
     prompt: int
     index: int
@@ -49,43 +45,47 @@ class Piece:
     sample: Sample | None = None
 
 
-@dataclass
 class _Text:
-    """A sample on its way."""
+    """The text of sample ``index`` of prompt ``number``, as its tokens come."""
 
-    stream: TextStream
-    pieces: list[str] = field(default_factory=list)
-    tokens: list[Token] = field(default_factory=list)
-    prompt: Sequence[Token] | None = None
+    def __init__(self, number: int, index: int, tokenizer: Tokenizer, config: SampleConfig) -> None:
+        self.number, self.index = number, index
+        self.stream = TextStream(tokenizer, config.stop)
+        self.pieces: list[str] = []
+        self.tokens: list[Token] = []
+        self.prompt: Sequence[Token] | None = None
+        self._hidden = None if config.ignore_eot else tokenizer.eot
 
-    def push(self, id: int) -> str:
-        self.pieces.append(self.stream.push(id))
-        return self.pieces[-1]
+    def push(self, tokens: Iterable[Token]) -> str:
+        """Takes tokens, up to the one that completes a stop text. Returns the text that they add."""
+        shown = ""
+        for token in tokens:
+            if self.stream.stopped:
+                break
+            self.tokens.append(token)
+            if token.id != self._hidden:
+                self.pieces.append(self.stream.push(token.id))
+                shown += self.pieces[-1]
+        return shown
 
     def flush(self) -> str:
+        """Returns the text that was held back."""
         self.pieces.append(self.stream.flush())
         return self.pieces[-1]
 
 
 class Writer:
-    """What writes texts with one model, as one request asks. Raises `UserError` for what the model cannot do."""
+    """Generates texts with the settings of one call: encodes prompts, runs an engine, and decodes its tokens. Raises
+    `UserError` for what the model cannot do."""
 
-    def __init__(
-        self,
-        model: GPT,
-        tokenizer: Tokenizer,
-        compute: Compute,
-        config: SampleConfig,
-        seed: int,
-        note: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.note = note
-        self.model, self.tokenizer, self.compute, self.config, self.seed = model, tokenizer, compute, config, seed
-        if config.beam > model.config.vocab_size:
-            raise UserError(
-                f"beam is {config.beam}; the model has {model.config.vocab_size:,} tokens", "take fewer beams"
-            )
-        self.filters = Filters(config, tokenizer.eot, [(self._token(word), value) for word, value in config.biases()])
+    def __init__(self, contexts: ContextPool, tokenizer: Tokenizer, config: SampleConfig, seed: int) -> None:
+        self.contexts, self.tokenizer, self.config, self.seed = contexts, tokenizer, config, seed
+        self.model, self.compute = contexts.model, contexts.compute
+        if config.beam > self.model.config.vocab_size:
+            size = self.model.config.vocab_size
+            raise UserError(f"beam is {config.beam}; the model has {size:,} tokens", "take fewer beams")
+        self._bias = tuple((self._token(word), value) for word, value in config.biases())
+        self._stops = self._ends_with_stop if config.stop else None
 
     def _token(self, word: str) -> int:
         ids = self.tokenizer.encode(word, specials=True).tolist()
@@ -97,73 +97,77 @@ class Writer:
     def write(
         self, prompts: Sequence[str], indices: Sequence[int] = (0,), done: Collection[tuple[int, int]] = ()
     ) -> Iterator[Piece]:
-        """The samples ``indices`` of each prompt, or its beams, a piece at a time, one text after the other: while one
-        is told, those after it are computed along. Texts that are ``done`` (prompt, index) are left out."""
+        """Yields samples ``indices`` of each prompt, or its beams, a piece at a time, one text after the other: while
+        one is told, those after it are computed along. Texts that are ``done`` (prompt, index) are left out."""
         ids = [self.tokenizer.encode(prompt).tolist() or [self.tokenizer.eot] for prompt in prompts]
-        if self.config.beam:
-            first = max((number for number, _ in done), default=0)  # a prompt's texts come together
-            told = self._search(ids, range(first, len(ids)))
+        wanted: Iterator[tuple[int, int]]
+        if self.config.beam:  # a prompt's texts come together
+            first = max((number for number, _ in done), default=0)
+            wanted, count = ((number, 0) for number in range(first, len(ids))), len(ids) - first
         else:
-            wanted = ((number, index) for number in range(len(ids)) for index in indices)
+            every = ((number, index) for number in range(len(ids)) for index in indices)
+            wanted = (each for each in every if each not in done)
             count = len(ids) * len(indices) - sum(number < len(ids) and index in indices for number, index in done)
-            told = self._draw(ids, (each for each in wanted if each not in done), count)
+        told = self._write(ids, wanted, count)
         yield from (piece for piece in told if (piece.prompt, piece.index) not in done)
 
-    def _context(self, ids: Sequence[Sequence[int]], count: int, width: int) -> Context:
-        """Room for as many texts at once as there are, as were asked for, or as the device can hold."""
-        longest = max(map(len, ids), default=1) + self.config.max_tokens
-        room = min(longest, self.model.config.block_size)
-        shape = self.model.config
-        row = 2 * shape.n_layer * shape.n_embd * room * self.compute.dtype.itemsize * width
-        fitting = int(CACHE_SHARE * self.compute.memory() / row)
-        at_once = self.config.batch or max(1, min(ROWS[self.compute.device.type] // width, fitting))
-        rows = max(1, min(at_once, count))
-        step = None
-        if self.config.compile == "on" or (
-            self.config.compile == "auto"
-            and self.compute.device.type == "cuda"
-            and self.config.max_tokens * count >= COMPILED_FROM * rows
-        ):
-            step = compiled(self.model, self.compute, self.note)
-            room = min(-(-room // ROOMS) * ROOMS, shape.block_size)  # few lengths, each of which is compiled
-        return Context(self.model, self.compute, width * rows, room, step)
-
-    def _draw(self, ids: list[list[int]], wanted: Iterable[tuple[int, int]], count: int) -> Iterator[Piece]:
-        """``wanted``: prompts and indices, ``count`` of them, each of which is looked at when a row is free for it."""
-        begun: dict[int, tuple[int, int]] = {}
-
-        def requests() -> Iterator[Request]:
-            for at, (number, index) in enumerate(wanted):
-                begun[at] = number, index
-                yield Request(ids[number], index)
-
-        context = self._context(ids, count, 1)
-        batch = Batch(context, self.filters, requests(), self.seed)
-        texts: dict[int, _Text] = defaultdict(self._text)
+    def _write(self, prompts: list[list[int]], wanted: Iterator[tuple[int, int]], count: int) -> Iterator[Piece]:
+        """The texts of ``wanted`` prompts and indices, ``count`` of them, each of which begins once a row is free."""
+        texts: dict[int, _Text] = {}
         turns = _Turns()
-        for event in batch:
-            text, (number, index), reason = texts[event.number], begun[event.number], event.reason
-            text.prompt = event.prompt or text.prompt
-            shown = ""
-            for token in event.tokens:
-                text.tokens.append(token)
-                if token.id != self.tokenizer.eot or self.config.ignore_eot:
-                    shown += text.push(token.id)
-                if text.stream.stopped:
-                    reason = "stop"
-                    batch.end(event.number)
-                    break
-            sample = None
-            if reason is not None:
-                shown += text.flush()
-                sample = self._sample(texts.pop(event.number), reason, len(ids[number]))
-                del begun[event.number]
-            yield from turns.take(event.number, Piece(number, index, shown, sample), last=sample is not None)
+        with self.contexts.lease(*self._shape(prompts, count)) as context:
+            engine = Engine(context, self.tokenizer.eot)
+            while True:
+                while engine.free >= max(1, self.config.beam) and (next_one := next(wanted, None)):
+                    number, index = next_one
+                    request = Request(prompts[number], self.config, self.seed, index, self._bias, self._stops)
+                    texts[engine.add(request)] = _Text(number, index, self.tokenizer, self.config)
+                if not engine.busy:
+                    return
+                for event in engine.step():
+                    text = texts[event.number]
+                    pieces = self._pieces(text, event, len(prompts[text.number]))
+                    if ended := pieces[-1].sample is not None:
+                        engine.cancel(event.number)  # a sample that came to a stop text
+                        del texts[event.number]
+                    for piece in pieces:
+                        yield from turns.take(event.number, piece, last=ended and piece is pieces[-1])
 
-    def _text(self) -> "_Text":
-        return _Text(TextStream(self.tokenizer, self.config.stop))
+    def _shape(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[int, int, bool]:
+        """Rows of a context, positions of each, and whether to compile: as many rows as there are texts, as were asked
+        for, or as the device has memory for."""
+        config, width, size = self.config, max(1, self.config.beam), self.model.config.block_size
+        longest = max(map(len, prompts), default=1) + config.max_tokens
+        room = min(-(-longest // ROOMS) * ROOMS, size)
+        row = width * cache_bytes(self.model.config, room, self.compute.dtype.itemsize)
+        fitting = int(CACHE_SHARE * self.compute.memory() / row)
+        at_once = config.batch or max(1, min(ROWS[self.compute.device.type] // width, fitting))
+        rows = max(1, min(at_once, count))
+        long = self.compute.device.type == "cuda" and config.max_tokens * count >= COMPILED_FROM * rows
+        return width * rows, room, config.compile == "on" or (config.compile == "auto" and long)
 
-    def _sample(self, text: _Text, reason: str, prompt: int, best: Hypothesis | None = None) -> Sample:
+    def _pieces(self, text: _Text, event: Event, prompt: int) -> list[Piece]:
+        """The pieces that an event adds to a text whose prompt has so many tokens; with samples if it has ended."""
+        if event.error is not None:
+            raise event.error
+        text.prompt = event.prompt or text.prompt
+        shown = text.push(event.tokens)
+        reason = event.reason
+        if text.stream.stopped and not self.config.beam:  # searches look for stop texts themselves
+            reason = "stop"
+        if reason is None:
+            return [Piece(text.number, text.index, shown)]
+        score = event.best[0].score if event.best else None
+        pieces = [Piece(text.number, text.index, shown + text.flush(), self._sample(text, reason, prompt, score))]
+        for index, each in enumerate(event.best[1:], 1):
+            other = _Text(text.number, index, self.tokenizer, self.config)
+            other.prompt = text.prompt
+            shown = other.push(each.tokens) + other.flush()
+            sample = self._sample(other, each.reason or "length", prompt, each.score)
+            pieces.append(Piece(text.number, index, shown, sample))
+        return pieces
+
+    def _sample(self, text: _Text, reason: str, prompt: int, score: float | None = None) -> Sample:
         size, config = self.model.config.block_size, self.config
         dropped = max(0, prompt - size)
         tokens = [token.id for token in text.tokens]
@@ -174,39 +178,10 @@ class Writer:
             finish_reason=reason,
             dropped=dropped,
             slid=prompt - dropped + len(tokens) > size + 1,  # the last one is only predicted
-            score=None if best is None else best.score,
+            score=score,
             logprobs=None if config.logprobs is None else text.tokens,
             prompt_logprobs=text.prompt,
         )
-
-    def _search(self, ids: list[list[int]], numbers: range) -> Iterator[Piece]:
-        wanted = [ids[number] for number in numbers]
-        context = self._context(wanted, len(wanted), self.config.beam)
-        stops = self._ends_with_stop if self.config.stop else None
-        texts: dict[int, _Text] = defaultdict(self._text)
-        turns = _Turns()
-        for event in BeamBatch(context, self.filters, (Request(each) for each in wanted), stops):
-            text, number = texts[event.number], numbers[event.number]
-            text.prompt = event.prompt or text.prompt
-            shown = "".join(map(text.push, self._visible(event.agreed)))
-            pieces = [Piece(number, 0, shown)]
-            if event.best is not None:
-                del texts[event.number]
-                pieces += self._tell(number, event.best, text, len(wanted[event.number]))
-            for piece in pieces:
-                yield from turns.take(event.number, piece, last=event.best is not None and piece is pieces[-1])
-
-    def _tell(self, number: int, best: Sequence[Hypothesis], first: _Text, prompt: int) -> Iterator[Piece]:
-        """The ends of a search: the best text, all of which has been pushed, and those after it."""
-        for index, each in enumerate(best):
-            text = self._text() if index else first
-            shown = "".join(map(text.push, self._visible(each.ids))) if index else ""
-            shown += text.flush()
-            text.tokens, text.prompt = list(each.tokens), first.prompt
-            yield Piece(number, index, shown, self._sample(text, each.reason or "length", prompt, each))
-
-    def _visible(self, ids: Iterable[int]) -> Iterator[int]:
-        return (id for id in ids if id != self.tokenizer.eot or self.config.ignore_eot)
 
     def _ends_with_stop(self, ids: Sequence[int]) -> bool:
         """Whether the text of ``ids``, which had no stop text without the last, has one."""
@@ -218,7 +193,7 @@ class Writer:
 
 
 class _Turns:
-    """Puts pieces of texts in order, one text after the other: what comes too early waits."""
+    """Puts pieces of texts in order, one text after the other: pieces that come before their turn wait."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, list[Piece]] = defaultdict(list)
@@ -226,7 +201,7 @@ class _Turns:
         self._turn = 0
 
     def take(self, number: int, piece: Piece, last: bool) -> Iterator[Piece]:
-        """Takes a piece of text ``number``, and gives those whose turn it is."""
+        """Takes a piece of text ``number``, and yields those whose turn it is."""
         self._waiting[number].append(piece)
         if last:
             self._ended.add(number)

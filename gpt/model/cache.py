@@ -18,7 +18,7 @@ class KVCache:
     new version of the whole tensor.
 
     Rotary positions are relative, so that they may run on past the room: position p then lies in column p modulo the
-    room, in the place of the one that is no longer seen. ``heads``: where they are not all of the model's.
+    room, in the place of the one that is no longer seen. ``kv_heads``: this rank's, where ranks share the heads.
     """
 
     def __init__(
@@ -28,10 +28,10 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
         room: int | None = None,
-        heads: int | None = None,
+        kv_heads: int | None = None,
     ) -> None:
         self.room = config.block_size if room is None else room
-        shape = (rows, heads or config.n_head, self.room, config.n_embd // config.n_head)
+        shape = (rows, kv_heads or config.kv_heads, self.room, config.head_size)
         # Zeros, not whatever was there: what a mask hides is still multiplied by a weight of 0.
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
@@ -59,7 +59,8 @@ class KVCache:
         return part
 
     def place(self, T: int) -> Where:
-        """Says where each row's next T positions lie: a slice of positions if the rows agree, else (B, T) of them."""
+        """Chooses the columns of each row's next T positions, and returns these positions: a slice if the rows agree,
+        else (B, T) of them."""
         start = int(self.lengths[0])
         self.reach = int(self.lengths.max()) + T
         self._end = self.room if self.fixed and T == 1 else min(self.reach, self.room)
@@ -93,8 +94,8 @@ class KVCache:
         return keys[:, :, : self._end], values[:, :, : self._end]
 
     def mask(self) -> Tensor | None:
-        """Which of all positions each of the new ones may see, (…, T, seen); None where the causal mask of a square, or
-        none at all, says the same."""
+        """True where a new position may see another, (…, T, seen); None where a causal mask of a square, or no mask at
+        all, is the same."""
         return self._mask
 
     def advance(self, T: int) -> None:

@@ -2,10 +2,10 @@
 
 The architecture is GPT-2's (Radford et al. 2019), which is GPT-3's (Brown et al. 2020): a stack of pre-LayerNorm
 blocks in which each position attends to itself and those before it, with the unembedding tied to the embedding.
-``arch="modern"`` differs where that reaches a lower loss in the same time (docs/defaults.md): queries and keys are
-normalized (Henry et al. 2020), positions are rotations of them (Su et al. 2021), the MLP has ReLU² (So et al. 2021),
-and linear maps have no biases. Parameters have GPT-2's own names. Shapes: B sequences, T positions, C = n_embd,
-V = vocab_size, H heads of D = C / H.
+What blocks compute follows from properties of `GPTConfig`; under ``--arch modern``, which reaches a lower loss in the
+same time (docs/defaults.md), queries and keys are normalized (Henry et al. 2020), positions are rotations of them (Su
+et al. 2021), the MLP has ReLU² (So et al. 2021), and linear maps have no biases. Parameters have GPT-2's own names
+(`gpt.model.params` lists them). Shapes: B sequences, T positions, C = n_embd, V = vocab_size, H heads of D = C / H.
 """
 
 import math
@@ -25,8 +25,8 @@ PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # positions up to which a CPU attends plainly,
 
 
 class Linear(nn.Linear):
-    """A linear map. On the meta device, where a model awaits weights from a file, there is nothing to initialize; torch
-    would import its compiler to do so, which takes seconds."""
+    """A linear map that leaves out torch's initialization on the meta device, where a model awaits weights from a file:
+    torch would import its compiler for it, which takes seconds."""
 
     def reset_parameters(self) -> None:
         """As torch has it, but for the meta device."""
@@ -48,18 +48,17 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.head_size = config.n_embd // config.n_head
-        self.dropout = config.dropout
-        self.modern = config.arch == "modern"
-        biases = not self.modern
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=biases)  # query, key, value of all heads at once
-        self.c_proj = Linear(config.n_embd, config.n_embd, bias=biases)  # the value-down map, W_O
+        self.head_size, self.qk_norm, self.dropout = config.head_size, config.qk_norm, config.dropout
+        # Query, key and value of all heads at once; and the value-down map, W_O.
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.biases)
+        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.biases)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, layer: int, turn: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """What each position gathers from those it sees: (B, T, C) → (B, T, C). ``turn``: rotary positions' table."""
+    def forward(self, x: Tensor, layer: int, rope: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """Each position's sum of the values that it sees: (B, T, C) → (B, T, C). ``rope``: the rotations of rotary
+        positions, as `GPT.rope_at` gives them."""
         B, T, _ = x.shape
-        q, k, v, scale = self.heads(x, turn)
+        q, k, v, scale = self.qkv(x, rope)
         mask = None
         if cache is not None:
             k, v = cache.append(layer, k, v)  # (B, H, seen + T, D)
@@ -69,34 +68,42 @@ class Attention(nn.Module):
         out: Tensor = self.resid_dropout(self.c_proj(y))
         return out
 
-    def heads(self, x: Tensor, turn: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, float | None]:
-        """Queries, keys and values of all heads, (B, H, T, D) each, as they meet, and what scores are multiplied by;
-        None is 1/√D. Where processes share the heads (`gpt.parallel.tensor`), H are this one's."""
+    def qkv(self, x: Tensor, rope: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, float | None]:
+        """Queries, keys and values of all heads, (B, H, T, D) each, normalized and rotated, and what scores are
+        multiplied by; None is 1/√D. Where ranks share the heads (`gpt.parallel.tensor`), H are this rank's."""
         B, T, _ = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3, -1, self.head_size).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
         scale = None
-        if self.modern:
+        if self.qk_norm:
             q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
             scale = QK_SCALE / math.sqrt(q.size(-1))
-        if turn is not None:
-            q, k = rotate(q, turn), rotate(k, turn)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
         return q, k, v, scale
+
+    def pattern(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
+        """softmax(q kᵀ · scale) with later keys masked, (B, H, T, T), in float32: what `attend` multiplies values by
+        and does not return."""
+        q, k, _, scale = self.qkv(x, rope)
+        scores = q.float() @ k.float().transpose(2, 3) * (scale or q.size(-1) ** -0.5)
+        later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu_(1)
+        return scores.masked_fill(later, float("-inf")).softmax(-1)
 
 
 class MLP(nn.Module):
-    """Up to four times the width, GELU (tanh form, as GPT-2 has it) or ReLU², and down again."""
+    """Up to the width of the inside, GELU (tanh form, as GPT-2 has it) or ReLU², and down again."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.modern = config.arch == "modern"
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=not self.modern)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=not self.modern)
+        self.activation = config.activation
+        self.c_fc = Linear(config.n_embd, config.mlp_width, bias=config.biases)
+        self.c_proj = Linear(config.mlp_width, config.n_embd, bias=config.biases)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Each position by itself: (B, T, C) → (B, T, C)."""
         x = self.c_fc(x)
-        x = relu2(x) if self.modern else F.gelu(x, approximate="tanh")
+        x = relu2(x) if self.activation == "relu2" else F.gelu(x, approximate="tanh")
         out: Tensor = self.dropout(self.c_proj(x))
         return out
 
@@ -118,9 +125,9 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, layer: int, turn: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, layer: int, rope: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """(B, T, C) → (B, T, C)."""
-        x = x + self.attn(self.ln_1(x), layer, turn, cache)
+        x = x + self.attn(self.ln_1(x), layer, rope, cache)
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -130,7 +137,7 @@ class GPT(nn.Module):
 
     wpe: nn.Embedding  # where positions are learned
     sine: Tensor  # where they are a fixed table
-    turn: Tensor | None  # where they are rotations
+    rope: Tensor | None  # where they are rotations: cosines and sines, (2, positions, D/2)
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -143,21 +150,21 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.head: nn.Module | None = None  # the unembedding where it is laid out apart from the embedding
-        self.heads = config.n_head  # that this process computes: see `gpt.parallel.tensor`
-        self.recompute = False  # blocks' activations anew for the gradient, instead of keeping them
+        self.kv_heads = config.kv_heads  # that this rank computes: see `gpt.parallel.tensor`
+        self.recompute = False  # whether blocks' activations are computed again for the gradient, and not kept
         self.initialize()
 
     def lay_tables(self, device: torch.device | None = None) -> None:
         """Computes the tables of positions that are not learned."""
-        config, turn = self.config, None
+        config, rope = self.config, None
         if config.positions == "sinusoidal":
             # The paper scales embeddings up by √C, so that they and the table are both of order one. GPT-2's embeddings
             # are of order 0.02 and stay so; the table is scaled down to them instead.
             table = INIT_STD * sine_table(config.block_size, config.n_embd)
             self.register_buffer("sine", table.to(device), persistent=False)
         if config.positions == "rotary":
-            turn = rotary_table(config.block_size, config.n_embd // config.n_head).to(device)
-        self.register_buffer("turn", turn, persistent=False)
+            rope = rotary_table(config.block_size, config.head_size).to(device)
+        self.register_buffer("rope", rope, persistent=False)
 
     def initialize(self) -> None:
         """GPT-2's initialization, of each module in order. Uses torch's global generator."""
@@ -166,7 +173,7 @@ class GPT(nn.Module):
                 initialize(module, name, self.config)
 
     def position_table(self) -> Tensor | None:
-        """What is added to the embedding at each position, (block_size, C); None where positions are rotations."""
+        """The table that is added to the embedding, (block_size, C); None where positions are rotations."""
         match self.config.positions:
             case "learned":
                 return self.wpe.weight
@@ -178,42 +185,42 @@ class GPT(nn.Module):
     def trunk(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Ids (B, T) → the normalized residual stream (B, T, C). With a cache, each row of ``idx`` follows what
         the cache's row has seen. Raises ValueError past the context, which rotary positions with a cache may leave."""
-        x, turn = self.embed(idx, cache)
-        x = self.stack(x, turn, cache)
+        x, rope = self.embed(idx, cache)
+        x = self.stack(x, rope, cache)
         if cache is not None:
             cache.advance(idx.size(1))
         return x
 
     def embed(self, idx: Tensor, cache: KVCache | None = None) -> tuple[Tensor, Tensor | None]:
-        """Ids (B, T) → what the blocks begin with, (B, T, C), and the rotations of their positions."""
+        """Ids (B, T) → the residual stream before the first block, (B, T, C), and the rotations of its positions."""
         T = idx.size(1)
         where = slice(0, T) if cache is None else cache.place(T)
         reach = T if cache is None else cache.reach
-        if reach > self.config.block_size and (cache is None or self.turn is None):
+        if reach > self.config.block_size and (cache is None or self.rope is None):
             raise ValueError(f"{reach} positions; the context is {self.config.block_size}")
         x = self.wte(idx)
         table = self.position_table()
         if table is not None:
             x = x + table[where]
-        return self.drop(x), self.turns(where, reach)
+        return self.drop(x), self.rope_at(where, reach)
 
-    def stack(self, x: Tensor, turn: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def stack(self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """All blocks and the last LayerNorm: (B, T, C) → (B, T, C)."""
         again = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.h):
-            x = checkpoint(block, x, layer, turn, use_reentrant=False) if again else block(x, layer, turn, cache)
+            x = checkpoint(block, x, layer, rope, use_reentrant=False) if again else block(x, layer, rope, cache)
         out: Tensor = self.ln_f(x)
         return out
 
-    def turns(self, where: Where, reach: int) -> Tensor | None:
+    def rope_at(self, where: Where, reach: int) -> Tensor | None:
         """The rotations of positions, (2, 1, T, D/2) or (2, B, 1, T, D/2); None where positions are not rotations. The
         table grows with ``reach``, since rotary positions may run on past the context."""
-        if self.turn is None:
+        if self.rope is None:
             return None
-        if reach > self.turn.size(1):
+        if reach > self.rope.size(1):
             with torch.inference_mode(False):  # it outlives this call, and may be trained with
-                self.turn = rotary_table(2 * reach, 2 * self.turn.size(2)).to(self.turn)  # its device and dtype
-        return self.turn[:, where].unsqueeze(-3)
+                self.rope = rotary_table(2 * reach, 2 * self.rope.size(2)).to(self.rope)  # its device and dtype
+        return self.rope[:, where].unsqueeze(-3)
 
     def unembed(self, x: Tensor) -> Tensor:
         """The residual stream (…, C) → logits (…, V), through the embedding transposed."""
@@ -260,16 +267,16 @@ def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: floa
 
 
 def rotary_table(block_size: int, width: int) -> Tensor:
-    """Cosines and sines of the angles by which each pair of a head's ``width`` numbers is turned at each position, (2,
+    """Cosines and sines of the angles by which each pair of a head's ``width`` numbers is rotated at each position, (2,
     block_size, width / 2): p / 10000^(2i / width) (Su et al. 2021, §3.2.2)."""
     position = torch.arange(block_size, dtype=torch.float64)[:, None]
     angle = position * 10_000 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     return torch.stack([torch.cos(angle), torch.sin(angle)]).float()
 
 
-def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Turns the pairs (i, i + D/2) of (B, H, T, D) by the angles of ``turn``, (2, 1, T, D/2) or (2, B, 1, T, D/2)."""
-    cos, sin = turn.to(x.dtype)
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotates the pairs (i, i + D/2) of (B, H, T, D) by the angles of ``rope``, (2, 1, T, D/2) or (2, B, 1, T, D/2)."""
+    cos, sin = rope.to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 

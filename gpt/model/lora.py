@@ -1,7 +1,7 @@
 """Low-rank adapters (Hu et al. 2021): W stays as it is, and W + α/R · B A is what is computed; B A is of rank R."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from gpt.config import GPTConfig
 from gpt.model.decoder import GPT
-
-ADAPTED = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # of each block
+from gpt.model.params import Shape, named_parameters
 
 
 class LowRank(nn.Linear):
@@ -34,7 +33,7 @@ def adapt(model: GPT, rank: int, alpha: float) -> list[nn.Parameter]:
     Uses torch's global generator."""
     model.requires_grad_(False)
     added = []
-    for name in _names(model.config):
+    for name in _adapted(model.config):
         parent, _, child = name.rpartition(".")
         adapter = LowRank(model.get_submodule(name), rank, alpha / rank)  # type: ignore[arg-type]
         setattr(model.get_submodule(parent), child, adapter)
@@ -47,13 +46,10 @@ def adapters(model: GPT) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters() if name.rpartition(".")[2] in ("a", "b")}
 
 
-def adapter_shapes(config: GPTConfig, rank: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of adapters by name, with their shapes."""
-    c = config.n_embd
-    sizes = dict(zip(ADAPTED, ((c, 3 * c), (c, c), (c, 4 * c), (4 * c, c)), strict=True))
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in _names(config):
-        ins, outs = sizes[name.split(".", 2)[2]]
+def adapter_shapes(config: GPTConfig, rank: int) -> dict[str, Shape]:
+    """The shapes of `adapters` by name."""
+    shapes: dict[str, Shape] = {}
+    for name, (outs, ins) in _adapted(config).items():
         shapes |= {f"{name}.a": (rank, ins), f"{name}.b": (outs, rank)}
     return shapes
 
@@ -61,12 +57,13 @@ def adapter_shapes(config: GPTConfig, rank: int) -> dict[str, tuple[int, ...]]:
 @torch.no_grad()
 def merge(model: GPT, tensors: Mapping[str, Tensor], scale: float) -> None:
     """Adds adapters, as `adapters` gives them, to the weights of a model that has none."""
-    for name in _names(model.config):
+    for name in _adapted(model.config):
         weight = model.get_submodule(name).weight
         assert isinstance(weight, Tensor)
         a, b = (tensors[f"{name}.{part}"].to(weight.device) for part in "ab")
         weight += scale * (b @ a)
 
 
-def _names(config: GPTConfig) -> Iterator[str]:
-    return (f"h.{layer}.{name}" for layer in range(config.n_layer) for name in ADAPTED)
+def _adapted(config: GPTConfig) -> dict[str, Shape]:
+    """The linear maps that have adapters by the names of their modules, each with its shape (out, in)."""
+    return {name.removesuffix(".weight"): p.shape for name, p in named_parameters(config).items() if p.is_matrix}

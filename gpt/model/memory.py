@@ -1,4 +1,4 @@
-"""What training and sampling keep in memory, in bytes, by arithmetic alone: torch is not imported.
+"""What training keeps in memory, in bytes, and which micro-batch fits, by arithmetic alone: torch is not imported.
 
 It follows what `gpt.model.decoder` and `gpt.training.step` do, tensor by tensor, as they are written (compiled blocks
 keep less). Korthikanti et al. 2022 (arXiv 2205.05198, §4.1) count the same way for Megatron: a block keeps 34 bytes for
@@ -8,12 +8,14 @@ attention keeps one number of each row of scores. docs/memory.md derives every t
 with what autograd saves, and with the live bytes of whole steps.
 """
 
+import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from gpt.config import GPTConfig
-from gpt.model.params import breakdown
+from gpt.config import Activation, GPTConfig
+from gpt.model.params import Kind, counts, parameters
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 # The decoder's and the loss's own, checked by a test: neither may be imported here, since they import torch.
@@ -23,10 +25,15 @@ STATS = 8  # mean and deviation of a LayerNorm's position, float32
 IDS = 8  # an id
 FLOAT = 4
 LOGITS = 12  # a logit in the backward pass: the log-softmax, the gradient of it and that of the logit, all float32
-MUON_PARTS = 0.75  # of the blocks' matrices that are not queries, keys and values: the larger group
-MUON_STACK = 2 / 3  # of them that go through the iteration at once at most: both of the MLP's
-MUON_COPIES = 3.5  # of that stack which the iteration holds
+# Numbers of the MLP's inside that an activation adds to what its input and output take, while its gradient is computed:
+# that of its input; of a square, with the three products that give its derivative.
+ACTIVATION_GRADIENT: dict[Activation, int] = {"gelu": 1, "relu2": 3}
+MUON_COPIES = 3.5  # of the stack of matrices that goes through the iteration at once, which the iteration holds
 MUON_GATHERED = 5.5  # of the matrices that a rank works on, where they came from others
+USABLE = 0.9  # of a GPU's memory; the rest is for CUDA's context, the buffers of cuBLAS and NCCL, and fragmentation
+SHARED = 0.25  # of a CPU's memory beside what stays there between steps: other programs want theirs
+LEAST_CHUNK = 128  # positions whose logits are computed at once at least
+MOST_LOGITS = 2**31 - 1  # at once: past it kernels count in int64, and torch has erred (pytorch#111484)
 
 
 @dataclass(frozen=True)
@@ -61,35 +68,6 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Parameters on a tensor rank, by what they are part of."""
-
-    matrices: int  # of the blocks
-    biases: int  # of the blocks' linear maps
-    norms: int  # of all LayerNorms
-    tables: int  # embedding and learned positions
-    embedding: int  # the former alone
-
-    @property
-    def all(self) -> int:
-        """All of them."""
-        return self.matrices + self.biases + self.norms + self.tables
-
-
-def sizes(config: GPTConfig, tensor: int = 1) -> Sizes:
-    """What a rank of ``tensor`` ways holds: heads and the MLP's inside are shared out, the rest is whole everywhere."""
-    parts, C, L = breakdown(config), config.n_embd, config.n_layer
-    whole = 2 * C * L if parts.biases else 0  # of the two maps that write to the residual stream
-    return Sizes(
-        matrices=12 * C * C * L // tensor,
-        biases=(parts.biases - whole) // tensor + whole,
-        norms=parts.layer_norms,
-        tables=config.vocab_size * C + parts.positions,
-        embedding=config.vocab_size * C,
-    )
-
-
-@dataclass(frozen=True)
 class Training:
     """Bytes on a rank. Not all of them are there at once: ``moments`` says how much is at each of three moments."""
 
@@ -110,13 +88,13 @@ class Training:
 
 def training(config: GPTConfig, setup: Setup) -> Training:
     """What a rank holds of a training step, from the second one on, when the optimizer's state is there."""
-    own = sizes(config, setup.tensor)
+    own = counts(config, setup.tensor)
     positions = setup.micro_batch * config.block_size
-    parameters = gradients = FLOAT * -(-own.all // setup.ways)
+    parameters = gradients = FLOAT * -(-sum(own.values()) // setup.ways)
     state = -(-optimizer_state(own, setup.optimizer) // setup.ways)
     activations, (whole, blocks) = trunk(config, setup), weight_copies(config, setup)
     loss = logits(config, setup)
-    table = FLOAT * own.embedding  # its gradient comes from the logits first, and from the ids last
+    table = FLOAT * own["embedding"]  # its gradient comes from the logits first, and from the ids last
     one = positions * block(config, setup)
     layer = positions * _gradient(config, setup)  # while the gradient of a block is computed
     if setup.shard or setup.recompute:
@@ -137,10 +115,10 @@ def training(config: GPTConfig, setup: Setup) -> Training:
     return Training(parameters, gradients, state, activations, loss, whole + blocks, snapshot, moments)
 
 
-def optimizer_state(own: Sizes, kind: str) -> int:
+def optimizer_state(own: Mapping[Kind, int], optimizer: str) -> int:
     """Bytes that AdamW keeps, two moments a parameter, or Muon, one of the blocks' matrices and AdamW's of the rest."""
-    momentum = own.matrices if kind == "muon" else 0
-    return FLOAT * (momentum + 2 * (own.all - momentum))
+    momentum = own["linear"] if optimizer == "muon" else 0
+    return FLOAT * (momentum + 2 * (sum(own.values()) - momentum))
 
 
 def trunk(config: GPTConfig, setup: Setup) -> int:
@@ -161,8 +139,7 @@ def block(config: GPTConfig, setup: Setup) -> int:
     C, s, t = config.n_embd, setup.width, setup.tensor
     norms = 2 * (FLOAT * C + STATS)
     inputs = s * (C + C // t + C)  # of c_attn, c_proj, c_fc
-    hidden = 4 * C // t
-    mlp = 2 * s * hidden  # before and after its activation
+    mlp = 2 * s * (config.mlp_width // t)  # before and after its activation
     masks = 2 * _mask(config, setup, s) * C
     return norms + inputs + mlp + masks + _heads(config, setup) // t
 
@@ -175,21 +152,23 @@ def _mask(config: GPTConfig, setup: Setup, width: int) -> int:
 def _heads(config: GPTConfig, setup: Setup) -> int:
     """Bytes a position that all heads keep of queries, keys, values and scores."""
     C, H, T, s = config.n_embd, config.n_head, config.block_size, setup.width
-    modern, turned = config.arch == "modern", config.positions == "rotary"
+    K = config.kv_heads * config.head_size  # width of the keys, and of the values
     copied = setup.device == "cpu" and (T <= PLAIN_UP_TO or config.dropout > 0)  # no fused attention
-    kept = 3 * s * C  # queries, keys, values
+    kept = s * (C + 2 * K)  # queries, keys, values
     if copied and T > PLAIN_UP_TO:  # torch's attention that is not fused: in float32
         # Copies of queries and keys, and values, in float32 a view of all three.
-        kept, scores = FLOAT * C * (3 if setup.autocast else 5), 3 * FLOAT * H * T
+        kept = FLOAT * (C + 2 * K if setup.autocast else 2 * C + 3 * K)
+        scores = 3 * FLOAT * H * T
     elif copied:  # the pattern, and under dropout what it is multiplied by and what comes of that
         scores = s * H * T * (3 if config.dropout else 1)
     else:
         scores = FLOAT * H  # the logarithm of the sum of each row
-        if modern or turned:  # queries and keys of their own, beside what they were made from; out in another order
-            kept += (2 + 1) * s * C
-    if modern:  # what was normalized: in float32, or as it lies in queries, keys and values side by side
-        kept += 2 * FLOAT * C if setup.autocast else 3 * s * C * copied
-        kept += 2 * FLOAT * H
+        if config.qk_norm or config.positions == "rotary":
+            # Queries and keys of their own, beside what they were made from; the output in another order.
+            kept += s * (C + K + C)
+    if config.qk_norm:  # what was normalized: in float32, or as it lies in queries, keys and values side by side
+        kept += FLOAT * (C + K) if setup.autocast else s * (C + 2 * K) * copied
+        kept += FLOAT * (H + config.kv_heads)
     return kept + scores
 
 
@@ -200,12 +179,12 @@ def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
     what is in no block is gathered once, in float32; and while the gradient of a block is computed there are its
     parameters, those of the next one, and its gradients, in the dtype of products, and of the block before the
     gradients that are on their way, in float32."""
-    own, s = sizes(config, setup.tensor), setup.width
-    blocks = own.matrices + own.biases
+    own, s = counts(config, setup.tensor), setup.width
+    blocks = own["linear"] + own["bias"]
     if not setup.shard:
         return 0, s * blocks if setup.autocast else 0
     one = blocks // config.n_layer
-    return FLOAT * own.tables, one * (3 * s + FLOAT)
+    return FLOAT * (own["embedding"] + own["positions"]), one * (3 * s + FLOAT)
 
 
 def logits(config: GPTConfig, setup: Setup) -> int:
@@ -233,35 +212,88 @@ def _gradient(config: GPTConfig, setup: Setup) -> int:
     the gradient of the MLP's inside before its activation, where that after it takes the place of what the second map
     kept; of a square, with the three products that give its derivative; and the residual stream's, in the dtype of
     products."""
-    hidden, s = 4 * config.n_embd // setup.tensor, setup.width
-    inside = s * hidden
-    if config.arch == "modern":
-        inside = 3 * s * hidden
+    s = setup.width
+    inside = ACTIVATION_GRADIENT[config.activation] * s * (config.mlp_width // setup.tensor)
     return inside + (s * config.n_embd if setup.autocast else 0)
 
 
 def _update(config: GPTConfig, setup: Setup) -> int:
-    """Bytes that an optimizer's step works in. AdamW's is one kernel. Muon holds all updates, the gradients of a group
-    once more, and the iteration's copies of the matrices that go through it at once; where ranks have parts, these are
-    whole matrices, as they arrived, put together, and stacked."""
+    """Bytes that an optimizer's step works in. AdamW's is one kernel. Muon holds all updates, the gradients of its
+    larger group once more, and the iteration's copies of the largest stack of matrices of one shape; where ranks have
+    parts, these are whole matrices, as they arrived, put together, and stacked."""
     if setup.optimizer == "adamw":
         return 0
-    own, s = sizes(config, setup.tensor), setup.width
-    updates = (FLOAT + FLOAT * MUON_PARTS) * own.matrices / setup.ways
-    holders = setup.ways * setup.tensor
-    if holders == 1:  # each rank takes a share of the stack, in the narrower dtype, and gathers the others'
-        copies = setup.autocast + max(MUON_COPIES / setup.data, (1 + 1 / setup.data) * (setup.data > 1))
-        return round(updates + s * MUON_STACK * copies * own.matrices)
-    whole = -(-config.n_layer // holders) * 4 * config.n_embd**2
-    return round(updates + s * MUON_GATHERED * whole)
+    s, holders = setup.width, setup.ways * setup.tensor
+    matrices = [p for p in parameters(config) if p.is_matrix]
+    numbers = counts(config, setup.tensor)["linear"]
+    fused = sum(p.numel for p in matrices if p.fused) * config.n_layer // setup.tensor
+    updates = FLOAT * (numbers + max(fused, numbers - fused)) / setup.ways
+    if holders > 1:
+        one = max(p.numel for p in matrices)
+        return round(updates + s * MUON_GATHERED * -(-config.n_layer // holders) * one)
+    stacks = Counter[tuple[int, ...]]()  # numbers by shape, of either orientation
+    for p in matrices:
+        for outs in p.fused or p.shape[:1]:
+            stacks[tuple(sorted((outs, p.shape[1])))] += outs * p.shape[1] * config.n_layer
+    # Each rank takes a share of the stack, in the narrower dtype, and gathers the others'.
+    copies = setup.autocast + max(MUON_COPIES / setup.data, (1 + 1 / setup.data) * (setup.data > 1))
+    return round(updates + s * copies * max(stacks.values()))
 
 
 def _constants(config: GPTConfig) -> int:
     """Bytes of tables that are no parameters."""
-    tables = {"sinusoidal": config.n_embd, "rotary": config.n_embd // config.n_head}
+    tables = {"sinusoidal": config.n_embd, "rotary": config.head_size}
     return FLOAT * config.block_size * tables.get(config.positions, 0)
 
 
-def cache(config: GPTConfig, rows: int = 1, dtype: str = "bfloat16") -> int:
-    """Bytes of keys and values of ``rows`` texts, with room for a whole context each."""
-    return 2 * WIDTHS[dtype] * config.n_layer * config.n_embd * config.block_size * rows
+def room(config: GPTConfig, setup: Setup, memory: int) -> int:
+    """Bytes that a step may take of a device's ``memory``."""
+    if setup.device == "cuda":
+        return int(USABLE * memory)
+    step = training(config, setup)
+    stays = step.parameters + step.gradients + step.optimizer + step.snapshot
+    return stays + int(SHARED * max(0, memory - stays))
+
+
+def fits(config: GPTConfig, setup: Setup, memory: int) -> bool:
+    """Whether a step takes no more than its `room`, and its logits can be counted in int32."""
+    return countable(config, setup) and training(config, setup).peak <= room(config, setup, memory)
+
+
+def countable(config: GPTConfig, setup: Setup) -> bool:
+    """Whether the logits that exist at once, of the padded vocabulary, are at most `MOST_LOGITS`."""
+    at_once = setup.loss_chunk or setup.micro_batch * config.block_size
+    return at_once * -(-config.vocab_size // ALIGNED) * ALIGNED <= MOST_LOGITS
+
+
+def largest(config: GPTConfig, setup: Setup, rows: int, memory: int) -> Setup:
+    """``setup`` with the largest micro-batch that fits of those that divide a process's ``rows``; where none does, with
+    one sequence, and its logits `in_chunks`."""
+    for micro_batch in reversed(divisors(rows)):
+        setup = at_once(setup, micro_batch, rows)
+        if fits(config, setup, memory):
+            return setup
+    return in_chunks(config, setup, memory)
+
+
+def at_once(setup: Setup, micro_batch: int, rows: int) -> Setup:
+    """``setup`` with that micro-batch of a process's ``rows``, which it divides."""
+    return replace(setup, micro_batch=micro_batch, accumulates=rows > micro_batch)
+
+
+def in_chunks(config: GPTConfig, setup: Setup, memory: int) -> Setup:
+    """``setup`` with the logits of as many positions at once as fit, where those of all do not."""
+    chunk, peak = setup.micro_batch * config.block_size, training(config, setup).peak
+    while chunk > LEAST_CHUNK and not fits(config, setup, memory):
+        chunk = max(LEAST_CHUNK, chunk // 2)
+        smaller = replace(setup, loss_chunk=chunk)
+        if countable(config, setup) and training(config, smaller).peak >= peak:
+            break  # it isn't the logits that need so much
+        setup, peak = smaller, training(config, smaller).peak
+    return setup
+
+
+def divisors(n: int) -> list[int]:
+    """The whole numbers that divide n, in order."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})

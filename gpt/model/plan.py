@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from gpt.config import GPTConfig
 from gpt.errors import UserError
-from gpt.model.fit import at_once, divisors, in_chunks, largest, room
-from gpt.model.memory import Setup, Training, training
+from gpt.model.memory import Setup, Training, at_once, divisors, in_chunks, largest, room, training
 from gpt.model.params import breakdown, flops_per_token
 from gpt.peaks import Kind, find_kind
 from gpt.plan_config import PlanConfig
@@ -46,10 +45,10 @@ class Plan:
 def plans(config: GPTConfig, asked: PlanConfig, batch_tokens: int) -> list[Plan]:
     """The first way that fits for 1, 2, 4 … devices, up to all that there are; where none does, the one that needs
     least. Devices that cannot share the sequences of a step evenly are left out. Raises `UserError` where all are."""
-    if asked.tensor is not None and config.n_head % asked.tensor:
+    if asked.tensor is not None and config.kv_heads % asked.tensor:
         raise UserError(
-            f"the model's {config.n_head} heads cannot be shared evenly by {asked.tensor} ranks",
-            "take one of " + ", ".join(map(str, divisors(config.n_head))),
+            f"the model's {config.kv_heads} heads cannot be shared evenly by {asked.tensor} ranks",
+            "take one of " + ", ".join(map(str, divisors(config.kv_heads))),
         )
     rows = step_rows(config, asked.batch_tokens or batch_tokens, asked.batch_tokens is not None)
     counts = sorted({2**n for n in range(asked.devices.bit_length()) if 2**n <= asked.devices} | {asked.devices})
@@ -109,7 +108,7 @@ def setups(config: GPTConfig, asked: PlanConfig, rows: int, devices: int) -> Ite
 
 def _divisions(config: GPTConfig, asked: PlanConfig, devices: int) -> Iterator[tuple[bool, int]]:
     """Whether parameters are shared out, and how many ranks share a sequence."""
-    for tensor in [asked.tensor] if asked.tensor else [n for n in divisors(NODE) if config.n_head % n == 0]:
+    for tensor in [asked.tensor] if asked.tensor else [n for n in divisors(NODE) if config.kv_heads % n == 0]:
         if devices % tensor:
             continue
         alone = devices == tensor
@@ -136,7 +135,7 @@ def training_days(config: GPTConfig, asked: PlanConfig, devices: int, kind: Kind
 def _explain(config: GPTConfig, asked: PlanConfig, rows: int) -> None:
     """Raises `UserError` for what all devices together cannot divide."""
     tensor, n = asked.tensor, asked.devices
-    ways = [tensor] if tensor else [t for t in divisors(NODE) if config.n_head % t == 0 and n % t == 0]
+    ways = [tensor] if tensor else [t for t in divisors(NODE) if config.kv_heads % t == 0 and n % t == 0]
     data = n // max(ways)
     if rows % data:
         above = -(-rows // data) * data * config.block_size

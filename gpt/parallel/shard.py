@@ -1,17 +1,17 @@
-"""Parameters divided over processes: which part each has, and a model of which each holds its part alone.
+"""Sharded parameters: which part of each a rank has, and a model of which each rank holds its part alone.
 
-Processes stand in a grid, ``data`` × ``tensor`` (`Grid`). Those of a row share each sequence (`gpt.parallel.tensor`),
-rows take different sequences. With ``sharded``, the rows divide all parameters as well, and with them gradients and
-what the optimizer remembers: torch's `fully_shard` (FSDP2; Zhao et al. 2023, arXiv 2304.11277) gathers a block's
-parameters when it is computed and forgets them after it.
+Ranks form a grid, ``data`` × ``tensor`` (`Grid`). The ranks of a row share each sequence (`gpt.parallel.tensor`), rows
+take different sequences. With ``sharded``, the rows divide all parameters as well, and with them gradients and
+optimizer state: torch's `fully_shard` (FSDP2; Zhao et al. 2023, arXiv 2304.11277) gathers a block's parameters before
+it is computed and frees them after it.
 
-What an optimizer steps and a checkpoint saves is a second model, `Sharded.own`: the same names, and each parameter is
-this process's part, a plain tensor. So optimizers, their kernels and snapshots know nothing of all this.
+The optimizer steps a second model, `ShardedModel.own`, which is also what a checkpoint saves: it has the same names,
+and each parameter is this rank's shard, a plain tensor. So optimizers, their kernels and snapshots know nothing of
+sharding.
 """
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,74 +27,73 @@ from torch.distributed.tensor import DTensor
 
 from gpt.config import GPTConfig
 from gpt.model.decoder import GPT, initialize
+from gpt.model.params import Parameter, Shape, named_parameters
 from gpt.parallel import tensor as parallel
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How processes divide the work: rank r is in row r // ``tensor``, column r % ``tensor``."""
+    """The layout of ranks: rank r is in row r // ``tensor``, column r % ``tensor``."""
 
     data: int  # rows, which take different sequences
-    tensor: int = 1  # processes of a row, which share each
+    tensor: int = 1  # ranks of a row, which share each sequence
     sharded: bool = False  # whether rows divide the parameters
 
     @property
     def size(self) -> int:
-        """Processes in all."""
+        """Ranks in all."""
         return self.data * self.tensor
 
     @property
     def holders(self) -> list[int]:
-        """Ranks that together have everything once, but for what a row's processes all have."""
+        """Ranks that together hold everything once, but for what all ranks of a row hold."""
         return list(range(self.size if self.sharded else self.tensor))
 
-    def copies(self, name: str) -> int:
-        """How many processes have the same part of a parameter."""
-        return (1 if self.sharded else self.data) * (1 if parallel.is_divided(name) else self.tensor)
+    def copies(self, p: Parameter) -> int:
+        """Ranks that hold the same part of a parameter."""
+        return (1 if self.sharded else self.data) * (self.tensor if p.split is None else 1)
 
-    def part(self, name: str, shape: Shape, rank: int) -> "Part":
-        """What a rank has of a parameter of that name and whole shape, as `fully_shard` cuts it: a row's share of it in
-        as many equal runs as there are rows, of which the last may be short, or empty."""
+    def part(self, p: Parameter, rank: int) -> "Part":
+        """A rank's part of a parameter. `fully_shard` cuts along the rows into as many equal runs as there are data
+        ranks; the last may be short, or empty."""
         row, column = divmod(rank, self.tensor)
-        runs = parallel.rows(name, shape[0], self.tensor, column)
+        runs = parallel.rows(p, self.tensor, column)
         if self.sharded:
             n = sum(run.stop - run.start for run in runs)
             each = -(-n // self.data)
             runs = list(_cut(runs, row * each, (row + 1) * each))
-        wide = None if len(shape) == 1 else parallel.columns(name, shape[1], self.tensor, column)
+        wide = None if len(p.shape) == 1 else parallel.columns(p, self.tensor, column)
         return Part(tuple(runs), wide)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of a whole tensor, in the order in which a process has them, and some of its columns."""
+    """Some rows of a whole tensor, in the order in which a rank holds them, and some of its columns."""
 
     rows: tuple[slice, ...]
     columns: slice | None  # None for vectors
 
     @property
     def shape(self) -> Shape:
-        """Of the part."""
+        """The part's shape."""
         n = sum(run.stop - run.start for run in self.rows)
         return (n,) if self.columns is None else (n, self.columns.stop - self.columns.start)
 
     @property
     def numel(self) -> int:
-        """Numbers in it."""
+        """Numbers in the part."""
         return torch.Size(self.shape).numel()
 
     def of(self, whole: Any) -> Any:
-        """The views of a whole tensor, or numpy array, that lie below each other in the part."""
+        """Views of a whole tensor, or numpy array, that stacked are the part."""
         return [whole[run] if self.columns is None else whole[run, self.columns] for run in self.rows]
 
     def take(self, whole: Tensor) -> Tensor:
-        """A copy of the part."""
+        """Copies the part out of a whole tensor."""
         return torch.cat(self.of(whole)) if self.rows else whole.new_empty(self.shape)
 
     def put(self, part: Any, whole: Any) -> None:
-        """Writes the part to where it belongs in a whole tensor or array."""
+        """Writes the part to its place in a whole tensor or array."""
         at = 0
         for view in self.of(whole):
             view[...] = part[at : at + len(view)]
@@ -102,7 +101,7 @@ class Part:
 
 
 def _cut(runs: list[slice], start: int, stop: int) -> Iterator[slice]:
-    """From the ``start``-th to before the ``stop``-th of the rows that lie in runs."""
+    """Slices of the rows ``start`` to ``stop``, counted over the runs."""
     at = 0
     for run in runs:
         first, last = max(run.start, run.start + start - at), min(run.stop, run.start + stop - at)
@@ -111,16 +110,11 @@ def _cut(runs: list[slice], start: int, stop: int) -> Iterator[slice]:
         at += run.stop - run.start
 
 
-def shapes(config: GPTConfig) -> dict[str, Shape]:
-    """Every parameter's whole shape, in the model's own order."""
-    return {name: tuple(p.shape) for name, p in _on_meta(config).named_parameters()}
-
-
 def rank_parameters(config: GPTConfig, data: int, tensor: int, rank: int = 0, sharded: bool = True) -> int:
-    """How many numbers a rank has of a model's parameters. Rank 0 has the most. Gradients are as many, and AdamW
-    remembers two for each; with Muon it is one for each of the blocks' matrices."""
+    """Numbers of a model's parameters that a rank holds; rank 0 holds the most. Gradients are as many; AdamW keeps two
+    moments of each, Muon one of each of the blocks' matrices."""
     grid = Grid(data, tensor, sharded)
-    return sum(grid.part(name, shape, rank).numel for name, shape in shapes(config).items())
+    return sum(grid.part(p, rank).numel for p in named_parameters(config).values() if p.trained)
 
 
 def drawn(config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
@@ -145,14 +139,14 @@ def _on_meta(config: GPTConfig) -> GPT:
 
 
 def _alone(module: nn.Module) -> Any:
-    """A module like one on the meta device, with memory."""
+    """Copies a module from the meta device to memory, uninitialized."""
     alone = type(module).__new__(type(module))
     alone.__dict__ = {**module.__dict__, "_parameters": dict(module._parameters)}
     return alone.to_empty(device="cpu")
 
 
-class Sharded:
-    """A model of which this process has a part. It is on the meta device: see `allocate` and `fill`."""
+class ShardedModel:
+    """A model of which this rank holds a part. It starts on the meta device: see `allocate` and `fill`."""
 
     def __init__(
         self, config: GPTConfig, grid: Grid, mesh: DeviceMesh, dtype: torch.dtype, group: ProcessGroup | None = None
@@ -160,8 +154,8 @@ class Sharded:
         """``mesh``: the grid, its dimensions named data and tensor; ``group``: all of it. Products are computed in
         ``dtype``, in which blocks are gathered too; what the optimizer steps, and sums of gradients, are float32."""
         self.grid, self.mesh, self.rank, self.group = grid, mesh, mesh.get_rank(), group
-        self.shapes = shapes(config)
-        self.room = True  # for gradients that are not divided
+        self.table = {name: p for name, p in named_parameters(config).items() if p.trained}
+        self.accumulates_whole = True  # whether there is memory for gradients that are not sharded
         self.model = _on_meta(config)
         if grid.tensor > 1:
             parallel.check(config, grid.tensor)
@@ -171,7 +165,7 @@ class Sharded:
         self.own = _on_meta(config)
 
     def allocate(self, device: torch.device) -> None:
-        """Makes room for this process's part. Parameters are to be filled."""
+        """Allocates this rank's part. Parameters are uninitialized until `fill`."""
         self.model.to_empty(device=device)
         for model in (self.model, self.own):
             model.lay_tables(device)
@@ -182,29 +176,29 @@ class Sharded:
             self.own.get_submodule(parent).register_parameter(last, local)
 
     def part(self, name: str) -> Part:
-        """What this process has of a parameter."""
-        return self.grid.part(name, self.shapes[name], self.rank)
+        """This rank's part of a parameter."""
+        return self.grid.part(self.table[name], self.rank)
 
     @torch.no_grad()
     def fill(self, name: str, whole: Tensor) -> None:
-        """Keeps this process's part of a parameter."""
+        """Copies this rank's part out of a whole parameter."""
         self.own.get_parameter(name).copy_(self.part(name).take(whole))
 
     @property
     def holders(self) -> ProcessGroup | None:
-        """The processes among which all parts are, of which this is one; None: torch's default group."""
+        """This rank's group of ranks that together hold everything; None: torch's default group."""
         return self.group if self.grid.sharded else self.mesh["tensor"].get_group()
 
     @property
     def parameters(self) -> int:
-        """How many numbers all processes have together."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
+        """Numbers in the whole model."""
+        return sum(p.numel for p in self.table.values())
 
     @contextlib.contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """A context in which gradients stay whole in each process, if there is ``room`` for them, instead of being
-        summed and divided: less is sent, and more is kept."""
-        if not (self.room and isinstance(self.model, FSDPModule)):
+    def no_sync(self) -> Iterator[None]:
+        """A context in which gradients accumulate whole on each rank, if there is memory, instead of being reduced and
+        scattered: less is sent, and more is kept."""
+        if not (self.accumulates_whole and isinstance(self.model, FSDPModule)):
             yield
             return
         self.model.set_requires_gradient_sync(False)
@@ -214,11 +208,11 @@ class Sharded:
             self.model.set_requires_gradient_sync(True)
 
     def scaler(self, kind: str, enabled: bool) -> torch.amp.GradScaler:
-        """A scaler of the loss, for float16, that leaves a step out in all processes where it does in one."""
+        """The loss scaler for float16; it skips a step on all ranks if it does on one."""
         return ShardedGradScaler(kind, enabled=enabled, process_group=self.group)
 
     def collect(self) -> None:
-        """Makes what went back through the model the gradients of `own`, the mean over all rows."""
+        """Moves the gradients of `model` to `own`, as the mean over all data ranks."""
         pairs = zip(self.model.parameters(), self.own.parameters(), strict=True)
         for p, own in pairs:
             grad, p.grad = p.grad, None
@@ -232,22 +226,24 @@ class Sharded:
                     dist.all_reduce(own.grad.div_(self.grid.data), group=group)
 
     @torch.no_grad()
-    def clip(self, most: float) -> Tensor:
-        """Scales the gradients of `own` down to a norm of at most ``most``, of all together. Gives what it was."""
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Clips the gradients of `own` by the norm of all ranks' together, which it returns as it was before."""
         grads = {name: p.grad for name, p in self.own.named_parameters() if p.grad is not None}
         norms = torch._foreach_norm(list(grads.values()), dtype=torch.float32)
-        copies = torch.tensor([self.grid.copies(name) for name in grads], device=norms[0].device)
+        copies = torch.tensor([self.grid.copies(self.table[name]) for name in grads], device=norms[0].device)
         square = (torch.stack(norms).square() / copies).sum()
         dist.all_reduce(square, group=self.group)
         norm = square.sqrt()
-        torch._foreach_mul_(list(grads.values()), (most / (norm + 1e-6)).clamp(max=1.0))  # as torch's clip_grad_norm_
+        torch._foreach_mul_(
+            list(grads.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        )  # as torch's clip_grad_norm_
         return norm
 
 
 def _fully_shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """A block at a time. Embeddings and the last LayerNorm are the root's, which stays whole from its forward pass
-    until the gradient has gone back: the loss needs the embedding again, outside of `GPT.trunk`. They are gathered in
-    float32, in which the residual stream is."""
+    """Shards block by block. Embeddings and the last LayerNorm belong to the root, which stays whole from its forward
+    pass until the backward pass has ended: the loss needs the embedding again, outside of `GPT.trunk`. They are
+    gathered in float32, as the residual stream is."""
     narrow = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -261,7 +257,7 @@ def _fully_shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
 
 
 def _outside_inference(trunk: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`GPT.trunk` that gathers parameters without inference mode, whose tensors could not be trained with later."""
+    """Wraps `GPT.trunk` to gather parameters without inference mode, whose tensors cannot be trained later."""
 
     @functools.wraps(trunk)
     def outside(*args: Any, **kwargs: Any) -> Tensor:

@@ -8,26 +8,25 @@ Dropout draws alike in all processes that share a sequence: they must agree on t
 in the same place of two processes are dropped alike.
 """
 
+import itertools
+
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from gpt.config import GPTConfig
 from gpt.errors import UserError
 from gpt.model.decoder import GPT
-
-FUSED = 3  # query, key, value: what lies below each other in one matrix
-HEADS = ("attn.c_attn.weight", "attn.c_attn.bias")  # divided by rows, in each of the three
-ROWS = ("mlp.c_fc.weight", "mlp.c_fc.bias")
-COLUMNS = ("attn.c_proj.weight", "mlp.c_proj.weight")
+from gpt.model.params import Parameter, parameters
 
 
 def check(config: GPTConfig, tensor: int) -> None:
     """Raises `UserError` unless so many processes can share each block. (A head is C / n_head wide, so what divides the
     heads divides the MLP's 4·C too.)"""
-    if config.n_head % tensor:
-        fits = [str(n) for n in range(1, config.n_head + 1) if config.n_head % n == 0]
+    heads = config.kv_heads
+    if heads % tensor:
+        fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
         raise UserError(
-            f"the model's {config.n_head} heads cannot be shared evenly by {tensor} processes (--tensor {tensor})",
+            f"the model's {heads} heads cannot be shared evenly by {tensor} processes (--tensor {tensor})",
             f"take one of {', '.join(fits)}",
         )
 
@@ -36,31 +35,27 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
     """Divides the blocks of a model on the meta device over a mesh of one dimension. One sum over the processes follows
     attention, and one the MLP."""
     plan: dict[str, ParallelStyle] = {
-        "attn.c_attn": ColwiseParallel(),
-        "attn.c_proj": RowwiseParallel(),
-        "mlp.c_fc": ColwiseParallel(),
-        "mlp.c_proj": RowwiseParallel(),
+        p.name.removesuffix(".weight"): RowwiseParallel() if p.split else ColwiseParallel()
+        for p in parameters(model.config)
+        if p.is_matrix
     }
     for block in model.h:
         parallelize_module(block, mesh, plan, src_data_rank=None)
-    model.heads //= mesh.size()
+    model.kv_heads //= mesh.size()
 
 
-def rows(name: str, n: int, tensor: int, rank: int) -> list[slice]:
-    """Which of a parameter's ``n`` rows the process ``rank`` of ``tensor`` has, in the order in which it has them."""
-    if name.endswith(HEADS):
-        each, part = n // FUSED, n // FUSED // tensor
-        return [slice(which * each + rank * part, which * each + (rank + 1) * part) for which in range(FUSED)]
-    if name.endswith(ROWS):
-        return [slice(rank * n // tensor, (rank + 1) * n // tensor)]
-    return [slice(0, n)]
+def rows(p: Parameter, tensor: int, rank: int) -> list[slice]:
+    """Which of a parameter's rows the process ``rank`` of ``tensor`` has, in the order in which it has them."""
+    if p.split != 0:
+        return [slice(0, p.shape[0])]
+    starts = itertools.accumulate(p.fused, initial=0)
+    return [
+        slice(start + rank * n // tensor, start + (rank + 1) * n // tensor)
+        for start, n in zip(starts, p.fused or p.shape[:1], strict=False)
+    ]
 
 
-def columns(name: str, n: int, tensor: int, rank: int) -> slice:
-    """Which of a matrix's ``n`` columns it has."""
-    return slice(rank * n // tensor, (rank + 1) * n // tensor) if name.endswith(COLUMNS) else slice(0, n)
-
-
-def is_divided(name: str) -> bool:
-    """Whether processes that share sequences have different parts of a parameter."""
-    return name.endswith((*HEADS, *ROWS, *COLUMNS))
+def columns(p: Parameter, tensor: int, rank: int) -> slice:
+    """Which of a matrix's columns it has."""
+    n = p.shape[1]
+    return slice(rank * n // tensor, (rank + 1) * n // tensor) if p.split == 1 else slice(0, n)

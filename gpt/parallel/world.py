@@ -1,11 +1,11 @@
-"""The processes that train one run together, and what they tell each other.
+"""The processes that train one run together, and their collectives.
 
-`World` is a process by itself, where nothing is exchanged and nothing costs anything; `Ranks` is one of several, as
-torchrun's environment says. The first of them (rank 0) decides, tells and writes. Where it fails it says so and ends;
-the others wait for its word, and end without one when the connection breaks (`PeerLost`).
+`World` is one process, for which every collective is the identity; `Ranks` is one of several, as torchrun's environment
+says. Rank 0, the main rank, decides, reports and writes. If it fails, it says why and ends; the others wait for its
+next message, and end when the connection breaks (`PeerLost`).
 
-Words between processes go over gloo, whatever computes: they are on the host, and a wait for one has no time limit, so
-that a long evaluation or a slow disk ends no run. They are JSON: torch's own way to send objects unpickles what comes.
+Messages go over gloo, whatever the device: they are on the host, and they have no time limit, so that a long evaluation
+or a slow disk ends no run. They are JSON: torch's own object collectives unpickle what they receive.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ import hashlib
 import json
 import os
 import signal
-import warnings
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from itertools import islice
@@ -24,150 +25,149 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 from gpt.device import Compute
 from gpt.errors import PeerLost, UserError, WorkError
-from gpt.interrupt import Stopped, StopSignal
+from gpt.interrupt import Stopped
 from gpt.parallel import environment
 
 T = TypeVar("T")
-MEETING = timedelta(minutes=10)  # until all processes have found each other
-PATIENCE = timedelta(days=30)  # until one of them has come to where the others wait
+RENDEZVOUS = timedelta(minutes=10)  # until all processes have found each other
+NO_LIMIT = timedelta(days=30)  # of a collective: until the last process has come to it
+POLL_SECONDS = 0.0005  # between two looks at whether a GPU has come to an event
 
 
 class World:
-    """A process that trains by itself."""
+    """One process that trains by itself."""
 
     rank, size = 0, 1
     local_rank, local_size = 0, 1  # on this machine
-    tensor = 1  # processes that share each sequence, and so each forward pass; their ranks follow on each other
-    in_step = False  # whether all processes compute each forward pass together, since all have parts of the weights
-    alone = False  # whether it made a group of this process alone
-    gradients: dist.ProcessGroup | None = None  # over which gradients are summed; None: torch's default group
+    tensor = 1  # ranks that share each sequence, and so each forward pass; they are consecutive
+    owns_group = False  # whether `mesh` made a process group of this process alone
+    gradients: dist.ProcessGroup | None = None  # over which gradients are reduced; None: torch's default group
+    watchdog: "Watchdog | None" = None  # where collectives run on GPUs
 
     @property
-    def first(self) -> bool:
-        """Whether this process is the one that decides, tells and writes."""
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which decides, reports and writes."""
         return self.rank == 0
 
     @property
-    def rows(self) -> int:
-        """How many take different sequences."""
+    def data_size(self) -> int:
+        """Groups of ranks that take different sequences."""
         return self.size // self.tensor
 
     @property
-    def row(self) -> int:
-        """Which of these this process is."""
+    def data_rank(self) -> int:
+        """This rank's group of those."""
         return self.rank // self.tensor
 
-    def divide(self, tensor: int, sharded: bool) -> None:
-        """Has so many processes share each sequence, and all of them the weights if ``sharded``. Raises `UserError`
-        where they cannot be divided so."""
+    def divide(self, tensor: int) -> None:
+        """Lets each ``tensor`` consecutive ranks share their sequences. Raises `UserError` if they do not divide the
+        world."""
         if self.size % tensor:
             n = "one process" if self.size == 1 else f"{self.size} processes"
             raise UserError(
                 f"{n} cannot be divided into groups of {tensor} (--tensor {tensor})",
                 f"--nproc {-(-self.size // tensor) * tensor}, or --tensor 1",
             )
-        self.tensor, self.in_step = tensor, sharded or tensor > 1
+        self.tensor = tensor
 
     def mesh(self, kind: str) -> DeviceMesh:
-        """All processes as a grid, data × tensor, for a kind of device."""
+        """All ranks as a mesh, data × tensor, for a kind of device."""
         if not dist.is_initialized():
-            self.alone = True
+            self.owns_group = True
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         over: dict[int | str, Any] = dict.fromkeys(("data", "tensor"), "nccl" if kind == "cuda" else "gloo")
-        return init_device_mesh(
-            kind, (self.rows, self.tensor), mesh_dim_names=("data", "tensor"), backend_override=over
+        mesh = init_device_mesh(
+            kind, (self.data_size, self.tensor), mesh_dim_names=("data", "tensor"), backend_override=over
         )
+        if self.watchdog is not None:
+            self.watchdog.groups += [mesh.get_group(name) for name in ("data", "tensor")]
+        return mesh
 
-    def watching(self, stop: StopSignal, items: Iterable[T]) -> Iterator[T]:
-        """The items, until a signal comes, which raises `Stopped`: in all processes at once where they are in step."""
-        return stop.watching(items)
-
-    def most(self, value: int) -> int:
-        """The largest of all processes' values."""
+    def all_reduce_max(self, value: int) -> int:
+        """The largest of all ranks' values."""
         return value
 
-    def sum(self, *values: float) -> tuple[float, ...]:
-        """Sums over all rows, in double precision."""
+    def all_reduce_sum(self, *values: float) -> tuple[float, ...]:
+        """Sums over all data ranks, in double precision."""
         return values
 
-    def decided(self, do: Callable[[], T]) -> T:
-        """What ``do`` gives in the first process, which alone runs it: something that JSON has a word for. Raises
-        `Stopped` in all where it does there."""
-        return do()
+    def broadcast_object(self, make: Callable[[], T]) -> T:
+        """Rank 0's ``make()``, which JSON can hold, on all ranks; the others do not call it. Raises `Stopped` on all
+        ranks if it does on rank 0."""
+        return make()
 
-    def together(self, do: Callable[[], T]) -> T:
-        """What ``do`` gives here. Where it raises `UserError` in some process, the first one raises that, once."""
-        return do()
+    def raise_on_all(self, make: Callable[[], T]) -> T:
+        """This rank's ``make()``. If it raises `UserError` on any rank, it is raised on all, and rank 0 reports it."""
+        return make()
 
-    def agree(self, said: Mapping[str, Any]) -> None:
-        """Raises `UserError`, once, for something that another process says otherwise than the first."""
+    def assert_same(self, values: Mapping[str, Any]) -> None:
+        """Raises `UserError`, reported once, for a value that differs between ranks."""
 
-    def share(self, items: Iterable[T]) -> Iterable[T]:
-        """Those that are this process's to do."""
+    def of_rank(self, items: Iterable[T]) -> Iterable[T]:
+        """Every ``size``-th of the items, from this rank's on."""
         return items
 
     def place(self, compute: Compute) -> Compute:
-        """``compute`` with the device that is this process's. Raises `UserError` where there is none for it."""
+        """``compute`` with this rank's own device. Raises `UserError` if there is none for it."""
         return compute
 
     def seed(self, seed: int, step: int) -> None:
-        """Makes what this process draws in a step a function of seed, step and row, so that each row drops out other
-        activations, and none has a random state to save. A process by itself goes on with its generator."""
+        """Seeds this rank's draws in a step by seed, step and data rank: each data rank drops out other activations,
+        and none has a random state to save. A process by itself keeps its generator."""
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        """``module``, whose gradients become the mean of all processes' where they are not `accumulating`."""
-        return module
-
-    def accumulating(self, module: nn.Module) -> contextlib.AbstractContextManager[object]:
-        """A context in which gradients of what `wrap` gave stay this process's own."""
-        return contextlib.nullcontext()
-
-    def add(self, tensor: Tensor) -> Tensor:
-        """The sum over all rows, in place, on the device."""
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all data ranks, in place, on the device."""
         return tensor
 
-    def gathered(self, tensor: Tensor) -> Tensor:
-        """The processes' tensors, all of one shape, below each other."""
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """All ranks' tensors of one shape, concatenated."""
         return tensor
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrites the tensors with rank 0's, in place, on the device."""
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        """Waits until the device has come to an event."""
+        event.synchronize()
 
     def watching_peers(self) -> contextlib.AbstractContextManager[object]:
-        """A context in which the loss of another process is a `PeerLost`."""
+        """A context in which the loss of another rank raises `PeerLost`."""
         return contextlib.nullcontext()
 
-    def follow(self) -> None:
-        """Where this process isn't the first: waits until that has ended. Raises `PeerLost` then."""
+    def wait_for_main(self) -> None:
+        """On other ranks than 0: waits until rank 0 has ended. Raises `PeerLost` then."""
 
     def leave(self) -> None:
-        """Lets go of the group that `mesh` made for one process, if it did."""
-        if self.alone:
+        """Destroys the process group that `mesh` made for one process, if it did."""
+        if self.owns_group:
             dist.destroy_process_group()
 
 
 class Ranks(World):
     """One of several processes."""
 
-    met = 0  # how often this process has met others: a program may train one run after another
+    joined = 0  # how often this process has joined others: a program may train one run after another
 
     def __init__(self) -> None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         self.rank, self.size, self.local_rank, self.local_size = map(environment.number, names)
         self.agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # torchrun's, or our launcher's
-        Ranks.met += 1
-        store = dist.PrefixStore(f"gpt {Ranks.met}", _store())  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=MEETING)
-        self.words = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.gradients = self.words  # where gradients are summed
+        Ranks.joined += 1
+        store = dist.PrefixStore(f"gpt {Ranks.joined}", _store())  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=RENDEZVOUS)
+        self.messages = dist.new_group(backend="gloo", timeout=NO_LIMIT)
+        self.gradients = self.messages
 
     def place(self, compute: Compute) -> Compute:
-        device = self.together(lambda: self._device(compute.device.type))
+        device = self.raise_on_all(lambda: self._device(compute.device.type))
         found = Compute(device, compute.dtype, self.local_size if device.type == "cpu" else 1)
         if found.device.type == "cuda":
             torch.cuda.set_device(found.device)
-            self.gradients = dist.new_group(backend="nccl", timeout=PATIENCE)
+            self.gradients = dist.new_group(backend="nccl", timeout=NO_LIMIT)
+            self.watchdog = Watchdog(self.rank, self.size, self.gradients)
         return found
 
     def _device(self, kind: str) -> torch.device:
@@ -184,110 +184,117 @@ class Ranks(World):
             raise UserError("this build of torch has no NCCL, over which GPUs exchange gradients", "--device cpu")
         return torch.device("cuda", self.local_rank)
 
-    def most(self, value: int) -> int:
+    def all_reduce_max(self, value: int) -> int:
         if self.agent not in (None, os.getppid()):  # it was killed, and passes on no signal any more
             value = value or signal.SIGTERM
-        both = torch.tensor(value)
+        largest = torch.tensor(value)
         with self.watching_peers():
-            dist.all_reduce(both, dist.ReduceOp.MAX, group=self.words)
-        return int(both)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.messages)
+        return int(largest)
 
-    def sum(self, *values: float) -> tuple[float, ...]:
+    def all_reduce_sum(self, *values: float) -> tuple[float, ...]:
         sums = torch.tensor(values, dtype=torch.float64)
         with self.watching_peers():
-            dist.all_reduce(sums, group=self.words)
+            dist.all_reduce(sums, group=self.messages)
         return tuple((sums / self.tensor).tolist())
 
-    def decided(self, do: Callable[[], T]) -> T:
-        said: Any = None
-        if self.first:
+    def broadcast_object(self, make: Callable[[], T]) -> T:
+        message: Any = None
+        if self.is_main:
             try:
-                said = [do()]
+                message = [make()]
             except Stopped:
-                said = []
-        said = self._from_first(said)
-        if not said:
+                message = []
+        message = self._broadcast(message)
+        if not message:
             raise Stopped
-        value: T = said[0]
+        value: T = message[0]
         return value
 
-    def together(self, do: Callable[[], T]) -> T:
+    def raise_on_all(self, make: Callable[[], T]) -> T:
         value = error = None
         try:
-            value = do()
+            value = make()
         except UserError as raised:
             error = raised
-        told = None if error is None else [isinstance(error, WorkError), error.message, error.hint]
-        for rank, raised_there in enumerate(self._from_all(told)):
+        message = None if error is None else [isinstance(error, WorkError), error.message, error.hint]
+        for rank, raised_there in enumerate(self._gather_all(message)):
             if raised_there is not None:
-                self.follow()
-                failed, message, hint = raised_there
-                if rank and (error is None or message != error.message):
-                    message = f"process {rank}: {message}"
-                raise (WorkError if failed else UserError)(message, hint)
+                self.wait_for_main()
+                failed, said, hint = raised_there
+                if rank and (error is None or said != error.message):
+                    said = f"process {rank}: {said}"
+                raise (WorkError if failed else UserError)(said, hint)
         return value  # type: ignore[return-value]
 
-    def agree(self, said: Mapping[str, Any]) -> None:
-        all_said = self._from_all(dict(said))
-        for rank, other in enumerate(all_said):
-            for key in sorted({*other, *all_said[0]}):
-                ours, theirs = all_said[0].get(key), other.get(key)
+    def assert_same(self, values: Mapping[str, Any]) -> None:
+        all_values = self._gather_all(dict(values))
+        for rank, other in enumerate(all_values):
+            for key in sorted({*other, *all_values[0]}):
+                ours, theirs = all_values[0].get(key), other.get(key)
                 if ours != theirs:
-                    self.follow()
+                    self.wait_for_main()
                     raise UserError(
                         f"processes do not agree: {key} is {ours!r} in process 0 and {theirs!r} in process {rank}",
                         "start all of them with the same versions, words and variables",
                     )
 
-    def _from_first(self, value: Any) -> Any:
-        """What the first process says."""
-        said = _to_bytes(value) if self.first else torch.empty(0, dtype=torch.uint8)
-        length = torch.tensor(len(said))
+    def _broadcast(self, value: Any) -> Any:
+        """Rank 0's value."""
+        message = _to_bytes(value) if self.is_main else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor(len(message))
         with self.watching_peers():
-            dist.broadcast(length, 0, group=self.words)
-            said = said if self.first else torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(said, 0, group=self.words)
-        return _from_bytes(said)
+            dist.broadcast(length, 0, group=self.messages)
+            message = message if self.is_main else torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(message, 0, group=self.messages)
+        return _from_bytes(message)
 
-    def _from_all(self, value: Any) -> list[Any]:
-        """What each process says, by rank."""
+    def _gather_all(self, value: Any) -> list[Any]:
+        """Each rank's value, by rank."""
         mine = _to_bytes(value)
         lengths = list(torch.empty(self.size, 1, dtype=torch.long))
         with self.watching_peers():
-            dist.all_gather(lengths, torch.tensor([len(mine)]), group=self.words)
+            dist.all_gather(lengths, torch.tensor([len(mine)]), group=self.messages)
             most = max(map(int, lengths))
             every = list(torch.empty(self.size, most, dtype=torch.uint8))
-            dist.all_gather(every, nn.functional.pad(mine, (0, most - len(mine))), group=self.words)
-        return [_from_bytes(said[: int(length)]) for said, length in zip(every, lengths, strict=True)]
+            dist.all_gather(every, nn.functional.pad(mine, (0, most - len(mine))), group=self.messages)
+        return [_from_bytes(message[: int(length)]) for message, length in zip(every, lengths, strict=True)]
 
-    def share(self, items: Iterable[T]) -> Iterable[T]:
+    def of_rank(self, items: Iterable[T]) -> Iterable[T]:
         return islice(items, self.rank, None, self.size)
 
     def seed(self, seed: int, step: int) -> None:
-        digest = hashlib.sha256(repr((seed, step, self.row)).encode()).digest()
+        digest = hashlib.sha256(repr((seed, step, self.data_rank)).encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        with self.watching_peers(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers is to have another name
-            return DistributedDataParallel(
-                module, process_group=self.gradients, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
-
-    def accumulating(self, module: nn.Module) -> contextlib.AbstractContextManager[object]:
-        assert isinstance(module, DistributedDataParallel)
-        return module.no_sync()
-
-    def add(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         with self.watching_peers():
             dist.all_reduce(tensor, group=self.gradients)
         return tensor if self.tensor == 1 else tensor.copy_(tensor / self.tensor)
 
-    def gathered(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         with self.watching_peers():
             dist.all_gather(parts, tensor.contiguous(), group=self.gradients)
         return torch.cat(parts)
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        with self.watching_peers():
+            for tensor in tensors:
+                dist.broadcast(tensor, 0, group=self.gradients)
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        """Waits in Python, not in C: so a signal is heard, and a collective that `Watchdog` has aborted ends the
+        run."""
+        with self.watching_peers():
+            while not event.query():  # type: ignore[no-untyped-call]
+                self._check_peers()
+                time.sleep(POLL_SECONDS)
+            self._check_peers()
+
+    def _check_peers(self) -> None:
+        if self.watchdog is not None and self.watchdog.lost.is_set():
+            raise PeerLost
 
     @contextlib.contextmanager
     def watching_peers(self) -> Iterator[None]:
@@ -296,35 +303,69 @@ class Ranks(World):
         except (dist.DistError, RuntimeError) as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
                 raise PeerLost from None
+            self._check_peers()  # an aborted collective fails in many words
             raise
 
-    def follow(self) -> None:
-        if not self.first:
-            self.decided(_unreachable)
+    def wait_for_main(self) -> None:
+        if not self.is_main:
+            self.broadcast_object(_unreachable)
 
     def leave(self) -> None:
-        """Lets go of the others at the end of a run that went well, when all have come to it."""
+        """Destroys the process groups at the end of a run that went well, when all ranks have come to it."""
         with self.watching_peers():
-            dist.barrier(group=self.words)
+            dist.barrier(group=self.messages)
+        if self.watchdog is not None:
+            self.watchdog.close()
         dist.destroy_process_group()
+
+
+class Watchdog:
+    """Aborts NCCL's collectives on this rank when another rank has ended.
+
+    A collective of NCCL waits for a rank that is gone until its timeout, which must be longer than the longest
+    evaluation. gloo learns at once that a connection has closed. So a thread waits over gloo for a byte of the next
+    rank, which comes at the end of a run that went well; if the connection closes instead, it aborts. A machine that
+    vanishes without closing its connections is torchrun's to notice.
+    """
+
+    def __init__(self, rank: int, size: int, gradients: dist.ProcessGroup) -> None:
+        self.lost = threading.Event()
+        self.groups = [gradients]  # whose collectives are aborted
+        self._before, self._next = (rank - 1) % size, (rank + 1) % size
+        self._ring = dist.new_group(backend="gloo", timeout=NO_LIMIT)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the watch, on all ranks at once."""
+        self._sent = dist.isend(torch.zeros(1), self._before, group=self._ring)
+        self._thread.join()
+
+    def _watch(self) -> None:
+        try:
+            dist.recv(torch.zeros(1), self._next, group=self._ring)
+        except RuntimeError:
+            self.lost.set()
+            for group in self.groups:
+                group.abort()
 
 
 def _to_bytes(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def _from_bytes(said: Tensor) -> Any:
-    return json.loads(said.numpy().tobytes())
+def _from_bytes(message: Tensor) -> Any:
+    return json.loads(message.numpy().tobytes())
 
 
 def _unreachable() -> NoReturn:
-    raise AssertionError("the first process never gets here")
+    raise AssertionError("rank 0 does not wait for itself")
 
 
 @contextlib.contextmanager
 def joined(nproc: int) -> Iterator[World]:
-    """The world of this process. Raises `UserError` where ``nproc`` processes were asked for in another way than by
-    our own launcher, or the processes do not find each other."""
+    """The world of this process. Raises `UserError` if ``nproc`` processes were asked for in another way than by our
+    own launcher, or if the processes do not find each other."""
     if not environment.is_one_of_many():
         if nproc > 1:
             raise UserError(
@@ -339,7 +380,7 @@ def joined(nproc: int) -> Iterator[World]:
         return
     if nproc > 1 and not environment.is_ours():
         raise UserError("--nproc and torchrun both start processes", "leave --nproc out under torchrun")
-    ranks = _meet()
+    ranks = _join()
     if ranks.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks.local_size))
     yield ranks
@@ -348,11 +389,11 @@ def joined(nproc: int) -> Iterator[World]:
 
 @functools.cache
 def _store() -> Any:
-    """Where processes find each other, at ``MASTER_ADDR`` and ``MASTER_PORT``."""
-    return next(dist.rendezvous("env://", timeout=MEETING))[0]  # type: ignore[attr-defined]
+    """The store at ``MASTER_ADDR`` and ``MASTER_PORT``, through which processes find each other."""
+    return next(dist.rendezvous("env://", timeout=RENDEZVOUS))[0]  # type: ignore[attr-defined]
 
 
-def _meet() -> Ranks:
+def _join() -> Ranks:
     if not dist.is_available():
         raise UserError("this build of torch cannot train in several processes", "leave --nproc out")
     try:

@@ -13,6 +13,7 @@ from gpt.errors import UserError
 from gpt.files import disk_errors, is_file_name, read_json, reading, side_by_side, to_json, whole_folder, write_pieces
 from gpt.model import lora
 from gpt.model.decoder import GPT, rotary_table
+from gpt.model.params import named_parameters, parameters
 from gpt.runs import adapter, folder, hf, tensors
 from gpt.text.tokenizer import Tokenizer, describe, gpt2_tokenizer
 from gpt.text.tokenizer_files import RANKS, read_own, read_transformers, tokenizer_files
@@ -72,17 +73,18 @@ def contents(
         "config.json": to_json(hf.to_hf_config(config, eot)),
         "generation_config.json": to_json({"bos_token_id": eot, "eos_token_id": eot}),
         folder.META: to_json(own),
-        **({adapter.FILE: arrays} if "adapter" in meta else _weights(arrays)),
+        **({adapter.FILE: arrays} if "adapter" in meta else _weights(config, arrays)),
     }
 
 
-def _weights(arrays: tensors.Arrays) -> Files:
+def _weights(config: GPTConfig, arrays: tensors.Arrays) -> Files:
     """The files of a model's weights."""
+    table = named_parameters(config)
     parts: list[dict[str, tensors.Array | tensors.Deferred]] = [{}]
     for name, array in arrays.items():
         if parts[-1] and tensors.nbytes(parts[-1]) + array.nbytes > MOST_BYTES:
             parts.append({})
-        parts[-1][hf.PREFIX + name] = array.T if hf.is_transposed(name) else array
+        parts[-1][hf.PREFIX + name] = array.T if table[name].is_matrix else array
     if len(parts) == 1:
         return {MODEL: parts[0]}
     files = {f"model-{n:05}-of-{len(parts):05}.safetensors": part for n, part in enumerate(parts, 1)}
@@ -212,11 +214,12 @@ def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None])
             put(name, parameter.detach())
         return
     config, _ = _describe(path)
+    table = named_parameters(shape)
 
     def keep(name: str, tensor: Tensor) -> Tensor:
-        if name == hf.UNEMBEDDING or (name == "wpe.weight" and shape.positions != "learned"):
+        if name == hf.UNEMBEDDING or not table[name].trained:
             return tensor
-        whole = tensor.t() if hf.is_transposed(name) else tensor
+        whole = tensor.t() if table[name].is_matrix else tensor
         put(name, (whole[: shape.block_size] if name == "wpe.weight" else whole).float())
         return tensor if name == "wte.weight" else tensor[:0].clone()
 
@@ -232,7 +235,7 @@ def open_tensors(
     _check_size(path, config)
     unembedding = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)}
     found = tensors.read(
-        files, hf.parameter_shapes(config), "config.json", ours=hf.our_name, optional=unembedding, keep=keep
+        files, hf.stored_shapes(config), "config.json", ours=hf.our_name, optional=unembedding, keep=keep
     )
     other = found.pop(hf.UNEMBEDDING, None)
     if other is not None and not torch.equal(other, found["wte.weight"]):
@@ -243,7 +246,7 @@ def open_tensors(
 def _check_size(path: Path, config: GPTConfig) -> None:
     """Raises `UserError` for a shape that the files on disk are far too small to hold, before memory is spent on it."""
     size = sum(file.stat().st_size for file in _weight_files(path) if file.exists())
-    least = 2 * (config.vocab_size + config.block_size + 12 * config.n_layer * config.n_embd) * config.n_embd
+    least = 2 * sum(p.numel * (config.n_layer if p.in_blocks else 1) for p in parameters(config))  # in 16 bits
     if size < least:
         raise UserError(
             f"{path}: the weights have {size:,} bytes; config.json asks for {least:,} at least", "copy it anew"
@@ -258,11 +261,12 @@ def _build(config: GPTConfig, weights: dict[str, Tensor], device: torch.device, 
         weights["wpe.weight"] = weights["wpe.weight"][: config.block_size].clone()
     if config.positions == "sinusoidal":
         model.register_buffer("sine", weights.pop("wpe.weight").to(dtype), persistent=False)
+    table = named_parameters(config)
     state = {
-        name: (tensor.t() if hf.is_transposed(name) else tensor).to(dtype).contiguous()
+        name: (tensor.t() if table[name].is_matrix else tensor).to(dtype).contiguous()
         for name, tensor in weights.items()
     }
     if config.positions == "rotary":
-        model.register_buffer("turn", rotary_table(config.block_size, config.n_embd // config.n_head), persistent=False)
+        model.register_buffer("rope", rotary_table(config.block_size, config.head_size), persistent=False)
     model.load_state_dict(state, assign=True)
     return model.to(device).eval()

@@ -1,24 +1,23 @@
-"""The one table between our names and the GPT-2 layout of transformers: configuration and weights.
+"""The GPT-2 layout of transformers: ``config.json``, and names and shapes of the weights as they are stored.
 
 A checkpoint of ours is such a folder, and such a folder is a checkpoint to us; nothing is exported. One of another
 architecture has the same layout and says in ``config.json`` that it is no GPT-2.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from gpt.config import GPTConfig
 from gpt.errors import UserError
 from gpt.files import read_json
+from gpt.model.params import Shape, named_parameters
 from gpt.runs import folder
 
 PREFIX = "transformer."  # before every name but the unembedding's, in what transformers saves today
 UNEMBEDDING = "lm_head.weight"
-# transformers keeps these transposed, (in, out): its GPT-2 computes x W where torch's Linear computes x Wᵀ.
 OWN_TYPE = "gpt"  # of models that are no GPT-2
-TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks that older versions saved
 
 # What GPT-2's configuration may say and this decoder computes; anything else would silently give other logits.
@@ -37,11 +36,16 @@ _NAMES = {
     "n_embd": "n_embd",
     "layer_norm_epsilon": "layer_norm_epsilon",
 }
+# What a model that is no GPT-2 says beside these. A setting that came later has a default where it isn't said.
+_ALWAYS = ("arch", "positions", "dropout")
+_OWN = dict.fromkeys([*_ALWAYS, *(each.name for each in fields(GPTConfig) if each.name not in _NAMES)])
 
 
 def is_gpt2(config: GPTConfig) -> bool:
     """Whether transformers' GPT-2 computes the same."""
-    return config.arch == "gpt2" and config.positions != "rotary"
+    theirs = (True, False, "gelu", config.n_head, 4 * config.n_embd)
+    computed = (config.biases, config.qk_norm, config.activation, config.kv_heads, config.mlp_width)
+    return computed == theirs and config.positions != "rotary"
 
 
 def to_hf_config(config: GPTConfig, eot: int) -> dict[str, Any]:
@@ -49,7 +53,7 @@ def to_hf_config(config: GPTConfig, eot: int) -> dict[str, Any]:
     learned one is."""
     values = {theirs: getattr(config, ours) for ours, theirs in _NAMES.items()}
     if not is_gpt2(config):
-        own = {"arch": config.arch, "positions": config.positions, "dropout": config.dropout}
+        own = {name: getattr(config, name) for name in _OWN}
         return {"architectures": ["GPT"], "model_type": OWN_TYPE, **values, **own, "dtype": "float32"}
     fixed = {key: allowed[0] for key, allowed in _FIXED.items()}
     return {
@@ -93,11 +97,12 @@ def from_hf_config(values: Mapping[str, Any], where: str) -> GPTConfig:
 
 
 def _from_own_config(values: Mapping[str, Any], where: str) -> GPTConfig:
+    missing = [name for name in (*_NAMES.values(), *_ALWAYS) if name not in values]
+    if missing:
+        raise UserError(f"{where} has no {missing[0]}")
+    found = {ours: values[theirs] for ours, theirs in _NAMES.items()}
     try:
-        found = {ours: values[theirs] for ours, theirs in _NAMES.items()}
-        return GPTConfig(**found, **{key: values[key] for key in ("arch", "positions", "dropout")})
-    except KeyError as error:
-        raise UserError(f"{where} has no {error.args[0]}") from None
+        return GPTConfig(**found, **{name: values[name] for name in _OWN if name in values})
     except UserError as error:
         raise UserError(f"{where}: {error.message}", error.hint) from None
 
@@ -111,34 +116,11 @@ def load_config(path: Path) -> GPTConfig:
 
 
 def our_name(theirs: str) -> str | None:
-    """Our name for one of transformers' tensors; None for a buffer that carries no weight."""
+    """Removes transformers' prefix from a tensor's name; None for a buffer that carries no weight."""
     name = theirs.removeprefix(PREFIX)
     return None if name.endswith(BUFFERS) else name
 
 
-def is_transposed(name: str) -> bool:
-    """Whether transformers keeps this tensor transposed."""
-    return name.endswith(TRANSPOSED)
-
-
-def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+def stored_shapes(config: GPTConfig) -> dict[str, Shape]:
     """Every tensor of a checkpoint by our name, with its shape as it is stored: (in, out) for linear weights."""
-    c = config.n_embd
-    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (config.vocab_size, c)}
-    if config.positions != "rotary":
-        shapes["wpe.weight"] = (config.block_size, c)
-    for layer in range(config.n_layer):
-        block: dict[str, tuple[int, ...]] = {
-            "ln_1.weight": (c,), "ln_1.bias": (c,),
-            "attn.c_attn.weight": (c, 3 * c), "attn.c_attn.bias": (3 * c,),
-            "attn.c_proj.weight": (c, c), "attn.c_proj.bias": (c,),
-            "ln_2.weight": (c,), "ln_2.bias": (c,),
-            "mlp.c_fc.weight": (c, 4 * c), "mlp.c_fc.bias": (4 * c,),
-            "mlp.c_proj.weight": (4 * c, c), "mlp.c_proj.bias": (c,),
-        }  # fmt: skip
-        shapes |= {f"h.{layer}.{name}": shape for name, shape in block.items()}
-    if config.arch == "modern":  # its linear maps have no biases
-        shapes = {
-            name: shape for name, shape in shapes.items() if not name.endswith(("attn.bias", "proj.bias", "fc.bias"))
-        }
-    return shapes | {"ln_f.weight": (c,), "ln_f.bias": (c,)}
+    return {name: p.stored for name, p in named_parameters(config).items()}

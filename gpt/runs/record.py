@@ -106,7 +106,9 @@ class RunRecord:
         """The object that ``run.json`` holds."""
         values = dataclasses.asdict(self)
         others: dict[str, Any] = values.pop("others")
-        return {key: value for key, value in values.items() if value not in (None, [])} | others
+        if not self.resumed:
+            del values["resumed"]
+        return {key: value for key, value in values.items() if value is not None} | others
 
     def write(self, run: Path) -> None:
         """Writes ``run.json``, whole or not at all. Raises OSError."""

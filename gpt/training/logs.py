@@ -1,4 +1,4 @@
-"""Where else a run's events go: TensorBoard and Weights & Biases, each a listener of events and nothing more."""
+"""Where a run's events go: ``metrics.jsonl``, TensorBoard and Weights & Biases; and the speed that they report."""
 
 import contextlib
 import dataclasses
@@ -7,21 +7,31 @@ import html
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
+import torch
+
+from gpt.device import Compute
 from gpt.errors import UserError, did_you_mean
 from gpt.events import EndEvent, Event, SampleEvent
+from gpt.files import disk_errors, open_regular
+from gpt.model.decoder import GPT
+from gpt.model.params import flops_per_token
+from gpt.peaks import peak_flops
+from gpt.runs.folder import KEPT, METRICS
+from gpt.training.recipe import Recipe
 
 COMMON = {field.name for field in dataclasses.fields(Event)}
 
 
 class Log(Protocol):
-    """What hears the events of a run."""
+    """A listener of a run's events."""
 
     def __call__(self, event: Event) -> None:
-        """Writes what an event tells."""
+        """Writes an event."""
 
     def close(self) -> None:
         """Writes the rest."""
@@ -34,8 +44,8 @@ def numbers(event: Event) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Curves and samples in ``RUN/tensorboard``: ``tensorboard --logdir runs`` shows them. What an earlier process told
-    of steps after ``step``, from which the run goes on, is hidden."""
+    """Curves and samples in ``RUN/tensorboard``: ``tensorboard --logdir runs`` shows them. Events of steps after
+    ``step``, from which the run resumes, are hidden."""
 
     def __init__(self, run: Path, record: Mapping[str, Any], step: int) -> None:
         tensorboard = import_module("torch.utils.tensorboard")
@@ -43,14 +53,14 @@ class TensorBoard:
         self._write("settings", json.dumps(record["resolved"], indent=1), step)
 
     def __call__(self, event: Event) -> None:
-        """Writes what an event tells."""
+        """Writes an event."""
         for name, value in numbers(event).items():
             self.writer.add_scalar(name, value, event.step)
         if isinstance(event, SampleEvent):
             self._write("sample/text", event.text, event.step)
 
     def _write(self, name: str, text: str, step: int) -> None:
-        """Text as it is: TensorBoard reads Markdown, where four spaces mean so."""
+        """Writes text verbatim: TensorBoard reads Markdown, in which four spaces mean that."""
         self.writer.add_text(name, "\n".join("    " + line for line in text.splitlines()), step)
 
     def close(self) -> None:
@@ -66,7 +76,7 @@ class Wandb:
         self.run = self.wandb.init(
             project=os.environ.get("WANDB_PROJECT", "gpt"),
             name=os.environ.get("WANDB_NAME", run.name),
-            # A run that is resumed goes on there too.
+            # A run that is resumed continues there too.
             id=hashlib.sha256(f"{run.name} {record['started']}".encode()).hexdigest()[:16],
             resume="allow",
             dir=str(run),
@@ -78,7 +88,7 @@ class Wandb:
         self.done = False
 
     def __call__(self, event: Event) -> None:
-        """Sends what an event tells."""
+        """Sends an event."""
         values: dict[str, Any] = dict(numbers(event))
         if isinstance(event, SampleEvent):
             values["sample/text"] = self.wandb.Html(f"<pre>{html.escape(event.text)}</pre>")
@@ -98,7 +108,7 @@ KINDS: dict[str, tuple[str, Callable[[Path, Mapping[str, Any], int], Log]]] = { 
 
 
 def named(asked: str) -> list[str]:
-    """The logs that ``asked`` names, with commas between; ``none``: none. `UserError` for one that there isn't."""
+    """The logs that ``asked`` names, separated by commas, or ``none``. Raises `UserError` for an unknown one."""
     names = [] if asked.strip() == "none" else list(dict.fromkeys(name.strip() for name in asked.split(",")))
     for name in names:
         if name not in KINDS:
@@ -107,8 +117,8 @@ def named(asked: str) -> list[str]:
 
 
 def check(asked: str) -> None:
-    """Raises `UserError` for a log that there isn't, whose package is not installed, or that has no account: called
-    before any work is done."""
+    """Raises `UserError` for a log that is unknown, whose package is not installed, or that has no account. It is
+    called before any work is done."""
     for name in named(asked):
         try:
             module = import_module(KINDS[name][0])
@@ -122,7 +132,7 @@ def check(asked: str) -> None:
 
 
 class Logs:
-    """All logs of a run, from ``step`` on. One that fails is closed, which is said, and the run goes on."""
+    """All logs of a run, from ``step`` on. One that fails is closed with a note, and the run continues."""
 
     def __init__(
         self, asked: str, run: Path, record: Mapping[str, Any], note: Callable[[str], None], step: int = 0
@@ -130,25 +140,25 @@ class Logs:
         self.note = note
         self.logs: dict[str, Log] = {}
         for name in named(asked):
-            with self._heeding(name):
+            with self._guarded(name):
                 self.logs[name] = KINDS[name][1](run, record, step)
 
     def __call__(self, event: Event) -> None:
-        """Tells each."""
+        """Writes an event to each."""
         for name, log in list(self.logs.items()):
-            with self._heeding(name):
+            with self._guarded(name):
                 log(event)
 
     def close(self) -> None:
         """Closes each."""
         for name, log in list(self.logs.items()):
-            with self._heeding(name):
+            with self._guarded(name):
                 log.close()
         self.logs.clear()
 
     @contextlib.contextmanager
-    def _heeding(self, name: str) -> Iterator[None]:
-        """Lets no error of a log, of which there is every kind, end a run that may have taken days."""
+    def _guarded(self, name: str) -> Iterator[None]:
+        """Keeps an error of a log, of whatever kind, from ending a run that may have taken days."""
         try:
             yield
         except Exception as error:
@@ -157,3 +167,72 @@ class Logs:
             if log is not None:
                 with contextlib.suppress(Exception):
                     log.close()
+
+
+class Metrics:
+    """``metrics.jsonl``, open to append: whole lines or none. Lines that cannot be written are left out, which ``warn``
+    hears of once: a full disk is no reason to stop a run."""
+
+    def __init__(self, run: Path, warn: Callable[[str], None], upto: int = 0) -> None:
+        """The file is cut after ``upto`` bytes: what follows is of a run that was cut off, and is done again."""
+        self.path, self.warn, self.failing = run / METRICS, warn, False
+        with disk_errors(run, KEPT):
+            before = b""
+            if self.path.exists():
+                with open_regular(self.path) as file:
+                    before = file.read(upto)
+            self.file = self.path.open("ab", buffering=0)
+            whole = before.rfind(b"\n") + 1
+            self.file.truncate(whole)
+        self.size = whole
+
+    def write(self, line: str) -> None:
+        """Appends a line."""
+        data = (line + "\n").encode("utf-8", "backslashreplace")
+        try:
+            if self.file.write(data) != len(data):
+                raise OSError(0, "only a part was written")
+            self.size += len(data)
+            self.failing = False
+        except OSError as error:
+            if not self.failing:
+                self.warn(f"cannot write {self.path}: {error.strerror}; the run goes on, and its metrics have a gap")
+            self.failing = True
+            self._cut()
+
+    def sync(self) -> None:
+        """Syncs the file to the disk. Raises OSError."""
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        """Closes the file."""
+        self.file.close()
+
+    def _cut(self) -> None:
+        with contextlib.suppress(OSError):
+            self.file.truncate(self.size)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The FLOPs of a token, and the device's peak."""
+
+    flops_per_token: int
+    peak: float | None  # FLOP/s of all devices; None if it is not known
+
+    @classmethod
+    def of(cls, model: GPT, recipe: Recipe, compute: Compute, processes: int = 1) -> Self:
+        """The speed of a run on ``processes`` devices. For pairs of different lengths, the context is their mean
+        length."""
+        adapters = sum(p.numel() for p in model.parameters() if p.requires_grad) if recipe.lora_rank else 0
+        flops = flops_per_token(recipe.model, recipe.batch_tokens // recipe.rows, adapters)
+        name = torch.cuda.get_device_name(compute.device) if compute.device.type == "cuda" else compute.device.type
+        peak = peak_flops(name, compute.dtype_name)
+        return cls(flops, None if peak is None else processes * peak)
+
+    def rates(self, tokens: int, seconds: float) -> dict[str, Any]:
+        """``tokens_per_second``, and ``mfu``, model FLOPs utilization: their share of the device's peak, None if that
+        is not known."""
+        rate = tokens / max(seconds, 1e-9)
+        mfu = None if self.peak is None else rate * self.flops_per_token / self.peak
+        return {"tokens_per_second": rate, "mfu": mfu}

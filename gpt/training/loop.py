@@ -1,13 +1,11 @@
-"""The loop: steps, and after each what is due, until a run has come to its end."""
+"""The training loop: steps, and after each the evaluation, sample and checkpoint that are due."""
 
+import contextlib
 import dataclasses
 import math
-import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 from gpt import events
@@ -19,154 +17,214 @@ from gpt.runs import checkpoint, folder
 from gpt.runs.record import Resumed, RunRecord
 from gpt.text.batches import Int64s
 from gpt.training import logs
-from gpt.training.best import Best, mean_loss, read_best, sample_lines
-from gpt.training.guard import LOWER, Guard
-from gpt.training.keeping import Keeper, size_of
-from gpt.training.learner import make_learner
-from gpt.training.metrics import Metrics
-from gpt.training.opening import Setting, describe
-from gpt.training.pace import END_SECONDS, PROBE_SECONDS, PROBE_SHARE, Pace
+from gpt.training.budget import END_SECONDS, PROBE_SECONDS, PROBE_SHARE, TimeBudget
+from gpt.training.checkpointing import Checkpointer, check_room, error_text
+from gpt.training.context import Result, RunContext, Session, now, versions
+from gpt.training.data import Dataset
+from gpt.training.evaluation import Best, mean_loss, read_best, sample_lines
+from gpt.training.logs import Metrics, Speed
+from gpt.training.parallel import Parallel
 from gpt.training.recipe import Recipe
-from gpt.training.record import now, run_record
-from gpt.training.result import Result
-from gpt.training.saving import check_room, said
-from gpt.training.schedule import lr_at
-from gpt.training.speed import Speed
-from gpt.training.state import Saved, TrainState, read_snapshot, seed_all
+from gpt.training.state import TrainState, read_snapshot
 from gpt.training.step import Outcome, Stepper
+from gpt.words import counted
 
 EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)  # held-out tokens of a periodic evaluation: of all, within bounds
+TOLERATED = 3  # bad steps in a row
+LOWER = 0.3  # the factor of the learning rate after a rollback
+MARGIN = 1.0  # nats per token: a loss so far above that of guessing has exploded
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A step that was begun, and maybe not computed yet."""
+    """A step that was launched, and maybe not computed yet."""
 
     step: int
     lr: float
     outcome: Outcome
 
 
-class Trainer:
-    """The parts of a run and what is done with them."""
+class LossSpikeDetector:
+    """Counts bad steps in a row in ``state``: those whose loss or gradient is not finite, or whose loss has
+    exploded."""
 
-    def __init__(self, setting: Setting, recipe: Recipe, saved: Saved | None = None, path: Path | None = None) -> None:
-        """``saved`` and ``path``: the checkpoint that the run goes on from."""
-        self.setting, self.recipe = setting, recipe
-        self.run, self.data, self.compute, self.start = setting.run, setting.data, setting.compute, setting.start
-        self.listen, self.note, self.began = setting.listen, setting.note, setting.began
-        self.world = setting.world
-        seed_all(recipe.seed)
-        self.learner = learner = make_learner(recipe, self.compute, self.world, self.start, path)
-        self.model, self.optimizer = learner.model, learner.optimizer
-        self.stepper = Stepper(
-            self.model, self.optimizer, self.compute, recipe, self.on_halved, self.world, learner.sharded
-        )
-        self.speed = Speed.of(self.model, recipe, self.compute, self.world.size)
+    def __init__(self, vocab_size: int, state: TrainState) -> None:
+        self.guessing = math.log(vocab_size)  # the loss of a model that knows nothing
+        self.state = state
+
+    def observe(self, loss: float, norm: float, scaled: bool) -> bool:
+        """Judges a step. Returns whether there were too many bad ones in a row. An infinite gradient of a ``scaled``
+        loss (float16) is the scaler's business."""
+        finite = math.isfinite(loss) and (math.isfinite(norm) or scaled)
+        self.state.has_learnt |= loss < self.guessing - MARGIN
+        exploded = self.state.has_learnt and loss > self.guessing + MARGIN
+        self.state.bad_steps = 0 if finite and not exploded else self.state.bad_steps + 1
+        return self.state.bad_steps >= TOLERATED
+
+
+class Trainer:
+    """The training loop: steps, evaluation, checkpoints, rollback."""
+
+    def __init__(self, run: RunContext, parallel: Parallel, budget: TimeBudget | None = None) -> None:
+        """Makes everything ready for the next step of ``run``, writes ``run.json``, and says what will be done. The run
+        ends at the time of ``budget``, if there is one."""
+        self.run, self.parallel, self.budget, self.recipe = run, parallel, budget, run.recipe
+        self.session, self.world, self.data = run.session, run.world, run.data
+        self.model = parallel.model
+        self.stepper = Stepper(parallel, self.recipe, self.on_halved)
+        self.speed = Speed.of(self.model, self.recipe, run.compute, self.world.size)
         self.record: RunRecord | None = None
-        if recipe.compile:
+        if self.recipe.compile:
             self.compile()
-        self.batches = self.data.batches(recipe)
-        self.tokenizer_files = checkpoint.TokenizerFiles(self.data.tokenizer, recipe.model)
-        tokens = min(max(EVAL_TOKENS[0], round(EVAL_SHARE * recipe.steps * recipe.batch_tokens)), EVAL_TOKENS[1])
-        self.state = TrainState(windows=max(1, tokens // recipe.model.block_size))
-        self.guard = Guard(recipe.model.vocab_size, self.state)
-        self.pace: Pace | None = None  # where the run ends at a time
+        self.batches = self.data.batches(self.recipe)
+        self.tokenizer_files = checkpoint.TokenizerFiles(self.data.tokenizer, self.recipe.model)
+        self.state = self.initial_state()
+        self.spikes = LossSpikeDetector(self.recipe.model.vocab_size, self.state)
         self.pending: Pending | None = None  # the step that a GPU may still compute
         self.signum = 0  # the signal that one of the processes has heard
-        if saved is not None and path is not None:
-            before = read_snapshot(path, saved, learner)
-            vars(self.state).update(vars(before.restore(learner.own, self.optimizer, self.stepper.scaler)))
-        self.held_out = self.data.some_windows(recipe.model.block_size, self.state.windows)
-
-    def open(self, record: RunRecord, log: str, given: Mapping[str, Any] | None = None) -> None:
-        """Writes ``run.json``, looks for room, and says what is to be done."""
+        self.held_out = self.data.some_windows(self.recipe.model.block_size, self.state.windows)
+        self.checkpointer = Checkpointer(
+            run, parallel, self.stepper.scaler, self.state, self.tokenizer_files, self.on_saved
+        )
         self.metrics: Metrics | None = None
-        if self.world.first:
-            self._open_files(record, log, given)
-        self.keeper = Keeper(
-            self.setting, self.learner, self.stepper.scaler, self.state, self.metrics, self.tokenizer_files,
-            self.recipe.keep, self.on_saved,
-        )  # fmt: skip
-        self.saver = self.keeper.saver
-        for line in describe(self.setting, self.recipe, self.model, self.state.step):
-            self.note(line)
-        self.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
+        self.logs: logs.Logs | None = None
+        if self.world.is_main:
+            self.open_files()
+        for line in self.describe():
+            self.session.note(line)
+        self.session.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
 
-    def _open_files(self, record: RunRecord, log: str, given: Mapping[str, Any] | None) -> None:
-        if self.state.step == 0:
-            record = run_record(record, self.recipe, self.compute, self.data, self.start, self.world.size)
+    def initial_state(self) -> TrainState:
+        """The state of the checkpoint that the run resumes from, restored; else that of step 0."""
+        run, recipe = self.run, self.recipe
+        if run.saved is not None and run.checkpoint is not None:
+            state = read_snapshot(run.checkpoint, run.saved, self.parallel).restore(self.parallel, self.stepper.scaler)
+            if recipe.steps > run.saved.recipe.steps:
+                state.evals_since_best = 0  # patience begins anew
+            return state
+        return TrainState(windows=windows_to_evaluate(recipe))
+
+    def open_files(self) -> None:
+        """Checks the room on the disk, writes ``run.json`` and opens the logs. Raises `WorkError` for a full disk."""
+        run, record, step = self.run, self.run.record, self.state.step
+        if step == 0:
+            record = replace(record, compute=run.machine(), versions=versions())
         else:
-            again = Resumed(now(), self.state.step, dict(given or {}))
-            record = replace(record, resumed=[*record.resumed, again])
+            record = replace(record, resumed=[*record.resumed, Resumed(now(), step, dict(run.given))])
         self.record = replace(record, ended=None, result=None)
-        check_room(self.run, size_of(self.learner, self.tokenizer_files))
-        self.change()
-        self.metrics = Metrics(self.run, self.setting.warn, self.state.metrics_bytes)
-        self.logs = logs.Logs(log, self.run, vars(self.record), self.note, self.state.step)
+        check_room(run.run, self.checkpointer.size)
+        self.update_recipe()
+        self.metrics = Metrics(run.run, self.session.warn, self.state.metrics_bytes)
+        self.checkpointer.metrics = self.metrics
+        self.logs = logs.Logs(run.log, run.run, vars(self.record), self.session.note, step)
 
-    def train(self, stop: StopSignal) -> Result:
-        """All that is left to do, until the end, the end of patience, or a signal."""
-        stop.at_once, self.stop = False, stop
+    def describe(self) -> list[str]:
+        """Notes about the model, and what will be done with it."""
+        recipe, shape, step = self.recipe, self.recipe.model, self.state.step
+        epochs = recipe.tokens(recipe.steps) / self.data.tokens
+        processes = f"{self.world.size} processes, each on " if self.world.size > 1 else ""
+        sharded = [f"{recipe.tensor} processes compute each sequence"] if recipe.tensor > 1 else []
+        sharded += ["weights, gradients and moments are divided among all processes"] if recipe.shard == "full" else []
+        adapters = sum(p.numel() for p in self.model.parameters() if p.requires_grad) if recipe.lora_rank else 0
+        return [
+            f"model {recipe.preset}: {breakdown(shape).trainable:,} parameters ({counted(shape.n_layer, 'layer')}, "
+            f"{counted(shape.n_head, 'head')}, {shape.n_embd} wide, context {shape.block_size}, "
+            f"dropout {shape.dropout:g})",
+            *([f"adapters on the linear maps of the blocks: {adapters:,} parameters train"] if adapters else []),
+            f"{counted(recipe.steps, 'step')} of {counted(recipe.batch_tokens, 'token')}, {epochs:.1f} times the text, "
+            f"on {processes}{self.run.compute.describe()}; run {self.run.run}"
+            + (f"; from step {step:,}" if step else ""),
+            *(["; ".join(sharded)] if sharded else []),
+        ]
+
+    def train(self) -> Result:
+        """Trains until the end, the end of patience, or a signal."""
+        self.session.stop.at_once = False
         try:
             with self.world.watching_peers():
-                self.run_steps()
+                self.begin()
+                ended = self.run_due_actions()
+                self.checkpointer.remember()
+                while not ended:
+                    self.step()
+                    if self.state.step == self.recipe.steps - self.recipe.decay:
+                        self.fit_to_budget()
+                    ended = self.run_due_actions()
                 return self.finish()
         except Stopped:
             self.end_by_signal()
         except BaseException as error:
-            if not isinstance(error, Interrupted):  # what is being written becomes whole
-                self.saver.wait()
-            if isinstance(error, PeerLost):
-                error.hint = f"go on with: {self.command}"
-            if (failure := device_failure(error)) is not None:
-                message = f"the device {self.compute.device} has failed: {failure}"
-                raise WorkError(message, f"go on with: {self.command}") from error
-            raise
+            self.fail(error)
         finally:
-            if self.metrics is not None:
+            if self.metrics is not None and self.logs is not None:
                 self.metrics.close()
                 self.logs.close()
 
-    def run_steps(self) -> None:
-        """Steps, and after each what is due."""
+    def begin(self) -> None:
+        """Notes when the first step begins, or that the run is resumed."""
         if self.state.step == 0:
-            self.state.first_step = time.perf_counter() - self.began
+            self.state.first_step = time.perf_counter() - self.run.began
         else:
             self.emit(events.ResumeEvent, checkpoint=folder.step_name(self.state.step))
-            self.saver.step = self.state.settled_step
-        self.first_step = self.began + self.state.first_step
-        ended = self.attend()
-        self.keeper.remember()
-        while not ended:
-            self.step()
-            if self.state.step == self.recipe.steps - self.recipe.decay:
-                self.retime()
-            ended = self.attend()
+            self.checkpointer.writer.step = self.state.settled_step
+        self.first_step = self.run.began + self.state.first_step
 
-    def attend(self) -> bool:
-        """What is due after a step: evaluation, sample, checkpoint. Whether the run has come to its end."""
+    def step(self) -> None:
+        """Takes one optimizer step. A GPU computes it while the one before is reported and the next one is prepared."""
+        recipe, state = self.recipe, self.state
+        started = time.perf_counter()
+        lr = state.rate_factor * recipe.lr_at(state.step + 1)
+        self.world.seed(recipe.seed, state.step)
+        outcome = self.stepper.step(*self.batch(state.step), lr)
+        state.step_seconds += time.perf_counter() - started
+        if self.finish_pending_step():  # it was rolled back, with the step that was launched meanwhile
+            return
+        state.step += 1
+        self.pending = Pending(state.step, lr, outcome)
+        if outcome.arrived is None:  # the device does not compute beside the host
+            self.finish_pending_step()
+
+    def batch(self, step: int) -> tuple[Int64s, Int64s]:
+        """This data rank's share of a step's inputs and targets."""
+        return self.batches.global_batch(step, self.world.data_rank, self.world.data_size)
+
+    def finish_pending_step(self) -> bool:
+        """Waits for the step that was launched, reports and judges it. Returns whether the run was rolled back."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return False
+        started = time.perf_counter()
+        loss, norm = pending.outcome.read(self.world)
+        self.state.step_seconds += time.perf_counter() - started
+        failed = self.spikes.observe(loss, norm, self.stepper.scaled)
+        self.emit(events.StepEvent, pending.step, loss=loss, lr=pending.lr, grad_norm=norm, **self.rates(pending.step))
+        if failed:
+            self.roll_back(f"the loss became {loss:g} (gradient norm {norm:g})", pending.step, pending.lr)
+        return failed
+
+    def run_due_actions(self) -> bool:
+        """Evaluates, samples and saves, as is due after a step. Returns whether the run has come to its end."""
         state, recipe = self.state, self.recipe
-        self.saver.poll()
+        self.checkpointer.writer.poll()
         if not self.told_to_stop() and not self.pauses():
             return False
-        went_back = self.settle()
+        rolled_back = self.finish_pending_step()
         if self.told_to_stop():
             raise Stopped
-        if went_back:
+        if rolled_back:
             return False
         at_end = state.step == recipe.steps
-        if state.settled_step == state.step:  # by the run before this one
+        if state.settled_step == state.step:  # by the command before this one
             return at_end or self.out_of_patience()
         if state.bad_steps and not at_end:
             return False
         if self.due(recipe.eval_every) and self.held_out and not self.evaluate():
-            return False  # it went back
+            return False  # it was rolled back
         better = state.step > 0 and state.measured_step == state.step and state.evals_since_best == 0
         last = at_end or self.out_of_patience()
         if self.due(recipe.sample_every) and state.step and not last:
-            with self.stepper.as_written():
-                text = sample_lines(self.setting, self.model, self.compute, recipe.seed, self.stop)
+            with self.stepper.eager():
+                text = sample_lines(self.run, self.parallel, self.model, self.run.compute, recipe.seed)
             self.emit(events.SampleEvent, text=text)
         state.settled_step = state.step
         if last or better or (state.step and state.step % recipe.save_every == 0):
@@ -174,140 +232,35 @@ class Trainer:
         return last
 
     def told_to_stop(self) -> bool:
-        """Whether a signal has come, to whichever process."""
-        self.signum = self.world.most(self.stop.signum or 0)
+        """Whether a signal has come to any process."""
+        self.signum = self.world.all_reduce_max(self.session.stop.signum or 0)
         return self.signum > 0
 
     def due(self, every: int) -> bool:
-        """Whether what is done every so many steps is, after this one; at the end always, before the first step where
-        there is something to measure."""
+        """Whether an action of every so many steps is due: also at the end, and before the first step of
+        fine-tuning."""
         step = self.state.step
-        return step == self.recipe.steps or (every > 0 and step % every == 0 and (step > 0 or self.start is not None))
+        first = step > 0 or self.run.init is not None
+        return step == self.recipe.steps or (every > 0 and step % every == 0 and first)
 
     def pauses(self) -> bool:
-        """Whether there is more to do after this step than the next one."""
+        """Whether any action may be due after this step."""
         recipe = self.recipe
         every = (recipe.steps, recipe.eval_every, recipe.save_every, recipe.sample_every)
         return any(n and self.state.step % n == 0 for n in every)
 
-    def step(self) -> None:
-        """One optimizer step. A GPU computes it while the one before is told and the next one is prepared."""
-        recipe, state = self.recipe, self.state
-        started = time.perf_counter()
-        lr = state.rate_factor * lr_at(
-            state.step + 1, peak=recipe.lr, warmup=recipe.warmup, steps=recipe.steps,
-            decay=recipe.decay, schedule=recipe.schedule,
-        )  # fmt: skip
-        self.world.seed(recipe.seed, state.step)
-        outcome = self.stepper.step(*self.batch(state.step), lr)
-        state.step_seconds += time.perf_counter() - started
-        if self.settle():  # went back, behind what was begun meanwhile
-            return
-        state.step += 1
-        self.pending = Pending(state.step, lr, outcome)
-        if outcome.arrived is None:  # nothing goes on beside this
-            self.settle()
-
-    def batch(self, step: int) -> tuple[Int64s, Int64s]:
-        """This process's share of a step's inputs and targets."""
-        return self.batches.global_batch(step, self.world.row, self.world.rows)
-
-    def settle(self) -> bool:
-        """Waits for the step under way, tells it and judges it; whether the run had to go back."""
-        pending, self.pending = self.pending, None
-        if pending is None:
-            return False
-        started = time.perf_counter()
-        loss, norm = pending.outcome.read()
-        self.state.step_seconds += time.perf_counter() - started
-        self.guard.judge(loss, norm, self.stepper.scaled)
-        self.emit(events.StepEvent, pending.step, loss=loss, lr=pending.lr, grad_norm=norm, **self.rates(pending.step))
-        if self.guard.failed:
-            self.roll_back(f"the loss became {loss:g} (gradient norm {norm:g})", pending.step, pending.lr)
-            return True
-        return False
-
-    def compile(self) -> None:
-        """Compiles; where that fails, the run goes on without."""
-        started = time.perf_counter()
-        try:
-            self.stepper.compile()
-        except Exception as error:  # whatever its layers raise
-            if (stopped := interruption(error)) is not None:
-                raise stopped from None
-            self.stepper.uncompile()
-            self.change(compile=False)
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self.listen(events.Note(f"torch.compile failed, so the run goes on without it: {why:.200}", warning=True))
-        else:
-            self.note(f"compiled in {time.perf_counter() - started:.0f} s")
-
-    def on_halved(self, micro_batch: int) -> None:
-        """The memory was too small for what was computed at once."""
-        self.note(f"out of memory: from here on {micro_batch:,} of {self.recipe.rows:,} sequences at once")
-        self.change(micro_batch=micro_batch)
-
-    def change(self, **resolved: Any) -> None:
-        """Settles something anew, and records it."""
-        self.recipe = replace(self.recipe, **resolved)
-        self.write_record(resolved=dataclasses.asdict(self.recipe))
-
-    def write_record(self, **more: Any) -> None:
-        """Writes ``run.json`` with something more, once the folder is a run."""
-        if self.record is not None:
-            self.record = replace(self.record, **more)
-            with disk_errors(self.run, folder.KEPT):
-                self.record.write(self.run)
-
-    def rehearse(self, minutes: float) -> Pace:
-        """Measures how long steps and evaluations take here. What it leaves of weights is of no use."""
-        seconds: list[float] = []
-        started = time.perf_counter()
-        enough = min(PROBE_SHARE * 60 * minutes, PROBE_SECONDS)
-        while len(seconds) < 6 or self.world.decided(lambda: time.perf_counter() - started < enough):
-            before = time.perf_counter()
-            self.stepper.step(*self.batch(len(seconds)), 0.0).read()
-            seconds.append(time.perf_counter() - before)
-        some = self.held_out[: max(1, len(self.held_out) // 4)]
-        before = time.perf_counter()
-        if some:
-            with self.stepper.as_written():
-                mean_loss(self.world, self.model, some, self.compute, StopSignal())
-        window = (time.perf_counter() - before) / max(1, len(some))
-        targets = sum(len(each.y) - each.skipped for each in self.held_out) / max(1, len(self.held_out))
-        whole = self.data.held_out_targets / max(1.0, targets)  # windows
-        return Pace(
-            deadline=self.began + 60 * minutes,
-            step=sum(seconds[2:]) / len(seconds[2:]),  # the first ones allocate
-            evaluations=self.recipe.steps / self.recipe.eval_every * window * len(self.held_out),
-            end=1.5 * window * whole + END_SECONDS,  # it computes in float32
-        )
-
-    def retime(self) -> None:
-        """Where the run ends at a time: as many steps of decay as fit into what is left, at the pace so far."""
-        if self.pace is None:
-            return
-        now = time.perf_counter()
-        steps = self.world.decided(partial(self.pace.steps_left, now, (now - self.first_step) / self.state.step))
-        self.change(steps=self.state.step + steps, decay=steps)
-        self.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
-
-    def roll_back(self, why: str, failed: int, lr: float) -> None:
-        """Goes back to the last good state, once, with a lower rate. Raises `WorkError` the second time."""
-        state = self.state
-        if state.rate_factor < 1:
-            self.end_diverged(why, failed, lr)
-        self.keeper.go_back(rate_factor=LOWER, step_seconds=state.step_seconds)
-        self.emit(events.RollbackEvent, failed_step=failed, why=why, rate_factor=LOWER)
-        self.note(f"{why} at step {failed:,}: back to step {state.step:,}, with {LOWER:g} times the rate")
+    def out_of_patience(self) -> bool:
+        """Whether ``patience`` evaluations in a row were no better."""
+        return 0 < self.recipe.patience <= self.state.evals_since_best
 
     def evaluate(self) -> bool:
-        """The loss on held-out windows, the same ones each time. Whether it is a number; else the run goes back."""
+        """Measures the loss on held-out windows, the same ones each time. Returns whether it is finite; else the run is
+        rolled back."""
         state = self.state
-        if state.measured_step == state.step:  # by the run before this one
+        if state.measured_step == state.step:  # by the command before this one
             return True
-        with self.stepper.as_written():
-            loss = mean_loss(self.world, self.model, self.held_out, self.compute, self.stop)
+        with self.stepper.eager():
+            loss = mean_loss(self.parallel, self.model, self.held_out, self.run.compute, self.session.stop)
         if not math.isfinite(loss):
             self.roll_back(f"the held-out loss became {loss}", state.step, self.recipe.lr)
             return False
@@ -316,45 +269,100 @@ class Trainer:
         state.best_loss = loss if better else state.best_loss
         state.measured_step, state.measured_loss = state.step, loss
         self.emit(events.EvalEvent, val_loss=loss, best=better)
-        if state.step == 0 and self.start:
-            self.note(f"held-out loss of {self.start.asked} before the first step: {loss:.4f} nats a token")
+        if state.step == 0 and self.run.init:
+            self.session.note(
+                f"held-out loss of {self.run.init.asked} before the first step: {loss:.4f} nats per token"
+            )
         return True
 
     def save(self, last: bool = False) -> None:
-        """A checkpoint of the run as it stands, written while training goes on; the ``last`` one while it waits."""
+        """Saves a checkpoint while training continues; the ``last`` one while it waits."""
         if last:
-            self.keeper.save_last(self.recipe, self.pace, lambda: self.stop.signum is not None)
+            self.checkpointer.save_last(self.recipe, self.budget, lambda: self.session.stop.signum is not None)
         else:
-            self.keeper.save(self.recipe, self.pace)
+            self.checkpointer.save(self.recipe, self.budget)
 
     def on_saved(self, step: int) -> None:
-        """A checkpoint is whole on the disk."""
+        """Reports a checkpoint that is whole on the disk."""
         self.emit(events.SaveEvent, checkpoint=folder.step_name(step))
 
+    def roll_back(self, why: str, failed: int, lr: float) -> None:
+        """Restores the last good state, once, with a lower rate. Raises `WorkError` the second time."""
+        state = self.state
+        if state.rate_factor < 1:
+            self.end_diverged(why, failed, lr)
+        self.checkpointer.roll_back(rate_factor=LOWER, step_seconds=state.step_seconds)
+        self.emit(events.RollbackEvent, failed_step=failed, why=why, rate_factor=LOWER)
+        self.session.note(f"{why} at step {failed:,}: back to step {state.step:,}, with {LOWER:g} times the rate")
+
+    def fit_to_budget(self) -> None:
+        """Plans as many steps of decay as fit into the time that is left, at the pace so far."""
+        budget = self.budget
+        if budget is None:
+            return
+        now = time.perf_counter()
+        pace = (now - self.first_step) / self.state.step
+        steps = self.world.broadcast_object(lambda: budget.steps_left(now, pace))
+        self.update_recipe(steps=self.state.step + steps, decay=steps)
+        self.session.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
+
+    def compile(self) -> None:
+        """Compiles the step; if that fails, the run continues without."""
+        started = time.perf_counter()
+        try:
+            self.stepper.compile()
+        except Exception as error:  # of any kind
+            if (stopped := interruption(error)) is not None:
+                raise stopped from None
+            self.stepper.uncompile()
+            self.update_recipe(compile=False)
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.session.warn(f"torch.compile failed, so the run continues without it: {why:.200}")
+        else:
+            self.session.note(f"compiled in {time.perf_counter() - started:.0f} s")
+
+    def on_halved(self, micro_batch: int) -> None:
+        """Records a smaller micro-batch, after memory ran out."""
+        rows = self.recipe.rows
+        self.session.note(f"out of memory: from here on {micro_batch:,} of {rows:,} sequences at once")
+        self.update_recipe(micro_batch=micro_batch)
+
+    def update_recipe(self, **changes: Any) -> None:
+        """Changes the recipe, and records it."""
+        self.recipe = replace(self.recipe, **changes)
+        self.write_record(resolved=dataclasses.asdict(self.recipe))
+
+    def write_record(self, **changes: Any) -> None:
+        """Writes ``run.json`` with changes, on rank 0 once it is open."""
+        if self.record is not None:
+            self.record = replace(self.record, **changes)
+            with disk_errors(self.run.run, folder.KEPT):
+                self.record.write(self.run.run)
+
     def finish(self) -> Result:
-        """The best checkpoint, read back and measured, is what the run gives."""
-        best = read_best(self.setting, self.recipe, self.stop)
-        if self.recipe.merge_lora and self.world.first:
-            merged = self.run / "merged"
+        """Reads back and measures the best checkpoint, which is the result of the run."""
+        best = read_best(self.run, self.parallel, self.recipe)
+        if self.recipe.merge_lora and self.world.is_main:
+            merged = self.run.run / "merged"
             checkpoint.save(merged, best.model, self.tokenizer_files, {"val_loss": best.val_loss})
-            self.note(f"merged: {merged}")
+            self.session.note(f"merged: {merged}")
         self.emit(events.SampleEvent, text=best.text)
-        self.tell_answers(best)
+        self.report_answers(best)
         reason = "patience" if self.state.step < self.recipe.steps else "steps"
         loss, bits = best.val_loss, best.bits_per_byte
         self.emit(events.EndEvent, reason=reason, checkpoint=best.path.name, val_loss=loss, bits_per_byte=bits)
         result = Result(
-            run=self.run,
+            run=self.run.run,
             checkpoint=best.path,
             steps=self.state.step,
             tokens_seen=self.recipe.tokens(self.state.step),
             val_loss=loss,
             bits_per_byte=bits,
             **self.rates(self.state.step),
-            seconds=time.perf_counter() - self.began,
+            seconds=time.perf_counter() - self.run.began,
             parameters=breakdown(self.recipe.model).trainable,
-            device=self.compute.device.type,
-            dtype=self.compute.dtype_name,
+            device=self.run.compute.device.type,
+            dtype=self.run.compute.dtype_name,
             sample=best.text,
             prompt=self.data.prompt,
             answers=best.answers,
@@ -363,77 +371,118 @@ class Trainer:
         self.write_record(ended=reason, result=result.record())
         return result
 
-    def tell_answers(self, best: Best) -> None:
-        """How the best checkpoint answers the pairs, and that it is not the last one."""
+    def report_answers(self, best: Best) -> None:
+        """Reports how the best checkpoint answers the pairs, and whether it is the last one."""
         if best.answers is None:
             return
         held_out = {} if best.held_out_answers is None else vars(best.held_out_answers)
         counts = vars(best.answers) | {f"held_out_{key}": count for key, count in held_out.items()}
         self.emit(events.AnswersEvent, **counts)
         if best.path.name != folder.step_name(self.state.step):
-            self.note(
+            self.session.note(
                 f"the loss of the held-out pairs was lowest at {best.path.name}, which is kept as the best; the last "
-                f"step's weights: -m {self.run}:latest"
+                f"step's weights: -m {self.run.run}:latest"
             )
 
     def end_by_signal(self) -> NoReturn:
-        """Saves what there is and raises `Interrupted`; `WorkError` where the disk does not take it."""
-        state = self.state
+        """Saves the run and raises `Interrupted`, or `WorkError` if the disk does not take it."""
+        state, writer = self.state, self.checkpointer.writer
         self.told_to_stop()
-        if state.step and self.world.decided(lambda: self.saver.step != state.step):
+        if state.step and self.world.broadcast_object(lambda: writer.step != state.step):
             self.save()
-        self.world.follow()
-        self.saver.wait()
-        self.end("signal")
-        if self.saver.failed is not None:
+        self.world.wait_for_main()
+        writer.wait()
+        self.emit_cut_off("signal")
+        if writer.failed is not None:
             raise WorkError(
-                f"interrupted at step {state.step:,}, which could not be saved: {said(self.saver.failed)}",
-                f"make room, then go on from the checkpoint before: {self.command}",
+                f"interrupted at step {state.step:,}, which could not be saved: {error_text(writer.failed)}",
+                f"make room, then resume from the checkpoint before: {self.run.resume_command}",
             )
-        saved = f", saved in {self.run / folder.step_name(state.step)}" if state.step else ""
+        saved = f", saved in {self.run.run / folder.step_name(state.step)}" if state.step else ""
         raise Interrupted(
             self.signum,
-            f"interrupted at step {state.step:,} of {self.recipe.steps:,}{saved}; go on with: {self.command}",
+            f"interrupted at step {state.step:,} of {self.recipe.steps:,}{saved}; "
+            f"resume with: {self.run.resume_command}",
         )
 
-    @property
-    def command(self) -> str:
-        """What goes on with the run."""
-        return f"gpt train --resume {shlex.quote(str(self.run))}"
-
     def end_diverged(self, what: str, step: int, lr: float) -> NoReturn:
-        """Stops a run that computes no numbers any more; what was saved before stays as it is."""
-        self.world.follow()
-        self.saver.wait()
-        self.end("diverged")
+        """Stops a run whose loss is not finite any more; what was saved before stays as it is."""
+        self.world.wait_for_main()
+        self.checkpointer.writer.wait()
+        self.emit_cut_off("diverged")
         self.write_record(ended="diverged")
-        before = folder.checkpoints(self.run)
-        saved = f"the checkpoints in {self.run} are from before" if before else "nothing was saved yet"
+        before = folder.checkpoints(self.run.run)
+        saved = f"the checkpoints in {self.run.run} are from before" if before else "nothing was saved yet"
         raise WorkError(f"{what} at step {step:,}, at a learning rate of {lr:.2g}", f"train with a lower --lr; {saved}")
 
-    def end(self, reason: str) -> None:
-        """The last line of the metrics of a run that was cut off."""
+    def fail(self, error: BaseException) -> NoReturn:
+        """Raises the error with a hint, when the checkpoint that is being written is whole."""
+        if not isinstance(error, Interrupted):
+            self.checkpointer.writer.wait()
+        if isinstance(error, PeerLost):
+            error.hint = f"resume with: {self.run.resume_command}"
+        if (failure := device_failure(error)) is not None:
+            message = f"the device {self.run.compute.device} has failed: {failure}"
+            raise WorkError(message, f"resume with: {self.run.resume_command}") from error
+        raise error
+
+    def emit_cut_off(self, reason: str) -> None:
+        """Emits the last event of a run that was cut off."""
         self.emit(events.EndEvent, reason=reason, checkpoint=None, val_loss=None, bits_per_byte=None)
 
-    def out_of_patience(self) -> bool:
-        """Whether ``patience`` evaluations in a row were no better."""
-        return 0 < self.recipe.patience <= self.state.evals_since_best
-
     def rates(self, step: int) -> dict[str, Any]:
-        """Tokens a second of the steps alone, from the start, and MFU."""
+        """Tokens per second of the steps alone, from the start, and MFU."""
         return self.speed.rates(self.recipe.tokens(step), self.state.step_seconds)
 
     def emit(self, kind: Callable[..., events.Event], step: int | None = None, **values: Any) -> None:
-        """Tells the listener and ``metrics.jsonl``."""
-        if self.metrics is None:
+        """Sends an event to the listener, ``metrics.jsonl`` and the logs, from rank 0."""
+        if self.metrics is None or self.logs is None:
             return
         step = self.state.step if step is None else step
         event = kind(
             step=step,
             tokens=self.recipe.tokens(step),
-            seconds=round(time.perf_counter() - self.began, 3),
+            seconds=round(time.perf_counter() - self.run.began, 3),
             **values,
         )
         self.metrics.write(events.to_json(event))
         self.logs(event)
-        self.listen(event)
+        self.session.listen(event)
+
+
+def measure_budget(parallel: Parallel, recipe: Recipe, data: Dataset, minutes: float, session: Session) -> TimeBudget:
+    """Measures how long steps and evaluations take here. It leaves moments and random states of no use."""
+    world = session.world
+    stepper = Stepper(parallel, recipe, lambda micro_batch: None)
+    if recipe.compile:
+        with contextlib.suppress(Exception):  # the run itself reports it
+            stepper.compile()
+    batches = data.batches(recipe)
+    seconds: list[float] = []
+    started = time.perf_counter()
+    enough = min(PROBE_SHARE * 60 * minutes, PROBE_SECONDS)
+    while len(seconds) < 6 or world.broadcast_object(lambda: time.perf_counter() - started < enough):
+        before = time.perf_counter()
+        stepper.step(*batches.global_batch(len(seconds), world.data_rank, world.data_size), 0.0).read(world)
+        seconds.append(time.perf_counter() - before)
+    held_out = data.some_windows(recipe.model.block_size, windows_to_evaluate(recipe))
+    some = held_out[: max(1, len(held_out) // 4)]
+    before = time.perf_counter()
+    if some:
+        with stepper.eager():
+            mean_loss(parallel, parallel.model, some, parallel.compute, StopSignal())
+    window = (time.perf_counter() - before) / max(1, len(some))
+    targets = sum(len(each.y) - each.skipped for each in held_out) / max(1, len(held_out))
+    whole = data.held_out_targets / max(1.0, targets)  # windows
+    return TimeBudget(
+        deadline=session.began + 60 * minutes,
+        step=sum(seconds[2:]) / len(seconds[2:]),  # the first ones allocate
+        evaluations=recipe.steps / recipe.eval_every * window * len(held_out),
+        end=1.5 * window * whole + END_SECONDS,  # it computes in float32
+    )
+
+
+def windows_to_evaluate(recipe: Recipe) -> int:
+    """The held-out windows of a periodic evaluation."""
+    tokens = min(max(EVAL_TOKENS[0], round(EVAL_SHARE * recipe.steps * recipe.batch_tokens)), EVAL_TOKENS[1])
+    return max(1, tokens // recipe.model.block_size)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from gpt.model.decoder import GPT, Attention
+from gpt.model.decoder import GPT
+from gpt.model.params import named_parameters
 from gpt.parallel.world import World
 
 BETAS = (0.9, 0.95)  # GPT-3's, for AdamW
@@ -27,9 +28,9 @@ class Muon(Optimizer):
 
     As `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, which takes the matrices one by one; here all of one
     shape go through the iteration at once: 16 of 128 by 128 in 4 ms instead of 16 on two cores, 24 of 384 in 105
-    instead of 148. A group's ``parts`` says how many matrices lie below each other in a parameter: 3 for the fused
-    query, key and value. Where ``found_inf`` is 1, a step changes nothing, as with torch's fused optimizers. Of several
-    processes of a ``world``, which have the same gradients, each orthogonalizes its share, and all apply all.
+    instead of 148. A group's ``fused`` are the rows of each of the matrices that lie below each other in one parameter:
+    query, key and value. If ``found_inf`` is 1, a step changes nothing, as with torch's fused optimizers. The ranks of
+    a ``world``, which have the same gradients, orthogonalize an equal share each, and gather the others'.
     """
 
     found_inf: Tensor | None = None  # 0 or 1, on the parameters' device
@@ -42,13 +43,13 @@ class Muon(Optimizer):
         dtype: torch.dtype,
         world: World | None = None,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM, "parts": 1})
-        self.dtype, self.world = dtype, world or World()  # the iteration's
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM, "fused": ()})
+        self.dtype, self.world = dtype, world or World()  # the dtype of the iteration
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
-        changes: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
+        """Updates every parameter that has a gradient."""
+        updates: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
         applied = 1.0 if self.found_inf is None else 1 - self.found_inf
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -59,30 +60,30 @@ class Muon(Optimizer):
             if self.found_inf is not None:  # the momentum in the gradient's place leaves the momentum as it is
                 grads = [torch.where(self.found_inf > 0, m, g) for m, g in zip(momenta, grads, strict=True)]
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-            updates = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov's
+            directions = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov's
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"] * applied)
-            changes += [(p, update, group) for p, update in zip(params, updates, strict=True)]
-        self.change(changes, applied)
+            updates += [(p, direction, group) for p, direction in zip(params, directions, strict=True)]
+        self.apply(updates, applied)
 
-    def change(self, changes: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], applied: float | Tensor) -> None:
-        """Subtracts from each parameter what its update is, orthogonalized; with 0 ``applied``, nothing."""
+    def apply(self, updates: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], applied: float | Tensor) -> None:
+        """Orthogonalizes each parameter's update and subtracts it, times ``applied``, which is 0 or 1."""
         stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
-        for p, update, group in changes:
-            for matrix, part in zip(p.chunk(group["parts"]), update.chunk(group["parts"]), strict=True):
+        for p, update, group in updates:
+            for matrix, part in zip(matrices(p, group["fused"]), matrices(update, group["fused"]), strict=True):
                 wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
                 rate = group["lr"] * RMS * math.sqrt(max(matrix.shape))
                 stacks[wide.shape[0], wide.shape[1]].append((wide, part if wide is matrix else part.T, rate))
         for stack in stacks.values():
-            directions = self._directions([part.to(self.dtype) for _, part, _ in stack])
+            directions = self._orthogonalized([part.to(self.dtype) for _, part, _ in stack])
             for (matrix, _, rate), direction in zip(stack, directions * applied, strict=True):
                 matrix.sub_(direction, alpha=rate)
 
-    def _directions(self, updates: list[Tensor]) -> Tensor:
-        """The orthogonalized updates, (n, rows, columns); each process computes those of an equal share."""
+    def _orthogonalized(self, updates: list[Tensor]) -> Tensor:
+        """Returns the orthogonalized updates, (n, rows, columns), of which each rank computes an equal share."""
         share = -(-len(updates) // self.world.size)
         first = share * self.world.rank
         mine = [updates[min(n, len(updates) - 1)] for n in range(first, first + share)]
-        return self.world.gathered(orthogonalize(torch.stack(mine)))[: len(updates)]
+        return self.world.all_gather(orthogonalize(torch.stack(mine)))[: len(updates)]
 
     def _momentum(self, p: Tensor) -> Tensor:
         if "momentum" not in self.state[p]:
@@ -92,7 +93,8 @@ class Muon(Optimizer):
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrices, about, of (n, rows, columns) with no more rows than columns."""
+    """Returns about the nearest semi-orthogonal matrices of (n, rows, columns), which have no more rows than
+    columns."""
     a, b, c = NEWTON_SCHULZ
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(ITERATIONS):
@@ -101,65 +103,83 @@ def orthogonalize(x: Tensor) -> Tensor:
     return x
 
 
-# What each remembers of a parameter.
-MEMORY: dict[type[Optimizer], tuple[str, ...]] = {AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum",)}
+def matrices(x: Tensor, fused: tuple[int, ...]) -> Sequence[Tensor]:
+    """The matrices that lie below each other in a parameter, of ``fused`` rows each."""
+    return torch.split(x, list(fused)) if fused else [x]
 
 
-def memory(part: Optimizer) -> tuple[str, ...]:
-    """What an optimizer remembers of a parameter."""
-    return next(words for kind, words in MEMORY.items() if isinstance(part, kind))
+def orthogonalize_each(updates: Sequence[Tensor]) -> list[Tensor]:
+    """`orthogonalize` of matrices of any shapes, all of one shape at once."""
+    found, alike = list(updates), defaultdict(list)
+    for at, each in enumerate(updates):
+        alike[each.shape].append(at)
+    for shape, places in alike.items():
+        stack = torch.stack([updates[at] for at in places])
+        done = orthogonalize(stack) if shape[0] <= shape[1] else orthogonalize(stack.mT).mT
+        for at, direction in zip(places, done, strict=True):
+            found[at] = direction
+    return found
+
+
+# The state that each keeps of a parameter.
+STATE: dict[type[Optimizer], tuple[str, ...]] = {AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum",)}
+
+
+def state_keys(optimizer: Optimizer) -> tuple[str, ...]:
+    """The keys of an optimizer's state of a parameter."""
+    return next(keys for kind, keys in STATE.items() if isinstance(optimizer, kind))
 
 
 class Optimizers:
-    """Several optimizers with one learning rate: what the training loop steps, and a checkpoint saves."""
+    """The optimizers of a run, which share one learning rate."""
 
-    def __init__(self, parts: Sequence[Optimizer]) -> None:
-        self.parts = list(parts)
-        self._of = {p: part for part in self.parts for group in part.param_groups for p in group["params"]}
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        self._of = {p: each for each in self.optimizers for group in each.param_groups for p in group["params"]}
 
     def set_lr(self, lr: float) -> None:
-        """The rate of every group."""
-        for part in self.parts:
-            for group in part.param_groups:
+        """Sets the learning rate of every group."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
                 group["lr"] = lr
 
-    def step(self, unless: Tensor) -> None:
-        """An update of each, unless it is known by then, on the device, that there must be none."""
-        for part in self.parts:
-            part.found_inf = unless.float()  # type: ignore[attr-defined]  # what GradScaler tells fused optimizers
-            part.step()
+    def step(self, skip: Tensor) -> None:
+        """Steps every optimizer; a no-op where ``skip`` is true, which is decided on the device."""
+        for optimizer in self.optimizers:
+            optimizer.found_inf = skip.float()  # type: ignore[attr-defined]  # as GradScaler sets it for fused ones
+            optimizer.step()
 
     def zero_grad(self) -> None:
-        """Forgets all gradients."""
-        for part in self.parts:
-            part.zero_grad(set_to_none=True)
+        """Frees all gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def state(self, model: GPT) -> dict[str, Tensor]:
-        """What the optimizers remember, as it stands: by parameter and word, as ``h.0.ln_1.weight.exp_avg``."""
+        """The optimizers' state by parameter and key, as ``h.0.ln_1.weight.exp_avg``."""
         return {
-            f"{name}.{word}": self._of[p].state[p][word]
+            f"{name}.{key}": self._of[p].state[p][key]
             for name, p in model.named_parameters()
             if p.requires_grad
-            for word in memory(self._of[p])
-            if word in self._of[p].state[p]
+            for key in state_keys(self._of[p])
+            if key in self._of[p].state[p]
         }
 
     def shapes(self, model: GPT, whole: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, tuple[int, ...]]:
-        """The shapes of `state` after a step, where parameters have their own shapes or those of ``whole``."""
+        """The shapes of `state` after a step, for parameters of their own shapes or those of ``whole``."""
         return {
-            f"{name}.{word}": () if word == "step" else tuple(p.shape) if whole is None else whole[name]
+            f"{name}.{key}": () if key == "step" else tuple(p.shape) if whole is None else whole[name]
             for name, p in model.named_parameters()
             if p.requires_grad
-            for word in memory(self._of[p])
+            for key in state_keys(self._of[p])
         }
 
     def restore(self, model: GPT, state: Mapping[str, Tensor]) -> None:
-        """Makes `state` what it was; what it did not have is forgotten."""
+        """Sets `state`; what ``state`` does not have is dropped."""
         for name, p in model.named_parameters():
             if p.requires_grad:
-                part = self._of[p]
-                words = [word for word in memory(part) if f"{name}.{word}" in state]
-                part.state[p] = {word: state[f"{name}.{word}"].to(p.device, copy=True) for word in words}
+                optimizer = self._of[p]
+                keys = [key for key in state_keys(optimizer) if f"{name}.{key}" in state]
+                optimizer.state[p] = {key: state[f"{name}.{key}"].to(p.device, copy=True) for key in keys}
 
 
 def make_optimizer(
@@ -171,20 +191,24 @@ def make_optimizer(
     muon: Callable[..., Muon] = Muon,
 ) -> Optimizers:
     """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas, fused in one kernel; under ``muon`` for all but the matrices
-    of the blocks. Biases, LayerNorms and, under ``muon``, embeddings are not decayed. ``dtype``: of Muon's iteration,
-    which the processes of a ``world`` share.
+    of the blocks. Biases, LayerNorms and, under ``muon``, embeddings are not decayed. ``dtype`` is that of Muon's
+    iteration, which the ranks of a ``world`` share.
     """
-    matrices = [p for p in model.h.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() >= 2 and not any(p is m for m in matrices)]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    table = named_parameters(model.config)
+    vectors: list[Tensor] = []
+    others: list[Tensor] = []
+    fused: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+    for name, p in model.named_parameters():
+        if table[name].is_matrix:
+            fused[table[name].fused].append(p)
+        else:
+            (others if table[name].is_decayed else vectors).append(p)
     if kind == "adamw":
-        return Optimizers([_adamw([*others, *matrices], vectors, weight_decay)])
-    fused = [module.c_attn.weight for module in model.modules() if isinstance(module, Attention)]
-    single = [m for m in matrices if not any(m is p for p in fused)]
-    groups: list[dict[str, Any]] = [{"params": fused, "parts": 3}, {"params": single}]
+        return Optimizers([_adamw([*others, *(p for some in fused.values() for p in some)], vectors, weight_decay)])
+    groups = [{"params": params, "fused": rows} for rows, params in fused.items()]
     return Optimizers([muon(groups, 0.0, weight_decay, dtype, world), _adamw(others, vectors, 0.0)])
 
 
-def _adamw(decayed: Sequence[nn.Parameter], others: Sequence[nn.Parameter], weight_decay: float) -> AdamW:
+def _adamw(decayed: Sequence[Tensor], others: Sequence[Tensor], weight_decay: float) -> AdamW:
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return AdamW([group for group in groups if group["params"]], lr=0.0, betas=BETAS, eps=1e-8, fused=True)

@@ -1,4 +1,4 @@
-"""From what a user asked to what is done: every ``None`` and ``auto`` decided, from the text's size and the device."""
+"""From settings to a recipe: every ``None`` and ``auto`` is decided from the text's size and the device."""
 
 import math
 from collections.abc import Callable
@@ -8,15 +8,16 @@ from typing import Annotated, Any, Literal
 from gpt.config import GPTConfig, Optimizer, Preset, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.errors import UserError
-from gpt.model.fit import at_once, divisors, in_chunks, largest
-from gpt.model.memory import Setup, training
+from gpt.model.memory import Setup, at_once, divisors, in_chunks, largest, training
 from gpt.model.params import breakdown, nearest_preset
 from gpt.peaks import host_memory
 from gpt.settings import Amount, Count, Positive, Within
 from gpt.text.batches import MOST_SIZES, Ramp
-from gpt.training import start as starts
+from gpt.training import finetune
 
 Notes = Callable[[str], None]
+Schedule = Literal["linear", "cosine", "constant"]
+FLOOR = 0.1  # of the peak rate, where the cosine ends (GPT-3, appendix B)
 DECAY = 0.5  # of the steps
 DROPOUT = 0.1  # where there is any
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
@@ -34,19 +35,19 @@ AS_ASKED = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training run with nothing left open."""
+    """The settings of a training run, all decided."""
 
     preset: str
     model: GPTConfig
     steps: Positive
     batch_tokens: Positive  # tokens a step
     rows: Positive  # sequences a step
-    micro_batch: Positive  # sequences at once in a process; the rest of its share of the rows is accumulated
+    micro_batch: Positive  # sequences at once in a process, which accumulates the gradients of its share of the rows
     lr: Amount
     warmup: Count
-    decay: Count  # steps at the end over which the linear schedule goes down
+    decay: Count  # steps at the end over which the linear schedule decays
     optimizer: Optimizer
-    schedule: Literal["linear", "cosine", "constant"]
+    schedule: Schedule
     weight_decay: Amount
     clip: Amount
     eval_every: Positive
@@ -61,17 +62,40 @@ class Recipe:
     ramp: Ramp | None = None
     loss_chunk: Count = 0  # positions whose logits exist at once; 0: all of a micro-batch
     compile: bool = False
-    shard: Literal["none", "full"] = "none"  # whether processes divide weights, gradients and moments
-    tensor: Annotated[int, Within(1, 1024)] = 1  # processes that share each sequence
-    recompute: bool = False  # activations of blocks
+    shard: Literal["none", "full"] = "none"  # whether weights, gradients and moments are sharded over processes
+    tensor: Annotated[int, Within(1, 1024)] = 1  # tensor-parallel processes, which share each sequence
+    recompute: bool = False  # whether activations of blocks are recomputed in the backward pass
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process holds a part of the weights, so that they compute each forward pass together."""
+        return self.shard == "full" or self.tensor > 1
 
     def tokens(self, steps: int) -> int:
-        """Tokens of the first so many steps."""
+        """Tokens of the first ``steps`` steps."""
         return self.ramp.before(steps) * self.model.block_size if self.ramp else steps * self.batch_tokens
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 1."""
+        return lr_at(step, peak=self.lr, warmup=self.warmup, steps=self.steps, decay=self.decay, schedule=self.schedule)
+
+
+def lr_at(step: int, *, peak: float, warmup: int, steps: int, decay: int, schedule: Schedule) -> float:
+    """The learning rate of step 1 … ``steps``: linear from 0 to ``peak`` over ``warmup`` steps, then the peak and, over
+    the last ``decay`` steps, linear towards 0 (Hägele et al. 2024, arXiv 2405.18392); a cosine down to a tenth; or the
+    peak."""
+    if step < warmup:
+        return peak * step / warmup
+    if schedule == "constant":
+        return peak
+    if schedule == "linear":
+        return peak * min(1.0, (steps + 1 - step) / max(1, decay))
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def auto_preset(n_bytes: int, device: str) -> str:
-    """The size for a text of ``n_bytes``. On a CPU the smallest: in the minutes that the default length gives it, it
+    """The preset for a text of ``n_bytes``. On a CPU it is the smallest, which in the minutes of the default length
     learns more of any text than a larger one that sees fewer tokens (docs/defaults.md)."""
     if device == "cpu":
         return "nano"
@@ -82,7 +106,7 @@ def auto_preset(n_bytes: int, device: str) -> str:
 
 
 def preset_name(config: TrainConfig, n_bytes: int, device: str) -> str:
-    """The preset that was asked for, or that the text's size and the device suggest."""
+    """The preset that was asked for, or the one for the text's size and the device."""
     return auto_preset(n_bytes, device) if config.preset == "auto" else config.preset
 
 
@@ -98,9 +122,9 @@ def resolve(
     pairs: int = 0,
     processes: int = 1,
 ) -> Recipe:
-    """The recipe for ``n_tokens`` of training text that came from ``n_bytes``; ``start``: the shape of the model that
-    is fine-tuned; ``pairs``: how many the text is made of, where these are the rows; ``processes``, or groups of
-    ``config.tensor``, share each batch.
+    """The recipe for ``n_tokens`` of training text of ``n_bytes``. ``start`` is the shape of the model that is
+    fine-tuned; ``pairs`` is the number of pairs, if these are the rows of a batch; ``processes`` data ranks share each
+    batch.
 
     Tells ``note`` what it had to change. Raises `UserError` for settings that contradict each other or the text.
     """
@@ -110,18 +134,18 @@ def resolve(
     optimizer = auto_optimizer(config, model)
     check_heads(model, config.tensor)
     if start is not None:
-        usual = starts.usual_epochs(n_tokens, pairs > 0, model, compute.device.type)
-        preset = starts.tuned(preset, usual * n_tokens, starts.PAIR_STEPS if pairs else starts.STEPS)
+        usual = finetune.usual_epochs(n_tokens, pairs > 0, model, compute.device.type)
+        preset = finetune.tuned(preset, usual * n_tokens, finetune.PAIR_STEPS if pairs else finetune.STEPS)
     else:
         usual = auto_epochs(n_tokens, model, compute.device.type)
-        preset = starts.tuned(preset, usual * n_tokens, starts.STEPS) if pairs else preset
+        preset = finetune.tuned(preset, usual * n_tokens, finetune.STEPS) if pairs else preset
     batch = _batch(config, preset, model, compute, n_tokens / pairs if pairs else None, processes)
     steps = _steps(config, n_tokens, batch, usual)
     tokens = batch.read(steps)
     dropout = auto_dropout(tokens / n_tokens) if start is None else 0.0
     model = model if config.dropout is not None else replace(model, dropout=dropout)
     warmup = _warmup(config, steps, batch)
-    for line in _of_no_use(config, steps, warmup, held_out):
+    for line in _without_effect(config, steps, warmup, held_out):
         note(line)
     eval_every = config.eval_every or math.ceil(steps / 20)
     as_asked: dict[str, Any] = {each: getattr(config, each) for each in AS_ASKED}
@@ -149,15 +173,15 @@ def resolve(
 
 
 def auto_optimizer(config: TrainConfig, model: GPTConfig) -> Optimizer:
-    """What trains ``model``: Muon, but AdamW for adapters and for a large model that is fine-tuned."""
+    """The optimizer of ``model``: Muon, but AdamW for adapters and for a large model that is fine-tuned."""
     if config.lora_rank:
         return "adamw"
-    large = config.init is not None and breakdown(model).trainable >= starts.ADAMW_FROM
+    large = config.init is not None and breakdown(model).trainable >= finetune.ADAMW_FROM
     return config.optimizer or ("adamw" if large else "muon")
 
 
-def _of_no_use(config: TrainConfig, steps: int, warmup: int, held_out: bool) -> list[str]:
-    """Lines about settings that have no effect, or not the one that they are there for."""
+def _without_effect(config: TrainConfig, steps: int, warmup: int, held_out: bool) -> list[str]:
+    """Notes about settings that have no effect, or less than intended."""
     lines = []
     if config.patience and not held_out:
         lines.append("nothing is held out, so --patience has nothing to go by")
@@ -175,7 +199,7 @@ def _rate(config: TrainConfig, preset: Preset, optimizer: Optimizer) -> float:
     rate = preset.lr * (MUON_FACTOR if optimizer == "muon" else 1)
     if config.init is None:
         return rate
-    return rate * (starts.LORA_RATE if config.lora_rank else starts.RATE[optimizer])
+    return rate * (finetune.LORA_RATE if config.lora_rank else finetune.RATE[optimizer])
 
 
 def check_heads(model: GPTConfig, tensor: int) -> None:
@@ -194,16 +218,7 @@ def _model(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int, 
         block_size = n_tokens
     if config.init is not None:
         return replace(shape, block_size=block_size, dropout=config.dropout or 0.0)
-    return GPTConfig(
-        vocab_size=vocab_size,
-        block_size=block_size,
-        n_layer=config.n_layer or shape.n_layer,
-        n_head=config.n_head or shape.n_head,
-        n_embd=config.n_embd or shape.n_embd,
-        dropout=config.dropout or 0.0,
-        positions=config.positions or ("rotary" if config.arch == "modern" else "learned"),
-        arch=config.arch,
-    )
+    return config.new_model(shape, vocab_size, block_size)
 
 
 def _rows(config: TrainConfig, preset: Preset, block_size: int) -> int:
@@ -225,7 +240,7 @@ def _pair_rows(config: TrainConfig, preset: Preset, tokens: float) -> int:
 
 @dataclass(frozen=True)
 class _Batch:
-    """What a step takes, and how many steps take so many tokens."""
+    """The batch of a step, and how many steps read so many tokens."""
 
     rows: int
     row: float  # tokens, of pairs on average
@@ -276,7 +291,7 @@ def _check_batch(rows: int, tokens: float) -> None:
 
 
 def _setup(config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, processes: int) -> Setup:
-    """What a process with so many ``rows`` of a step computes at once. Dropout that is not decided yet is counted."""
+    """What a process with ``rows`` sequences of a step computes at once. Dropout that is not decided yet is counted."""
     if config.dropout is None and config.init is None:
         model = replace(model, dropout=DROPOUT)
     setup = Setup(
@@ -294,8 +309,8 @@ def _setup(config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, p
 
 
 def check_model(recipe: Recipe, compute: Compute, processes: int) -> None:
-    """Raises `UserError` where a device cannot hold what stays there between the steps, whatever is computed at once:
-    a system that has promised too much memory kills. Not for adapters, whose moments are small."""
+    """Raises `UserError` if a device cannot hold weights, gradients and moments, whatever is computed at once: a system
+    that has promised too much memory kills. Adapters, whose moments are small, are not checked."""
     model, memory = recipe.model, compute.memory()
     if recipe.lora_rank:
         return
@@ -318,7 +333,8 @@ def check_model(recipe: Recipe, compute: Compute, processes: int) -> None:
 
 
 def asked_micro_batch(asked: str, rows: int) -> int:
-    """Of a process's ``rows``. Raises `UserError` for one that is no number or does not divide them."""
+    """The micro-batch that was asked for. Raises `UserError` if it is no number or does not divide a process's
+    ``rows``."""
     if not asked.isascii() or not asked.isdigit() or int(asked) < 1:
         raise UserError(f'micro-batch is "{asked}"; it must be auto or a whole number from 1')
     if rows % int(asked):
@@ -330,7 +346,7 @@ def asked_micro_batch(asked: str, rows: int) -> int:
 
 
 def check_share(rows: int, processes: int, length: int | None = None) -> None:
-    """Raises `UserError` where processes cannot share the sequences of a step, of ``length`` tokens each, evenly."""
+    """Raises `UserError` if processes cannot share the sequences of a step, of ``length`` tokens each, evenly."""
     if rows % processes:
         hint = "take --nproc " + " or ".join(str(n) for n in divisors(rows)[:8])
         if length is not None:

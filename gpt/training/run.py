@@ -1,31 +1,61 @@
-"""A training run, from texts to a saved checkpoint, in one go or resumed."""
+"""A training run, from texts to a saved checkpoint. A new run is prepared, and then resumed at step 0.
+
+`prepare` makes the run's folder, on rank 0; `find` finds the one to resume. What follows is the same for both, on all
+ranks: `open_run` reads the folder, and `Trainer` trains.
+"""
 
 import contextlib
+import os
+import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gpt import device, events, files
-from gpt.config import TrainConfig
+from gpt.config import MOST_THREADS, TrainConfig
+from gpt.device import Compute
+from gpt.errors import Interrupted, UserError
+from gpt.files import disk_errors, locked
 from gpt.interrupt import StopSignal
+from gpt.model.memory import divisors
 from gpt.parallel import environment
 from gpt.parallel.world import World, joined
-from gpt.runs import folder
-from gpt.runs.record import RunRecord
+from gpt.runs import checkpoint, folder, hub
+from gpt.runs.record import FORMAT, Machine, RunRecord
 from gpt.settings import checked, from_dict
-from gpt.training import logs, opening, resume
-from gpt.training.loop import Trainer
-from gpt.training.opening import Listener, Setting
-from gpt.training.pace import Pace
-from gpt.training.pairs import PairData, make_pairs
-from gpt.training.prepare import Data
-from gpt.training.recipe import Recipe, check_model, resolve
-from gpt.training.result import Result
-from gpt.training.start import find_start, shared_start
+from gpt.text.corpus import open_corpus
+from gpt.text.token_folder import MANIFEST, TokenFolder
+from gpt.text.tokenizer import Tokenizer
+from gpt.training import logs
+from gpt.training.budget import TimeBudget, preset_for_minutes
+from gpt.training.context import Listener, Result, RunContext, Session, data_record, first_record, versions
+from gpt.training.data import Dataset, load_tokens, make_tokens, open_pairs, open_tokens, tokenized
+from gpt.training.finetune import InitCheckpoint, find_init
+from gpt.training.loop import Trainer, measure_budget
+from gpt.training.parallel import parallelize
+from gpt.training.recipe import Recipe, asked_micro_batch, check_heads, check_model, check_share, resolve
+from gpt.training.state import Saved, read_saved, seed_all
+from gpt.words import counted
+
+TOKENS = "tokens"  # in the run folder
+MAY_CHANGE = (
+    "steps",
+    "nproc",
+    "shard",
+    "tensor",
+    "recompute",
+    "device",
+    "threads",
+    "micro_batch",
+    "keep",
+    "log",
+)  # in a resume: data and result stay, up to rounding
 
 
 def train(
@@ -34,172 +64,488 @@ def train(
     """Trains a decoder on ``texts`` (files, folders, ``-`` or corpora by name; none: ``pydocs``) and tells ``listen``
     how it goes. ``began`` is when the command did, on the clock of `time.perf_counter`.
 
-    Raises `UserError` for input that cannot be used, `WorkError` where the work fails, and `Interrupted` after
-    SIGINT or SIGTERM, once the state is saved.
+    Raises `UserError` for input that cannot be used, `WorkError` if the work fails, and `Interrupted` after SIGINT or
+    SIGTERM, once the state is saved.
     """
-    began = time.perf_counter() if began is None else began
-    with contextlib.ExitStack() as held:
-        stop = held.enter_context(StopSignal(at_once=True))
-        world = held.enter_context(joined(config.nproc))
-        listen, note = _told(listen, world)
-        world.agree({"text": list(map(str, texts)), **asdict(config), **_code()})
-        world.together(lambda: logs.check(config.log))
-        compute = world.place(world.together(lambda: device.pick(config.device, config.dtype, training=True)))
-        device.use_threads(compute, config.threads)
-        world.together(lambda: world.divide(config.tensor, config.shard == "full"))
-        start = shared_start(world, lambda: find_start(config))
-        tokenizer = start.tokenizer if start else None
-        data: Data | PairData | None = None
-        with contextlib.ExitStack() as until_begun:
-
-            def made() -> tuple[str, dict[str, Any]]:
-                nonlocal data
-                opened = opening.new_run(texts, config, compute, listen, note, tokenizer, world.size)
-                run, data, record = held.enter_context(opened)
-                until_begun.enter_context(opening.taken_back(run))
-                return str(run), record.members()
-
-            run, said = world.decided(made)
-            record = RunRecord.of(said, run)
-            data = opening.shared(world, data, lambda: make_pairs(texts, config, compute.device.type, note, tokenizer))
-            setting = Setting(Path(run), data, compute, start, world, listen, began)
-            trainer = _begin(setting, replace(config, preset=record.size or config.preset), record)
-        return trainer.train(stop)
+    with _session(config.nproc, listen, began) as session:
+        world = session.world
+        world.assert_same({"text": list(map(str, texts)), **asdict(config), **_code_versions()})
+        world.raise_on_all(lambda: logs.check(config.log))
+        compute = world.raise_on_all(lambda: device.pick(config.device, config.dtype, training=True))
+        world.raise_on_all(lambda: world.divide(config.tensor))
+        with contextlib.ExitStack() as until_ended, contextlib.ExitStack() as until_first_step:
+            prepared: Prepared | None = None
+            if world.is_main:
+                prepared = until_ended.enter_context(prepare(texts, config, compute, session))
+                until_first_step.enter_context(removed_on_failure(prepared.run))
+            run = world.broadcast_object(lambda: str(prepared.run if prepared else ""))
+            trainer = open_run(Path(run), None, {}, session, prepared)
+            until_first_step.close()
+            return trainer.train()
 
 
-def go_on(
+def resume(
     run: str | None = None,
     given: Mapping[str, Any] | None = None,
     texts: Sequence[str] = (),
     listen: Listener = lambda event: None,
     began: float | None = None,
 ) -> Result:
-    """Goes on with ``run``, or the newest in ``runs/`` that is not finished, exactly where its newest whole checkpoint
-    is; without one, from step 0. ``given``: settings that may change (`gpt.training.resume.MAY_CHANGE`).
+    """Resumes ``run``, or the newest in ``runs/`` that is not finished, exactly at its newest whole checkpoint; without
+    one, at step 0. ``given`` are settings that may change (`MAY_CHANGE`).
 
-    Raises as `train` does, and `UserError` where there is no such run, or for what may not change.
+    Raises as `train` does, and `UserError` if there is no such run, or for a setting that may not change.
     """
-    began = time.perf_counter() if began is None else began
     given = given or {}
-    resume.refuse_others(given, texts)
+    _refuse_others(given, texts)
     asked = from_dict(TrainConfig, given, "resume")
-    if not environment.is_one_of_many() and (result := resume.finished(run, given)):
+    if not environment.is_one_of_many() and (result := finished(run, given)):
         listen(events.Note(f"{result.run} is finished"))
         return result  # which takes one process, however many the run had
-    with contextlib.ExitStack() as held:
-        stop = held.enter_context(StopSignal(at_once=True))
-        world = held.enter_context(joined(asked.nproc))
-        listen, note = _told(listen, world)
-        world.agree({"resume": run, **given, **_code()})
-        place, at = world.decided(lambda: _found(run, given, held, note))
-        begun = world.together(lambda: resume.read_begun(Path(place), at))
+    with _session(asked.nproc, listen, began) as session, contextlib.ExitStack() as until_ended:
+        world = session.world
+        world.assert_same({"resume": run, **given, **_code_versions()})
+        found = until_ended.enter_context(find(run, given, session)) if world.is_main else None
+        path, at = world.broadcast_object(lambda: found or ("", None))
+        begun = world.raise_on_all(lambda: read_begun(Path(path), at))
         if result := begun.ends_with(given):
-            note(f"{begun.run} is finished")
+            session.note(f"{begun.run} is finished")
             return result
-        setting = _found_again(begun, given, world, listen, began)
-        return _begin(setting, begun.config, begun.record, begun, given).train(stop)
+        return open_run(begun.run, at, given, session).train()
 
 
-def _found(
-    run: str | None, given: Mapping[str, Any], held: contextlib.ExitStack, note: Callable[[str], None]
-) -> tuple[str, str | None]:
-    """The run to go on with, which is this process's alone while ``held`` is, put in order, and its checkpoint."""
-    path = resume.find_run(run)
-    held.enter_context(opening.locked_run(path))
-    begun = resume.read_begun(path)
-    if begun.ends_with(given):
-        return str(path), None
-    with files.disk_errors(path):
-        files.recover(path)
-        folder.write_index(path)
-    logs.check(str(given.get("log", begun.config.log)))
-    return str(path), resume.find_checkpoint(path, note)
+@contextlib.contextmanager
+def _session(nproc: int, listen: Listener, began: float | None) -> Iterator[Session]:
+    """Hears signals, and joins the other processes."""
+    began = time.perf_counter() if began is None else began
+    with StopSignal(at_once=True) as stop, joined(nproc) as world:
+        yield Session(world, stop, listen, began)
 
 
-def _found_again(
-    begun: resume.Begun, given: Mapping[str, Any], world: World, listen: Listener, began: float
-) -> Setting:
-    """What a run was made of, as it was, but for what may have changed."""
-    _, note = _told(listen, world)
-    compute = world.together(lambda: resume.same_compute(begun, given, world.size, note))
-    compute = world.place(compute)
-    world.together(lambda: world.divide(*resume.division(begun, given)))
-    start = shared_start(world, lambda: resume.same_start(begun))
-    tokenizer = start.tokenizer if start else begun.tokenizer
-    kind, texts, config = compute.device.type, begun.texts, begun.config
-    data: Data | PairData | None = None
-    if world.first:
-        data = opening.same_data(begun.run, begun.record, texts, config, kind, listen, note, tokenizer)
-    data = opening.shared(world, data, lambda: make_pairs(texts, config, kind, note, tokenizer))
-    spent = begun.saved.state.seconds if begun.saved else 0.0
-    return Setting(begun.run, data, compute, start, world, listen, began - spent)
-
-
-def _told(listen: Listener, world: World) -> tuple[Listener, Callable[[str], None]]:
-    """Who hears of the run, and of a line of text: of the first process alone."""
-
-    def hears(event: Any) -> None:
-        if world.first:
-            listen(event)
-
-    return hears, lambda text: hears(events.Note(text))
-
-
-def _begin(
-    setting: Setting,
-    config: TrainConfig,
-    record: RunRecord,
-    begun: resume.Begun | None = None,
-    given: Mapping[str, Any] | None = None,
-) -> Trainer:
-    """A trainer that is ready for its first step, or for the next one of a run that was begun."""
-    data, note, world = setting.data, setting.note, setting.world
-    held_out = len(data.held_out) > 0
-    n_tokens, vocab_size = len(data.train), data.tokenizer.vocab_size
-    shape = setting.start.model if setting.start else None
-
-    def recipe_for(config: TrainConfig, note: Callable[[str], None] = lambda text: None) -> Recipe:
-        return _decided(
-            world,
-            lambda: resolve(
-                config, setting.compute, data.bytes, n_tokens, vocab_size, held_out, note, shape, data.rows, world.rows
-            ),
-        )
-
-    environment.tell(environment.RUN, setting.run)
-    recipe, pace = begun.recipe if begun else None, None
-    if recipe is None:
-        recipe = recipe_for(config, note)
-        world.together(partial(check_model, recipe, setting.compute, world.rows))
-        if config.minutes is not None:
-            pace = Trainer(setting, recipe).rehearse(config.minutes)
-            steps = world.decided(partial(_steps_now, pace))
-            recipe = recipe_for(replace(config, minutes=None, steps=steps))
-            note(pace.describe(recipe.batch_tokens))
-    saved = begun.saved if begun else None
-    given = {**begun.lengthened, **(given or {})} if begun else {}
-    if begun:
-        step = saved.state.step if saved else 0
-        recipe = _decided(world, partial(resume.changed, recipe, given, step, note, world.rows))
-    if saved is not None and saved.pace is not None and "steps" not in given:
-        pace = replace(saved.pace, deadline=saved.pace.deadline + setting.began)
-    trainer = Trainer(setting, recipe, saved, begun.path if begun else None)
-    if saved is not None and recipe.steps > saved.recipe.steps:
-        trainer.state.evals_since_best = 0  # patience begins anew
-    trainer.pace = pace
-    trainer.open(record, str(given.get("log", config.log)), given)
-    return trainer
-
-
-def _decided(world: World, do: Callable[[], Recipe]) -> Recipe:
-    """The first process's recipe, in all."""
-    return checked(Recipe, world.decided(lambda: asdict(do())), "what the first process decided")
-
-
-def _code() -> dict[str, str]:
-    """What has to be the same in all processes."""
+def _code_versions() -> dict[str, str]:
+    """The versions that must be the same on all ranks."""
     return {f"the version of {package}": version(package) for package in ("gpt", "torch")}
 
 
-def _steps_now(pace: Pace) -> int:
-    return pace.steps(time.perf_counter())
+# A new run
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A new run's folder, and its data, opened."""
+
+    run: Path
+    data: Dataset
+    init: InitCheckpoint | None
+
+
+@contextlib.contextmanager
+def prepare(texts: Sequence[str], config: TrainConfig, compute: Compute, session: Session) -> Iterator[Prepared]:
+    """Makes a run's folder, holds its lock, tokenizes the text into it unless it comes tokenized, and writes what
+    ``run.json`` says by then: it is there before the text is tokenized. If this fails, no folder is left."""
+    listen, note, asked = session.listen, session.note, config
+    if session.world.size > 1 and config.pairs and "-" in texts:
+        raise UserError("pairs from stdin cannot be read by several processes", "put them into a file")
+    init = find_init(config)
+    tokenizer = init.tokenizer if init else None
+    data: Dataset | None = None
+    corpus = None
+    if config.pairs:
+        data = open_pairs(texts, config, compute.device.type, note, tokenizer)
+    elif path := tokenized(texts):
+        data = open_tokens(path, config, note, tokenizer)
+        config = preset_for_minutes(config, compute, data.bytes, note, session.world.size)
+    else:
+        corpus = open_corpus(texts, config, listen)
+        config = preset_for_minutes(config, compute, corpus.found.bytes, note, session.world.size)
+    record = first_record(texts, asked, config.preset)
+    name = corpus.name if data is None and corpus else data.name if data else ""
+    run = folder.create_run(config.out or os.path.join(folder.RUNS, name))
+    with lock_run(run):
+        with removed_on_failure(run):
+            with disk_errors(run):
+                record.write(run)
+            if data is None:
+                assert corpus is not None
+                data = make_tokens(corpus, config, run / TOKENS, compute.device.type, listen, note, tokenizer)
+            with disk_errors(run):
+                data_record(record, data, init).write(run)
+        yield Prepared(run, data, init)
+
+
+def lock_run(run: Path) -> contextlib.AbstractContextManager[None]:
+    """Holds a run folder for this process."""
+    return locked(run, "it is being trained: wait for it, or train another run with --out")
+
+
+@contextlib.contextmanager
+def removed_on_failure(run: Path) -> Iterator[None]:
+    """Removes a run that fails here, before its first step."""
+    try:
+        yield
+    except Interrupted as stopped:
+        _remove(run)
+        raise Interrupted(stopped.signum, "interrupted before the first step: nothing is left of the run") from None
+    except BaseException:
+        _remove(run)
+        raise
+
+
+def _remove(run: Path) -> None:
+    """Removes a run folder, and ``runs/`` if nothing else is in it."""
+    shutil.rmtree(run, ignore_errors=True)
+    if run.parent == Path(folder.RUNS):
+        with contextlib.suppress(OSError):
+            run.parent.rmdir()
+
+
+# A run that was begun
+
+
+@dataclass
+class Begun:
+    """A run that was begun. ``checkpoint`` is the one that it resumes from, ``saved`` its training state; without one
+    it starts at step 0. ``result`` is that of a finished run."""
+
+    run: Path
+    record: RunRecord
+    texts: list[str]
+    config: TrainConfig
+    checkpoint: Path | None = None
+    saved: Saved | None = None
+    result: Result | None = None
+
+    def ends_with(self, given: Mapping[str, Any]) -> Result | None:
+        """Its result, unless more steps are asked for."""
+        return self.result if self.result is not None and (given.get("steps") or 0) <= self.result.steps else None
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The checkpoint's recipe, or the one that was resolved before the first checkpoint. Minutes are measured anew
+        if nothing was saved."""
+        if self.saved is not None:
+            return self.saved.recipe
+        if self.record.resolved is None or self.config.minutes is not None:
+            return None
+        return checked(Recipe, self.record.resolved, str(self.run / folder.RECORD))
+
+    @property
+    def machine(self) -> Machine | None:
+        """The machine that it ran on."""
+        return self.record.compute if self.saved is None else self.saved.machine
+
+    @property
+    def lengthened(self) -> dict[str, int]:
+        """The steps that an earlier resume asked for, if the checkpoint is older."""
+        steps = [each.given.get("steps") for each in self.record.resumed]
+        most = max((n for n in steps if type(n) is int), default=0)
+        return {"steps": most} if self.recipe is not None and self.recipe.steps < most < 2**53 else {}
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Its tokenizer, if there is a checkpoint."""
+        return checkpoint.look(self.checkpoint)[1] if self.checkpoint else None
+
+
+@contextlib.contextmanager
+def find(run: str | None, given: Mapping[str, Any], session: Session) -> Iterator[tuple[str, str | None]]:
+    """Finds the run to resume and the name of its checkpoint, holds its lock, and repairs its folder."""
+    path = find_run(run)
+    with lock_run(path):
+        begun = read_begun(path)
+        if begun.ends_with(given):
+            yield str(path), None
+            return
+        with disk_errors(path):
+            files.recover(path)
+            folder.write_index(path)
+        logs.check(str(given.get("log", begun.config.log)))
+        yield str(path), find_checkpoint(path, session.note)
+
+
+def find_run(asked: str | None) -> Path:
+    """The run that was asked for; None means the newest in ``runs/`` that is not finished. Raises `UserError` if there
+    is none."""
+    if asked:
+        if not folder.is_run(Path(asked)):
+            raise UserError(f"there is no run {asked} to resume", folder.known_runs())
+        return Path(asked)
+    begun = []
+    for path in folder.runs_in(Path(folder.RUNS)):
+        with contextlib.suppress(UserError):
+            record = RunRecord.read(path)
+            if not record.ended:
+                begun.append((record.started, path))
+    if not begun:
+        raise UserError("there is no unfinished run in runs/ to resume", folder.known_runs())
+    return max(begun)[1]
+
+
+def finished(asked: str | None, given: Mapping[str, Any]) -> Result | None:
+    """The result of a finished run, unless more steps are asked for. Raises as `find_run` and `read_begun` do."""
+    return read_begun(find_run(asked)).ends_with(given)
+
+
+def processes_of(asked: str | None, given: Mapping[str, Any]) -> int:
+    """The number of processes of one machine that resume a run: as ``given``, or as many as it had; one if it is
+    finished. Raises as `find_run` and `read_begun` do."""
+    begun = read_begun(find_run(asked))
+    if begun.ends_with(given):
+        return 1
+    before = [each.given for each in begun.record.resumed]
+    said = [each.get("nproc") for each in (begun.record.settings or {}, *before, given)]
+    return next((n for n in reversed(said) if type(n) is int and 1 <= n <= 1024), 1)
+
+
+def _refuse_others(given: Mapping[str, Any], texts: Sequence[str]) -> None:
+    """Raises `UserError` for anything that cannot be given with ``--resume``: all but `MAY_CHANGE`."""
+    may = "it may be joined by " + ", ".join(f"--{name.replace('_', '-')}" for name in MAY_CHANGE)
+    if texts:
+        raise UserError(f"a text ({texts[0]}) cannot be given with --resume: the run has its own", may)
+    for name in given:
+        if name not in MAY_CHANGE:
+            raise UserError(
+                f"--{name.replace('_', '-')} cannot be given with --resume: the run continues exactly as it was begun",
+                may,
+            )
+
+
+def read_begun(run: Path, at: str | None = None) -> Begun:
+    """Reads ``run.json``, and the checkpoint ``at`` which the run resumes. Raises `UserError` if they are damaged or of
+    another version."""
+    where = str(run / folder.RECORD)
+    record = RunRecord.read(run)
+    if record.format != FORMAT:
+        raise UserError(f"{where} has format {record.format}; this program reads format {FORMAT}", "update gpt")
+    if record.texts is None or record.settings is None:
+        raise UserError(f"{where} is damaged: it does not say what the run was asked for", "train again")
+    config = from_dict(TrainConfig, record.settings, where)
+    begun = Begun(run, record, record.texts, replace(config, preset=record.size or config.preset))
+    if record.ended and record.result is not None:
+        begun.result = Result.of(run, record.result)
+    if at is not None:
+        begun.checkpoint = run / at
+        begun.saved = read_saved(begun.checkpoint)
+    return begun
+
+
+def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
+    """The name of the newest whole checkpoint that can be resumed from; None if there are none yet. Raises `UserError`
+    if there are some, and none is whole."""
+    entries = folder.checkpoints(run)
+    if not entries:
+        return None
+    if not any(folder.can_go_on(run / entry.name) for entry in entries):
+        raise UserError(
+            f"the checkpoints of {run} hold weights alone: there is nothing to resume from",
+            f"fine-tune from them: gpt train TEXT --init {run}",
+        )
+    path = folder.newest_whole(run, note, training=True)
+    if checkpoint.look(path)[0] != read_saved(path).recipe.model:
+        raise UserError(f"{path} is damaged: its training state is of a model of another shape", folder.HINT)
+    return path.name
+
+
+# Both
+
+
+def open_run(
+    path: Path, at: str | None, given: Mapping[str, Any], session: Session, prepared: Prepared | None = None
+) -> Trainer:
+    """Opens a run for its next step, on all ranks: its data, device, recipe, as changed by ``given``, and model.
+    ``prepared`` is what rank 0 has open of a new one."""
+    world, note = session.world, session.note
+    begun = world.raise_on_all(lambda: read_begun(path, at))
+    compute = world.place(world.raise_on_all(lambda: same_compute(begun, given, world.size, note)))
+    world.raise_on_all(lambda: world.divide(int(given.get("tensor", (begun.recipe or begun.config).tensor))))
+    init = world.raise_on_all(lambda: prepared.init if prepared else same_init(begun, world))
+    data = world.raise_on_all(lambda: prepared.data if prepared else open_data(begun, compute, init, session))
+    world.assert_same({"text": data.sources()})
+    environment.tell(environment.RUN, path)
+    given = {**begun.lengthened, **given}
+    recipe, budget = amend(begun, given, data, compute, init, session)
+    began = session.began - (begun.saved.state.seconds if begun.saved else 0.0)
+    if begun.saved is not None and begun.saved.pace is not None and "steps" not in given:
+        budget = replace(begun.saved.pace, deadline=begun.saved.pace.deadline + began)
+    record = begun.record if begun.saved else data_record(begun.record, data, init)
+    log = str(given.get("log", begun.config.log))
+    context = RunContext(
+        session, path, record, data, compute, init, recipe, given, log, began, begun.checkpoint, begun.saved
+    )
+    seed_all(recipe.seed)
+    return Trainer(context, parallelize(recipe, compute, world, init, begun.checkpoint), budget)
+
+
+def same_compute(begun: Begun, given: Mapping[str, Any], processes: int, note: Callable[[str], None]) -> Compute:
+    """The device, dtype and threads that the run had, or those that are ``given``; threads only if it had as many
+    ``processes``. Notes every change that moves rounding."""
+    machine, asked, threads = begun.machine, given.get("device"), given.get("threads", begun.config.threads)
+    if machine is None:
+        compute = device.pick(asked or begun.config.device, begun.config.dtype, training=True)
+        device.use_threads(compute, threads)
+        return compute
+    where = asked if asked not in (None, "auto") else machine.device
+    compute = device.pick(where, machine.dtype, training=True)
+    moved = compute.device != torch.device(machine.device)
+    if moved:
+        note(f"on {compute.device} instead of {machine.device}: equal to rounding, not bit for bit")
+    if processes != machine.processes:
+        note(
+            f"{counted(processes, 'process', 'processes')} instead of {machine.processes}: the same batches; equal to "
+            "rounding, but for dropout"
+        )
+    elif not moved and compute.device.type == "cpu":
+        if not 1 <= machine.threads <= MOST_THREADS:
+            raise UserError(
+                f"{begun.run} is damaged: it says that it ran on {counted(machine.threads, 'thread')}", folder.HINT
+            )
+        threads = given.get("threads", machine.threads)
+        if threads != machine.threads:
+            note(f"{counted(threads, 'thread')} instead of {machine.threads}: equal to rounding, not bit for bit")
+        elif threads != torch.get_num_threads():
+            note(f"{counted(threads, 'thread')}, as before, instead of {torch.get_num_threads()}: sums depend on it")
+    device.use_threads(compute, threads)
+    was = begun.record.versions
+    if was is not None and was.get("torch") != versions()["torch"]:
+        note(f"torch {versions()['torch']} instead of {was.get('torch')}: equal to rounding, not bit for bit")
+    return compute
+
+
+def same_init(begun: Begun, world: World) -> InitCheckpoint | None:
+    """The checkpoint that the run was fine-tuned from, if it is still needed: its weights below adapters, or at step 0.
+    Raises `UserError` if it is gone, or rank 0 finds other weights in it."""
+    init, asked = begun.record.init, begun.config.init
+    if asked is None or (begun.saved is not None and not begun.saved.recipe.lora_rank):
+        return None
+    if init is not None:
+        if not world.is_main:
+            return InitCheckpoint(init.model, Path(init.path), *checkpoint.look(Path(init.path)), init.sha256)
+        asked = init.path
+        if hub.is_remote(begun.config.init or ""):
+            asked = f"{str(begun.config.init).partition('@')[0]}@{Path(asked).name}"
+    found = find_init(replace(begun.config, init=asked))
+    if found is not None and init is not None and found.sha256 != init.sha256:
+        raise UserError(
+            f"{begun.run} was begun from {asked}, whose weights are others now", "put them back as they were"
+        )
+    return found
+
+
+def open_data(begun: Begun, compute: Compute, init: InitCheckpoint | None, session: Session) -> Dataset:
+    """The data of a run that was begun: its own tokens, whose checksums rank 0 compares, or the texts outside of it,
+    read again. Raises `UserError` if they have changed."""
+    run, config, record, texts = begun.run, begun.config, begun.record, begun.texts
+    tokenizer = init.tokenizer if init else begun.tokenizer
+    tokens, kind, note = run / TOKENS, compute.device.type, session.note
+    data: Dataset
+    if (tokens / MANIFEST).exists():
+        own = TokenFolder(tokens)
+        if session.world.is_main:
+            own.verify()
+        data = load_tokens(own, found=False)
+    elif config.pairs:
+        data = open_pairs(texts, config, kind, note, tokenizer)
+    elif path := tokenized(texts):
+        data = open_tokens(path, config, note, tokenizer)
+    else:  # the run ended while it tokenized
+        shutil.rmtree(tokens, ignore_errors=True)
+        corpus = open_corpus(texts, config, session.listen)
+        data = make_tokens(corpus, config, tokens, kind, session.listen, note, tokenizer)
+    made_with, was = record.tokenizer, record.sources
+    if (was is not None and was != data.sources()) or (
+        made_with and made_with.fingerprint != data.tokenizer.fingerprint
+    ):
+        raise UserError(
+            f"the text of {run} is not what it was: {', '.join(texts) or tokens}",
+            "put it back as it was, or fine-tune on the new text with --init",
+        )
+    return data
+
+
+def amend(
+    begun: Begun,
+    given: Mapping[str, Any],
+    data: Dataset,
+    compute: Compute,
+    init: InitCheckpoint | None,
+    session: Session,
+) -> tuple[Recipe, TimeBudget | None]:
+    """Rank 0's recipe of a run, on all ranks: resolved if it is new, with the changes that are ``given``; and the
+    budget of a new run for so many minutes. Raises `UserError` for a change that cannot be made."""
+    world, config, budget = session.world, begun.config, None
+
+    def resolved(config: TrainConfig, note: Callable[[str], None]) -> Recipe:
+        shape = init.model if init else None
+        held_out = data.held_out_tokens > 0
+        return _broadcast(
+            world,
+            lambda: resolve(
+                config, compute, data.bytes, data.tokens, data.tokenizer.vocab_size, held_out, note, shape, data.rows,
+                world.data_size,
+            ),
+        )  # fmt: skip
+
+    recipe = begun.recipe
+    if recipe is None:
+        recipe = resolved(config, session.note)
+        world.raise_on_all(partial(check_model, recipe, compute, world.data_size))
+        if config.minutes is not None:
+            seed_all(recipe.seed)
+            parallel = parallelize(recipe, compute, world, init)
+            budget = measure_budget(parallel, recipe, data, config.minutes, session)
+            steps = world.broadcast_object(partial(_steps_now, budget))
+            recipe = resolved(replace(config, minutes=None, steps=steps), lambda text: None)
+            session.note(budget.describe(recipe.batch_tokens))
+    step = begun.saved.state.step if begun.saved else 0
+    return _broadcast(world, partial(changed, recipe, given, step, session.note, world.data_size)), budget
+
+
+def _broadcast(world: World, make: Callable[[], Recipe]) -> Recipe:
+    """Rank 0's recipe."""
+    return checked(Recipe, world.broadcast_object(lambda: asdict(make())), "the recipe of process 0")
+
+
+def _steps_now(budget: TimeBudget) -> int:
+    return budget.steps(time.perf_counter())
+
+
+def changed(
+    recipe: Recipe, given: Mapping[str, Any], step: int, note: Callable[[str], None], processes: int = 1
+) -> Recipe:
+    """The recipe with the changes that are ``given``, for ``processes`` data ranks. Raises `UserError` for fewer steps,
+    and for a batch that does not divide."""
+    check_share(recipe.rows, processes)
+    if recipe.ramp and recipe.ramp.by % processes:
+        raise UserError(
+            f"the batches grow in multiples of {recipe.ramp.by:,}, which {processes} processes cannot share evenly",
+            f"resume with --nproc {recipe.ramp.by}",
+        )
+    share = recipe.rows // processes
+    if share % recipe.micro_batch:
+        recipe = replace(recipe, micro_batch=max(d for d in divisors(share) if d <= recipe.micro_batch))
+    steps, keep, micro_batch = given.get("steps"), given.get("keep"), given.get("micro_batch")
+    if keep is not None:
+        recipe = replace(recipe, keep=keep)
+    for name in ("shard", "tensor", "recompute"):
+        value, before = given.get(name), getattr(recipe, name)
+        if value not in (None, before):
+            recipe = replace(recipe, **{name: value})
+            note(f"--{name} {value} instead of {before}: equal to rounding")
+    check_heads(recipe.model, recipe.tensor)
+    if recipe.lora_rank and recipe.is_sharded:
+        raise UserError("adapters are trained by processes that have all weights each", "leave out --shard, --tensor")
+    if micro_batch not in (None, "auto"):
+        recipe = replace(recipe, micro_batch=asked_micro_batch(micro_batch, share))
+        note(f"micro-batch {recipe.micro_batch}: the same sums in another order, so equal to rounding")
+    if steps is not None and steps < recipe.steps:
+        raise UserError(f"the run has {recipe.steps:,} steps; --steps {steps:,} is fewer", "give as many or more")
+    if steps is not None and steps > recipe.steps:
+        longer = replace(recipe, steps=steps)
+        before, after = (each.lr_at(step + 1) for each in (recipe, longer))
+        note(
+            f"{steps:,} steps instead of {recipe.steps:,}: from step {step:,} on, the {recipe.schedule} schedule is "
+            f"that of {steps:,} steps, with {recipe.decay:,} of decay at its end; the next rate is {after:.2g}"
+            + (f" instead of {before:.2g}" if step < recipe.steps and before != after else "")
+        )
+        recipe = longer
+    return recipe

@@ -1,12 +1,8 @@
-"""All that must survive a restart: what a run knows of itself, and a copy of it in the host's memory.
-
-A `Snapshot` is that copy. It is written into checkpoints while training goes on, and it is what a run goes back to when
-its loss explodes. A run that is resumed reads one from the disk.
-"""
+"""The state of a run: what must survive a restart, and a copy of it in the host's memory."""
 
 import copy
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,45 +13,43 @@ from torch import Tensor
 
 from gpt.errors import UserError
 from gpt.files import read_json, to_json
-from gpt.model.decoder import GPT
-from gpt.runs import adapter, checkpoint, folder, tensors
+from gpt.runs import adapter, folder, tensors
 from gpt.runs.record import Machine
 from gpt.settings import LARGEST, Amount, Count, Positive, Within, checked
 from gpt.text.batches import MOST_SIZES, Ramp
-from gpt.training.learner import Learner
-from gpt.training.optim import Optimizers
-from gpt.training.pace import Pace
+from gpt.training.budget import TimeBudget
+from gpt.training.parallel import MOMENT, WEIGHT, Parallel
 from gpt.training.recipe import Recipe
 
 FORMAT = 1
 STATE, TENSORS = folder.TRAINING
-WEIGHT, MEMORY, _RANDOM = "weight:", "optimizer:", "random:"  # before the names of a snapshot's tensors
+_RANDOM = "random:"  # before the names of a snapshot's tensors
 _DTYPES = ("F32", "U8", "I64")
 
 
 @dataclass
 class TrainState:
-    """Everything, beside weights, moments, random states and the recipe, that decides what happens next."""
+    """Everything that decides how a run continues, beside weights, moments, random states and the recipe."""
 
     step: Count = 0  # optimizer steps done; the next batch is a function of it
-    settled_step: Annotated[int, Within(-1)] = -1  # the newest step after which all that was due is done
+    settled_step: Annotated[int, Within(-1)] = -1  # the newest step whose due actions are done
     measured_step: Annotated[int, Within(-1)] = -1  # the newest evaluation's …
     measured_loss: float | None = None  # … and its loss, nats a token
-    windows: Count = 0  # of held-out text that evaluations take, once it is settled
+    windows: Count = 0  # of held-out text in a periodic evaluation
     best_loss: float | None = None  # lowest held-out loss so far
     evals_since_best: Count = 0  # for patience
-    rate_factor: Annotated[float, Within(0, 1)] = 1.0  # of the learning rate; lower once the run had to go back
-    bad_steps: Count = 0  # in a row, with a loss that is no number or has exploded
-    has_learnt: bool = False  # a loss well below guessing was seen
+    rate_factor: Annotated[float, Within(0, 1)] = 1.0  # of the learning rate; lower after a rollback
+    bad_steps: Count = 0  # in a row, whose loss is not finite or has exploded
+    has_learnt: bool = False  # whether a loss well below guessing was seen
     step_seconds: Amount = 0.0  # spent on steps alone, without evaluation, sampling and saving
-    seconds: Amount = 0.0  # of all commands so far, up to this state
-    first_step: Amount = 0.0  # when it began, in those seconds
-    metrics_bytes: Count = 0  # of metrics.jsonl, up to this state
+    seconds: Amount = 0.0  # of all commands up to this state
+    first_step: Amount = 0.0  # when the first step began, in those seconds
+    metrics_bytes: Count = 0  # of metrics.jsonl up to this state
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What `torch.amp.GradScaler` remembers; with float16 alone."""
+    """The state of `torch.amp.GradScaler`, which float16 alone uses."""
 
     scale: Annotated[float, Within(0, LARGEST)]
     growth_factor: Annotated[float, Within(1, 2**10)]
@@ -66,7 +60,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Draws:
-    """What the random states of Python and numpy hold beside the numbers that are a tensor."""
+    """The random states of Python and numpy beside the numbers that are tensors."""
 
     python_version: int
     python_gauss: float | None
@@ -77,7 +71,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class Saved:
-    """``training.json``. ``pace``: where the run ends at a time, counted from its start."""
+    """``training.json``. ``pace`` is the time budget, if the run has one, counted from its start."""
 
     format: int
     state: TrainState
@@ -85,80 +79,58 @@ class Saved:
     machine: Machine
     draws: Draws
     scaling: Scaling | None
-    pace: Pace | None
-
-
-# A tensor of a snapshot, by name, as it is written: where processes have parts of it, what will be put together.
-Whole = Callable[[str, Tensor], tensors.Array | tensors.Deferred]
-
-
-def as_it_is(name: str, tensor: Tensor) -> tensors.Array:
-    """Of one process, which has all of it."""
-    return tensor.numpy()
+    pace: TimeBudget | None
 
 
 @dataclass
 class Snapshot:
-    """A run as it was at a step. Its tensors lie in buffers of the host's memory that the next `take` uses again."""
+    """A copy of a run at a step, in the host's memory: written into checkpoints while training continues, and restored
+    after the loss has exploded. The next `take` uses its buffers again."""
 
     state: TrainState = field(default_factory=TrainState)
     draws: Draws | None = None
     scaling: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # `Parallel.state` and random states, by prefixed name
 
-    def take(self, model: GPT, optimizers: Optimizers, scaler: torch.amp.GradScaler, state: TrainState) -> None:
-        """Copies everything that is trained, the moments and the random states. Frozen weights are not copied."""
-        device = model.wte.weight.device
+    def take(self, parallel: Parallel, scaler: torch.amp.GradScaler, state: TrainState) -> None:
+        """Copies everything that is trained, the moments and the random states, but no frozen weights."""
+        device = parallel.compute.device
         numbers, self.draws = _random_state(device)
-        live = {WEIGHT + name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-        live |= {MEMORY + name: tensor for name, tensor in optimizers.state(model).items()}
-        live |= {_RANDOM + name: tensor for name, tensor in numbers.items()}
+        live = parallel.state() | {_RANDOM + name: tensor for name, tensor in numbers.items()}
         self.tensors = {name: _copied(tensor, self.tensors.get(name)) for name, tensor in live.items()}
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self.scaling = scaler.state_dict()
         self.state = copy.copy(state)
 
-    def restore(self, model: GPT, optimizers: Optimizers, scaler: torch.amp.GradScaler) -> TrainState:
-        """Makes all of that what it was, weights only where the snapshot has them. Gives the state."""
-        weights = self._named(WEIGHT)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                if name in weights:
-                    p.copy_(weights[name])
-        optimizers.restore(model, self._named(MEMORY))
+    def restore(self, parallel: Parallel, scaler: torch.amp.GradScaler) -> TrainState:
+        """Sets everything to this copy; weights that it does not have stay. Returns the state."""
+        parallel.restore(self.tensors)
         if self.draws is not None:
-            _set_random_state(self._named(_RANDOM), self.draws, model.wte.weight.device)
+            states = {name.removeprefix(_RANDOM): t for name, t in self.tensors.items() if name.startswith(_RANDOM)}
+            _set_random_state(states, self.draws, parallel.compute.device)
         if scaler.is_enabled() and self.scaling:
             scaler.load_state_dict(self.scaling)
         return copy.copy(self.state)
 
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """What is trained, by name."""
-        return self._named(WEIGHT)
-
-    def files(self, recipe: Recipe, machine: Machine, pace: Pace | None, whole: Whole = as_it_is) -> checkpoint.Files:
-        """What a checkpoint holds beside weights and tokenizer."""
+    def about(self, recipe: Recipe, machine: Machine, budget: TimeBudget | None) -> bytes:
+        """``training.json`` of a checkpoint of this copy."""
         assert self.draws is not None, "taken"
-        about = {
-            "format": FORMAT,
-            "state": asdict(self.state),
-            "recipe": asdict(recipe),
-            "machine": asdict(machine),
-            "draws": asdict(self.draws),
-            "scaling": self.scaling or None,
-            "pace": None if pace is None else asdict(pace),
-        }
-        kept = {name: whole(name, t) for name, t in self.tensors.items() if not name.startswith(WEIGHT)}
-        return {STATE: to_json(about), TENSORS: kept}
-
-    def _named(self, prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
+        return to_json(
+            {
+                "format": FORMAT,
+                "state": asdict(self.state),
+                "recipe": asdict(recipe),
+                "machine": asdict(machine),
+                "draws": asdict(self.draws),
+                "scaling": self.scaling or None,
+                "pace": None if budget is None else asdict(budget),
+            }
+        )
 
 
 def read_saved(path: Path) -> Saved:
-    """What a checkpoint says of the run that it is of. Raises `UserError` where that is damaged."""
+    """Reads ``training.json`` of a checkpoint. Raises `UserError` if it is damaged."""
     where = path / STATE
     values = read_json(where)
     if values.get("format") != FORMAT:
@@ -190,24 +162,22 @@ def _even(ramp: Ramp) -> bool:
     return ramp.by >= 1 and not any(n % ramp.by for n in (ramp.first, ramp.rows, ramp.unit))
 
 
-def read_snapshot(path: Path, saved: Saved, learner: Learner) -> Snapshot:
-    """The snapshot in a checkpoint, to restore. The weights of a model are not in it, being `checkpoint.load`'s; those
-    of adapters are. Where processes have parts of it, this one's are kept. Names, shapes and dtypes are compared with
-    the model's before anything is read."""
-    sharded, moments = learner.sharded, learner.optimizer.shapes(learner.own, learner.whole)
-    expected = {MEMORY + name: shape for name, shape in moments.items()}
-    numbers, _ = _random_state(learner.own.wte.weight.device)
+def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
+    """The snapshot in a checkpoint: everything that a run resumes with, but for weights that are the model's own.
+    Names, shapes and dtypes are compared with the model's before anything is read; each process keeps its part.
+
+    Raises `UserError` if that is damaged.
+    """
+    moments = parallel.optimizer.shapes(parallel.own, parallel.shapes)
+    expected = {MOMENT + name: shape for name, shape in moments.items()}
+    numbers, _ = _random_state(parallel.compute.device)
     drawn = {_RANDOM + name: tuple(tensor.shape) for name, tensor in numbers.items()}
     elsewhere = {} if "cuda" in numbers else {_RANDOM + "cuda": (16,)}  # the run was on another device
     optional = expected | drawn | elsewhere
 
-    def mine(name: str, tensor: Tensor) -> Tensor:
-        if sharded is None or name not in expected or not tensor.dim():
-            return tensor
-        return sharded.part(name.removeprefix(MEMORY).rpartition(".")[0]).take(tensor)
-
-    found = tensors.read([path / TENSORS], {}, "the model", dtypes=_DTYPES, optional=optional, keep=mine)
-    whole = set(expected) <= set(found) or not any(name.startswith(MEMORY) for name in found)
+    where = [path / TENSORS]
+    found = tensors.read(where, {}, "the model", dtypes=_DTYPES, optional=optional, keep=parallel.part)
+    whole = set(expected) <= set(found) or not any(name.startswith(MOMENT) for name in found)
     if not whole or not all(name in found for name in drawn if name != _RANDOM + "cuda"):
         raise UserError(f"{path / TENSORS} is damaged: not all of the training state is in it")
     if adapter.is_adapter(path):
@@ -224,7 +194,7 @@ def _copied(tensor: Tensor, buffer: Tensor | None) -> Tensor:
 
 
 def seed_all(seed: int) -> None:
-    """Seeds every generator whose state is saved, so that equal runs have equal checkpoints."""
+    """Seeds every generator whose state is saved."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

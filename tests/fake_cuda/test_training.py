@@ -23,6 +23,7 @@ from gpt.errors import Interrupted
 from gpt.model.decoder import GPT
 from gpt.runs import folder
 from gpt.training.optim import make_optimizer
+from gpt.training.parallel import Single
 from gpt.training.recipe import resolve
 from gpt.training.step import Stepper
 
@@ -37,7 +38,7 @@ ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 1e-2}  # of losses aro
 @pytest.fixture(autouse=True)
 def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written at the end of a run takes as long as its steps here."""
-    monkeypatch.setattr("gpt.training.best.SAMPLE", gpt.SampleConfig(max_tokens=4))
+    monkeypatch.setattr("gpt.training.evaluation.SAMPLE", gpt.SampleConfig(max_tokens=4))
 
 
 @pytest.fixture
@@ -94,8 +95,8 @@ def test_float16_finds_its_scale_and_follows_float32(text: Path, disguise: Disgu
 
 def test_logits_in_chunks_give_the_same(text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch) -> None:
     _, here = train("cpu")
-    monkeypatch.setattr("gpt.model.fit.MOST_LOGITS", 64 * 320)  # of 128 positions 64 at once
-    monkeypatch.setattr("gpt.model.fit.LEAST_CHUNK", 32)
+    monkeypatch.setattr("gpt.model.memory.MOST_LOGITS", 64 * 320)  # of 128 positions 64 at once
+    monkeypatch.setattr("gpt.model.memory.LEAST_CHUNK", 32)
     with disguise():
         result, there = train("cuda", micro_batch="4")
     assert json.loads((result.run / "run.json").read_text())["resolved"]["loss_chunk"] == 64
@@ -213,7 +214,8 @@ def stepper(device: torch.device, dtype: Any = torch.float32, **settings: Any) -
     recipe = resolve(asked, compute, 10**6, 10**5, 101, False, lambda note: None)
     torch.manual_seed(0)
     model = GPT(recipe.model).to(device)
-    return Stepper(model, make_optimizer(model, recipe.optimizer, 0.1, dtype), compute, recipe, lambda n: None)
+    optimizer = make_optimizer(model, recipe.optimizer, 0.1, dtype)
+    return Stepper(Single(model, optimizer, compute), recipe, lambda n: None)
 
 
 def test_a_lost_device_ends_a_run_with_one_line(text: Path, disguise: Disguise, gpt: Gpt) -> None:
@@ -228,7 +230,7 @@ def test_a_lost_device_ends_a_run_with_one_line(text: Path, disguise: Disguise, 
     assert (done.code, done.out) == (1, "")
     assert done.err.splitlines()[-2:] == [
         "error: the device cuda has failed: CUDA error: an illegal memory access was encountered",
-        "hint: go on with: gpt train --resume run",
+        "hint: resume with: gpt train --resume run",
     ]
     with disguise():
         assert gpt("train", "--resume", "run", "--quiet").code == 0

@@ -1,6 +1,6 @@
 """Forged values: in what a run, a checkpoint or a folder of tokens keeps, one JSON value after the other is replaced.
 
-    python -m benchmarks.forged [CASES] [FILE]...
+    python -m tests.stress.forged [CASES] [FILE]...
 
 Sums that cover a file are made anew, so that what is tried is the check behind them. A command must work, or refuse the
 file with one line; a fault, an error of the system, a hang or memory without bounds is reported. POSIX only.
@@ -23,14 +23,14 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import gpt
-from benchmarks.faults import peak_memory, said, write_text
 from gpt.runs import folder
 from gpt.text.token_folder import MANIFEST, PROGRESS, SOURCES
+from tests.stress.faults import peak_memory, said, write_text
 
-SECONDS, WAIT = 20, 300  # that a command may compute, and take
-MEMORY = 2**30  # bytes that it may take beside what the process has
-STEPS = 6  # after which a run that goes on is long enough
-GONE = "(gone)"  # instead of a value: the member itself is missing
+SECONDS, WAIT = 20, 300  # of CPU time and of wall time that a command may take
+MEMORY = 2**30  # bytes that a command may take on top of what the process has
+STEPS = 6  # after which a resumed run is stopped
+GONE = "(gone)"  # the key itself is deleted
 DEEP = 100_000
 VALUES = {
     GONE: "",
@@ -73,17 +73,16 @@ Place = tuple[Step, ...]
 
 
 class Enough(BaseException):
-    """A run has been trained for long enough."""
+    """Raised when a run has been trained for `STEPS` steps."""
 
 
 class TooLong(BaseException):
-    """A command takes too long."""
+    """Raised in a command that takes too long."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A file that is forged, and what is done with it: commands, of which ``BAD`` is the folder it lies in, each for
-    one in so many values."""
+    """A file to forge and the commands to run on its folder, ``BAD``; (command, n) runs for one in n forged values."""
 
     good: str  # the folder
     file: str
@@ -92,7 +91,7 @@ class Subject:
 
 
 def make(place: Path) -> None:
-    """The folders that are forged: runs, a folder of transformers, folders of tokens."""
+    """Makes the folders that are forged: runs, a transformers folder, folders of tokens."""
     text = write_text(place / "text.txt", 3000)
     gpt.train(text, out=str(place / "run"), **TINY)
     gpt.train(text, out=str(place / "lora"), init=str(place / "run"), lora_rank=2, **{**_SHORT, "merge_lora": True})
@@ -122,7 +121,7 @@ _SHORT = {key: TINY[key] for key in ("batch_tokens", "dtype", "steps", "eval_eve
 
 
 def _cut(run: Path, copy: Path) -> None:
-    """A copy of a run as one that was killed has it."""
+    """Copies a run to what it was if it had been killed before its end."""
     shutil.copytree(run, copy)
     shutil.rmtree(copy / folder.step_name(12))
     record = json.loads((copy / "run.json").read_text())
@@ -131,7 +130,7 @@ def _cut(run: Path, copy: Path) -> None:
 
 
 def _sign(name: str) -> Callable[[Path], None]:
-    """Makes the sums of a checkpoint of the forged run anew."""
+    """Returns a function that rewrites the checksums of a forged run's checkpoint ``name``."""
 
     def sign(bad: Path) -> None:
         (bad / name / folder.CHECKSUMS).unlink()
@@ -190,14 +189,14 @@ SUBJECTS = (
 
 @dataclass(frozen=True)
 class Forged:
-    """A forged file: its text, and how it came about."""
+    """A forged file: where which value was put, and the file's text."""
 
     where: str
     text: str
 
 
 def forged(text: str, lines: bool, rng: random.Random) -> Iterator[Forged]:
-    """Files in which one value is another, in random order; of files of ``lines``, one of a few lines."""
+    """Yields ``text`` with one value replaced, in random order; in files of ``lines``, values of some lines only."""
     parts = text.splitlines() if lines else [text]
     some = sorted({*range(min(2, len(parts))), *rng.sample(range(len(parts)), min(10, len(parts))), len(parts) - 1})
     cases = [(n, place, what) for n in some for place in _places(json.loads(parts[n])) for what in VALUES]
@@ -210,7 +209,7 @@ def forged(text: str, lines: bool, rng: random.Random) -> Iterator[Forged]:
 
 
 def _places(value: Any, at: Place = ()) -> Iterator[Place]:
-    """Where values stand, of long lists and tables in the first and last few."""
+    """Yields the path to every value inside a JSON value; in long lists and objects, to the first and last two."""
     yield at
     inside: list[tuple[Step, Any]] = []
     if isinstance(value, dict):
@@ -224,7 +223,7 @@ def _places(value: Any, at: Place = ()) -> Iterator[Place]:
 
 
 def _with(value: Any, place: Place, what: str) -> str:
-    """The JSON of a value in which another stands."""
+    """Returns the JSON of ``value`` with the value at ``place`` replaced by ``VALUES[what]``."""
     mark = "THE PLACE OF A FORGED VALUE"
     if not place:
         return VALUES[what]
@@ -239,7 +238,7 @@ def _with(value: Any, place: Place, what: str) -> str:
 
 
 def outcome(words: list[str]) -> str:
-    """What a command comes to, in a word or with what is wrong."""
+    """Runs a command; returns ``works`` or ``refused``, or else what is wrong."""
     from gpt_cli.main import main
 
     streams = [io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2)]
@@ -265,7 +264,7 @@ def outcome(words: list[str]) -> str:
 
 @contextlib.contextmanager
 def in_time() -> Iterator[None]:
-    """Raises `TooLong` in what computes for more than `SECONDS`, or waits for the system."""
+    """Raises `TooLong` in a block that computes for more than `SECONDS`, or takes longer than `WAIT`."""
 
     def too_long(signum: int, frame: Any) -> NoReturn:
         raise TooLong(f"{signal.Signals(signum).name}: it does not end")
@@ -283,7 +282,7 @@ def in_time() -> Iterator[None]:
 
 
 def attempt(place: Path, subject: Subject, case: Forged, rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Each command of a subject with a forged file, and what it comes to."""
+    """Runs a subject's commands on a forged file; yields each with its outcome."""
     for command, one_in in subject.commands:
         if rng.randrange(one_in):
             continue
@@ -299,10 +298,10 @@ def attempt(place: Path, subject: Subject, case: Forged, rng: random.Random) -> 
 
 @contextlib.contextmanager
 def short_runs() -> Iterator[None]:
-    """Lets no run train for more than a few steps: that one is asked for 10¹⁸ is no fault."""
+    """Stops every run after `STEPS` steps: a forged file may ask for 10¹⁸, which is no fault."""
     from gpt.training.loop import Trainer
 
-    step, begun = Trainer.step, Trainer.run_steps
+    step, begun = Trainer.step, Trainer.begin
     done: list[int] = []
 
     def counted(self: Trainer) -> None:
@@ -315,12 +314,12 @@ def short_runs() -> Iterator[None]:
         done.clear()
         begun(self)
 
-    with mock.patch.object(Trainer, "step", counted), mock.patch.object(Trainer, "run_steps", begins):
+    with mock.patch.object(Trainer, "step", counted), mock.patch.object(Trainer, "begin", begins):
         yield
 
 
 def tried(place: Path, count: int, only: tuple[str, ...] = (), seed: int = 0) -> tuple[Counter[str], list[str]]:
-    """Outcomes of about ``count`` forged files, spread over all subjects, and what is wrong with any."""
+    """Tries about ``count`` forged files, spread over all subjects; returns the outcomes and what was wrong."""
     rng = random.Random(seed)
     outcomes: Counter[str] = Counter()
     wrong = []
@@ -341,7 +340,7 @@ def tried(place: Path, count: int, only: tuple[str, ...] = (), seed: int = 0) ->
 
 
 def main(words: list[str]) -> None:
-    """Tries as many cases as are asked for, of all files or some."""
+    """Tries the number of cases that the first word says, on all files or those named; fails where any is wrong."""
     count = int(words[0]) if words else 5000
     with tempfile.TemporaryDirectory(prefix="gpt-forged-") as name:
         make(Path(name))

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import make_text, spawn
+from conftest import assert_same, curve, make_text, spawn
 from ranks import TEXTS
-from test_resume import assert_same, curve
 
 import gpt as library
 from gpt.parallel.launch import Ended, launch
@@ -97,7 +96,7 @@ def assert_ended_and_gone_on(words: list[str], steps: int, rank: int) -> None:
     assert (killed.returncode, out) == (1, "")
     assert err == (
         f"error: process {rank} of 2 was ended by SIGKILL, maybe by the system, for want of memory\n"
-        "hint: go on with: gpt train --resume runs/x\n"
+        "hint: resume with: gpt train --resume runs/x\n"
     )
     assert seconds < 15
     stopped = spawn("train", "--resume", run, "--quiet")  # with as many processes as before
@@ -105,7 +104,7 @@ def assert_ended_and_gone_on(words: list[str], steps: int, rank: int) -> None:
     out, err, _ = strike(stopped, run, step + 10, 1, signal.SIGTERM)
     assert (stopped.returncode, out) == (143, "")
     assert err.startswith("interrupted at step ")
-    assert err.endswith("; go on with: gpt train --resume runs/x\n")
+    assert err.endswith("; resume with: gpt train --resume runs/x\n")
     assert err.count("\n") == 1
     again = spawn("train", "--resume", "--quiet", "--json")
     out, err = again.communicate(timeout=600)

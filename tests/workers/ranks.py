@@ -1,6 +1,6 @@
 """What the processes of `test_parallel.py` do: `main` runs a scenario by name, in each of them.
 
-python tests/ranks.py SCENARIO
+python tests/workers/ranks.py SCENARIO
 """
 
 import contextlib

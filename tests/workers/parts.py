@@ -1,6 +1,6 @@
 """What the processes of `test_divided.py` do, which have parts of a model: `main` runs a scenario, in each of them.
 
-python tests/parts.py SCENARIO
+python tests/workers/parts.py SCENARIO
 """
 
 import json
@@ -31,6 +31,7 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw-together": ("adamw", {**TOGETHER, "recompute": True}),
     "muon-together": ("muon", TOGETHER),
 }
+FEW: dict[str, dict[str, Any]] = {"replicated": {}, "sharded": SHARDED, "together": TOGETHER}
 BOTH = {**SHORT, "shard": "full", "tensor": 2, "arch": "modern"}
 
 
@@ -53,10 +54,16 @@ def two() -> None:
     Path(f"heard-{RANK}.json").write_text(json.dumps(notes))
 
 
+def few() -> None:
+    """A few steps of a run in each way that two processes may share it."""
+    for name, how in FEW.items():
+        gpt.train("book.txt", out=name, **{**SHORT, "steps": 4}, **how)
+
+
 def four() -> None:
     """Two times two."""
     gpt.train("book.txt", out="four", **BOTH)
 
 
 if __name__ == "__main__":
-    {"two": two, "four": four}[sys.argv[1]]()
+    {"two": two, "few": few, "four": four}[sys.argv[1]]()

@@ -1,4 +1,4 @@
-"""The compiled step of decoding: what it moves, and that one form of it serves a whole text."""
+"""`benchmarks.traffic` on a compiled step of decoding: it moves the weights and the cache, and nothing else."""
 
 from typing import Any
 
@@ -23,7 +23,8 @@ def decoder(arch: Any, dtype: torch.dtype, block_size: int = 128) -> tuple[GPT, 
     return weights.prepare(model, compute, packed=False), compute
 
 
-@pytest.mark.parametrize("arch", ["gpt2", pytest.param("modern", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
 def test_a_step_moves_weights_and_cache_and_nothing_else(arch: str) -> None:
     """Were there one tensor for all layers' keys, each layer's would be written by copying it."""
     model, compute = decoder(arch, torch.float32)

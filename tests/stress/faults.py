@@ -1,9 +1,9 @@
-"""Faults: runs killed, interrupted, on disks that fail, and checkpoints that are damaged; and what safety costs.
+"""Tries faults by the hundred: runs killed or interrupted, failing disks, damaged checkpoints; and what safety costs.
 
-    python -m benchmarks.faults [--quick] [kills|signals|ranks|disk|damage|price]...
+    python -m tests.stress.faults [--quick] [kills|signals|ranks|disk|damage|price]...
 
-Every run that was killed or interrupted is gone on with and must end with the state of one that was not. POSIX only;
-the price needs GPT-2's vocabulary in the cache.
+Every run that was killed or interrupted is resumed and must end in the same state as an uninterrupted one. POSIX only;
+`price` needs GPT-2's vocabulary in the cache.
 """
 
 import contextlib
@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
-from benchmarks.results import SCRIPTS, machine, write_section
 from gpt.errors import UserError
 from gpt.runs import folder
 
@@ -49,7 +48,7 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES)
 
 
 def write_text(path: Path, count: int = 12_000) -> Path:
-    """A text with something to learn."""
+    """Writes a text of ``count`` words with something to learn."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(300)]
     path.write_text(" ".join(rng.choice(words) for _ in range(count)), encoding="utf-8")
@@ -57,9 +56,9 @@ def write_text(path: Path, count: int = 12_000) -> Path:
 
 
 def start(*words: str, cwd: Path) -> "subprocess.Popen[str]":
-    """The command, on one thread."""
+    """Starts ``gpt`` with one thread."""
     return subprocess.Popen(
-        [str(SCRIPTS / "gpt"), *words],
+        [str(Path(sys.executable).with_name("gpt")), *words],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -69,7 +68,7 @@ def start(*words: str, cwd: Path) -> "subprocess.Popen[str]":
 
 
 def state_sum(run: Path) -> str:
-    """A sum over all that the newest checkpoint of a run remembers."""
+    """Returns a checksum of the state in a run's newest checkpoint."""
     path = run / folder.checkpoints(run)[-1].name
     return hashlib.sha256(b"".join((path / name).read_bytes() for name in STATE_FILES)).hexdigest()
 
@@ -78,7 +77,7 @@ STATE_FILES = ("model.safetensors", "training.safetensors")
 
 
 def torn(run: Path) -> list[str]:
-    """Checkpoints that bear a name and are not whole."""
+    """Returns errors for a run's checkpoints that have a name and are not whole."""
     bad = []
     for entry in folder.checkpoints(run):
         try:
@@ -89,7 +88,7 @@ def torn(run: Path) -> list[str]:
 
 
 def in_a_save(run: Path, process: "subprocess.Popen[str]", rng: random.Random) -> None:
-    """Waits until a checkpoint is being written, one of the first or a later one."""
+    """Waits until a random one of the first twelve checkpoints is being written."""
     seen, wanted = 0, rng.randint(1, 12)
     was = False
     while process.poll() is None and seen < wanted:
@@ -107,7 +106,7 @@ def at_a_step(run: Path, process: "subprocess.Popen[str]", rng: random.Random) -
 
 
 def go_on(place: Path, run: Path, words: list[str]) -> str | None:
-    """Goes on with a run until its end; what went wrong, if anything did."""
+    """Resumes a run until its end; returns what went wrong, or None."""
     process = start(*words, cwd=place)
     _, err = process.communicate(timeout=600)
     if process.returncode:
@@ -118,8 +117,11 @@ def go_on(place: Path, run: Path, words: list[str]) -> str | None:
 
 
 def killed(place: Path, text: Path, number: int, seconds: float, expected: str) -> str:
-    """One run that is killed, and gone on with: every other one within a save, every fourth at a random step, the rest
-    at a random moment, from the command's start on."""
+    """Kills a run and resumes it; returns when it was killed, or what went wrong.
+
+    Runs with an odd ``number`` are killed within a save, every fourth at a random moment from the command's start on,
+    the rest at a random step.
+    """
     rng = random.Random(number)
     run = place / f"killed-{number}"
     train = ["train", str(text), "-o", str(run), *TINY]
@@ -148,8 +150,7 @@ def killed(place: Path, text: Path, number: int, seconds: float, expected: str) 
 
 
 def stopped(place: Path, text: Path, number: int, seconds: float, expected: str) -> str:
-    """One run that gets SIGINT or SIGTERM at a random moment from its first step on, and is gone on with by the command
-    that it prints."""
+    """Sends a run SIGINT or SIGTERM at a random step, and resumes it by the command that it prints."""
     rng = random.Random(1000 + number)
     run = place / f"stopped-{number}"
     process = start("train", str(text), "-o", str(run), *TINY, cwd=place)
@@ -161,7 +162,7 @@ def stopped(place: Path, text: Path, number: int, seconds: float, expected: str)
         return "finished" if state_sum(run) == expected else "another state"
     if process.returncode not in (128 + signum, -signum) or "Traceback" in err:
         return f"exit {process.returncode}: {err}"
-    command = re.search(r"go on with: gpt (.*)", err)
+    command = re.search(r"resume with: gpt (.*)", err)
     if command is None and folder.is_run(run) and json.loads((run / folder.RECORD).read_text()).get("ended"):
         return "finished"  # it came while Python ended
     if command is None:
@@ -174,7 +175,7 @@ def stopped(place: Path, text: Path, number: int, seconds: float, expected: str)
 
 
 def process_of(launcher: int, rank: int) -> int | None:
-    """The process of a rank, once there is one: Linux alone says."""
+    """Returns the process id of a rank, or None before it started. Linux only."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
@@ -184,8 +185,10 @@ def process_of(launcher: int, rank: int) -> int | None:
 
 
 def rank_killed(place: Path, text: Path, number: int, expected: str, took: list[float]) -> str:
-    """One run of two processes, one of which is killed at a random moment; gone on with by two. ``took`` gets the
-    seconds until the command has ended."""
+    """Kills one of a run's two processes at a random moment, and resumes the run with two.
+
+    ``took`` gets the seconds from the kill until the command ended.
+    """
     rng = random.Random(2000 + number)
     run = place / f"rank-{number}"
     train = ["train", str(text), "-o", str(run), *TINY, "--nproc", "2"]
@@ -217,7 +220,7 @@ def rank_killed(place: Path, text: Path, number: int, expected: str, took: list[
 
 
 def ranks(count: int, place: Path) -> str:
-    """What became of runs of two processes, of which one was killed."""
+    """Returns a line about ``count`` runs of two processes, one of which was killed."""
     text, whole, took = write_text(place / "text.txt"), place / "whole", [0.0]
     _, err = start("train", str(text), "-o", str(whole), *TINY, "--nproc", "2", cwd=place).communicate(timeout=600)
     assert folder.checkpoints(whole), err
@@ -230,7 +233,7 @@ def ranks(count: int, place: Path) -> str:
 
 
 def many(one: Callable[..., str], count: int, place: Path) -> Counter[str]:
-    """Outcomes of ``count`` runs, two at a time."""
+    """Returns the outcomes of ``count`` runs of ``one``, two at a time."""
     text = write_text(place / "text.txt")
     began = time.monotonic()
     whole = start("train", str(text), "-o", str(place / "whole"), *TINY, cwd=place)
@@ -246,7 +249,7 @@ def many(one: Callable[..., str], count: int, place: Path) -> Counter[str]:
 
 
 class FailingDisk:
-    """Lets the n-th write, sync, rename or making below ``root`` fail; counts them all."""
+    """Makes the n-th write, sync, rename or mkdir below ``root`` fail, and counts them all."""
 
     def __init__(self, root: Path, n: int, code: int) -> None:
         self.root, self.n, self.code = str(root), n, code
@@ -300,7 +303,7 @@ class FailingDisk:
 
 
 class _File:
-    """A file whose writes may fail."""
+    """A file whose writes may fail, as its `FailingDisk` decides."""
 
     def __init__(self, file: Any, disk: FailingDisk, name: str) -> None:
         self._file, self._disk, self._name = file, disk, name
@@ -319,8 +322,8 @@ class _File:
         return getattr(self._file, name)
 
 
-def failing_saves(place: Path, errors: tuple[int, ...] = ERRORS) -> Counter[str]:
-    """Every write, sync and rename of a save made to fail in turn: what became of it."""
+def failing_saves(place: Path, errors: tuple[int, ...] = ERRORS, every: int = 1) -> Counter[str]:
+    """Makes every write, sync and rename of a save, or one in ``every``, fail in turn; returns the outcomes."""
     files = small_checkpoint_files()
     run = place / "run"
     outcomes: Counter[str] = Counter()
@@ -329,7 +332,7 @@ def failing_saves(place: Path, errors: tuple[int, ...] = ERRORS) -> Counter[str]
     for code in errors:
         n = 0
         while True:
-            n += 1
+            n += every
             shutil.rmtree(run, ignore_errors=True)
             run.mkdir()
             checkpoint.write(run / folder.step_name(1), files)
@@ -365,7 +368,7 @@ def _after_failure(run: Path, before: dict[Path, bytes], failed: OSError | None,
 
 
 def small_checkpoint_files(n_embd: int = 64) -> dict[str, Any]:
-    """The files of a checkpoint after three steps of a small model, training state and all."""
+    """Returns the files of a small model's checkpoint after three steps, training state included."""
     import torch
 
     from gpt.config import GPTConfig, TrainConfig
@@ -375,7 +378,8 @@ def small_checkpoint_files(n_embd: int = 64) -> dict[str, Any]:
     from gpt.text.tokenizer import bytes_tokenizer
     from gpt.training import recipe
     from gpt.training.optim import make_optimizer
-    from gpt.training.state import Machine, Snapshot, TrainState
+    from gpt.training.parallel import WEIGHT, Single
+    from gpt.training.state import STATE, TENSORS, Machine, Snapshot, TrainState
     from gpt.training.step import Stepper
 
     tokenizer = bytes_tokenizer()
@@ -385,25 +389,30 @@ def small_checkpoint_files(n_embd: int = 64) -> dict[str, Any]:
     assert isinstance(found.model, GPTConfig)
     torch.manual_seed(0)
     model = GPT(found.model)
-    stepper = Stepper(model, make_optimizer(model, "muon", 0.1), compute, found, lambda size: None)
+    parallel = Single(model, make_optimizer(model, "muon", 0.1), compute)
+    stepper = Stepper(parallel, found, lambda size: None)
     for _ in range(3):
         idx = torch.randint(257, (2, 33)).numpy()
         stepper.step(idx[:, :-1], idx[:, 1:], 1e-3)
     snapshot = Snapshot()
-    snapshot.take(model, stepper.optimizer, stepper.scaler, TrainState(step=3, settled_step=3, windows=1))
+    snapshot.take(parallel, stepper.scaler, TrainState(step=3, settled_step=3, windows=1))
+    weights = {name.removeprefix(WEIGHT): t for name, t in snapshot.tensors.items() if name.startswith(WEIGHT)}
+    rest = {name: t.numpy() for name, t in snapshot.tensors.items() if not name.startswith(WEIGHT)}
     contents = checkpoint.contents(
-        found.model, snapshot.weights, checkpoint.TokenizerFiles(tokenizer, found.model), {"step": 3, "val_loss": 2.0}
+        found.model, weights, checkpoint.TokenizerFiles(tokenizer, found.model), {"step": 3, "val_loss": 2.0}
     )
-    return {**contents, **snapshot.files(found, Machine("cpu", "float32", torch.get_num_threads()), None)}
+    about = snapshot.about(found, Machine("cpu", "float32", torch.get_num_threads()), None)
+    return {**contents, STATE: about, TENSORS: rest}
 
 
 def read_all(path: Path) -> None:
-    """Reads a checkpoint as going on from it does."""
+    """Reads a checkpoint as a resumed run does."""
     import torch
 
+    from gpt.device import Compute
     from gpt.runs import checkpoint
-    from gpt.training.learner import Learner
     from gpt.training.optim import make_optimizer
+    from gpt.training.parallel import Single
     from gpt.training.state import read_saved, read_snapshot
 
     folder.check_sums(path, training=True)
@@ -412,14 +421,13 @@ def read_all(path: Path) -> None:
         raise UserError("another shape")
     model = checkpoint.load(path, torch.device("cpu"), saved.recipe.model).model
     optimizer = make_optimizer(model, saved.recipe.optimizer, saved.recipe.weight_decay)
-    read_snapshot(path, saved, Learner(model, model, optimizer)).restore(
-        model, optimizer, torch.amp.GradScaler("cpu", enabled=False)
-    )
+    parallel = Single(model, optimizer, Compute(torch.device("cpu"), torch.float32))
+    read_snapshot(path, saved, parallel).restore(parallel, torch.amp.GradScaler("cpu", enabled=False))
 
 
 @dataclass(frozen=True)
 class Damaged:
-    """What was done to a copy. ``signed``: its sums were made to fit, as who forges it would."""
+    """A damaged file of a copy. ``signed``: the checksums were made to fit, as a forger would."""
 
     file: str
     kind: str
@@ -434,7 +442,7 @@ HOSTILE_NAMES = ["../../etc/passwd", "/etc/passwd", "a\0b", "x" * 10_000, "model
 
 
 def damages(good: Path, rng: random.Random) -> Iterator[Damaged]:
-    """Endless damage to the files of a checkpoint."""
+    """Yields damage to the files of a checkpoint, endlessly."""
     names = sorted(path.name for path in good.iterdir())
     while True:
         name = rng.choice(names)
@@ -510,7 +518,7 @@ def _hostile(good: Path, name: str, data: bytes, rng: random.Random) -> Iterator
         yield Damaged(name, f"{key} = {str(value)[:20]}", json.dumps(record).encode(), signed=True)
 
 
-# What may hold another value of the same kind, or nothing reads: a forged sum cannot tell it from a true one.
+# Keys that may hold another value of their kind, or are not read: with checksums that fit, no reader can object.
 FREE = {
     "lr", "warmup", "decay", "weight_decay", "clip", "eval_every", "patience", "save_every", "keep",
     "sample_every", "seed", "steps", "batch_tokens", "loss_chunk", "lora_alpha", "compile", "merge_lora",
@@ -524,20 +532,20 @@ FREE = {
 
 
 def harmless(key: str, old: Any, new: Any) -> bool:
-    """Whether a forged value is one that a true file might have."""
+    """Whether a genuine file might hold the forged value."""
     return new == old or key in FREE
 
 
 @dataclass
 class Tried:
-    """What reading damaged copies came to, and the most memory that one took, in sizes of what was read."""
+    """Outcomes of reading damaged copies, and the most memory that one took, in multiples of the copy's size."""
 
     outcomes: Counter[str]
     memory: float = 0.0
 
 
 def damaged_copies(place: Path, count: int) -> Tried:
-    """Reads damaged and forged copies of a checkpoint."""
+    """Reads ``count`` damaged and forged copies of a checkpoint."""
     from gpt.runs import checkpoint
 
     good = place / folder.step_name(3)
@@ -552,7 +560,7 @@ def damaged_copies(place: Path, count: int) -> Tried:
 
 
 def damaged_tokens(place: Path, count: int) -> Tried:
-    """Reads damaged copies of a folder of tokens; what changes no id may be read."""
+    """Reads ``count`` damaged copies of a folder of tokens; damage that changes no id may pass."""
     from gpt.config import TokenizeConfig
     from gpt.text.tokenize import tokenize_texts
 
@@ -569,7 +577,7 @@ def damaged_tokens(place: Path, count: int) -> Tried:
 
 
 def read_tokens(path: Path) -> str:
-    """A sum over all ids of a folder, which is verified."""
+    """Verifies a folder of tokens and returns a checksum of its ids."""
     from gpt.text.token_folder import SIDES, TokenFolder
 
     tokens = TokenFolder(path)
@@ -616,7 +624,7 @@ def _refused(damage: Damaged, bad: Path, read: Callable[[Path], None]) -> str:
 
 
 def peak_memory(reset: bool = False) -> int:
-    """The most resident memory since the last reset, in bytes; where the system has no such count, 0."""
+    """Returns the peak resident memory in bytes since the last reset; 0 where the system does not tell."""
     with contextlib.suppress(OSError):
         if reset:
             Path("/proc/self/clear_refs").write_text("5")
@@ -629,7 +637,7 @@ def peak_memory(reset: bool = False) -> int:
 
 
 def price(quick: bool) -> list[str]:
-    """What saving costs a run of GPT-2 (124 M parameters), and how long it takes to go on with it."""
+    """Measures what saving costs a run of GPT-2 (124 M parameters), and how long resuming it takes."""
     place = Path(tempfile.mkdtemp(prefix="gpt-faults-"))
     text = write_text(place / "text.txt")
     shape = ["--n-layer", "2", "--n-embd", "96", "--tokenizer", "bytes"] if quick else ["--tokenizer", "gpt2"]
@@ -649,7 +657,7 @@ def _steps(run: Path) -> list[tuple[int, float]]:
 
 
 def _saving(place: Path, words: list[str]) -> list[str]:
-    """Steps with a save after the tenth, beside those without."""
+    """Compares the steps after a save with the others."""
     run = place / "saving"
     process = start(*words, "-o", str(run), "--steps", "40", "--save-every", "20", "--eval-every", "1000", cwd=place)
     _, err = process.communicate(timeout=3000)
@@ -667,7 +675,7 @@ def _saving(place: Path, words: list[str]) -> list[str]:
 
 
 def _going_on(place: Path, words: list[str]) -> list[str]:
-    """From a signal to the end of the command, and from the command that goes on to its first step."""
+    """Measures the seconds from SIGINT to the command's end, and from `--resume` to the first step."""
     run = place / "going-on"
     process = start(*words, "-o", str(run), "--steps", "1000", "--save-every", "500", "--eval-every", "1000", cwd=place)
     while not (run / "metrics.jsonl").exists() or len(_steps(run)) < 5:
@@ -691,11 +699,13 @@ def _going_on(place: Path, words: list[str]) -> list[str]:
 
 
 def main(words: list[str]) -> None:
-    """Runs the parts that are named, or all."""
+    """Runs the parts that are named, or all, and writes the section of RESULTS.md unless ``--quick``."""
+    from benchmarks.results import machine, write_section
+
     quick = "--quick" in words
     parts = [word for word in words if word != "--quick"] or ["kills", "signals", "ranks", "disk", "damage", "price"]
     counts = QUICK if quick else COUNTS
-    lines = machine(f"python -m benchmarks.faults {' '.join(words)}".strip())
+    lines = machine(f"python -m tests.stress.faults {' '.join(words)}".strip())
     for part in parts:
         place = Path(tempfile.mkdtemp(prefix="gpt-faults-"))
         began = time.monotonic()
@@ -726,7 +736,7 @@ def main(words: list[str]) -> None:
 
 
 def said(outcomes: Counter[str]) -> str:
-    """Outcomes with their counts."""
+    """Returns outcomes with their counts, in words."""
     return ", ".join(f"{outcome}: {count}" for outcome, count in outcomes.most_common())
 
 

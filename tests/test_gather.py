@@ -1,4 +1,4 @@
-"""The desk at which whole tensors are put together: one question at a time, whoever asks."""
+"""Gathering tensors on rank 0: one at a time, whichever thread asks."""
 
 import threading
 from collections import deque
@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.parallel import desk
-from gpt.parallel.desk import Desk
+from gpt.model.params import Parameter
+from gpt.parallel import gather
+from gpt.parallel.gather import CheckpointGatherer
 from gpt.parallel.shard import Grid
 
 PATIENCE = 0.3  # seconds in which a second question, which must not come, would
-NAMES = {"weight": (6, 4), "moment": (9, 2)}  # and shapes
+NAMES = {name: Parameter(name, shape, "norm") for name, shape in {"weight": (6, 4), "moment": (9, 2)}.items()}
 
 
 class Others:
-    """In the place of torch.distributed at rank 0: the others answer each question in turn, as `Desk.answer` does, the
-    first of all once a second one has been asked, or nothing has come for a while."""
+    """Stands in for torch.distributed on rank 0: the other ranks answer each request in turn, as `CheckpointGatherer.send`
+    does, but the first only after a second request, or after a while without one."""
 
     def __init__(self, grid: Grid, whole: dict[str, Tensor]) -> None:
         self.grid, self.whole = grid, whole
@@ -33,7 +34,7 @@ class Others:
     def broadcast(self, which: Tensor, source: int, group: Any) -> None:
         name = sorted(self.whole)[int(which)]
         for rank, parts in self.sent.items():
-            parts.append(self.grid.part(name, NAMES[name], rank).take(self.whole[name]))
+            parts.append(self.grid.part(NAMES[name], rank).take(self.whole[name]))
         self.said.append(f"who has {name}?")
         (self.second if self.first.is_set() else self.first).set()
 
@@ -49,14 +50,14 @@ class Others:
 def test_two_files_ask_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and moments are written side by side; what the others send says not to whom."""
     grid = Grid(3, 1, True)
-    whole = {name: torch.randn(shape) for name, shape in NAMES.items()}
+    whole = {name: torch.randn(p.shape) for name, p in NAMES.items()}
     others = Others(grid, whole)
-    monkeypatch.setattr(desk, "dist", others)
-    here = Desk(grid, {name: (name, shape) for name, shape in NAMES.items()}, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(gather, "dist", others)
+    here = CheckpointGatherer(grid, NAMES, None)  # type: ignore[arg-type]
 
     def asked(name: str) -> Tensor:
-        mine = grid.part(name, NAMES[name], 0).take(whole[name])
-        return torch.from_numpy(here.ask(name, mine.numpy()))
+        mine = grid.part(NAMES[name], 0).take(whole[name])
+        return torch.from_numpy(here.full_tensor(name, mine.numpy()))
 
     with ThreadPoolExecutor(2) as threads:
         weight = threads.submit(asked, "weight")

@@ -1,13 +1,13 @@
 """Hostile and clumsy command lines: thousands of them, each drawn from a seed, run, and judged.
 
-    python -m benchmarks.hostile [--cases 3000] [--first 0] [--seed 1] [--each 100] [--case N]
+    python -m tests.stress.hostile [--cases 3000] [--first 0] [--seed 1] [--each 100] [--case N]
 
 A case is a command with options, environment twins, a TOML file, stdin and files, any of which may be nonsense:
 missing, empty, a folder, a pipe that nobody writes, a device, a name of control characters or of bytes that are no
 UTF-8, numbers that are huge, negative, NaN or written in other digits. It must end within its time with a status that
 the contract knows, say on its last two lines what is wrong and what to do, print JSON alone where that was asked for,
-leave no temporary file, and leave the user's files as they were. What is still at work after a while (a trillion steps
-may be asked for) is interrupted, and has to end in good order.
+leave no temporary file, and leave the user's files as they were. A command that is still running after a while (it may
+have been asked for a trillion steps) gets SIGINT, and must end as a user's Ctrl-C would end it.
 
 Cases run in forks of this process, which has imported everything and computed nothing; each ``--each``-th one is a
 process of its own. ``--case N`` runs a single one and shows what it prints.
@@ -96,7 +96,7 @@ BAD_TOML = ["= 3", "a", "[[", "steps = ", "steps = 1\nsteps = 2", "\udcff = 1", 
 
 @dataclass
 class Case:
-    """A command line with all that it finds."""
+    """A command line with its environment, stdin and TOML file."""
 
     words: list[str]
     env: dict[str, str] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Case:
 
 @dataclass
 class Ended:
-    """What a case came to."""
+    """How a case ended: exit status, output, seconds, and whether it was interrupted."""
 
     status: int
     out: str
@@ -123,7 +123,7 @@ class Ended:
 
 
 def warm() -> None:
-    """Imports all that a command may import, which a fork then need not."""
+    """Imports all that a command may import, so that forks need not."""
     for package in (gpt, gpt_cli):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.endswith("__main__"):
@@ -132,7 +132,7 @@ def warm() -> None:
 
 
 def commands() -> dict[tuple[str, ...], Any]:
-    """Every command by its words, as the parser knows it."""
+    """Returns every command of the parser by its words."""
     root: Any = typer.main.get_command(cli.app)
     found: dict[tuple[str, ...], Any] = {}
     for name, command in root.commands.items():
@@ -143,7 +143,7 @@ def commands() -> dict[tuple[str, ...], Any]:
 
 
 def draw(rng: random.Random, known: dict[tuple[str, ...], Any]) -> Case:
-    """A case: a command, some of its options, on the command line or as twins, and words."""
+    """Draws a case: a command with some options, on the command line or in the environment, and arguments."""
     top = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     path = rng.choice([each for each in known if each[0] == top])
     case = Case(list(path), toml=toml(rng), stdin=stdin(rng), encoding=rng.choice(["utf-8"] * 4 + ["ascii", "latin-1"]))
@@ -167,7 +167,7 @@ def draw(rng: random.Random, known: dict[tuple[str, ...], Any]) -> Case:
 
 
 def give(rng: random.Random, case: Case, path: tuple[str, ...], option: Any) -> None:
-    """Adds an option to the command line, or its twin to the environment."""
+    """Adds an option with a value to the command line, or its twin to the environment."""
     flag, twin = rng.choice(option.opts), "_".join(["GPT", *path, option.name]).upper()
     if option.is_flag:
         if rng.random() < 0.7:
@@ -185,7 +185,7 @@ def give(rng: random.Random, case: Case, path: tuple[str, ...], option: Any) -> 
 
 
 def value(rng: random.Random, param: Any) -> str:
-    """What a parameter might be given: something that fits it, or nonsense."""
+    """Draws a value for a parameter: a valid one, or nonsense."""
     kind = param.type_descriptor.annotation
     if param.name in BOUNDED:
         return rng.choice(BOUNDED[param.name])
@@ -200,7 +200,7 @@ def value(rng: random.Random, param: Any) -> str:
 
 
 def toml(rng: random.Random) -> str:
-    """Settings, of which some may mean nothing."""
+    """Draws a TOML file of settings, some of them unknown or of the wrong type."""
     if rng.random() < 0.2:
         return rng.choice(BAD_TOML)
     names = [*TrainConfig.__dataclass_fields__, "stesp", "\x1b[31m", ""]
@@ -209,7 +209,7 @@ def toml(rng: random.Random) -> str:
 
 
 def stdin(rng: random.Random) -> bytes:
-    """What stdin holds."""
+    """Draws the bytes on stdin."""
     return rng.choice(
         [
             b"", b"the cat\n", b"/set temperature nan\n/retry\nthe\n/model missing\n/more\n/quit\n", b"\xff\xfe\x00",
@@ -269,7 +269,7 @@ def run(case: Case, cwd: Path, beside: Path, apart: bool = False, patience: floa
 
 
 def _child(case: Case, cwd: Path, files: tuple[int, int, int], env: dict[str, str], patience: float) -> None:
-    """In the fork: the command, and the end of the process."""
+    """Runs the command in the forked process, and exits it."""
     status = 99
     try:
         os.setsid()
@@ -299,7 +299,7 @@ def _child(case: Case, cwd: Path, files: tuple[int, int, int], env: dict[str, st
 
 
 def _wait(pid: int, started: float, patience: float) -> tuple[int, bool]:
-    """The exit status, and whether the case had to be interrupted; -9 where that did not help."""
+    """Waits for a case; returns its exit status, -9 if it had to be killed, and whether it was interrupted."""
     interrupted = False
     while True:
         got, status = os.waitpid(pid, os.WNOHANG)
@@ -319,7 +319,7 @@ def _wait(pid: int, started: float, patience: float) -> tuple[int, bool]:
 
 
 def judge(case: Case, ended: Ended, cwd: Path, beside: Path, before: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with how a case ended."""
+    """Yields what is wrong with how a case ended."""
     if ended.status not in STATUSES:
         yield f"status {ended.status}"
     if ended.status in (130, 143) and not ended.interrupted:
@@ -348,7 +348,7 @@ def judge(case: Case, ended: Ended, cwd: Path, beside: Path, before: dict[str, A
 
 
 def is_json(line: str) -> bool:
-    """Whether a line is JSON, which knows no NaN."""
+    """Whether a line is JSON; NaN is not."""
 
     def refuse(word: str) -> None:
         raise ValueError(word)
@@ -361,7 +361,7 @@ def is_json(line: str) -> bool:
 
 
 def tree(place: Path) -> dict[str, Any]:
-    """What lies in a folder, with sizes and times."""
+    """Returns every path below a folder with its mode, size and modification time."""
     found = {}
     for path in place.rglob("*"):
         about = path.lstat()
@@ -372,7 +372,7 @@ def tree(place: Path) -> dict[str, Any]:
 
 
 def one(seed: int, number: int, place: Path, known: dict[tuple[str, ...], Any], each: int) -> tuple[Any, ...]:
-    """Draws case ``number`` and runs it among the user's files."""
+    """Draws case ``number``, runs it in a copy of the user's files, and judges it."""
     case = draw(random.Random(f"{seed}/{number}"), known)
     cwd, beside = place / "cwd", place / "beside"
     shutil.rmtree(cwd, ignore_errors=True)
@@ -385,8 +385,8 @@ def one(seed: int, number: int, place: Path, known: dict[tuple[str, ...], Any], 
 
 
 def main(words: list[str]) -> None:
-    """Runs the cases, tells those that are not clean, and counts."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile")
+    """Runs the cases, prints those with faults, and counts outcomes."""
+    parser = argparse.ArgumentParser(prog="python -m tests.stress.hostile")
     parser.add_argument("--cases", type=int, default=3000)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case, to run them in parts")
     parser.add_argument("--seed", type=int, default=1)

@@ -1,0 +1,378 @@
+"""Requests → tokens: prompts fill rows of a context, and a step gives every row a token. Knows ids, not text."""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gpt.decoding.beam import Hypothesis, Search, Stops
+from gpt.decoding.context import Context
+from gpt.decoding.logits import Filters, Token, key_of, no_logits, read, step_key
+from gpt.decoding.lookup import Lookup
+from gpt.errors import NotANumber, UserError
+from gpt.sample_config import SampleConfig
+
+POSITIONS_AT_ONCE = 64  # of a prompt, whose logits are computed together
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to generate after ``ids``, of which there is at least one.
+
+    Sample ``index`` of ``seed``, or a beam search where ``config`` has beams. ``config.stop`` and ``config.bias`` are
+    texts, which the engine does not know: ``bias`` has ids and what is added to their logits; ``stops`` says where a
+    hypothesis of a search ends. Whoever turns a sample's tokens into text cancels it at its stop text.
+    """
+
+    ids: Sequence[int]
+    config: SampleConfig = SampleConfig()
+    seed: int = 0
+    index: int = 0
+    bias: tuple[tuple[int, float], ...] = ()
+    stops: Stops | None = None
+
+    @property
+    def width(self) -> int:
+        """Rows of the context that it may need at once."""
+        return max(1, self.config.beam)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One update for request ``number``: new tokens and, at the end, the finish reason or the error.
+
+    ``prompt`` are the prompt's tokens, in the first event, where their log-probabilities were asked for. A search's
+    ``tokens`` are those that all of its hypotheses agree on; its texts are in ``best`` at the end, the best one first.
+    ``reason`` is ``length``, ``eot`` or ``stop``.
+    """
+
+    number: int
+    tokens: Sequence[Token] = ()
+    prompt: Sequence[Token] | None = None
+    reason: str | None = None
+    best: Sequence[Hypothesis] = ()
+    error: UserError | None = None
+
+
+@dataclass(eq=False)
+class _Job:
+    """A request that waits or runs, and what the next event will tell of it."""
+
+    number: int
+    request: Request
+    filters: Filters
+    search: Search | None
+    key: int  # of its random numbers
+    rows: list["_Row"] = field(default_factory=list)  # one; in a search one for each living hypothesis
+    count: int = 0  # tokens so far
+    lookup: Lookup = field(default_factory=Lookup)
+    done: bool = False
+    tokens: list[Token] = field(default_factory=list)
+    prompt: Sequence[Token] | None = None
+    reason: str | None = None
+    error: UserError | None = None
+
+    def take(self, token: Token, eot: int) -> None:
+        """Appends a token, which may be the last."""
+        config = self.request.config
+        self.tokens.append(token)
+        self.count += 1
+        if token.id == eot and not config.ignore_eot:
+            self.end("eot")
+        elif self.count == config.max_tokens:
+            self.end("length")
+
+    def end(self, reason: str | None = None, error: UserError | None = None) -> None:
+        self.reason, self.error, self.done = reason, error, True
+
+    def event(self) -> Event:
+        """What is new since the last event."""
+        tokens, self.tokens = self.tokens, []
+        prompt, self.prompt = self.prompt, None
+        best: Sequence[Hypothesis] = ()
+        if self.search is not None and self.error is None:
+            tokens = self.search.agreed()
+            if self.done:
+                best = self.search.ended[: self.request.config.n_best]
+        return Event(self.number, tokens, prompt, self.reason, best, self.error)
+
+
+@dataclass(eq=False)
+class _Row:
+    """A row of the context that is in use."""
+
+    job: _Job
+    at: int  # its number
+    last: int = 0  # the newest id, which the context has not taken in
+    guessed: list[int] = field(default_factory=list)  # ids that may follow it
+    taken: int = 1  # ids that the context took in at once, of which the first is certain
+    right: int = 0  # guesses among them that turned out right
+    free: bool = False  # of a hypothesis that has no child
+
+
+class Engine:
+    """Generates for many requests at once, each with settings of its own, which come and go between steps.
+
+    Requests wait until the context has rows for them, first come, first served. Tokens depend on the request alone and
+    not on what runs beside it, up to the rounding of sums (docs/sampling.md). An error that is one request's own, such
+    as logits that are NaN, ends that request with an event; one that `step` raises ends the engine.
+    """
+
+    def __init__(self, context: Context, eot: int) -> None:
+        self.context = context
+        self.eot = eot
+        self._number = 0  # of the next request
+        self._waiting: deque[_Job] = deque()
+        self._running: list[_Job] = []
+        self._rows: list[_Row] = []  # row r of the context is _rows[r]
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests wait or run."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def free(self) -> int:
+        """Rows that no request has or waits for; negative where more are waited for than there are."""
+        return self.context.rows - sum(job.request.width for job in (*self._waiting, *self._running))
+
+    def add(self, request: Request) -> int:
+        """Queues a request and returns its number, by which events name it. Raises `UserError` for one that the model
+        or the context cannot serve."""
+        self._check(request)
+        config = request.config
+        filters = Filters(config, self.eot, request.bias)
+        for job in (*self._running, *self._waiting):
+            if job.filters.key == filters.key:  # rows with the same filters are filtered together
+                filters = job.filters
+                break
+        search = Search(config, self.eot, request.stops) if config.beam else None
+        key = key_of(request.seed, request.index, request.ids)
+        self._waiting.append(_Job(self._number, request, filters, search, key))
+        self._number += 1
+        return self._number - 1
+
+    def _check(self, request: Request) -> None:
+        size, beam = self.context.model.config.vocab_size, request.config.beam
+        if beam > self.context.rows:
+            raise UserError(
+                f"beam is {beam}; there is room for {self.context.rows:,} texts at once", "take fewer beams"
+            )
+        ids = [*request.ids, *(id for id, _ in request.bias)]
+        if not request.ids or not 0 <= min(ids) <= max(ids) < size:
+            raise UserError(f"a request has ids from 0 to {size - 1:,}, and one at least", "take the model's tokenizer")
+
+    def cancel(self, number: int) -> None:
+        """Ends a request without another event; its rows are free in the next step. Does nothing if it has ended."""
+        for job in (*self._running, *self._waiting):
+            if job.number == number:
+                job.end()
+                (self._running if job in self._running else self._waiting).remove(job)
+                return
+
+    def run(self) -> Iterator[Event]:
+        """Steps until no request waits or runs."""
+        while self.busy:
+            yield from self.step()
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Starts the waiting requests for which there are free rows, and gives every running one its next token, or
+        several where guesses were right. Returns an event for each running request."""
+        self._free_rows()
+        logits = self._decode()
+        begun = self._prefill()
+        if logits is None or begun is None:
+            logits = begun if logits is None else logits
+        else:
+            wide = begun.new_zeros(len(begun), logits.size(1), begun.size(-1))
+            wide[:, :1] = begun
+            logits = torch.cat([logits, wide])
+        if logits is None:
+            return []
+        self._choose(logits)
+        events = [job.event() for job in self._running]
+        self._running = [job for job in self._running if not job.done]
+        return events
+
+    def _free_rows(self) -> None:
+        """Frees the rows of requests that have ended: the last row in use takes the place of one before it."""
+        for at in reversed(range(len(self._rows))):
+            if self._rows[at].free or self._rows[at].job.done:
+                last = self._rows.pop()
+                if at < last.at:
+                    self._rows[at] = last
+                    self.context.copy(last.at, at)
+                self.context.forget(last.at)
+                last.at = at
+
+    def _decode(self) -> Tensor | None:
+        """Has the context take in each row's last id and guesses, padded to the most guesses. Returns the logits after
+        each, (n, T, V); None where no row is in use."""
+        if not self._rows:
+            return None
+        self._guess()
+        T = 1 + max(len(row.guessed) for row in self._rows)
+        ids = [[row.last, *row.guessed, *[0] * (T - 1 - len(row.guessed))] for row in self._rows]
+        for row in self._rows:
+            row.taken = T
+        return self.context.logits(self.context.step(ids))
+
+    def _guess(self) -> None:
+        """Guesses what comes next where a request asks for it and its text so far suggests something."""
+        if not any(row.job.request.config.speculate for row in self._rows):
+            return
+        room = min(self.context.room(row.at) for row in self._rows) - 1
+        for row in self._rows:
+            job, config = row.job, row.job.request.config
+            most = min(room, config.speculate, config.max_tokens - job.count - 1)
+            if most > 0 and job.search is None:
+                row.guessed = job.lookup.guess([*self.context.ids[row.at], row.last], most)
+
+    def _prefill(self) -> Tensor | None:
+        """Fills free rows with the prompts of waiting requests. Returns the logits after each prompt, (n, 1, V)."""
+        if not self._waiting:
+            return None
+        free = self.context.rows - sum(job.request.width for job in self._running)
+        jobs: list[_Job] = []
+        while self._waiting and self._waiting[0].request.width <= free:
+            jobs.append(self._waiting.popleft())
+            free -= jobs[-1].request.width
+        if not jobs:
+            return None
+        start = len(self._rows)
+        x = self.context.fill(start, [job.request.ids for job in jobs])  # (n, T, C)
+        for job, of_job in zip(jobs, x, strict=True):
+            job.rows = [_Row(job, len(self._rows))]
+            self._rows += job.rows
+            self._running.append(job)
+            self._read_prompt(job, of_job)
+            if job.request.config.max_tokens == 0 and not job.done:
+                job.end("length")
+        ends = self.context.cache.lengths[start : len(self._rows)] - 1
+        return self.context.logits(x[range(len(jobs)), ends])[:, None]
+
+    def _read_prompt(self, job: _Job, x: Tensor) -> None:
+        config = job.request.config
+        if config.echo_logprobs:
+            kept = job.request.ids[self.context.dropped[job.rows[0].at] :]
+            try:
+                job.prompt = prompt_tokens(self.context, x, kept, config.logprobs or 0)
+            except NotANumber as error:
+                self._fail(job, error)
+
+    def _choose(self, logits: Tensor) -> None:
+        """Chooses the next tokens from logits (n, T, V), which follow each row's last T ids."""
+        t, going = 0, [row for row in self._rows if row.job.search is None and not row.job.done]
+        while going:
+            self._draw(logits, t, going)
+            going = [row for row in going if row.guessed[t : t + 1] == [row.last] and not row.job.done]
+            t += 1
+            for row in going:
+                row.right = t
+        for row in self._rows:
+            self.context.rewind(row.at, row.taken - 1 - row.right)
+            row.taken, row.right, row.guessed = 1, 0, []
+        for job in self._running:
+            if job.search is not None and not job.done:
+                self._search(job, job.search, logits[[row.at for row in job.rows], 0])
+
+    def _draw(self, logits: Tensor, t: int, rows: Sequence[_Row]) -> None:
+        """Gives rows their token after the first ``t`` guesses; rows with the same filters are filtered together."""
+        groups: dict[Filters, list[_Row]] = {}
+        for row in rows:
+            groups.setdefault(row.job.filters, []).append(row)
+        rows = [row for group in groups.values() for row in group]
+        at = [row.at for row in rows]
+        logits = logits[:, t] if at == [*range(len(logits))] else logits[at, t]
+        chosen: list[Tensor] = []
+        for filters, group in groups.items():
+            done = sum(map(len, chosen))
+            past = [self._past(row, t) if filters.looks_back else () for row in group]
+            shaped = filters.shape(logits[done : done + len(group)], past, [row.job.count for row in group])
+            keys = [step_key(row.job.key, row.job.count) for row in group] if filters.draws else []
+            chosen.append(filters.choose(shaped, keys))
+        ids = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
+        logprobs = logits.log_softmax(-1)  # a single NaN among the logits makes all of a row NaN
+        top = [row.job.request.config.logprobs or 0 for row in rows]
+        tokens = read(ids.tolist(), logprobs.gather(-1, ids[:, None])[:, 0], logprobs, top)
+        for row, token in zip(rows, tokens, strict=True):
+            row.last = token.id
+            if math.isnan(token.logprob or 0.0):
+                self._fail(row.job, no_logits())
+            else:
+                row.job.take(token, self.eot)
+
+    def _past(self, row: _Row, t: int) -> Sequence[int]:
+        """The ids of a row up to its first ``t`` guesses."""
+        ids = self.context.ids[row.at]
+        return ids[: len(ids) - row.taken + 1 + t]
+
+    def _search(self, job: _Job, search: Search, logits: Tensor) -> None:
+        """Extends a search by a token, from logits (n, V) after each of its living hypotheses."""
+        logprobs = logits.log_softmax(-1)
+        past = [self.context.ids[row.at] for row in job.rows]
+        shaped = job.filters.shape(logprobs, past, [job.count] * len(past))
+        try:
+            parents = search.advance(logprobs, shaped)
+        except NotANumber as error:
+            self._fail(job, error)
+            return
+        job.count += 1
+        if search.done:
+            job.end(search.ended[0].reason)
+        else:
+            self._place(job, [job.rows[parent] for parent in parents])
+            for row, each in zip(job.rows, search.live, strict=True):
+                row.last = each.tokens[-1].id
+
+    def _place(self, job: _Job, parents: list[_Row]) -> None:
+        """Gives each hypothesis a row: the first child of a row stays in it, others get copies."""
+        spare = [row for row in job.rows if row not in parents]
+        job.rows = []
+        for parent in parents:
+            row = parent
+            if parent in job.rows:
+                if not spare:
+                    spare.append(_Row(job, len(self._rows)))
+                    self._rows += spare
+                row = spare.pop()
+                self.context.copy(parent.at, row.at)
+            job.rows.append(row)
+        for row in spare:
+            row.free = True
+
+    def _fail(self, job: _Job, error: UserError) -> None:
+        """Ends a request that computed NaN, of which nothing may stay: what a mask hides is multiplied by 0."""
+        job.end(error=error)
+        for row in job.rows:
+            self.context.clear(row.at)
+
+
+def prompt_tokens(context: Context, x: Tensor, ids: Sequence[int], top: int) -> list[Token]:
+    """A prompt's tokens, from the residual stream (T, C) of its ids; the first has no log-probability. Raises
+    `NotANumber` where one is NaN."""
+    tokens = [Token(ids[0], None)]
+    for start in range(0, len(ids) - 1, POSITIONS_AT_ONCE):
+        part = ids[start + 1 : start + 1 + POSITIONS_AT_ONCE]
+        logprobs = context.logits(x[start : start + len(part)]).log_softmax(-1)
+        tokens += read(part, logprobs[range(len(part)), part], logprobs, top)
+    if any(math.isnan(token.logprob or 0.0) for token in tokens):
+        raise no_logits()
+    return tokens
+
+
+def generate(
+    context: Context, prompt: Sequence[int], config: SampleConfig, eot: int, seed: int = 0, index: int = 0
+) -> Iterator[Token]:
+    """Yields tokens after ``prompt`` until ``max_tokens`` or end-of-text, which is yielded last. An empty prompt starts
+    from end-of-text, as a document does. Raises `NotANumber` where the logits are NaN."""
+    engine = Engine(context, eot)
+    engine.add(Request(prompt or [eot], config, seed, index))
+    for event in engine.run():
+        if event.error is not None:
+            raise event.error
+        yield from event.tokens

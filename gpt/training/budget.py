@@ -1,0 +1,116 @@
+"""Training for so many minutes: the preset that learns most in them, and the steps that fit."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import numpy as np
+
+from gpt.config import TrainConfig, find_preset
+from gpt.device import Compute
+from gpt.errors import UserError
+from gpt.model.decoder import GPT
+from gpt.model.params import breakdown
+from gpt.settings import Within
+from gpt.training.optim import make_optimizer
+from gpt.training.parallel import Single
+from gpt.training.recipe import resolve
+from gpt.training.step import Stepper
+
+PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # of the whole time, and at most, spent on measuring
+END_SECONDS = 2.0  # to save the last checkpoint, read it back, measure it and sample from it
+
+LADDER = ("nano", "micro", "mini", "small", "gpt2")
+TOKENS = 1.0  # per parameter that a preset must have time to read before it beats the one below (docs/defaults.md)
+GAIN = 3.0  # how much faster than a small model, per parameter, a large one may be at most
+TRIED = 65_536  # tokens per step at most, while the rate is measured
+STEPS = (2, 4)  # that allocate, and that are timed
+
+Seconds = Annotated[float, Within(-1e12, 1e12)]
+Rate = Callable[[str], float]
+
+
+@dataclass(frozen=True)
+class TimeBudget:
+    """When a run must end, and how long its parts take, in seconds."""
+
+    deadline: Seconds  # on the clock of time.perf_counter
+    step: Annotated[float, Within(1e-9, 1e9)]
+    evaluations: Seconds  # all periodic ones
+    end: Seconds  # everything after the last step
+
+    def steps(self, now: float) -> int:
+        """The steps of the whole run, as estimated before it. Raises `UserError` if none fits."""
+        left = self.deadline - self.end - self.evaluations - now
+        if left < 4 * self.step:
+            needed = (4 * self.step - left + self.deadline - now) / 60
+            raise UserError(
+                f"there is no time to train: a step takes {self.step:.2g} s, and {max(0.0, left):.0f} s are left",
+                f"give at least --minutes {math.ceil(10 * needed) / 10:g}, or a smaller --preset",
+            )
+        return int(left / self.step)
+
+    def steps_left(self, now: float, step: float) -> int:
+        """The steps that still fit, at ``step`` seconds each, evaluations and checkpoints included."""
+        return max(1, round((self.deadline - self.end - now) / step))
+
+    def describe(self, batch_tokens: int) -> str:
+        """The rate, for a person."""
+        return f"a step takes {1000 * self.step:,.0f} ms, {batch_tokens / self.step:,.0f} tokens/s"
+
+
+def preset_for_minutes(
+    config: TrainConfig, compute: Compute, n_bytes: int, note: Callable[[str], None], processes: int = 1
+) -> TrainConfig:
+    """``config`` with the preset for its ``minutes``, if it leaves that open; tells ``note`` why. Several ``processes``
+    are taken to be so many times as fast as this one."""
+    shape = (config.n_layer, config.n_head, config.n_embd, config.block_size)
+    if config.minutes is None or config.preset != "auto" or config.init is not None or any(shape):
+        return config
+    name, why = largest_preset(config.minutes, n_bytes, lambda name: processes * measured_rate(name, config, compute))
+    note(f"size {name}: {why}")
+    return replace(config, preset=name)
+
+
+def largest_preset(minutes: float, n_bytes: int, rate: Rate) -> tuple[str, str]:
+    """The largest preset that is smaller than the text and has time to read a token per parameter, and the reason.
+    ``rate`` gives a preset's tokens per second."""
+    chosen, pace = LADDER[0], rate(LADDER[0])
+    for name in LADDER[1:]:
+        n, below = parameters(name), parameters(chosen)
+        if n > n_bytes:
+            return chosen, f"{name} has {n:,} parameters, more than the text has bytes"
+        seconds = TOKENS * n / (GAIN * pace * below / n)  # at least, to read so much
+        if seconds <= 60 * minutes:
+            faster = rate(name)
+            seconds = TOKENS * n / faster
+        if seconds > 60 * minutes:
+            return chosen, f"at {pace:,.0f} tokens/s; {name} would need some {seconds / 60:,.0f} minutes to be better"
+        chosen, pace = name, faster
+    return chosen, "the largest that is chosen by itself"
+
+
+def parameters(name: str) -> int:
+    """The parameters of a preset that are trained."""
+    return breakdown(find_preset(name).model).trainable
+
+
+def measured_rate(name: str, config: TrainConfig, compute: Compute) -> float:
+    """The tokens per second of a preset's steps here, on random ids."""
+    preset = find_preset(name)
+    V, T = preset.model.vocab_size, preset.model.block_size
+    batch = max(T, min(preset.batch_tokens, TRIED) // T * T)
+    asked = TrainConfig(preset=name, arch=config.arch, positions=config.positions, optimizer=config.optimizer, steps=1)
+    recipe = resolve(replace(asked, batch_tokens=batch), compute, V, batch + 1, V, False, lambda text: None)
+    model = GPT(recipe.model).to(compute.device)
+    optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype)
+    stepper = Stepper(Single(model, optimizer, compute), recipe, lambda micro_batch: None)
+    ids = np.random.default_rng(0).integers(V, size=(recipe.rows, T))
+    for _ in range(STEPS[0]):
+        stepper.step(ids, ids, 0.0).read()
+    started = time.perf_counter()
+    for _ in range(STEPS[1]):
+        stepper.step(ids, ids, 0.0).read()
+    return STEPS[1] * batch / (time.perf_counter() - started)

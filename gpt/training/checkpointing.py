@@ -1,0 +1,283 @@
+"""Checkpoints, written in a thread while training continues, and the copy in memory that a rollback restores."""
+
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt.errors import WorkError
+from gpt.files import FULL, disk_errors
+from gpt.runs import checkpoint, folder
+from gpt.runs.checkpoint import Files
+from gpt.training.budget import TimeBudget
+from gpt.training.context import RunContext
+from gpt.training.logs import Metrics
+from gpt.training.parallel import WEIGHT, Parallel
+from gpt.training.recipe import Recipe
+from gpt.training.state import STATE, TENSORS, Snapshot, TrainState
+
+SPARE = 2**20  # bytes that are left free beside a checkpoint
+ROOM_SECONDS, ROOM_PAUSE = 60.0, 2.0  # how long the end of a run waits for a full disk, and how often it looks
+
+
+class Checkpointer:
+    """Copies the state of a run, has it written while training continues, and restores it."""
+
+    def __init__(
+        self,
+        run: RunContext,
+        parallel: Parallel,
+        scaler: torch.amp.GradScaler,
+        state: TrainState,
+        tokenizer: checkpoint.TokenizerFiles,
+        on_saved: Callable[[int], None],
+    ) -> None:
+        """``on_saved`` hears the step of each checkpoint that is whole on the disk."""
+        self.run, self.parallel, self.scaler, self.state, self.tokenizer = run, parallel, scaler, state, tokenizer
+        self.metrics: Metrics | None = None  # that a checkpoint syncs first
+        self.snapshot = Snapshot()  # the newest good state
+        self.fixed = {name: tensor.cpu().numpy() for name, tensor in checkpoint.fixed(parallel.own).items()}
+        self.size = checkpoint_size(parallel, tokenizer)
+        self.writer: Writer
+        if run.world.is_main:
+            self.writer = Writer(run.run, run.recipe.keep, on_saved, run.session.warn, parallel.finish_save)
+        else:
+            self.writer = Sender(parallel, lambda: self.snapshot.tensors)
+
+    def remember(self) -> None:
+        """Copies the state into memory."""
+        self.writer.wait()  # it reads the copy before
+        self.state.seconds = time.perf_counter() - self.run.began
+        self.state.metrics_bytes = self.metrics.size if self.metrics else 0
+        self.snapshot.take(self.parallel, self.scaler, self.state)
+
+    def roll_back(self, **changes: Any) -> None:
+        """Restores the newest copy, but for ``changes`` of its state."""
+        good = self.snapshot.restore(self.parallel, self.scaler)
+        vars(self.state).update(vars(good), **changes)
+
+    def save(self, recipe: Recipe, budget: TimeBudget | None) -> None:
+        """Copies the state, and starts to write it."""
+        self.remember()
+        self.writer.begin(self.state.step, self.size, self._files(recipe, budget))
+
+    def save_last(self, recipe: Recipe, budget: TimeBudget | None, stopped: Callable[[], bool]) -> None:
+        """Copies the state, and writes it, waiting for room until ``stopped``. Raises `WorkError` if the disk stays
+        full."""
+        self.remember()
+        self.writer.last(self.state.step, self.size, self._files(recipe, budget), stopped)
+
+    def _files(self, recipe: Recipe, budget: TimeBudget | None) -> Callable[[], Files]:
+        """Makes the function that returns the files of a checkpoint of the snapshot, in any thread."""
+        run, snapshot, state = self.run, self.snapshot, self.snapshot.state
+        meta: dict[str, Any] = {
+            "step": state.step,
+            "tokens_seen": recipe.tokens(state.step),
+            "val_loss": state.measured_loss if state.measured_step == state.step else None,
+        }
+        if run.init and recipe.lora_rank:
+            meta["adapter"] = run.init.adapter(recipe.lora_rank, recipe.lora_alpha)
+        full = {name: self.parallel.full_tensor(name, tensor) for name, tensor in snapshot.tensors.items()}
+        weights = {name.removeprefix(WEIGHT): tensor for name, tensor in full.items() if name.startswith(WEIGHT)}
+        weights = weights if "adapter" in meta else {**self.fixed, **weights}
+        rest = {name: tensor for name, tensor in full.items() if not name.startswith(WEIGHT)}
+        if budget is not None:
+            budget = replace(budget, deadline=budget.deadline - run.began)
+        about = snapshot.about(recipe, run.machine(), budget)
+
+        def files() -> Files:
+            if self.metrics is not None:
+                self.metrics.sync()
+            return {**checkpoint.contents(recipe.model, weights, self.tokenizer, meta), STATE: about, TENSORS: rest}
+
+        return files
+
+
+@dataclass
+class Save:
+    """A checkpoint on its way to the disk."""
+
+    step: int
+    files: Callable[[], Files]
+    failed: Exception | None = None
+
+
+class Writer:
+    """Writes checkpoints, one at a time, in a thread. ``done`` hears of each that is whole on the disk, ``warn`` of
+    each that could not be written; the caller's thread calls both. ``ended`` is called, in whichever thread learns it,
+    when nothing more is read of a save."""
+
+    def __init__(
+        self,
+        run: Path,
+        keep: int,
+        done: Callable[[int], None],
+        warn: Callable[[str], None],
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.run, self.keep, self.done, self.warn, self.ended = run, keep, done, warn, ended
+        self.step = -1  # the newest checkpoint's
+        self.failed: OSError | None = None  # why the newest save failed
+        self._save: Save | None = None
+        self._thread: threading.Thread | None = None
+        self._retrying = False  # whether a save that fails is followed by another one
+
+    def begin(self, step: int, size: int, files: Callable[[], Files]) -> None:
+        """Starts to write a checkpoint of about ``size`` bytes; what ``files`` returns must not change until `wait`."""
+        self.wait()
+        self._save = Save(step, files)
+        free = shutil.disk_usage(self.run).free
+        if free < size + SPARE:
+            self._save.failed = OSError(FULL[0], f"about {_mb(size)} are needed, and {_mb(free)} are free")
+            self._ended()
+        else:
+            self._thread = threading.Thread(target=self._write, args=(self._save,), daemon=True)
+            self._thread.start()
+        self.poll()
+
+    def poll(self) -> None:
+        """Reports a save that has ended."""
+        save = self._save
+        if save is None or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._save = self._thread = None
+        if save.failed is not None and not isinstance(save.failed, OSError):
+            raise save.failed
+        if save.failed is None:
+            self.step = max(self.step, save.step)
+            self.done(save.step)
+        elif self.failed is None:  # said once
+            why = error_text(save.failed)
+            self.warn(f"step {save.step:,} cannot be saved: {why}; the run continues, and tries again")
+        self.failed = save.failed
+
+    def wait(self) -> None:
+        """Waits until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+        self.poll()
+
+    def _write(self, save: Save) -> None:
+        try:
+            checkpoint.write(self.run / folder.step_name(save.step), save.files())
+            folder.prune(self.run, self.keep, newest=save.step)
+            folder.write_index(self.run)
+        except Exception as error:
+            save.failed = error
+        try:
+            self._ended()
+        except Exception as error:
+            save.failed = save.failed or error
+
+    def _ended(self) -> None:
+        if not self._retrying:
+            self.ended()
+
+    def last(self, step: int, size: int, files: Callable[[], Files], stopped: Callable[[], bool]) -> None:
+        """Saves the end of a run, whatever it takes: with its training state, else the weights alone, else waiting for
+        room until ``stopped``. Raises `WorkError` if that was needed, or was in vain."""
+        self._retrying = True
+        try:
+            self._last(step, size, files, stopped)
+        finally:
+            self._retrying = False
+            self.ended()
+
+    def _last(self, step: int, size: int, files: Callable[[], Files], stopped: Callable[[], bool]) -> None:
+        self.begin(step, size, files)
+        self.wait()
+        if self.failed is None:
+            return
+        first, began = self.failed, time.monotonic()
+        self.warn(f"waiting {ROOM_SECONDS:.0f} s for room in {self.run}")
+        while not stopped() and time.monotonic() - began < ROOM_SECONDS:
+            self.begin(step, 0, lambda: weights_alone(files()))
+            self.wait()
+            if self.failed is None:
+                raise WorkError(
+                    f"step {step:,} could not be saved at first: {error_text(first)}",
+                    f"its weights are in {self.run / folder.step_name(step)}; --resume continues from before it",
+                )
+            time.sleep(ROOM_PAUSE)
+        newest = f"the newest checkpoint is {folder.step_name(self.step)}" if self.step >= 0 else "nothing was saved"
+        raise WorkError(
+            f"step {step:,} could not be saved and is lost: {error_text(first)}",
+            f"{newest}; make room, then continue from there with --resume",
+        )
+
+
+class Sender(Writer):
+    """The counterpart of `Writer` on other ranks: serves rank 0's requests for tensors while it writes."""
+
+    def __init__(self, parallel: Parallel, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        super().__init__(Path(), 1, lambda step: None, lambda text: None)
+        self.parallel, self.tensors = parallel, tensors
+        self.lost: Exception | None = None
+
+    def begin(self, step: int, size: int, files: object) -> None:
+        """Starts to serve."""
+        self.wait()
+        self.step = step
+        self._thread = threading.Thread(target=self._serve, args=(self.tensors(),), daemon=True)
+        self._thread.start()
+
+    def last(self, step: int, size: int, files: object, stopped: object) -> None:
+        """Serves until rank 0 has written everything, or has given up."""
+        self.begin(step, size, files)
+        self.wait()
+
+    def wait(self) -> None:
+        """Waits until nothing is asked for. Raises what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self.lost is not None:
+            raise self.lost
+
+    def poll(self) -> None:
+        """Reports nothing."""
+
+    def _serve(self, tensors: Mapping[str, Tensor]) -> None:
+        try:
+            self.parallel.serve(tensors)
+        except Exception as error:
+            self.lost = error
+
+
+def checkpoint_size(parallel: Parallel, tokenizer: checkpoint.TokenizerFiles) -> int:
+    """The bytes of a checkpoint, about."""
+    trained = sum(map(math.prod, parallel.shapes.values()))
+    moments = sum(map(math.prod, parallel.optimizer.shapes(parallel.own, parallel.shapes).values()))
+    return 4 * (trained + moments) + sum(map(len, tokenizer.files.values()))
+
+
+def weights_alone(files: Files) -> Files:
+    """A checkpoint without the training state."""
+    return {name: data for name, data in files.items() if name not in (STATE, TENSORS)}
+
+
+def check_room(run: Path, size: int) -> None:
+    """Raises `WorkError` if a run's first checkpoint would not fit."""
+    with disk_errors(run):
+        free = shutil.disk_usage(run).free
+    if free < size + SPARE:
+        raise WorkError(
+            f"a checkpoint needs about {_mb(size)}, and {_mb(free)} are free in {run}",
+            "make room, or give another place with --out",
+        )
+
+
+def error_text(error: OSError) -> str:
+    """The system's words for an error."""
+    return error.strerror or str(error)
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB" if size < 1e8 else f"{size / 1e6:,.0f} MB"

@@ -1,0 +1,114 @@
+"""Held-out loss, samples, and the best checkpoint of a run, read back and measured."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gpt import device, evaluate
+from gpt.decoding.context import Context
+from gpt.decoding.engine import generate
+from gpt.device import Compute
+from gpt.errors import NotANumber
+from gpt.evaluate import Window
+from gpt.interrupt import Stopped, StopSignal
+from gpt.model.decoder import GPT
+from gpt.model.loss import bits_per_byte
+from gpt.runs import folder
+from gpt.sample_config import SampleConfig
+from gpt.training.context import Answers, RunContext
+from gpt.training.data import PairSet
+from gpt.training.parallel import Parallel
+from gpt.training.recipe import Recipe
+
+Measure = Callable[[GPT, Iterable[Window], Compute], tuple[float, int]]
+
+SAMPLE = SampleConfig(max_tokens=80)  # shown as the model learns
+ASKED = 500  # pairs of each side whose answers are checked
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best checkpoint: its loss over everything held out, in nats per token, a sample, and its answers to the pairs
+    of each side, if the run is on pairs."""
+
+    path: Path
+    model: GPT
+    val_loss: float | None
+    bits_per_byte: float | None
+    text: str
+    answers: Answers | None = None
+    held_out_answers: Answers | None = None
+
+
+def read_best(run: RunContext, parallel: Parallel, recipe: Recipe) -> Best:
+    """Reads back the best checkpoint, measures it on all held-out text, and samples from it. Raises `Stopped` after a
+    signal."""
+    path = Path(run.world.broadcast_object(lambda: str(folder.find_checkpoint(str(run.run)))))
+    data, compute, stop = run.data, run.compute, run.session.stop
+    if compute.dtype != torch.float32:  # `gpt eval` computes in its own default, so the two agree
+        compute = device.pick(str(compute.device), "auto")
+    model = parallel.load(path, recipe, compute)
+    loss = bits = None
+    if data.held_out_tokens:
+        loss = mean_loss(parallel, model, data.windows(recipe.model.block_size), compute, stop)
+        bits = bits_per_byte(loss * data.held_out_targets, data.held_out_bytes)
+    answers = [_answers(parallel, model, side, compute, stop) for side in data.pairs or ()]
+    return Best(path, model, loss, bits, sample_lines(run, parallel, model, compute, recipe.seed), *answers)
+
+
+def _answers(parallel: Parallel, model: GPT, pairs: PairSet, compute: Compute, stop: StopSignal) -> Answers | None:
+    """Counts the pairs that are answered exactly; None if there are none. Raises `Stopped` after a signal."""
+    if not pairs.ids:
+        return None
+    exact, asked = _summed(evaluate.count_exact, parallel, model, pairs.spread(ASKED), compute, stop)
+    return Answers(int(exact), int(asked), len(pairs.ids))
+
+
+def mean_loss(parallel: Parallel, model: GPT, windows: Iterable[Window], compute: Compute, stop: StopSignal) -> float:
+    """The mean loss over windows, in nats per token; each process computes its share of them. Raises `Stopped` on all
+    after a signal on one."""
+    total, count = _summed(evaluate.total_loss, parallel, model, windows, compute, stop)
+    return total / count if count else math.nan
+
+
+def _summed(
+    measure: Measure, parallel: Parallel, model: GPT, windows: Iterable[Window], compute: Compute, stop: StopSignal
+) -> tuple[float, float]:
+    """Sums ``measure`` over windows, of which each process computes its share. Raises `Stopped` on all after a signal
+    on one."""
+    total, count, stopped = 0.0, 0, False
+    try:
+        total, count = measure(model, stop.watching(parallel.windows(windows)), compute)
+    except Stopped:
+        stopped = True
+    total, counted, stops = parallel.world.all_reduce_sum(total, count, stopped)
+    if stops:
+        raise Stopped
+    return total, counted
+
+
+def sample_lines(run: RunContext, parallel: Parallel, model: GPT, compute: Compute, seed: int) -> str:
+    """A sample, the same for the same weights; torch's global random state stays as it is. Raises `Stopped` after a
+    signal."""
+    return parallel.once(lambda: _sample_lines(run, model, compute, seed))
+
+
+def _sample_lines(run: RunContext, model: GPT, compute: Compute, seed: int) -> str:
+    training = model.training
+    model.eval()
+    tokenizer, prompt = run.data.tokenizer, run.data.prompt
+    given = tokenizer.encode(prompt).tolist()
+    how = dataclasses.replace(SAMPLE, greedy=True) if prompt else SAMPLE
+    try:
+        tokens = run.session.stop.watching(generate(Context(model, compute), given, how, tokenizer.eot, seed))
+        ids = [token.id for token in tokens if token.id != tokenizer.eot]
+    except NotANumber as error:  # the loss decides whether the run continues
+        run.session.warn(f"there is no sample: {error.message}")
+        return ""
+    finally:
+        model.train(training)
+    return prompt + tokenizer.decode(ids)

@@ -1,0 +1,113 @@
+"""Fine-tuning: the checkpoint that training starts from, adapters, and the defaults that differ."""
+
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import torch
+from torch.optim import AdamW
+
+from gpt.config import GPTConfig, Optimizer, Preset, TrainConfig
+from gpt.errors import UserError
+from gpt.model import lora
+from gpt.model.decoder import GPT
+from gpt.model.params import breakdown
+from gpt.runs import checkpoint, folder, hub
+from gpt.runs.adapter import Adapter
+from gpt.runs.record import StartRecord
+from gpt.text.tokenizer import Tokenizer
+from gpt.training.optim import BETAS, Optimizers
+
+# Searched on nano; AdamW's rate is the customary one (docs/defaults.md).
+RATE: dict[Optimizer, float] = {"muon": 0.5, "adamw": 0.2}  # of the rate at which the preset is trained anew
+LORA_RATE = 2.0  # the same for adapters
+ADAMW_FROM = 100_000_000  # parameters; Muon's own step then costs as much as thousands of tokens
+EPOCHS = 3.0  # passes over running text, and over pairs at least
+PAIR_EPOCHS = 20.0  # passes over pairs at most, within the two limits below
+PAIR_TOKENS = 2_000_000
+PAIR_FLOPS = 3e13  # on a CPU, as 6 a parameter and token
+STEPS, PAIR_STEPS = 100, 400  # batches shrink until the default length has so many steps
+
+
+@dataclass(frozen=True)
+class InitCheckpoint:
+    """The checkpoint that fine-tuning starts from. ``sha256`` are the checksums of its weight files, by name."""
+
+    asked: str  # as the user named it
+    path: Path
+    model: GPTConfig
+    tokenizer: Tokenizer
+    sha256: dict[str, str]
+
+    def load(self, shape: GPTConfig, device: torch.device) -> GPT:
+        """Loads its weights as ``shape``, which is its own but for another dropout or a shorter context."""
+        return checkpoint.load(self.path, device, shape).model.train()
+
+    def record(self) -> StartRecord:
+        """Its entry in ``run.json``."""
+        return StartRecord(self.asked, str(self.path.absolute()), self.sha256)
+
+    def adapter(self, rank: int, alpha: float) -> dict[str, object]:
+        """The entry in a checkpoint of adapters to it."""
+        base = str(self.path.absolute())
+        if hub.is_remote(self.asked):  # the cache may be emptied: a commit can be fetched again
+            base = f"{self.asked.partition('@')[0]}@{self.path.name}"
+        return asdict(Adapter(rank, alpha, base, self.sha256))
+
+
+def find_init(config: TrainConfig) -> InitCheckpoint | None:
+    """The checkpoint that ``--init`` names; None without it. Raises `UserError` if there is none, and for an option
+    that asks for another shape or vocabulary than it has."""
+    if config.init is None:
+        return None
+    path = folder.find_checkpoint(config.init)
+    model, tokenizer = checkpoint.look(path)
+    _check_shape(config, model)
+    return InitCheckpoint(config.init, path, model, tokenizer, folder.weight_sums(path))
+
+
+def _check_shape(config: TrainConfig, model: GPTConfig) -> None:
+    """Raises `UserError` for options that contradict the checkpoint's shape. ``--arch gpt2`` is the default, and so no
+    contradiction."""
+    hint = "leave it out: --init takes shape and vocabulary from the checkpoint"
+    if config.preset != "auto":
+        raise UserError(f"--preset {config.preset} contradicts --init {config.init}", hint)
+    if config.tokenizer != "auto":
+        raise UserError(f"--tokenizer {config.tokenizer} contradicts --init {config.init}, which has its own", hint)
+    if config.arch == "modern" != model.arch:
+        raise UserError(f"--arch modern contradicts --init {config.init}: it is {model.arch}", hint)
+    for name in (each.name for each in fields(GPTConfig) if each.name not in ("arch", "block_size", "dropout")):
+        asked, has = getattr(config, name, None), getattr(model, name)
+        if asked is not None and asked != has:
+            raise UserError(f"--{name.replace('_', '-')} {asked} contradicts --init {config.init}: it has {has}", hint)
+    if config.block_size is not None and config.block_size > model.block_size:
+        raise UserError(
+            f"block-size {config.block_size:,} is more than the {model.block_size:,} of {config.init}",
+            "a context can be cut, not lengthened",
+        )
+
+
+def usual_epochs(n_tokens: int, pairs: bool, model: GPTConfig, device: str) -> float:
+    """The epochs of fine-tuning ``model``. Running text is read a few times, since more makes the held-out loss rise;
+    pairs are to be answered exactly, so few of them are read often."""
+    if not pairs:
+        return EPOCHS
+    limit = PAIR_FLOPS / (6 * breakdown(model).trainable) if device == "cpu" else math.inf
+    return max(EPOCHS, min(PAIR_EPOCHS, min(PAIR_TOKENS, limit) / n_tokens))
+
+
+def tuned(preset: Preset, tokens: float, steps: int) -> Preset:
+    """The preset with batches small enough to read ``tokens`` in ``steps``."""
+    return replace(preset, batch_tokens=max(1, min(preset.batch_tokens, round(tokens / steps))))
+
+
+def add_adapters(model: GPT, rank: int, alpha: float, weight_decay: float) -> Optimizers:
+    """Adds adapters to a model, and returns an optimizer of them alone. Raises `UserError` for a rank above its
+    width."""
+    if rank > model.config.n_embd:
+        raise UserError(
+            f"lora-rank {rank} is more than the model's width, {model.config.n_embd}",
+            "adapters are thin: 4 to 64 is usual",
+        )
+    added = lora.adapt(model, rank, alpha)
+    return Optimizers([AdamW(added, lr=0.0, betas=BETAS, weight_decay=weight_decay, fused=True)])

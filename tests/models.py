@@ -1,0 +1,63 @@
+"""Tiny models for tests, and how they are run."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from gpt.config import GPTConfig
+from gpt.decoding.context import Context
+from gpt.decoding.engine import Engine, Request
+from gpt.decoding.logits import Token
+from gpt.device import Compute
+from gpt.model.decoder import GPT
+from gpt.model.params import named_parameters
+from gpt.runs import hf
+from gpt.sample_config import SampleConfig
+
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel
+
+CPU = Compute(torch.device("cpu"), torch.float32)
+EOT = 49
+PROMPTS = [[1, 2, 3], [4], list(range(12)), [9, 9, 9, 9], list(range(30)), [5, 6], [7]]
+
+
+def tiny_model(block_size: int = 16, positions: str = "learned", arch: str = "gpt2") -> GPT:
+    """A model of 50 ids, none of whose parameters has its initial value."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(50, block_size, 2, 2, 16, positions=positions, arch=arch)).eval()  # type: ignore[arg-type]
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def engine_of(
+    context: Context, requests: Iterable[Request], config: SampleConfig, seed: int = 0, eot: int = EOT
+) -> Engine:
+    """An engine with these requests, all with the same settings."""
+    engine = Engine(context, eot)
+    for request in requests:
+        engine.add(replace(request, config=config, seed=seed))
+    return engine
+
+
+def batched(model: GPT, requests: list[Request], config: SampleConfig, rows: int, seed: int = 0) -> list[list[Token]]:
+    """Each request's tokens, generated `rows` requests at a time."""
+    found: list[list[Token]] = [[] for _ in requests]
+    for event in engine_of(Context(model, CPU, rows), requests, config, seed).run():
+        found[event.number] += event.tokens
+    return found
+
+
+def ours_with(theirs: "GPT2LMHeadModel", config: GPTConfig) -> GPT:
+    """Our model with the weights of one of transformers'."""
+    model = GPT(config).eval()
+    state, table = {}, named_parameters(config)
+    for name, tensor in theirs.state_dict().items():
+        ours = hf.our_name(name)
+        if ours is not None and ours != hf.UNEMBEDDING:
+            state[ours] = tensor.t() if table[ours].is_matrix else tensor
+    model.load_state_dict(state)
+    return model

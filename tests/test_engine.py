@@ -1,0 +1,122 @@
+"""Requests that come and go, each with settings of its own, beside others."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from models import CPU, EOT, PROMPTS, tiny_model
+
+from gpt.decoding.context import Context
+from gpt.decoding.engine import Engine, Event, Request
+from gpt.errors import NotANumber, UserError
+from gpt.model.decoder import GPT
+from gpt.sample_config import SampleConfig
+
+SETTINGS: list[dict[str, Any]] = [
+    {}, {"greedy": True}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05, "ignore_eot": True},
+    {"repetition_penalty": 1.3, "no_repeat_ngram": 2}, {"min_tokens": 6}, {"logprobs": 3, "echo_logprobs": True},
+    {"greedy": True, "speculate": 4}, {"temperature": 0.3, "speculate": 2}, {"max_tokens": 0}, {"max_tokens": 1},
+    {"beam": 2}, {"beam": 3, "n_best": 3, "no_repeat_ngram": 2}, {"beam": 2, "logprobs": 2, "echo_logprobs": True},
+]  # fmt: skip
+
+
+def some_request(rng: random.Random) -> Request:
+    config = SampleConfig(**{"max_tokens": rng.randint(2, 20), **rng.choice(SETTINGS)})
+    bias = rng.choice([(), (), ((3, 2.0), (EOT, 1.5))])
+    return Request(rng.choice(PROMPTS), config, rng.randrange(3), rng.randrange(3), bias)
+
+
+def told(events: list[Event]) -> Any:
+    """All that the events of one request say, but for log-probabilities."""
+    tokens = [token for event in events for token in event.tokens]
+    prompts = [[token.id for token in event.prompt] for event in events if event.prompt]
+    best = [(each.ids, each.reason) for each in events[-1].best]
+    ids = [(token.id, [id for id, _ in token.top]) for token in tokens]
+    return ids, prompts, events[-1].reason, best
+
+
+def alone(model: GPT, request: Request) -> list[Event]:
+    engine = Engine(Context(model, CPU, request.width), EOT)
+    engine.add(request)
+    return list(engine.run())
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_what_runs_beside_a_request_changes_nothing_of_it(positions: str, fixed: bool) -> None:
+    """They come one after the other while others run, more than there are rows; some are cancelled."""
+    model, rng = tiny_model(24, positions), random.Random(0)
+    context = Context(model, CPU, 5, step=model.stack if fixed else None)  # as a compiled step is called
+    engine = Engine(context, EOT)
+    requests: list[Request] = []
+    events: dict[int, list[Event]] = {}
+    cancelled: set[int] = set()
+    while len(requests) < 120 or engine.busy:
+        for _ in range(rng.randrange(3) if len(requests) < 120 else 0):
+            requests.append(some_request(rng))
+            assert engine.add(requests[-1]) == len(requests) - 1
+        for event in engine.step():
+            assert event.number not in cancelled
+            events.setdefault(event.number, []).append(event)
+        if rng.random() < 0.1:
+            cancelled.add(number := rng.randrange(max(1, len(requests))))
+            engine.cancel(number)
+    ended = [number for number, of_one in events.items() if of_one[-1].reason is not None]
+    assert set(ended) | cancelled == set(range(120))
+    assert engine.free == 5
+    for number in ended:
+        assert told(events[number]) == told(alone(model, requests[number])), requests[number]
+    for number in cancelled - set(ended):
+        ids, *_ = told(events.get(number, [Event(number)]))
+        assert ids == told(alone(model, requests[number]))[0][: len(ids)]
+
+
+def test_first_come_first_served_and_a_cancelled_row_is_free_in_the_next_step() -> None:
+    engine = Engine(Context(tiny_model(), CPU, 3), EOT)
+    config = SampleConfig(greedy=True, ignore_eot=True, max_tokens=50)
+    for settings in ({}, {}, {"greedy": False, "beam": 2}, {}):
+        engine.add(Request([1, 2], SampleConfig(**{**vars(config), **settings})))
+    assert engine.free == -2
+    assert [event.number for event in engine.step()] == [0, 1]  # the search waits for two rows, and the last for it
+    engine.cancel(0)
+    assert [event.number for event in engine.step()] == [1, 2]
+    engine.cancel(3)  # while it waits
+    engine.cancel(2)
+    assert [event.number for event in engine.step()] == [1]
+    engine.cancel(99)
+    assert engine.free == 2
+
+
+@pytest.mark.parametrize("how", [{"greedy": True}, {}, {"beam": 2}, {"echo_logprobs": True, "max_tokens": 0}])
+def test_an_error_ends_its_request_alone(how: dict[str, Any]) -> None:
+    """A model with one id whose embedding is NaN, in prompts; the rows that had it serve others."""
+    model = tiny_model(24)
+    with torch.no_grad():
+        model.head = torch.nn.Linear(16, 50, bias=False)
+        model.head.weight.copy_(model.wte.weight)
+        model.wte.weight[7] = torch.nan
+    good = Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((7, -1e9),))
+    expected = told(alone(model, good))
+    engine = Engine(Context(model, CPU, 4), EOT)
+    bad = Request([5, 7, 5, 5, 5], SampleConfig(**{"max_tokens": 8, **how}))
+    numbers = [engine.add(request) for request in (good, bad, good, bad, good, good)]
+    events: dict[int, list[Event]] = {}
+    for event in engine.run():
+        events.setdefault(event.number, []).append(event)
+    for number in numbers:
+        if number in (1, 3):
+            assert isinstance(events[number][-1].error, NotANumber)
+            assert events[number][-1].reason is None
+        else:
+            assert told(events[number]) == expected
+
+
+def test_what_the_model_cannot_serve_is_refused_before_it_runs() -> None:
+    engine = Engine(Context(tiny_model(), CPU, 2), EOT)
+    for request in (
+        Request([]), Request([50]), Request([-1, 3]), Request([1], bias=((99, 1.0),)), Request([1], SampleConfig(beam=3)),
+    ):  # fmt: skip
+        with pytest.raises(UserError):
+            engine.add(request)
+    assert not engine.busy
