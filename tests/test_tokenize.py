@@ -99,7 +99,7 @@ def test_any_number_of_processes_makes_the_same(texts: Path, tmp_path: Path) -> 
     assert contents(one.path) == contents(three.path)
 
 
-def test_the_size_of_items_and_pieces_decides_no_id(
+def test_the_size_of_items_and_parts_decides_no_id(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = make(texts, tmp_path / "whole")
@@ -118,8 +118,8 @@ def test_long_documents_are_cut_where_no_id_changes(text: str, size: int) -> Non
     tokenizer = bytes_tokenizer()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "PART", size)
-        pieces = [(Chunk(text[at : at + 7], at == 0), False) for at in range(0, len(text), 7)]
-        parts = list(corpus.cut_documents(iter(pieces), tokenizer.pattern))
+        chunks = [(Chunk(text[at : at + 7], at == 0), False) for at in range(0, len(text), 7)]
+        parts = list(corpus.cut_documents(iter(chunks), tokenizer.pattern))
     assert "".join(part[0] for part in parts) == text
     assert [part[1] for part in parts] == [True] * (text != "") + [False] * (len(parts) - 1)
     ids = [id for part in parts for id in _words(tokenizer.pattern, part[0])]

@@ -41,7 +41,7 @@ def read_items(corpus: Corpus, group: int, pattern: str, on_bytes: OnBytes) -> I
     item, end, size, cuts = Item(), ItemEnd(group, 1), 0, 0
 
     def counts() -> dict[str, int]:
-        return {"replaced": reader.replaced, "skipped": reader.skipped, "cut_pieces": cuts}
+        return {"replaced": reader.replaced, "skipped": reader.skipped.count, "cut_pieces": cuts}
 
     for number in corpus.groups[group]:
         source = _Source(corpus, number, reader, on_bytes)
