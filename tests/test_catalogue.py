@@ -357,7 +357,7 @@ def test_what_counts_as_whole(site: Site, target: Path, monkeypatch: pytest.Monk
     assert not is_whole(url, target, None, 5)
     assert not is_whole(url, target, "0" * 64, None)
     with monkeypatch.context() as patch:  # once summed, it is not read again while it stays as it is
-        patch.setattr(download, "file_sum", lambda path: 1 / 0)
+        patch.setattr(download, "file_sha256", lambda path: 1 / 0)
         assert is_whole(url, target, SUM, None)
         assert not is_whole(site.url + "/y", target, None, None)  # it is known to be another file
         os.utime(target, ns=(1, 1))

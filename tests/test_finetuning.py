@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import gpt as library
 from gpt import events
 from gpt.config import PRESETS, GPTConfig, TrainConfig
-from gpt.files import file_sum
+from gpt.files import file_sha256
 from gpt.model.decoder import GPT
 from gpt.model.params import nearest_preset
 from gpt.runs import checkpoint
@@ -56,7 +56,7 @@ def test_it_goes_on_from_the_weights(run_folder: Path, other: Path) -> None:
     assert result.val_loss < losses[0]
     assert any("before the first step" in event.text for event in heard if isinstance(event, events.Note))
     record = json.loads((result.run / "run.json").read_text())
-    assert record["init"]["sha256"] == {"model.safetensors": file_sum(base.path / "model.safetensors")}
+    assert record["init"]["sha256"] == {"model.safetensors": file_sha256(base.path / "model.safetensors")}
     assert record["init"]["path"] == str(base.path)
     assert record["resolved"]["lr"] == pytest.approx(4e-3)  # half of nano's with Muon
 

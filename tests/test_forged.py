@@ -15,7 +15,7 @@ from conftest import Gpt, one_line_of_what_and_what_next, slow
 
 from gpt import events
 from gpt.errors import LONGEST, UserError
-from gpt.files import DEEPEST, LINE_LIMIT, file_sum, open_regular, read_json, read_lines, read_regular
+from gpt.files import DEEPEST, LINE_LIMIT, file_sha256, open_regular, read_json, read_lines, read_regular
 from gpt.runs import folder, report, tensors
 from gpt.runs.record import RunRecord
 from gpt.settings import checked
@@ -97,7 +97,7 @@ def test_what_reads_tells_a_file_from_what_is_none(tmp_path: Path, instead: Call
     path = tmp_path / "x"
     instead(path)
     readers: list[Callable[[], object]] = [
-        lambda: read_json(path), lambda: file_sum(path), lambda: Shard(path), lambda: tensors.read([path], {}, "it"),
+        lambda: read_json(path), lambda: file_sha256(path), lambda: Shard(path), lambda: tensors.read([path], {}, "it"),
         lambda: read_own(tmp_path, {}, "x"), lambda: Metrics(tmp_path, print),
     ]  # fmt: skip
     for name in ("tokenizer.tiktoken", "metrics.jsonl"):

@@ -226,9 +226,9 @@ def test_copying_against_the_training_text(gpt: Gpt, two_runs: list[Path]) -> No
 def test_a_folder_of_tokens_that_was_changed_is_not_compared(gpt: Gpt, two_runs: list[Path]) -> None:
     shutil.move("two/tokens", "elsewhere")
     record = json.loads(Path("two/run.json").read_text())
-    from gpt.files import file_sum
+    from gpt.files import file_sha256
 
-    record["sources"] = [{"name": "elsewhere", "sha256": file_sum(Path("elsewhere/manifest.json"))}]
+    record["sources"] = [{"name": "elsewhere", "sha256": file_sha256(Path("elsewhere/manifest.json"))}]
     Path("two/run.json").write_text(json.dumps(record))
     assert json.loads(gpt("report", "two", "--json").out)["copying"]["longest"] > 40
     record["sources"][0]["sha256"] = "0" * 64

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt.errors import UserError
-from gpt.files import TEMPORARY, file_sum, is_file_name, read_json, reading, side_by_side, to_json, write_file
+from gpt.files import TEMPORARY, file_sha256, is_file_name, read_json, reading, side_by_side, to_json, write_file
 from gpt.runs import hub
 from gpt.runs.record import RECORD as RECORD
 from gpt.runs.record import RunRecord
@@ -78,7 +78,7 @@ def _own_sum(files: Mapping[str, str]) -> str:
 def write_sums(folder: Path, sums: Mapping[str, str] | None = None) -> None:
     """Records the sum of every file in ``folder``, and of that record. ``sums``: those of what was to be written."""
     if sums is None:
-        sums = {path.name: file_sum(path) for path in sorted(folder.iterdir())}
+        sums = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
     write_file(folder / CHECKSUMS, to_json({"sha256": sums, "self": _own_sum(sums)}))
 
 
@@ -106,7 +106,7 @@ def check_sums(folder: Path, training: bool = False) -> None:
             raise UserError(f"{folder} is damaged: {name} is missing", HINT)
     wanted = [name for name in sums if name not in TRAINING or (training and (folder / name).is_file())]
     with reading(folder):
-        found = side_by_side(lambda name: file_sum(folder / name), wanted)
+        found = side_by_side(lambda name: file_sha256(folder / name), wanted)
     for name in wanted:
         if found[name] != sums[name]:
             raise UserError(f"{folder / name} is damaged: its sha256 is not the one it was saved with", HINT)
@@ -116,7 +116,7 @@ def read_back(folder: Path, sums: Mapping[str, str]) -> None:
     """Compares what the disk holds with the sums of what was to be written. Raises OSError."""
     if read_sums(folder) != sums:
         raise OSError(errno.EIO, "what was written is not what can be read", str(folder / CHECKSUMS))
-    found = side_by_side(lambda name: file_sum(folder / name, from_disk=True), sums)
+    found = side_by_side(lambda name: file_sha256(folder / name, from_disk=True), sums)
     for name, expected in sums.items():
         if found[name] != expected:
             raise OSError(errno.EIO, "what was written is not what can be read", str(folder / name))
@@ -124,7 +124,7 @@ def read_back(folder: Path, sums: Mapping[str, str]) -> None:
 
 def weight_sums(folder: Path) -> dict[str, str]:
     """The sha256 of each file of weights in a checkpoint, by name: what tells one model from another."""
-    return {path.name: file_sum(path) for path in sorted(folder.glob("*.safetensors")) if path.name not in TRAINING}
+    return {path.name: file_sha256(path) for path in sorted(folder.glob("*.safetensors")) if path.name not in TRAINING}
 
 
 def checkpoints(run: Path) -> list[Entry]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from gpt import events
 from gpt.errors import UserError
-from gpt.files import LINES_LIMIT, file_sum, open_regular, read_lines, reading
+from gpt.files import LINES_LIMIT, file_sha256, open_regular, read_lines, reading
 from gpt.runs import folder
 from gpt.runs.copying import MOST, Copied, copied
 from gpt.runs.record import RunRecord
@@ -202,7 +202,7 @@ def _training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
             return TokenFolder(run / "tokens")
         sources = record.sources or []
         path = Path(str(sources[0]["name"])) if len(sources) == 1 else None
-        if path is None or not is_token_folder(path) or file_sum(path / MANIFEST) != sources[0]["sha256"]:
+        if path is None or not is_token_folder(path) or file_sha256(path / MANIFEST) != sources[0]["sha256"]:
             return None
         return TokenFolder(path)
     except (UserError, OSError, KeyError, TypeError):  # gone, damaged or moved: the curves are there all the same

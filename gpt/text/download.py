@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from filelock import FileLock, Timeout
 
 from gpt.errors import UserError, WorkError
-from gpt.files import file_sum, read_json, sync_folder, to_json, write_file
+from gpt.files import file_sha256, read_json, sync_folder, to_json, write_file
 
 OnBytes = Callable[[int, int | None], None]  # is told how many bytes are there, and of how many, where that is known
 
@@ -72,7 +72,7 @@ def is_whole(url: str, target: Path, sha256: str | None, size: int | None) -> bo
         return bool(stamp.get("url", url) == url)
     if stamp.get("sha256") == sha256:
         return True
-    if file_sum(target) != sha256:
+    if file_sha256(target) != sha256:
         return False
     _write_stamp(url, target, sha256)
     return True
@@ -148,7 +148,7 @@ class _Download:
 
     def finish(self) -> None:
         """Checks ``part`` and renames it to ``target``."""
-        if self.sha256 is not None and (found := file_sum(self.part)) != self.sha256:
+        if self.sha256 is not None and (found := file_sha256(self.part)) != self.sha256:
             size = _size(self.part)
             self._forget()
             raise self._error(
@@ -305,5 +305,5 @@ def _disk_errors(target: Path) -> Iterator[None]:
             free = f"; {shutil.disk_usage(target.parent).free:,} bytes are free there"
         raise WorkError(
             f"cannot keep {target}: {error.strerror or error}{free}",
-            "make room, or set GPT_CACHE_DIR to another folder of yours; what has come is kept",
+            "make room, or set GPT_CACHE_DIR to another folder of yours; the bytes so far are kept",
         ) from None

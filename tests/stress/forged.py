@@ -140,11 +140,11 @@ def _sign(name: str) -> Callable[[Path], None]:
 
 
 def _sign_sources(bad: Path) -> None:
-    from gpt.files import file_sum
+    from gpt.files import file_sha256
 
     with contextlib.suppress(ValueError, TypeError, KeyError):
         manifest = json.loads((bad / MANIFEST).read_text())
-        manifest["sources"]["sha256"] = file_sum(bad / SOURCES)
+        manifest["sources"]["sha256"] = file_sha256(bad / SOURCES)
         (bad / MANIFEST).write_text(json.dumps(manifest))
 
 

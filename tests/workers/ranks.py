@@ -8,9 +8,12 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,8 +21,12 @@ import torch
 
 import gpt
 from gpt import events
+from gpt.device import Compute
 from gpt.model.decoder import GPT
+from gpt.parallel import world
 from gpt.training import step as stepping
+from gpt.training.checkpointing import Checkpointer
+from gpt.training.parallel import MOMENT, WEIGHT
 
 SMALL: dict[str, Any] = {
     "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_tokens": 256, "dtype": "float32",
@@ -63,12 +70,12 @@ def two() -> None:
     gpt.resume("two/resumed")
     heard: list[Any] = []
     gpt.resume("two/from-one", heard.append)
-    with poisoned():
+    with poisoned(), rollbacks() as rolled_back:
         gpt.train("book.txt", out="two/poisoned", listen=heard.append, **SHORT)
     with little_memory():
         gpt.train("book.txt", out="two/little", listen=heard.append, **SHORT)
     notes = [event.text for event in heard if isinstance(event, events.Note)]
-    Path(f"heard-{RANK}.json").write_text(json.dumps({"notes": notes, "summed": summed}))
+    Path(f"heard-{RANK}.json").write_text(json.dumps({"notes": notes, "summed": summed, "rolled_back": rolled_back}))
 
 
 @contextlib.contextmanager
@@ -95,6 +102,26 @@ def poisoned() -> Iterator[None]:
 
     with mock.patch.object(stepping, "tied_cross_entropy", loss):
         yield
+
+
+@contextlib.contextmanager
+def rollbacks() -> Iterator[list[Any]]:
+    """Yields, for each rollback, what this rank then has, as sums, and how many weights and moments it kept a copy of."""
+    whole, found = Checkpointer.roll_back, []
+
+    def roll_back(self: Checkpointer, **changes: Any) -> None:
+        whole(self, **changes)
+        kept = sum(name.startswith((WEIGHT, MOMENT)) for name in self.snapshot.tensors)
+        parallel = self.parallel
+        moments = parallel.optimizer.state(parallel.own)
+        has = {
+            name: float(each.double().abs().sum())
+            for name, each in [*parallel.own.named_parameters(), *moments.items()]
+        }
+        found.append({"has": has, "kept": kept, "step": self.state.step})
+
+    with mock.patch.object(Checkpointer, "roll_back", roll_back):
+        yield found
 
 
 @contextlib.contextmanager
@@ -125,6 +152,44 @@ def broken() -> None:
         command("--quiet", "-o", "broken")
 
 
+@contextlib.contextmanager
+def watched() -> Iterator[threading.Event]:
+    """Watches peers as where gradients go over NCCL, whose collectives end when they are aborted. Yields that event."""
+    whole, aborted = world.Ranks.place, threading.Event()
+
+    def place(self: world.Ranks, compute: Compute) -> Compute:
+        found = whole(self, compute)
+        self.watchdog = world.Watchdog(self.rank, self.size, SimpleNamespace(abort=aborted.set))  # type: ignore[arg-type]
+        return found
+
+    with mock.patch.object(world.Ranks, "place", place):
+        yield aborted
+
+
+def killed() -> None:
+    """Kills rank 1 while rank 0 is in a collective of NCCL, which would not end by itself."""
+    whole, calls = stepping.Stepper.step, []
+
+    def step(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 6:
+            if RANK == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            aborted.wait(300)
+            raise RuntimeError("NCCL communicator was aborted")
+        return whole(*args)
+
+    with watched() as aborted, mock.patch.object(stepping.Stepper, "step", step):
+        command("--quiet", "-o", "killed")
+
+
+def unharmed() -> None:
+    """Trains to the end while peers are watched."""
+    with watched() as aborted:
+        gpt.train("book.txt", out="unharmed", **SHORT)
+    assert not aborted.is_set()
+
+
 def otherwise() -> None:
     """Gives the two ranks different command lines."""
     command("--quiet", "-o", "otherwise", "--seed", str(7 + RANK))
@@ -139,5 +204,7 @@ def command(*words: str) -> None:
 
 
 if __name__ == "__main__":
-    scenarios: dict[str, Callable[[], None]] = {"two": two, "broken": broken, "otherwise": otherwise}
+    scenarios: dict[str, Callable[[], None]] = {
+        "two": two, "broken": broken, "otherwise": otherwise, "killed": killed, "unharmed": unharmed
+    }  # fmt: skip
     scenarios[sys.argv[1]]()
