@@ -36,18 +36,18 @@ def list_corpora(json: Json = False) -> None:
 @app.command("show")
 def show(
     name: Annotated[str, typer.Argument(help="A corpus of the list, or a folder of tokens.", autocompletion=_names)],
-    verify: Annotated[bool, option("--verify", help="Read a folder of tokens and compare every sum.")] = False,
+    verify: Annotated[bool, option("--verify", help="Read a folder of tokens and compare every checksum.")] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show all about a corpus: its files, their sums, where they lie or will; or about a folder of tokens."""
+    """Show all about a corpus: its files, their checksums and places; or about a folder of tokens."""
     from gpt.text import catalogue
 
     with reading(Path(name)):
         is_folder = Path(name).is_dir()
     if not is_folder:
         if verify:
-            raise UserError(f"{name} is no folder of tokens", "--verify compares the sums of what gpt tokenize made")
+            raise UserError(f"{name} is no folder of tokens", "--verify compares the checksums in a folder of tokens")
         if name not in _names():
             raise UserError(f'there is no corpus "{name}", and no folder of that name', did_you_mean(name, _names()))
         render_data.corpus(catalogue.corpus(name), json)
@@ -66,7 +66,7 @@ def show(
 
 @app.command("fetch")
 def fetch(name: Name, json: Json = False, quiet: Quiet = False) -> None:
-    """Fetch a corpus into the cache. What was cut or interrupted goes on where it ended."""
+    """Fetch a corpus into the cache; a download that was cut or interrupted is resumed."""
     from gpt.text import catalogue
 
     found = catalogue.corpus(name)

@@ -1,4 +1,4 @@
-"""What ``gpt data`` prints."""
+"""The output of ``gpt data``."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def size_in_words(size: int | None) -> str:
-    """``460 kB``, ``7 MB``, ``28.5 GB``: three digits at most."""
+    """Returns a size with at most three digits: ``460 kB``, ``7 MB``, ``28.5 GB``."""
     if size is None:
         return ""
     value, units = float(size), ["bytes", "kB", "MB", "GB"]
@@ -26,7 +26,7 @@ def size_in_words(size: int | None) -> str:
 
 
 def status(found: "CatalogueEntry") -> str:
-    """``in Python``, ``here``, ``3 of 14 files`` or ``to fetch``."""
+    """Returns ``in Python``, ``here``, ``3 of 14 files`` or ``to fetch``."""
     if found.python:
         return "in Python"
     here = sum(found.is_here(file) for file in found.all_files)
@@ -36,7 +36,7 @@ def status(found: "CatalogueEntry") -> str:
 
 
 def corpora(all_corpora: "Sequence[CatalogueEntry]", as_json: bool) -> None:
-    """A line a corpus."""
+    """Prints a line per corpus."""
     if as_json:
         for found in all_corpora:
             render.json_line(_summary(found))
@@ -58,7 +58,7 @@ def corpora(all_corpora: "Sequence[CatalogueEntry]", as_json: bool) -> None:
 
 
 def corpus(found: "CatalogueEntry", as_json: bool) -> None:
-    """Everything about one."""
+    """Prints everything about a corpus."""
     if as_json:
         render.json_line({**_summary(found), "about": found.about, "files": _files(found)})
         return
@@ -98,7 +98,7 @@ def _files_table(found: "CatalogueEntry") -> Table:
 
 
 def _summary(found: "CatalogueEntry") -> dict[str, Any]:
-    """The object of ``gpt data list --json``."""
+    """Returns the object of ``gpt data list --json``."""
     keys = ("name", "title", "license", "language", "homepage", "field", "rows", "size")
     return {key: getattr(found, key) for key in keys} | {
         "status": status(found),
@@ -107,7 +107,7 @@ def _summary(found: "CatalogueEntry") -> dict[str, Any]:
 
 
 def _files(found: "CatalogueEntry") -> list[dict[str, Any]]:
-    """The files of ``gpt data show --json``."""
+    """Returns the files of ``gpt data show --json``."""
     return [
         {
             "name": file.name,
@@ -124,7 +124,7 @@ def _files(found: "CatalogueEntry") -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def fetching(quiet: bool) -> Iterator[Callable[[int, int | None], None]]:
-    """A bar, and what moves it: called with the bytes that are here and with how many there will be."""
+    """Shows a progress bar; yields the function that moves it, which takes the bytes here and the bytes in all."""
     with progress.Bar("fetched", "bytes", quiet) as bar:
         first = True
 
@@ -139,7 +139,7 @@ def fetching(quiet: bool) -> Iterator[Callable[[int, int | None], None]]:
 
 
 def fetched(found: "CatalogueEntry", seconds: float, train: str, as_json: bool) -> None:
-    """The end of ``gpt data fetch``: where it lies, and what to do with it."""
+    """Prints the result of ``gpt data fetch``: the folder, and the command that takes it."""
     files = [found.folder / file.name for file in found.all_files]
     size = sum(path.stat().st_size for path in files)
     folder = None if found.python else str(found.folder)

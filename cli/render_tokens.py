@@ -1,4 +1,4 @@
-"""What is printed of token folders."""
+"""The output of commands on token folders."""
 
 import shlex
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def tokens_json(folder: "TokenFolder", seconds: float) -> dict[str, Any]:
-    """The object of ``gpt tokenize --json``."""
+    """Returns the object of ``gpt tokenize --json``."""
     return {
         "out": str(folder.path),
         "documents": folder.documents,
@@ -32,7 +32,7 @@ def tokens_json(folder: "TokenFolder", seconds: float) -> dict[str, Any]:
 
 
 def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
-    """All about a folder of tokens. With ``--json`` it is the manifest, and whether its sums were compared."""
+    """Prints all about a token folder; as JSON its manifest, and whether its checksums were compared."""
     if as_json:
         render.json_line({"path": str(folder.path), **folder.manifest, "verified": verified})
         return
@@ -66,7 +66,7 @@ def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
 
 
 def tokens(folder: "TokenFolder", seconds: float) -> None:
-    """The end of ``gpt tokenize``, and of what makes such folders."""
+    """Prints the result of a command that made a token folder."""
     console = render.stdout()
     took = f"  ({format_seconds(seconds)}, {folder.bytes / 1e6 / max(seconds, 1e-9):,.1f} MB/s)"
     console.print(Text.assemble(("saved  ", "bold"), f"{folder.path}{took}"))
@@ -87,7 +87,7 @@ def _sides(folder: "TokenFolder", console: Console) -> None:
 
 
 def _next(folder: "TokenFolder", console: Console) -> None:
-    """The command that takes the folder, or why none does."""
+    """Prints the command that takes the folder, or why none does."""
     if folder.manifest["part"]:
         console.print(Text.assemble(("join the parts  ", "bold"), "gpt data merge PART... -o DIR"))
     elif folder.manifest["train"]["tokens"]:

@@ -1,4 +1,4 @@
-"""How vocabularies and text are printed, beside `cli.render`."""
+"""The output of ``gpt tokenizer``."""
 
 import shlex
 import sys
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def write_bytes(data: bytes) -> None:
-    """Bytes on stdout, whatever its encoding; a terminal shows them as text."""
+    """Writes bytes to stdout, whatever its encoding; to a terminal as text."""
     if sys.stdout.isatty():
         render.write(data.decode("utf-8", "backslashreplace"))
         return
@@ -28,7 +28,7 @@ def write_bytes(data: bytes) -> None:
 
 
 def learnt(tokenizer: "Tokenizer", out: Path, sampled: int, total: int, seconds: float, as_json: bool) -> None:
-    """The end of ``gpt tokenizer train``."""
+    """Prints the result of ``gpt tokenizer train``."""
     if as_json:
         render.json_line(
             {
@@ -51,7 +51,7 @@ def learnt(tokenizer: "Tokenizer", out: Path, sampled: int, total: int, seconds:
 
 
 def vocabulary(tokenizer: "Tokenizer", longest: int, used: "Usage | None", as_json: bool) -> None:
-    """What a vocabulary holds, and how much of it a text used."""
+    """Prints a vocabulary, and how much of it a text used."""
     from gpt.text import vocabulary
 
     tokens = vocabulary.longest(tokenizer, longest)

@@ -59,7 +59,7 @@ def show(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show what a vocabulary holds, and with TEXT how much of it that text uses."""
+    """Show the tokens of a vocabulary, and with TEXT how many of them that text uses."""
     if longest < 0:
         raise UserError(f"longest is {longest}; it must be 0 or more")
     found = _find(tokenizer)

@@ -1,6 +1,6 @@
-"""Whole files and folders or none: written beside their place, synced, renamed. Modes follow the umask.
+"""Files and folders, written whole or not at all: beside their place, synced, then renamed. Modes follow the umask.
 
-And what every room asks of a file: JSON that may be damaged, a sum, an error of the disk in words.
+Also reading JSON that may be damaged, checksums, locks, and errors of the disk in words.
 """
 
 import contextlib
@@ -22,19 +22,19 @@ from filelock import FileLock, Timeout
 from gpt.errors import UserError, WorkError
 
 JSON_LIMIT = 64 * 2**20  # bytes; no JSON file of ours is larger
-LINE_LIMIT = 2**20  # bytes of a line of JSON
-LINES_LIMIT = 2**30  # bytes of a file of such lines
-LONGEST_NAME = 255  # characters of a file's
-DEEPEST = 64  # lists and objects within each other
+LINE_LIMIT = 2**20  # bytes of a JSON line
+LINES_LIMIT = 2**30  # bytes of a file of JSON lines
+LONGEST_NAME = 255  # characters of a file name
+DEEPEST = 64  # levels of lists and objects in JSON
 FULL = (errno.ENOSPC, errno.EDQUOT)
 LOCK = ".lock"
-TEMPORARY, ASIDE = ".tmp-", ".tmp-was-"  # before the names of what is written, and of what it replaces
+TEMPORARY, ASIDE = ".tmp-", ".tmp-was-"  # prefixes of what is being written, and of what it replaces
 T = TypeVar("T")
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to fill that becomes ``path`` when all went well, and vanishes otherwise. Raises OSError."""
+    """Yields a file that becomes ``path`` at the end, and is removed after an error. Raises OSError."""
     beside = path.parent / f".tmp-{os.getpid()}-{path.name}"
     try:
         with beside.open("wb") as file:
@@ -49,13 +49,13 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """All of ``data`` at ``path``, or nothing. Raises OSError."""
+    """Writes ``data`` to ``path``, whole or not at all. Raises OSError."""
     with whole_file(path) as file:
         file.write(data)
 
 
 def write_pieces(path: Path, pieces: Iterable[Any]) -> str:
-    """All pieces one after the other at ``path``, or nothing; their sha256, from memory. Raises OSError."""
+    """Writes pieces one after the other to ``path``, whole or not at all; returns the sha256. Raises OSError."""
     digest = hashlib.sha256()
     with whole_file(path) as file:
         for piece in pieces:
@@ -65,10 +65,10 @@ def write_pieces(path: Path, pieces: Iterable[Any]) -> str:
 
 
 def side_by_side(do: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
-    """What ``do`` gives for each file, two at a time: one processor's sums and copies are slower than a disk. Raises
-    what one that fails does, once none is at work. A program that ends at once does not wait for these threads, as it
-    would for those of concurrent.futures."""
-    from multiprocessing.pool import ThreadPool  # 15 ms, which `--help` has no use for
+    """Returns ``do(name)`` for each file, computed two at a time: checksums and copies on one core are slower than a
+    disk. Raises the first error once no thread is at work. Unlike concurrent.futures, a program that ends early does
+    not wait for these threads."""
+    from multiprocessing.pool import ThreadPool  # takes 15 ms, and `--help` does not need it
 
     names = list(names)
     with ThreadPool(2) as pool:
@@ -76,8 +76,8 @@ def side_by_side(do: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes renames in a folder last, where the system can: Windows cannot open folders, and some shares cannot sync
-    them. Raises OSError where the disk fails."""
+    """Makes renames in a folder durable, where the system can: Windows cannot open folders, and some network shares
+    cannot sync them. Raises OSError where the disk fails."""
     if sys.platform == "win32":
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -91,10 +91,10 @@ def sync_folder(path: Path) -> None:
 
 
 def open_regular(path: Path, limit: int | None = None) -> BufferedReader:
-    """Opens a regular file to read, or a link to one, of at most ``limit`` bytes. A FIFO or a device is not waited
-    for: the open file itself is looked at, so that nothing can take its place in between.
+    """Opens a regular file of at most ``limit`` bytes, or a link to one. Does not wait for a FIFO or a device: the open
+    file itself is checked, so that nothing can take its place in between.
 
-    Raises `UserError` for what is no such file or no name of one, and OSError as `open` does.
+    Raises `UserError` for anything else and for a name that no file can have, and OSError as `open` does.
     """
     try:
         file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
@@ -111,18 +111,18 @@ def open_regular(path: Path, limit: int | None = None) -> BufferedReader:
 
 
 def _without_waiting(name: str, flags: int) -> int:
-    """Opens a FIFO that nobody writes at once, where the system knows FIFOs."""
+    """Opens a file without waiting for the writer of a FIFO, where the system has FIFOs."""
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name that was read from a file can be that of a file in a folder, on every system."""
+    """Whether a name that was read from a file can be a file name in a folder, on every system."""
     fits = 0 < len(name) <= LONGEST_NAME and name.isprintable()
     return fits and name != ".." and Path(name).name == name
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """All of a regular file of at most ``limit`` bytes. Raises `UserError`."""
+    """Reads a regular file of at most ``limit`` bytes. Raises `UserError`."""
     with reading(path), open_regular(path, limit=limit) as file:
         data = file.read(limit + 1)
     if len(data) > limit:  # it has grown
@@ -131,7 +131,7 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def read_lines(file: BufferedReader) -> Iterator[bytes]:
-    """The lines of a file; of one that is longer than `LINE_LIMIT` its first part, which is no JSON."""
+    """Yields the lines of a file; of a line longer than `LINE_LIMIT` the first part, which is no JSON."""
     while line := file.readline(LINE_LIMIT):
         yield line
         while len(line) == LINE_LIMIT and not line.endswith(b"\n"):
@@ -139,7 +139,7 @@ def read_lines(file: BufferedReader) -> Iterator[bytes]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; `UserError` where there is none, it is huge, or it is something else."""
+    """Reads the object in a JSON file. Raises `UserError` for one that is missing, huge or damaged."""
     try:
         value = json.loads(read_regular(path, JSON_LIMIT))
     except (ValueError, RecursionError):
@@ -152,7 +152,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether lists and objects lie at most `DEEPEST` deep in each other."""
+    """Whether lists and objects are nested at most `DEEPEST` deep."""
     level = [value]
     for _ in range(DEEPEST):
         inside = (each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer))
@@ -163,13 +163,13 @@ def _is_flat(value: Any) -> bool:
 
 
 def to_json(values: Mapping[str, Any]) -> bytes:
-    """JSON for people and programs alike: indented, UTF-8, a newline at the end."""
+    """Returns JSON for people and programs: indented, UTF-8, with a newline at the end."""
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns what the system says of reading ``path``, or what lies below it, into a `UserError`."""
+    """Turns an OSError from reading ``path``, or a file below it, into a `UserError`."""
     try:
         yield
     except OSError as error:
@@ -179,7 +179,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def disk_errors(path: Path, kept: str = "") -> Iterator[None]:
-    """Turns what the system says of a write below ``path`` into a `WorkError`. ``kept``: what is whole all the same."""
+    """Turns an OSError from writing below ``path`` into a `WorkError`. ``kept``: what is still whole, for the hint."""
     try:
         yield
     except OSError as error:
@@ -194,8 +194,8 @@ def disk_errors(path: Path, kept: str = "") -> Iterator[None]:
 
 
 def check_new(path: Path, hint: str) -> None:
-    """Raises `UserError` where something of that name is there, a link to nowhere too, and `WorkError` where no folder
-    can be made there: before the work, not after it."""
+    """Raises `UserError` where something of that name exists, broken links too, and `WorkError` where no folder can be
+    made there. Call it before the work, not after."""
     with disk_errors(path):
         if path.exists() or path.is_symlink():
             raise UserError(f"{path} is there already; nothing is overwritten", hint)
@@ -205,10 +205,10 @@ def check_new(path: Path, hint: str) -> None:
 
 @contextlib.contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill that becomes ``target`` when all went well, and vanishes otherwise. Where there is a ``target``,
-    it goes once the new one is whole; `recover` undoes a crash between the two renames."""
+    """Yields a folder that becomes ``target`` at the end, and is removed after an error. An old ``target`` is replaced
+    once the new one is whole; `recover` undoes a crash between the two renames."""
     beside, aside = target.parent / f"{TEMPORARY}{target.name}", target.parent / f"{ASIDE}{target.name}"
-    shutil.rmtree(beside, ignore_errors=True)  # a killed run's
+    shutil.rmtree(beside, ignore_errors=True)  # left by a killed run
     beside.mkdir()
     try:
         yield beside
@@ -226,7 +226,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 
 def recover(parent: Path) -> None:
-    """Puts back what `whole_folder` had set aside when it was killed, and takes away what was not finished."""
+    """Restores what `whole_folder` had set aside when it was killed, and removes what was not finished."""
     for aside in parent.glob(f"{ASIDE}*"):
         target = parent / aside.name.removeprefix(ASIDE)
         if not target.exists():
@@ -240,7 +240,7 @@ def recover(parent: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, hint: str) -> Iterator[None]:
-    """Holds a folder for this process alone, until it lets go or dies. Raises `UserError` where another one has it."""
+    """Locks a folder for this process. Raises `UserError` where another process has the lock."""
     lock = FileLock(folder / LOCK, timeout=0)
     with disk_errors(folder):
         try:
@@ -254,7 +254,7 @@ def locked(folder: Path, hint: str) -> Iterator[None]:
 
 
 def file_sha256(path: Path, from_disk: bool = False) -> str:
-    """sha256 of a file, in hexadecimal; ``from_disk``: not of what the system still has of it in memory."""
+    """Returns the sha256 of a file, in hexadecimal; with ``from_disk``, without the system's cached pages of it."""
     with open_regular(path) as file:
         if from_disk and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -262,7 +262,7 @@ def file_sha256(path: Path, from_disk: bool = False) -> str:
 
 
 def cache_dir() -> Path:
-    """The per-user folder for downloads: ``GPT_CACHE_DIR``, or where the platform keeps caches."""
+    """Returns the user's folder for downloads: ``GPT_CACHE_DIR``, or the platform's folder for caches."""
     if os.environ.get("GPT_CACHE_DIR"):
         return Path(os.environ["GPT_CACHE_DIR"])
     if sys.platform == "win32":

@@ -1,4 +1,4 @@
-"""What a setting is: a field of a dataclass that is also an option, checked, and read and written as TOML."""
+"""Settings: dataclass fields that are also options, checked, and read and written as TOML."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ LARGEST = 3.4028234663852886e38  # of float32
 
 
 def without_none(kind: Any) -> Any:
-    """What ``kind | None`` is where there is a value; another kind is itself."""
+    """Returns ``kind`` for ``kind | None``, and any other type as it is."""
     kinds = [each for each in get_args(kind) if each is not type(None)]
     return kinds[0] if type(None) in get_args(kind) and len(kinds) == 1 else kind
 
@@ -36,7 +36,7 @@ def check_options(config: Any) -> None:
             if value not in get_args(kind):
                 raise UserError(f'there is no {name} "{value}"', did_you_mean(str(value), get_args(kind)))
             continue
-        if get_origin(kind) is tuple:  # an option that may be repeated
+        if get_origin(kind) is tuple:  # a repeatable option
             words = (value,) if isinstance(value, str) else tuple(value)
             if not all(isinstance(word, str) and word for word in words):
                 raise UserError(f"{name} is {'empty' if '' in words else repr(value)}; it must be a text, or several")
@@ -66,7 +66,7 @@ def option(
     low: float | None = None,
     high: float = 2**53,
 ) -> Any:
-    """A setting that is also an option: its help, the panel it is listed in, further flags, how its default reads,
+    """A setting that is also an option: its help, its panel in the help page, further flags, how its default is shown,
     and its bounds."""
     meta = {"help": help, "panel": panel, "flags": flags, "shown": shown, "low": low, "high": high}
     return field(default=default, metadata=meta)
@@ -121,13 +121,13 @@ def checked(cls: type[T], values: Any, where: str) -> T:
 
 @cache
 def _hints(cls: Any) -> dict[str, Any]:
-    """The type of each field."""
+    """Returns the type of each field."""
     hints = get_type_hints(cls, include_extras=True)
     return {each.name: hints[each.name] for each in dataclasses.fields(cls)}
 
 
 def _read(value: Any, kind: Any, where: str) -> Any:
-    """A value whose dataclasses are made of the tables in it."""
+    """Returns a value with dataclasses in place of the tables in it."""
     if not isinstance(value, (dict, list)):
         return value
     inner = without_none(kind)
@@ -160,14 +160,14 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """A flat table of strings, numbers and booleans as TOML; ``None`` is left out, since TOML has no word for it."""
+    """Returns a flat table of strings, numbers and booleans as TOML, without ``None``, which TOML does not have."""
     # A JSON string, number or boolean is a TOML one too (DEL apart, which json leaves bare).
     lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
     return "\n".join(lines).replace("\x7f", "\\u007F") + "\n"
 
 
 def parse_toml(data: bytes, where: str) -> dict[str, Any]:
-    """The table in the bytes of a TOML file; `UserError` naming ``where`` for what is none."""
+    """Reads the bytes of a TOML file. Raises `UserError` naming ``where`` if it is none."""
     try:
         return tomllib.loads(data.decode("utf-8").replace("\r\n", "\n"))
     except (ValueError, RecursionError) as error:  # ValueError: also bytes that are not UTF-8, numbers of many digits

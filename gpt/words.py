@@ -1,4 +1,4 @@
-"""What is said of numbers, to people and to programs."""
+"""Numbers as text, for people and for programs."""
 
 import json
 import math
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def counted(n: int, one: str, many: str = "") -> str:
-    """``1 step``, ``2,000 steps``; ``many`` is the plural where it is not ``one`` and an s."""
+    """Returns ``1 step``, ``2,000 steps``; ``many`` is the plural if it is not ``one`` with an s."""
     return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
 def as_json(values: Any, ascii: bool = False) -> str:
-    """JSON of one line. NaN and infinity, which JSON has no words for, become null."""
+    """Returns JSON on one line. NaN and infinity, which JSON does not have, become null."""
     try:
         return json.dumps(values, ensure_ascii=ascii, allow_nan=False)
     except ValueError:

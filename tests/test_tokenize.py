@@ -30,7 +30,7 @@ from gpt.text.tokenizer import bytes_tokenizer
 from gpt.text.tokenizer_files import find_tokenizer
 
 SMALL = {
-    "gpt.text.corpus.PIECE": 300,
+    "gpt.text.corpus.PART": 300,
     "gpt.text.tokenize.ITEM": 700,
     "gpt.text.tokenize.ITEM_DOCUMENTS": 5,
     "gpt.text.unfinished_folder.SLICE_IDS": 3000,
@@ -117,7 +117,7 @@ def test_the_size_of_items_and_pieces_decides_no_id(
 def test_long_documents_are_cut_where_no_id_changes(text: str, size: int) -> None:
     tokenizer = bytes_tokenizer()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "PIECE", size)
+        patch.setattr(corpus, "PART", size)
         pieces = [(Chunk(text[at : at + 7], at == 0), False) for at in range(0, len(text), 7)]
         parts = list(corpus.cut_documents(iter(pieces), tokenizer.pattern))
     assert "".join(part[0] for part in parts) == text
@@ -292,7 +292,7 @@ def test_a_signal_ends_it_in_good_order(texts: Path, tmp_path: Path, script: lis
     if process.returncode == 0:
         pytest.skip("it was faster than the signal")
     assert process.returncode == 128 + signum
-    assert "go on with --resume" in err
+    assert "continue with --resume" in err
     assert "Traceback" not in err
     assert subprocess.run([*command, "--resume", "-q"], check=False).returncode == 0
     TokenFolder(out).verify()
@@ -678,7 +678,7 @@ def test_groups_depend_on_sizes_alone(texts: Path, monkeypatch: pytest.MonkeyPat
     found = corpus.open_corpus([str(texts)], TextConfig(val_text=str(texts / "a.txt")))
     groups = found.groups
     assert [number for group in groups for number in group] == list(range(len(found.sources)))
-    assert groups[-1] == range(found.own_from, found.own_from + 1)
+    assert groups[-1] == range(found.val_from, found.val_from + 1)
     for group in groups:
         assert len(group) == 1 or sum(found.sources[number].size for number in group) <= 20_000
 

@@ -1,4 +1,4 @@
-"""Which tokens a step trains on: a pure function of seed and step, so that any step can be had at once.
+"""The batch of a step: a pure function of seed and step, so that any step's batch can be made at once.
 
 The stream of ids is a ring: after the last document comes the first one's end-of-text. An epoch cuts the ring into
 windows of T inputs, taken in an order that a keyed permutation gives; each epoch starts cutting at another place, so
@@ -16,16 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 Int64s = npt.NDArray[np.int64]
-MOST_SIZES = 2**24  # that growing batches may come in
+MOST_SIZES = 2**24  # different sizes of growing batches
 
 
 class Ring(Protocol):
-    """Ids one after the other, the first after the last: a `gpt.text.shards.TokenStream`."""
+    """A ring of ids, as a `gpt.text.shards.TokenStream` is: the first follows the last."""
 
     def __len__(self) -> int: ...
 
     def take(self, start: int, length: int) -> Int64s:
-        """``length`` ids from ``start`` on."""
+        """Returns ``length`` ids from ``start`` on."""
         ...
 
 
@@ -43,12 +43,12 @@ class Ramp:
 
     @property
     def sizes(self) -> int:
-        """How many sizes batches come in at most."""
+        """The largest number of different batch sizes."""
         return self.unit // self.by + self.rows // self.unit + 1
 
     @cached_property
     def _stages(self) -> list[tuple[int, int, int]]:
-        """Where batches of another size begin: the step, the rows before it, and the rows of each step from there on.
+        """The starts of batch sizes: the step, the rows of all steps before it, and the rows of each step after it.
         However many tokens a batch grows over, it does so in few sizes."""
         stages, step, start = [], 0, 0
         while start < self.over:
@@ -63,12 +63,12 @@ class Ramp:
         return [*stages, (step, start, self.rows)]
 
     def before(self, step: int) -> int:
-        """Rows of all steps before this one, which is counted from 0."""
+        """Returns the rows of all steps before ``step``, which is counted from 0."""
         first, start, size = self._stages[bisect_right(self._stages, step, key=itemgetter(0)) - 1]
         return start + (step - first) * size
 
     def steps(self, rows: int) -> int:
-        """The fewest steps that take so many rows."""
+        """Returns the fewest steps that take ``rows`` rows."""
         first, start, size = self._stages[bisect_right(self._stages, rows, key=itemgetter(1)) - 1]
         return first - (start - rows) // size
 
@@ -89,11 +89,11 @@ class Batches:
 
     @property
     def windows(self) -> int:
-        """Windows an epoch."""
+        """The number of windows of an epoch."""
         return len(self.ids) // self.block_size
 
     def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s]:
-        """Inputs x and targets y of a step, each (rows / ranks, T): y is x one id later. Steps count from 0.
+        """Returns inputs x and targets y of a step, int64 (rows / ranks, T): y is x one id later. Steps count from 0.
 
         Of many processes, each takes its rows: disjoint, and together the rows of one.
         """
@@ -106,7 +106,7 @@ class Batches:
         return windows[:, :-1], windows[:, 1:]
 
     def _starts(self, positions: Int64s) -> Int64s:
-        """Where the windows at these positions, counted from the first step, begin in the ring."""
+        """Returns where the windows at ``positions``, counted from the first step, begin in the ring."""
         epochs = positions // self.windows
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
@@ -117,8 +117,8 @@ class Batches:
 
 
 def shuffled(positions: Int64s, n: int, seed: int) -> Int64s:
-    """Which of ``n`` things stand at positions that are counted from the first step: each epoch has all of them, in an
-    order of its own."""
+    """Returns which of ``n`` things are at ``positions``, counted from the first step. Each epoch is a permutation of
+    all of them."""
     epochs = positions // n
     chosen = np.empty_like(positions)
     for epoch in np.unique(epochs).tolist():
@@ -127,7 +127,7 @@ def shuffled(positions: Int64s, n: int, seed: int) -> Int64s:
 
 
 def permute(x: Int64s, n: int, key: int) -> Int64s:
-    """The images of ``x`` under a permutation of 0 … n - 1 that ``key`` chooses, without ever storing it.
+    """Returns the images of ``x`` under a permutation of 0 … n - 1 that ``key`` chooses, without storing it.
 
     A Feistel network over the next power of four, walked until it lands below n (Black & Rogaway 2002).
     """
@@ -145,7 +145,7 @@ def permute(x: Int64s, n: int, key: int) -> Int64s:
 
 
 def _mix(x: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
-    """A 64-bit finalizer (splitmix64, Steele et al. 2014) of x + key; overflow wraps."""
+    """Returns the 64-bit finalizer (splitmix64, Steele et al. 2014) of x + key; overflow wraps."""
     x = x + np.uint64(key)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -153,6 +153,6 @@ def _mix(x: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
 
 
 def _hash(*values: int) -> int:
-    """63 bits that depend on all of ``values``."""
+    """Returns a hash of ``values``, 63 bits."""
     digest = hashlib.sha256(repr(values).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -16,11 +16,10 @@ from typing import Any
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 # A run of white space this long overflows the regex engine's stack if something follows it (tiktoken 0.14: at a
-# million). The patterns give its last character to what follows, so a cut before that one changes no id.
+# million). The patterns give its last character to the text after it, so a cut before that changes no id.
 LONG_SPACE = 10_000
 LONG_PIECE = 2**20  # characters; a single piece longer than this is cut: merging takes more than linear time
 LONG_SPACE_PIECE = 2**19  # as much for white space, which o200k's pattern puts on that stack even at a text's end
-PART = 2**18  # characters of a document to tokenize at a time
 
 # What \s means to the regex engine: Unicode's White_Space (Python's own \s has four control characters more).
 SPACES = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -50,7 +49,7 @@ _O200K_RULES = [*_CL100K_RULES[:-1], (r"[\r\n]", f"[^{SPACES}/]")]
 _CONTRACTION, _CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\p{Lm}\p{Lo}\p{M}"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _MARKS, _SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_FAMILIES = {  # patterns without what makes them possessive
+_FAMILIES = {  # patterns, without the + of possessive quantifiers
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s": _GPT2_RULES,
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": _GPT2_RULES,
     rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|\s+$|\s*[\r\n]|\s+(?!\S)|\s": _CL100K_RULES,
@@ -70,7 +69,7 @@ def _rules(pattern: str) -> list[tuple[str, str]] | None:
 
 @lru_cache
 def _last_rule(pattern: str) -> re.Pattern[str] | None:
-    """Finds the last boundary that two characters alone make: ``.*`` takes all, and gives back what it must."""
+    """Returns a pattern that finds the last boundary between two characters: ``.*`` takes all and backtracks to it."""
     rules = _rules(pattern)
     return re.compile("(?s:.*)(?:" + "|".join(f"{a}(?={b})" for a, b in rules) + ")") if rules else None
 
@@ -102,8 +101,8 @@ def cuts(text: str, pattern: str) -> tuple[list[int], int]:
 def _space_cuts(text: str, pattern: str) -> Iterator[int]:
     """Cuts between the pieces of each long run of white space that something follows.
 
-    The last character of a run goes with what follows it. Where white space ends with its last line end, what comes
-    after that is another piece.
+    The last character of a run belongs to the piece after it. In some patterns a piece of white space ends with its
+    last line end, and the rest of the run is another piece.
     """
     by_line = _rules(pattern) is not _GPT2_RULES
     for start, end in _long_runs(text):
@@ -123,8 +122,8 @@ def _long_runs(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _piece_cuts(text: str, pattern: str) -> tuple[list[int], list[int]]:
-    """Cuts inside pieces that are too long, from left to right: each leaves a text that begins anew. And cuts before
-    such pieces of white space, which would be one with the line ends before them if a text ended in them."""
+    """Cuts inside pieces that are too long, from left to right; after each the text is cut into pieces again. And cuts
+    before such pieces of white space, which would join the line ends before them if a text ended in them."""
     inside: list[int] = []
     before: list[int] = []
     at = 0
@@ -162,8 +161,8 @@ def _limit(text: str, start: int, end: int) -> int:
     return LONG_SPACE_PIECE if _BLANK.match(text, start) and _BLANK.match(text, max(start, end - 1)) else LONG_PIECE
 
 
-def parts(chunks: Iterable[str], pattern: str, size: int = PART) -> Iterator[tuple[str, bool]]:
-    """Cuts the chunks of one document anew: into parts of about ``size`` characters, or of as many as it takes, whose
+def parts(chunks: Iterable[str], pattern: str, size: int) -> Iterator[tuple[str, bool]]:
+    """Cuts the chunks of one document into parts of about ``size`` characters, or of as many as it takes, whose
     ids one after the other are the whole document's. With each, whether it ends inside a piece that was too long.
 
     No part is empty. Under a pattern of unknown form there is one part.
@@ -187,7 +186,7 @@ def parts(chunks: Iterable[str], pattern: str, size: int = PART) -> Iterator[tup
 
 
 def _forced(text: str, pattern: str) -> list[tuple[int, bool]]:
-    """Cuts for the length of pieces, which hold whatever follows, and whether each is inside a piece."""
+    """Cuts in and before pieces that are too long, whatever text follows, and whether each is inside a piece."""
     settled = len(text) - 2 * LONG_PIECE
     if settled <= 0:
         return []

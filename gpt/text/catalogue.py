@@ -1,4 +1,4 @@
-"""Named corpora: a TOML file each in ``gpt_data``, read from what Python carries or fetched once and checked."""
+"""Named corpora: a TOML file each in ``gpt_data``; part of Python's installation, or fetched once and checked."""
 
 import dataclasses
 import importlib
@@ -25,7 +25,7 @@ from gpt.text.unpack import Source
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """A file of a corpus, and what is published of it."""
+    """A file of a corpus, with its published size and sha256."""
 
     url: str
     size: int | None = None  # bytes
@@ -37,13 +37,13 @@ class PublishedFile:
 
     @property
     def name(self) -> str:
-        """The last part of its address; the ending tells the format."""
+        """The last part of the address; its suffix tells the format."""
         return PurePosixPath(urlsplit(self.url).path).name
 
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """An entry of the catalogue. What is wrong with one is a fault of ours, so it is asserted."""
+    """An entry of the catalogue. A wrong one is our fault, so it fails an assertion."""
 
     name: str
     title: str
@@ -51,13 +51,13 @@ class CatalogueEntry:
     language: str
     about: str
     homepage: str
-    field: str | None = None  # the column of each row that is the text, in files that have columns
-    rows: str = "documents"  # what a row is: "documents", or "lines" of one text a file
-    python: str | None = None  # what of Python's own it is
+    field: str | None = None  # the column that holds the text, in files with columns
+    rows: str = "documents"  # a row is one of the "documents", or of the "lines" of a file
+    python: str | None = None  # the part of Python's installation that it is
     files: tuple[PublishedFile, ...] = ()
     val: tuple[PublishedFile, ...] = ()  # files published as the held-out text
-    size: int | None = None  # bytes to fetch; about, for what Python carries
-    recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings of a training that was measured
+    size: int | None = None  # bytes to fetch; for Python's own about
+    recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings of a measured training
 
     def __post_init__(self) -> None:
         assert (self.python is None) != (not self.files), f"{self.name}: either python or files"
@@ -68,21 +68,21 @@ class CatalogueEntry:
 
     @property
     def all_files(self) -> tuple[PublishedFile, ...]:
-        """What there is to fetch."""
+        """All files to fetch."""
         return self.files + self.val
 
     @property
     def folder(self) -> Path:
-        """Where its files are kept."""
+        """The folder of its files in the cache."""
         return cache_dir() / self.name
 
     def is_here(self, file: PublishedFile) -> bool:
-        """Whether ``file`` was fetched, as far as its size tells; its sum is checked when it is used."""
+        """Whether ``file`` is in the cache, by its size; the checksum is compared when it is used."""
         return download.seems_whole(self.folder / file.name, file.size)
 
 
 def names() -> list[str]:
-    """The names of all corpora, sorted."""
+    """Returns the names of all corpora, sorted."""
     return sorted(
         entry.name.removesuffix(".toml")
         for entry in resources.files("gpt_data").iterdir()
@@ -91,12 +91,12 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """The TOML file of a corpus: title, license, source, recipe."""
+    """Returns the TOML file of a corpus as a table."""
     return tomllib.loads((resources.files("gpt_data") / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def corpus(name: str) -> CatalogueEntry:
-    """The corpus called ``name``. Raises `UserError` where there is none."""
+    """Returns the entry called ``name``. Raises `UserError` where there is none."""
     if name not in names():
         raise UserError(f'there is no corpus "{name}"', did_you_mean(name, names()))
     values = describe(name)
@@ -108,15 +108,15 @@ def corpus(name: str) -> CatalogueEntry:
 
 
 def _total(wanted: Sequence[PublishedFile]) -> int | None:
-    """Bytes of all of them; None where one is not known."""
+    """Returns the bytes of all files; None where one size is unknown."""
     sizes = [file.size for file in wanted if file.size is not None]
     return sum(sizes) if sizes and len(sizes) == len(wanted) else None
 
 
 def sources(name: str, on_bytes: OnBytes = ignore) -> list[Source]:
-    """What the documents of a corpus are read from, fetched if need be.
+    """Returns the sources of a corpus, fetched if need be.
 
-    Raises `UserError` where this Python does not carry it, `WorkError` where it cannot be fetched.
+    Raises `UserError` where this Python comes without it, `WorkError` where it cannot be fetched.
     """
     found = corpus(name)
     if found.python == "pydoc_data.topics":
@@ -127,13 +127,13 @@ def sources(name: str, on_bytes: OnBytes = ignore) -> list[Source]:
 
 
 def val_sources(name: str, on_bytes: OnBytes = ignore) -> list[Source]:
-    """What its publishers hold out, fetched if need be; none where they hold out nothing."""
+    """Returns the sources that are published as held-out text, fetched if need be; none where there are none."""
     found = corpus(name)
     return _fetched(found, found.val, on_bytes)
 
 
 def fetch(name: str, on_bytes: OnBytes = ignore) -> list[Path]:
-    """All files of a corpus, held-out ones too, fetched if need be; none where Python carries it."""
+    """Fetches all files of a corpus that are not here, held-out ones too; returns their paths."""
     found = corpus(name)
     return _fetch(found, found.all_files, on_bytes)
 
@@ -145,10 +145,10 @@ def _fetched(found: CatalogueEntry, wanted: Sequence[PublishedFile], on_bytes: O
 
 
 def _fetch(found: CatalogueEntry, wanted: Sequence[PublishedFile], on_bytes: OnBytes) -> list[Path]:
-    """Fetches one after the other; ``on_bytes`` hears of the bytes of all of them."""
+    """Fetches files one after the other; ``on_bytes`` gets the bytes of all of them."""
     targets = [found.folder / file.name for file in wanted]
     total = _total(wanted) or found.size
-    if total is not None:  # better now than after the first files
+    if total is not None:  # an error before the first file, not after it
         pairs = zip(wanted, targets, strict=True)
         here = sum(download.bytes_here(file.url, target, file.sha256, file.size) for file, target in pairs)
         download.check_space(found.folder, total - here)
@@ -186,7 +186,7 @@ def _pydocs() -> Iterator[Source]:
 
 
 def _stdlib() -> list[Source]:
-    """The interpreter's own modules, without tests and without what was installed on top."""
+    """Returns the standard library's modules, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     found = []

@@ -1,4 +1,4 @@
-"""A corpus as it was asked for: its sources in groups, the split, and a tokenizer for it; none of its text is kept."""
+"""A corpus: its sources in groups, and the split into training and held-out text. It keeps no text in memory."""
 
 import hashlib
 import json
@@ -12,25 +12,29 @@ from typing import Any, Literal
 from gpt import events
 from gpt.config import ReadConfig, TextConfig
 from gpt.errors import UserError
-from gpt.text import sources as words
 from gpt.text.boundaries import parts
 from gpt.text.documents import HEAD, Chunk, Reader, Skipped, is_plain, utf8_size
 from gpt.text.shards import Side
+from gpt.text.sources import find, identity, published, run_name
 from gpt.text.unpack import Source
 from gpt.words import counted
 
 HASHED_SPLIT_FROM = 200  # documents
+GROUP_BYTES = 2**26  # stored bytes of a group's sources; a larger source is a group by itself
+PART = 2**18  # characters of a long document to encode at once
 
-Halved = Iterator[tuple[Chunk, bool]]  # pieces, and whether each is held out
+Listener = Callable[[events.Note | events.Progress], None]
+
+Assigned = Iterator[tuple[Chunk, bool]]  # chunks, and whether each is held out
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What a first look at the sources tells."""
+    """The size of the text, from a first look at the sources."""
 
-    documents: int  # all of them, or `HASHED_SPLIT_FROM` where there are that many or more
+    documents: int  # at most `HASHED_SPLIT_FROM`: the count stops there
     bytes: int  # of text in UTF-8; an estimate where `sizes` is None
-    sizes: list[int] | None  # each source's, where all were counted
+    sizes: list[int] | None  # of each source, if all were counted
 
 
 def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
@@ -38,7 +42,7 @@ def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
     exact = config.split_on is None and config.errors == "strict" and not config.skip_bad
     unopened = [exact and config.encoding.lower() in ("utf-8", "utf8") and is_plain(source) for source in sources]
     documents, sizes = 0, []
-    stored = text = 1  # bytes of what was opened
+    stored = text = 1  # bytes of the opened sources
     reader = Reader(config)
     for source, plain in zip(sources, unopened, strict=True):
         if plain:
@@ -46,9 +50,9 @@ def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
             sizes.append(source.size)
         else:
             counted = _Count()
-            for piece in reader.documents(source, counted.stored):
-                documents += piece.begins
-                counted.text += utf8_size(piece.text)
+            for chunk in reader.documents(source, counted.stored):
+                documents += chunk.begins
+                counted.text += utf8_size(chunk.text)
                 if documents >= HASHED_SPLIT_FROM:
                     break
             sizes.append(counted.text)
@@ -60,7 +64,7 @@ def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
 
 
 class _Count:
-    """Bytes of a source: its text, and how far reading came in what is stored."""
+    """Bytes of a source: of its text so far, and the position in its stored bytes."""
 
     def __init__(self) -> None:
         self.text = self.position = 0
@@ -71,17 +75,21 @@ class _Count:
 
 @dataclass(frozen=True)
 class Split:
-    """The rule, with nothing left open: a pure function of a document and where it stands."""
+    """The rule which text is held out: a pure function of a document and its place.
 
-    by: Literal["hash", "end", "text", "nothing"]  # "text": a text of its own is held out
+    Of fewer than `HASHED_SPLIT_FROM` documents the end of the bytes, which may cut a document. From there on by a hash
+    of the seed and the document's beginning, so that adding documents moves none.
+    """
+
+    by: Literal["hash", "end", "text", "nothing"]  # "text": a separate text is held out
     fraction: float
     seed: int
-    bound: float = 0.0  # by hash: what lies below is held out
-    starts: tuple[int, ...] = ()  # at the end: the bytes of text before each source …
-    kept: int = 0  # … and how many are trained on
+    bound: float = 0.0  # by hash: documents with a smaller share are held out
+    starts: tuple[int, ...] = ()  # by end: bytes of text before each source …
+    kept: int = 0  # … and bytes to train on
 
     def describe(self) -> dict[str, Any]:
-        """For the manifest."""
+        """Returns the rule for the manifest."""
         values: dict[str, Any] = {"by": self.by, "fraction": self.fraction, "seed": self.seed}
         if self.by == "end":
             values["kept"] = self.kept
@@ -89,35 +97,35 @@ class Split:
             values["bound"] = self.bound
         return values
 
-    def halve(self, pieces: Iterable[Chunk], number: int) -> Halved:
-        """The pieces of source ``number``, each with whether it is held out."""
+    def assign(self, chunks: Iterable[Chunk], number: int) -> Assigned:
+        """Yields the chunks of source ``number``, each with whether it is held out."""
         if self.by == "end":
-            return self._at_end(pieces, self.starts[number])
-        return self._by_hash(pieces) if self.by == "hash" else ((piece, False) for piece in pieces)
+            return self._at_end(chunks, self.starts[number])
+        return self._by_hash(chunks) if self.by == "hash" else ((chunk, False) for chunk in chunks)
 
-    def _by_hash(self, pieces: Iterable[Chunk]) -> Halved:
+    def _by_hash(self, chunks: Iterable[Chunk]) -> Assigned:
         held_out = False
-        for piece in pieces:
-            if piece.begins:
-                held_out = share(piece.text, self.seed) < self.bound
-            yield piece, held_out
+        for chunk in chunks:
+            if chunk.begins:
+                held_out = hash_fraction(chunk.text, self.seed) < self.bound
+            yield chunk, held_out
 
-    def _at_end(self, pieces: Iterable[Chunk], position: int) -> Halved:
-        for piece in pieces:
+    def _at_end(self, chunks: Iterable[Chunk], position: int) -> Assigned:
+        for chunk in chunks:
             left = self.kept - position
-            size = utf8_size(piece.text)
+            size = utf8_size(chunk.text)
             position += size
             if left <= 0 or size <= left:
-                yield piece, left <= 0
+                yield chunk, left <= 0
                 continue
-            head = piece.text.encode()[:left].decode("utf-8", "ignore")  # never inside a character
+            head = chunk.text.encode()[:left].decode("utf-8", "ignore")  # never cuts a character
             if head:
-                yield Chunk(head, piece.begins), False
-            yield Chunk(piece.text[len(head) :], True), True
+                yield Chunk(head, chunk.begins), False
+            yield Chunk(chunk.text[len(head) :], True), True
 
 
-def share(text: str, seed: int) -> float:
-    """Where a document lies between 0 and 1, by a hash of the seed and its first `HEAD` characters."""
+def hash_fraction(text: str, seed: int) -> float:
+    """Returns a number in [0, 1): a hash of the seed and the document's first `HEAD` characters."""
     digest = hashlib.sha256(f"{seed}\0{text[:HEAD]}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
@@ -125,7 +133,7 @@ def share(text: str, seed: int) -> float:
 def plan_split(
     sources: Sequence[Source], found: Survey, config: ReadConfig, fraction: float, seed: int, own_text: bool = False
 ) -> Split:
-    """The split of a corpus. No side is empty, unless ``fraction`` is 0 or a text of its own is held out.
+    """Returns the split of a corpus. No side is empty, unless ``fraction`` is 0 or a separate text is held out.
 
     Raises `UserError` where the text is too short, or its documents too much alike, to have two sides.
     """
@@ -145,15 +153,14 @@ def plan_split(
 
 
 def _bound(sources: Sequence[Source], config: ReadConfig, fraction: float, seed: int) -> float:
-    """``fraction``, or what is nearest to it and has shares on both sides. It is looked for no further than it takes
-    to see one on each."""
+    """Returns ``fraction``, or the nearest bound with documents on both sides. Reads until there is one on each."""
     least, most = 1.0, 0.0
     reader = Reader(config)
     for source in sources:
         one = config.split_on is None and is_plain(source)
-        for piece in islice(reader.documents(source), 1 if one else None):
-            if piece.begins:
-                place = share(piece.text, seed)
+        for chunk in islice(reader.documents(source), 1 if one else None):
+            if chunk.begins:
+                place = hash_fraction(chunk.text, seed)
                 least, most = min(least, place), max(most, place)
                 if least < fraction <= most:
                     return fraction
@@ -162,25 +169,25 @@ def _bound(sources: Sequence[Source], config: ReadConfig, fraction: float, seed:
             f"all documents are alike in their first {HEAD:,} characters: no part of them can be held out",
             "name a text to hold out with --val-text, or --val-fraction 0 to hold nothing out",
         )
-    return most if most < fraction else math.nextafter(least, 1)  # what lies below it is held out
+    return most if most < fraction else math.nextafter(least, 1)  # documents below it are held out
 
 
-class Spread(Iterator[str]):
-    """About ``limit`` bytes of a text of about ``total``, from everywhere in it; all of it where that is less."""
+class TextSample(Iterator[str]):
+    """About ``limit`` bytes of a text of about ``total``, spread evenly over it; all of a shorter text."""
 
-    def __init__(self, pieces: Iterable[Chunk], total: int, limit: int) -> None:
-        self.seen = self.taken = 0  # bytes of the text so far, and of what was chosen of them
+    def __init__(self, chunks: Iterable[Chunk], total: int, limit: int) -> None:
+        self.seen = self.taken = 0  # bytes of the text so far, and of the sample
         self._total, self._limit = total, limit
-        self._chosen = self._choose(pieces)
+        self._chosen = self._choose(chunks)
 
     def __next__(self) -> str:
         return next(self._chosen)
 
-    def _choose(self, pieces: Iterable[Chunk]) -> Iterator[str]:
+    def _choose(self, chunks: Iterable[Chunk]) -> Iterator[str]:
         portion = min(HEAD, max(1024, self._limit // 64))  # characters
-        for piece in pieces:
-            for start in range(0, len(piece.text), portion):
-                text = piece.text[start : start + portion]
+        for chunk in chunks:
+            for start in range(0, len(chunk.text), portion):
+                text = chunk.text[start : start + portion]
                 wanted = self.taken * self._total <= self._limit * self.seen and self.taken < self._limit
                 self.seen += utf8_size(text)
                 if wanted:
@@ -190,54 +197,48 @@ class Spread(Iterator[str]):
                         yield part
 
 
-Listener = Callable[[events.Note | events.Progress], None]
-
-GROUP_BYTES = 2**26  # of sources, as stored, that make a group; a larger source is one by itself
-
-
 @dataclass(frozen=True)
 class Corpus:
-    """Sources and the rule that says which of their text is held out. ``own_from``: where those of a text of its own,
-    which is held out whole, begin."""
+    """Sources, and the rule which of their text is held out. Sources from ``val_from`` on are held out as a whole."""
 
     name: str
     texts: tuple[str, ...]
-    asked: Mapping[str, Any]  # the words that say which tokenizer
+    asked: Mapping[str, Any]  # the settings of the tokenizer
     reading: ReadConfig
     sources: list[Source]
-    own_from: int
+    val_from: int
     split: Split
     found: Survey
 
     @cached_property
     def groups(self) -> list[range]:
-        """Sources that are read one after the other and whose ids share files. They depend on nothing else."""
+        """Ranges of sources whose ids share shards. They depend on the sources' sizes alone."""
         groups: list[range] = []
         size = 0
         for number, source in enumerate(self.sources):
-            if not groups or number == self.own_from or size + source.size > GROUP_BYTES:
+            if not groups or number == self.val_from or size + source.size > GROUP_BYTES:
                 groups.append(range(number, number))
                 size = 0
             size += source.size
             groups[-1] = range(groups[-1].start, number + 1)
         return groups
 
-    def halve(self, pieces: Iterable[Chunk], number: int) -> Halved:
-        """The pieces of source ``number``, each with whether it is held out."""
-        if number >= self.own_from:
-            return ((piece, True) for piece in pieces)
-        return self.split.halve(pieces, number)
+    def assign(self, chunks: Iterable[Chunk], number: int) -> Assigned:
+        """Yields the chunks of source ``number``, each with whether it is held out."""
+        if number >= self.val_from:
+            return ((chunk, True) for chunk in chunks)
+        return self.split.assign(chunks, number)
 
     @property
     def train_bytes(self) -> int:
-        """Text to train on; an estimate where not all was counted."""
+        """Bytes of text to train on; an estimate where not all was counted."""
         if self.split.by == "end":
             return self.split.kept
         return round(self.found.bytes * (1 - self.split.fraction))
 
     @property
     def first_held_out(self) -> str | None:
-        """The source from which on, or inside which, text is held out, where that is the end of several."""
+        """The name of the first source with held-out text, where the end of several sources is held out."""
         if self.split.by != "end" or len(self.sources) == 1:
             return None
         return next(
@@ -247,23 +248,24 @@ class Corpus:
         )
 
     def training_text(self) -> Iterator[Chunk]:
-        """All that is trained on."""
+        """Yields the text to train on."""
         reader = Reader(self.reading)
-        for number, source in enumerate(self.sources[: self.own_from]):
-            halves = self.halve(reader.documents(source), number)
-            yield from (piece for piece, held_out in halves if not held_out)
+        for number, source in enumerate(self.sources[: self.val_from]):
+            chunks = self.assign(reader.documents(source), number)
+            yield from (chunk for chunk, held_out in chunks if not held_out)
 
     def identity(self) -> str:
-        """A sum over what there is to read."""
-        digest = hashlib.sha256(f"{self.own_from}\n".encode())
+        """Returns a sha256 over the names and sizes of the sources."""
+        digest = hashlib.sha256(f"{self.val_from}\n".encode())
         for source in self.sources:
             digest.update((json.dumps([source.name, source.size]) + "\n").encode())
         return digest.hexdigest()
 
 
 def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lambda event: None) -> Corpus:
-    """Finds the sources and decides the split: what is held out as a text of its own is not trained on. ``listen``
-    hears of that, and how far a corpus is fetched.
+    """Finds the sources and decides the split. ``listen`` gets notes, and the progress of a corpus that is fetched.
+
+    A file of ``--val-text`` that is also among ``texts`` is not trained on.
 
     Raises `UserError` for anything that is no text, or too short.
     """
@@ -273,12 +275,12 @@ def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lam
 
     reading = ReadConfig(**{f.name: getattr(config, f.name) for f in fields(ReadConfig)})
     skipped = Skipped() if reading.skip_bad else None
-    found_sources = words.find(texts, skipped, on_bytes)
+    found_sources = find(texts, skipped, on_bytes)
     own: list[Source] = []
     if config.val_text is not None:
-        own = words.find([config.val_text], skipped, on_bytes)
+        own = find([config.val_text], skipped, on_bytes)
     elif config.val_fraction == TextConfig.val_fraction:
-        own = words.published(texts, on_bytes)
+        own = published(texts, on_bytes)
     if skipped is not None and skipped.count:
         listen(events.Note(f"left out, since nobody may look at them: {skipped.count:,}; {skipped.examples[0]}"))
     found_sources = _without(found_sources, own, listen)
@@ -289,14 +291,14 @@ def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lam
     asked = {key: getattr(config, key) for key in ("tokenizer", "vocab_size", "sample_bytes")}
     split = plan_split(found_sources, found, reading, config.val_fraction, config.seed, bool(own))
     return Corpus(
-        words.run_name(texts), tuple(texts), asked, reading, [*found_sources, *own], len(found_sources), split, found
+        run_name(texts), tuple(texts), asked, reading, [*found_sources, *own], len(found_sources), split, found
     )
 
 
 def _without(sources: list[Source], own: Sequence[Source], listen: Listener) -> list[Source]:
-    """The sources that are not held out as a text of their own."""
-    held_out = {words.place(source) for source in own}
-    kept = [source for source in sources if words.place(source) not in held_out]
+    """Returns the sources without those of the separate held-out text."""
+    held_out = {identity(source) for source in own}
+    kept = [source for source in sources if identity(source) not in held_out]
     if not kept:
         raise UserError("all of the text is in --val-text: nothing is left to train on", "hold out another text")
     if len(kept) < len(sources):
@@ -306,21 +308,17 @@ def _without(sources: list[Source], own: Sequence[Source], listen: Listener) -> 
     return kept
 
 
-PIECE = 2**18  # characters of a long document that are encoded at once
-
-
-def cut_documents(halves: Iterator[tuple[Chunk, bool]], pattern: str) -> Iterator[tuple[str, bool, Side, bool]]:
-    """Documents in texts that can be encoded one by one: each with whether it begins a document, its side, and whether
-    a token's piece had to be cut at its end."""
+def cut_documents(assigned: Assigned, pattern: str) -> Iterator[tuple[str, bool, Side, bool]]:
+    """Yields documents in texts to encode one by one: each with whether it begins a document, its side, and whether
+    it ends inside a pattern's piece that was too long."""
     number = 0
 
-    def document(half: tuple[Chunk, bool]) -> tuple[int, Side]:
+    def document(each: tuple[Chunk, bool]) -> tuple[int, Side]:
         nonlocal number
-        piece, held_out = half
-        number += piece.begins
+        chunk, held_out = each
+        number += chunk.begins
         return number, "val" if held_out else "train"
 
-    for (_, side), pieces in groupby(halves, document):
-        chunks = (piece.text for piece, _ in pieces)
-        for i, (text, cut) in enumerate(parts(chunks, pattern, PIECE)):
+    for (_, side), chunks in groupby(assigned, document):
+        for i, (text, cut) in enumerate(parts((chunk.text for chunk, _ in chunks), pattern, PART)):
             yield text, i == 0, side, cut

@@ -11,7 +11,7 @@ from functools import partial
 
 from gpt.config import ReadConfig
 from gpt.errors import UserError, WorkError
-from gpt.text.formats import Characters, OnBad, jsonl, parquet, table
+from gpt.text.formats import OnBad, TextEncoding, jsonl, parquet, table
 from gpt.text.unpack import (
     UNPACK,
     Blocks,
@@ -63,8 +63,7 @@ LENGTH = 2**20  # characters of a chunk, about
 
 
 def split_at(blocks: Iterable[str], separator: str) -> Iterator[str | None]:
-    """Yields the text between lines that equal ``separator`` (or that and a carriage return), and None for each
-    line."""
+    """Yields the text between lines that equal ``separator`` (or that and a carriage return), and None for each."""
     needle = "\n" + separator
     held = "\n"  # its first character is yielded already, or stands for a line break before the first line
     for block in blocks:
@@ -124,7 +123,7 @@ def chunks_of_whole(texts: Iterable[str]) -> Iterator[Chunk]:
 
 DEPTH = 8  # formats unpacked around each other at most; an archive may hold itself
 
-Texts = Callable[[str, ByteStream, str, Characters, OnBad], Iterator[str]]
+Texts = Callable[[str, ByteStream, str, TextEncoding, OnBad], Iterator[str]]
 RECORDS: dict[str, Texts] = {
     ".jsonl": jsonl,
     ".ndjson": jsonl,
@@ -134,7 +133,7 @@ RECORDS: dict[str, Texts] = {
 }
 
 
-def _nobody(size: int) -> None:
+def _ignore(size: int) -> None:
     """The listener that shows no progress."""
 
 
@@ -147,15 +146,15 @@ class Reader:
         if config.split_on is not None and "\n" in config.split_on:
             raise UserError("--split-on has a line break in it", "give one line, without its end")
         self.config = config
-        self._characters = Characters(config.encoding, config.errors)
-        self._utf8 = Characters("utf-8", config.errors)  # for formats that are always UTF-8
+        self._encoding = TextEncoding(config.encoding, config.errors)
+        self._utf8 = TextEncoding("utf-8", config.errors)  # for formats that are always UTF-8
         self._skipped = Skipped()
         self._lines = False  # `Source.lines` of the current source
 
     @property
     def replaced(self) -> int:
         """The number of U+FFFD written for invalid bytes."""
-        return self._characters.replaced + self._utf8.replaced
+        return self._encoding.replaced + self._utf8.replaced
 
     @property
     def skipped(self) -> int:
@@ -167,11 +166,11 @@ class Reader:
         """The errors of the first few of them."""
         return self._skipped.examples
 
-    def documents(self, source: Source, on_bytes: OnBytes = _nobody) -> Iterator[Chunk]:
+    def documents(self, source: Source, on_bytes: OnBytes = _ignore) -> Iterator[Chunk]:
         """Yields the documents of a source in chunks; none is empty.
 
         The first chunk of a document holds all of it or at least `HEAD` characters. ``on_bytes`` gets the number of
-        the source's bytes read so far. Raises `UserError` for damaged files and for what is no text, unless
+        the source's bytes read so far. Raises `UserError` for files that are damaged or no text, unless
         ``skip_bad``.
         """
         self._lines = source.lines
@@ -226,12 +225,12 @@ class Reader:
                     yield from self._read(member)
 
     def _records(self, file: PackedFile, ending: str) -> Iterator[Chunk]:
-        characters = self._utf8 if ending == ".parquet" else self._characters
+        encoding = self._utf8 if ending == ".parquet" else self._encoding
         with opened_seekable(file) if ending == ".parquet" else contextlib.closing(file.open()) as stream:
-            if characters.wide:  # lines are split as bytes
-                blocks = (block.encode() for block in characters.blocks(file.name, stream))
-                stream, characters = ByteStream(Blocks(blocks), partial(damaged, file.name)), self._utf8
-            texts = self.records[ending](file.name, stream, self.config.field, characters, self._on_bad)
+            if encoding.wide:  # lines are split as bytes
+                blocks = (block.encode() for block in encoding.blocks(file.name, stream))
+                stream, encoding = ByteStream(Blocks(blocks), partial(damaged, file.name)), self._utf8
+            texts = self.records[ending](file.name, stream, self.config.field, encoding, self._on_bad)
             if self._lines:
                 yield from filter(None, chunks_of(text or " \n" for text in texts))  # WikiText's blank lines
             else:
@@ -240,7 +239,7 @@ class Reader:
     def _plain(self, file: PackedFile) -> Iterator[Chunk | None]:
         """Yields the chunks of a plain text's documents; None after each that is whole."""
         with contextlib.closing(file.open()) as stream:
-            blocks = self._characters.blocks(file.name, stream)
+            blocks = self._encoding.blocks(file.name, stream)
             separator = self.config.split_on
             yield from chunks_of(blocks if separator is None else split_at(blocks, separator))
 
@@ -250,7 +249,7 @@ class Reader:
             if not file.reopenable:
                 file = stack.enter_context(spooled(file))
             done, held = 0, None
-            replaced = self._characters.replaced
+            replaced = self._encoding.replaced
             first = self._plain(file)
             for chunk in first:
                 if chunk is not None and held is not None:
@@ -267,7 +266,7 @@ class Reader:
                     whole += chunk is None
             except UserError as bad:
                 error = bad
-            self._characters.replaced = replaced
+            self._encoding.replaced = replaced
             yield from _between(self._plain(file), done, whole)
             if error is not None:
                 raise error

@@ -305,5 +305,5 @@ def _disk_errors(target: Path) -> Iterator[None]:
             free = f"; {shutil.disk_usage(target.parent).free:,} bytes are free there"
         raise WorkError(
             f"cannot keep {target}: {error.strerror or error}{free}",
-            "make room, or set GPT_CACHE_DIR to another folder of yours; what has come is kept",
+            "make room, or set GPT_CACHE_DIR to another folder of yours; the bytes so far are kept",
         ) from None

@@ -1,4 +1,4 @@
-"""Texts → ids in processes. Imports little: each process that starts does so anew."""
+"""Texts → ids in processes. Imports little, since each process that starts does it anew."""
 
 import contextlib
 import multiprocessing
@@ -41,7 +41,7 @@ class Item:
 
 @dataclass
 class EncodedItem:
-    """An item's ids by side, end-of-texts in their places, and where documents begin in them."""
+    """An item's ids by side, with end-of-text before each document, and the offsets of the documents."""
 
     ids: dict[Side, npt.NDArray[np.unsignedinteger[Any]]]
     offsets: dict[Side, npt.NDArray[np.uint64]]
@@ -72,19 +72,19 @@ def encode(tokenizer: Tokenizer, dtype: IdType, texts: list[str], begins: list[b
     )
 
 
-_tokenizer: Tokenizer  # a process's own
+_tokenizer: Tokenizer  # of a process in the pool
 _dtype: IdType
 
 
 def _start_process(tokenizers: "Queue[tuple[Tokenizer, IdType] | None]") -> None:
-    """A process leaves Ctrl-C to its parent, and ends when that is gone."""
+    """Prepares a process of the pool: it ignores Ctrl-C, waits for a tokenizer, and ends with its parent."""
     global _tokenizer, _dtype
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     given = tokenizers.get()
-    if given is not None:  # else there will be nothing to encode
+    if given is not None:  # None: there is nothing to encode
         _tokenizer, _dtype = given
 
 
@@ -98,10 +98,10 @@ def _encode_in_process(texts: list[str], begins: list[bool], sides: list[Side]) 
 
 
 class Encoders:
-    """``jobs`` processes that encode items, or this one if that is 1. They start at once, while other work goes on, and
-    wait for the tokenizer."""
+    """A pool of ``jobs`` processes that encode items; with 1 job, this process. They start at once and wait for the
+    tokenizer while other work goes on."""
 
-    AHEAD = 16  # items for each process and so many more are in memory at most: it works on while we write
+    AHEAD = 16  # items in memory beyond two for each process, to encode while this process writes
 
     def __init__(self, jobs: int) -> None:
         self.jobs = jobs
@@ -113,7 +113,7 @@ class Encoders:
             self.tokenizers: Queue[tuple[Tokenizer, IdType] | None] = context.Queue()
             self.tokenizers.cancel_join_thread()
             self.pool = ProcessPoolExecutor(self.jobs, context, _start_process, (self.tokenizers,))
-            with contextlib.suppress(BrokenProcessPool), _main_is_not_run_again():  # it is seen at the first item
+            with contextlib.suppress(BrokenProcessPool), _main_is_not_run_again():  # raised again by the first item
                 for _ in range(self.jobs):
                     self.pool.submit(os.getpid)
         return self
@@ -121,17 +121,17 @@ class Encoders:
     def __exit__(self, *_: object) -> None:
         if self.pool is not None:
             for _process in range(self.jobs):
-                self.tokenizers.put(None)  # for those that were given none
+                self.tokenizers.put(None)  # ends processes that still wait
             self.pool.shutdown(cancel_futures=True)
 
     def encode(
         self, tokenizer: Tokenizer, dtype: IdType, items: Iterator[tuple[Item, T]]
     ) -> Iterator[tuple[T, EncodedItem]]:
-        """Every item encoded, in order; once. Processes begin with the first ones at once."""
+        """Yields every item encoded, in order. May be called once; processes begin at once."""
         if self.pool is None:
             return ((mark, encode(tokenizer, dtype, i.texts, i.begins, i.sides)) for i, mark in items)
         for _ in range(self.jobs):
-            self.tokenizers.put((replace(tokenizer), dtype))  # without what it has made for itself
+            self.tokenizers.put((replace(tokenizer), dtype))  # a copy without cached properties
         submitted = ((mark, self._submit(item)) for item, mark in items)
         return _results(deque(islice(submitted, 2 * self.jobs + self.AHEAD)), submitted)
 
@@ -144,7 +144,7 @@ class Encoders:
 def _results(
     waiting: "deque[tuple[T, Future[EncodedItem]]]", submitted: Iterator[tuple[T, "Future[EncodedItem]"]]
 ) -> Iterator[tuple[T, EncodedItem]]:
-    """The results in order; for each one the next item is submitted first."""
+    """Yields results in order; submits one more item before each."""
     while waiting:
         waiting.extend(islice(submitted, 1))
         mark, done = waiting.popleft()
@@ -165,8 +165,8 @@ def _broken_is_told() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _main_is_not_run_again() -> Iterator[None]:
-    """Processes that are spawned meanwhile don't import the program's main module, as Python's would: ours need nothing
-    of it, the command's takes a quarter of a second, and a script may do its work right there."""
+    """Processes spawned meanwhile don't import the program's main module, as Python's would: ours need nothing
+    of it, the command's takes a quarter of a second, and a script may do all its work there."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:

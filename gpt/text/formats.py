@@ -30,7 +30,7 @@ def _replace(error: UnicodeError) -> tuple[str | bytes, int]:
 codecs.register_error("gpt.replace", _replace)  # counts, since U+FFFD may also stand in the text itself
 
 
-class Characters:
+class TextEncoding:
     """An encoding, and what to do with bytes that are invalid in it. ``replaced`` counts those that were replaced."""
 
     def __init__(self, encoding: str, errors: str) -> None:
@@ -40,28 +40,28 @@ class Characters:
             raise UserError(f'"{encoding}" is no encoding of text', "utf-8, latin-1, cp1252, utf-16 …") from None
         except UnicodeError:
             pass  # a unit is longer than a byte
-        self.encoding = encoding
+        self.name = encoding
         self.errors = "gpt.replace" if errors == "replace" else "strict"
         self.replaced = 0
-        name = codecs.lookup(encoding).name
-        self.is_utf8 = name == "utf-8"
-        self.wide = name.startswith(("utf-16", "utf-32"))  # most characters, line breaks too, have zero bytes
+        codec = codecs.lookup(encoding).name
+        self.is_utf8 = codec == "utf-8"
+        self.wide = codec.startswith(("utf-16", "utf-32"))  # most characters, line breaks too, have zero bytes
 
     def decode(self, data: bytes) -> str:
         """Decodes all of ``data``. Raises UnicodeDecodeError under "strict"."""
         try:
-            return data.decode(self.encoding)
+            return data.decode(self.name)
         except UnicodeDecodeError:
             if self.errors == "strict":
                 raise
         before = _count.replaced
-        text = data.decode(self.encoding, self.errors)
+        text = data.decode(self.name, self.errors)
         self.replaced += _count.replaced - before
         return text
 
     def blocks(self, name: str, stream: ByteStream) -> Iterator[str]:
         """Yields the text of a stream block by block, up to the first bad byte, which then raises `UserError`."""
-        decoder = codecs.getincrementaldecoder(self.encoding)(self.errors)
+        decoder = codecs.getincrementaldecoder(self.name)(self.errors)
         offset, line = 0, 1  # of the block's first byte
         block = self._first(name, stream)
         while True:
@@ -109,7 +109,7 @@ class Characters:
     @property
     def shown(self) -> str:
         """The encoding's name for messages."""
-        return "UTF-8" if self.is_utf8 else self.encoding
+        return "UTF-8" if self.is_utf8 else self.name
 
     @property
     def hint(self) -> str:
@@ -165,13 +165,13 @@ class _Bad(Exception):
     """An error in a line, with a hint; the caller adds the line's number."""
 
 
-def jsonl(name: str, stream: ByteStream, field: str, characters: Characters, on_bad: OnBad) -> Iterator[str]:
+def jsonl(name: str, stream: ByteStream, field: str, encoding: TextEncoding, on_bad: OnBad) -> Iterator[str]:
     """Yields the string at the key ``field`` of each line's object."""
     hint = "--field names the key that holds the text"
-    return _objects(name, stream, characters, on_bad, lambda record, number: _string(record, field, hint))
+    return _objects(name, stream, encoding, on_bad, lambda record, number: _string(record, field, hint))
 
 
-def pairs(name: str, stream: ByteStream, field: str, characters: Characters, on_bad: OnBad) -> Iterator[str]:
+def pairs(name: str, stream: ByteStream, field: str, encoding: TextEncoding, on_bad: OnBad) -> Iterator[str]:
     """Yields the prompt, the completion and the place of each line's object, as a JSON list."""
 
     def pair(record: dict[str, Any], number: int) -> str:
@@ -179,25 +179,25 @@ def pairs(name: str, stream: ByteStream, field: str, characters: Characters, on_
         prompt, completion = (_string(record, key, hint, null=False) for key in ("prompt", "completion"))
         return json.dumps([prompt, completion, f"{name}, line {number:,}"], ensure_ascii=False)
 
-    return _objects(name, stream, characters, on_bad, pair)
+    return _objects(name, stream, encoding, on_bad, pair)
 
 
 def _objects(
-    name: str, stream: ByteStream, characters: Characters, on_bad: OnBad, text_of: Callable[[dict[str, Any], int], str]
+    name: str, stream: ByteStream, encoding: TextEncoding, on_bad: OnBad, text_of: Callable[[dict[str, Any], int], str]
 ) -> Iterator[str]:
     """Yields ``text_of(object, number)`` for each line."""
     for number, offset, line in _lines(name, stream, on_bad):
         if number == 1 and line.startswith(_BOM):
             line, offset = line[len(_BOM) :], len(_BOM)
         try:
-            text = characters.decode(line).strip(" \t\r\n")
+            text = encoding.decode(line).strip(" \t\r\n")
             if text:
                 value = text_of(_object(text), number)
                 if "\\" in text and not value.isascii():
-                    value = _without_surrogates(value, characters)
+                    value = _without_surrogates(value, encoding)
                 yield value
         except UnicodeDecodeError as error:
-            on_bad(characters.error(name, error, offset + error.start, number))
+            on_bad(encoding.error(name, error, offset + error.start, number))
         except _Bad as bad:
             on_bad(_at_line(name, number, bad))
 
@@ -233,14 +233,14 @@ def _string(record: dict[str, Any], field: str, hint: str, null: bool = True) ->
     return value
 
 
-def _without_surrogates(value: str, characters: Characters) -> str:
+def _without_surrogates(value: str, encoding: TextEncoding) -> str:
     r"""A half of a surrogate pair, as ``"\ud800"`` gives, is no character, and cannot be written as UTF-8."""
     if not _SURROGATE.search(value):
         return value
-    if characters.errors == "strict":
+    if encoding.errors == "strict":
         raise _Bad("half a surrogate pair is no character", "--errors replace, or --skip-bad")
     value, count = _SURROGATE.subn("\ufffd", value)
-    characters.replaced += count
+    encoding.replaced += count
     return value
 
 
@@ -252,10 +252,10 @@ def _missing(field: str, known: Iterable[Any], what: str) -> tuple[str, str]:
 
 
 def table(
-    name: str, stream: ByteStream, field: str, characters: Characters, on_bad: OnBad, delimiter: str
+    name: str, stream: ByteStream, field: str, encoding: TextEncoding, on_bad: OnBad, delimiter: str
 ) -> Iterator[str]:
     """Yields the values of a column of CSV; the first row names the columns."""
-    rows = _Rows(name, _lines(name, stream, on_bad), characters.encoding, delimiter).good(on_bad)
+    rows = _Rows(name, _lines(name, stream, on_bad), encoding.name, delimiter).good(on_bad)
     line, header = next(rows, (0, [field]))
     if field not in header:
         raise _at_line(name, line, _Bad(*_missing(field, header, "columns")))
@@ -265,7 +265,7 @@ def table(
             if len(row) <= column:
                 message = f'{len(row)} fields, and "{field}" is number {column + 1}'
                 raise _Bad(message, "mend the row, or --skip-bad leaves it out")
-            yield _cell(row[column], characters)
+            yield _cell(row[column], encoding)
         except _Bad as bad:
             on_bad(_at_line(name, line, bad))
 
@@ -283,7 +283,7 @@ class _Rows:
         return self
 
     def __next__(self) -> str:
-        """Returns the next line, for the parser. Unlike a generator, this goes on after an error."""
+        """Returns the next line, for the parser. Unlike a generator, this continues after an error."""
         self._line, _, line = next(self._lines)
         self._first = self._first or self._line
         if self._line == 1:
@@ -323,19 +323,19 @@ class _Rows:
             csv.field_size_limit(limit)
 
 
-def _cell(value: str, characters: Characters) -> str:
+def _cell(value: str, encoding: TextEncoding) -> str:
     if "\0" in value:
         raise _Bad("a zero byte is no text", "--skip-bad leaves such rows out")
     if value.isascii() or not _SURROGATE.search(value):
         return value
     try:
-        return characters.decode(value.encode(characters.encoding, "surrogateescape"))
+        return encoding.decode(value.encode(encoding.name, "surrogateescape"))
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
-        raise _Bad(f"not {characters.shown}: byte 0x{byte:02x}", characters.hint) from None
+        raise _Bad(f"not {encoding.shown}: byte 0x{byte:02x}", encoding.hint) from None
 
 
-def parquet(name: str, stream: ByteStream, field: str, characters: Characters, on_bad: OnBad) -> Iterator[str]:
+def parquet(name: str, stream: ByteStream, field: str, encoding: TextEncoding, on_bad: OnBad) -> Iterator[str]:
     """Yields the values of a column of strings. Raises `WorkError` without pyarrow."""
     try:
         import pyarrow as pa
@@ -353,7 +353,7 @@ def parquet(name: str, stream: ByteStream, field: str, characters: Characters, o
                     column = column.dictionary_decode()
                 for data in column.cast(pa.large_binary()).to_pylist():
                     row += 1
-                    yield _utf8(name, row, data or b"", characters, on_bad)
+                    yield _utf8(name, row, data or b"", encoding, on_bad)
     except UserError:
         raise
     except Exception as error:  # pyarrow raises many kinds
@@ -373,11 +373,11 @@ def _check_column(name: str, field: str, schema: Any) -> None:
         raise UserError(f'{name}: "{field}" holds {kind}, not strings', "--field names the column that holds the text")
 
 
-def _utf8(name: str, row: int, data: bytes, characters: Characters, on_bad: OnBad) -> str:
+def _utf8(name: str, row: int, data: bytes, encoding: TextEncoding, on_bad: OnBad) -> str:
     where = f"{name}, row {row:,}"
     try:
         if len(data) <= MAX_RECORD:
-            return characters.decode(data)
+            return encoding.decode(data)
         on_bad(UserError(f"{where}: longer than {MAX_RECORD:,} bytes", "cut it into several, or --skip-bad"))
     except UnicodeDecodeError as error:
         on_bad(UserError(f"{where}: not UTF-8: byte 0x{data[error.start]:02x}", "--errors replace, or --skip-bad"))

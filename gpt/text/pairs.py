@@ -1,4 +1,4 @@
-"""Pairs of a prompt and its completion, from JSON lines in whatever they are packed."""
+"""Pairs of a prompt and its completion, from JSON lines, packed or not."""
 
 import hashlib
 import json
@@ -9,14 +9,14 @@ from typing import Any
 from gpt.config import ReadConfig, TextConfig
 from gpt.errors import UserError
 from gpt.text import formats, sources
-from gpt.text.corpus import HASHED_SPLIT_FROM, share
+from gpt.text.corpus import HASHED_SPLIT_FROM, hash_fraction
 from gpt.text.documents import RECORDS, Chunk, Reader, Skipped, utf8_size
 from gpt.text.unpack import PackedFile, Source
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What is given and what should follow. ``where``: its file and line."""
+    """A prompt and the completion that should follow it. ``where``: file and line."""
 
     prompt: str
     completion: str
@@ -24,18 +24,18 @@ class Pair:
 
 
 class PairReader(Reader):
-    """Reads every file as JSON lines, whatever it is called."""
+    """Reads every file as JSON lines, whatever its suffix."""
 
     records = dict.fromkeys(RECORDS, formats.pairs)
 
     def pairs(self, source: Source) -> Iterator[Pair]:
-        """The pairs of a source, in order. Raises `UserError` naming the line that holds none, unless ``skip_bad``."""
+        """Yields the pairs of a source, in order. Raises `UserError` naming a line without one, unless ``skip_bad``."""
         held: list[str] = []
-        for piece in self.documents(source):
-            if piece.begins and held:
+        for chunk in self.documents(source):
+            if chunk.begins and held:
                 yield Pair(*json.loads("".join(held)))
                 held.clear()
-            held.append(piece.text)
+            held.append(chunk.text)
         if held:
             yield Pair(*json.loads("".join(held)))
 
@@ -47,7 +47,7 @@ class PairReader(Reader):
 
 @dataclass(frozen=True)
 class PairCorpus:
-    """All pairs that were asked for, on their two sides, and what was read for them."""
+    """All pairs, split into training and held-out ones, with a record of each source."""
 
     name: str
     train: list[Pair]
@@ -74,7 +74,7 @@ def read_pairs(texts: Sequence[str], config: TextConfig) -> PairCorpus:
 
 
 def _read(reader: PairReader, found: Sequence[Source]) -> tuple[list[Pair], list[dict[str, Any]]]:
-    """The pairs of sources, and of each source its size, its pairs, their bytes and their sum."""
+    """Returns the pairs of sources, and of each source its size, number of pairs, bytes and sha256."""
     pairs: list[Pair] = []
     records: list[dict[str, Any]] = []
     for source in found:
@@ -90,7 +90,7 @@ def _read(reader: PairReader, found: Sequence[Source]) -> tuple[list[Pair], list
 
 
 def split(pairs: Sequence[Pair], fraction: float, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """What is trained on and what is held out: the last ``fraction`` of the pairs; from `HASHED_SPLIT_FROM` on by a
+    """Returns the pairs to train on and those held out: the last ``fraction``; from `HASHED_SPLIT_FROM` pairs on by a
     hash of seed and pair, so that adding pairs moves none. Never nothing, unless ``fraction`` is 0.
 
     Raises `UserError` where there are too few for two sides.
@@ -101,7 +101,7 @@ def split(pairs: Sequence[Pair], fraction: float, seed: int) -> tuple[list[Pair]
         kept = len(pairs) - max(1, round(len(pairs) * fraction))
         train, held_out = list(pairs[:kept]), list(pairs[kept:])
     else:
-        shares = [share(_identity(pair), seed) for pair in pairs]
+        shares = [hash_fraction(_identity(pair), seed) for pair in pairs]
         bound = max(fraction, min(shares) * 1.0000001)
         train = [pair for pair, at in zip(pairs, shares, strict=True) if at >= bound]
         held_out = [pair for pair, at in zip(pairs, shares, strict=True) if at < bound]

@@ -1,9 +1,9 @@
-"""Ids on disk: a file that says what it is, checked when it is opened, mapped into memory and not read.
+"""Shards: files of ids that describe themselves, checked when opened, mapped into memory; and many as one stream.
 
-Layout, little-endian: an 8-byte magic, then version, dtype code (2 or 4 bytes an id), vocabulary size and flags as
+Layout, little-endian: an 8-byte magic, then version, dtype code (2 or 4 bytes per id), vocabulary size and flags as
 uint32; count of ids and count of documents as uint64; the ids; padding to 8 bytes; the offset of each document's
-first id as uint64. A document is its end-of-text, which stands before it, and its ids. Flag 1: the file begins
-inside a document that the file before it began.
+first id as uint64. A document is an end-of-text id and its own ids. Flag 1: the file begins
+inside a document that began in the file before it.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from gpt.files import file_sha256, open_regular, whole_file
 MAGIC = b"GPTIDS\r\n"
 VERSION = 2
 HEADER = struct.Struct("<8sIIIIQQ")
-CONTINUES = 1  # the flag
+CONTINUES = 1  # the only flag
 HINT = "make it again from the text"
 
 Side = Literal["train", "val"]
@@ -38,12 +38,12 @@ Offsets = npt.NDArray[np.uint64]
 
 
 def id_type(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """uint16 where all ids fit, else uint32."""
+    """Returns uint16 where all ids fit, else uint32."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
 def write_shard(path: Path, ids: Iterable[Ids], offsets: Offsets, vocab_size: int) -> str:
-    """The ids, part after part, and where documents begin in them: all of it at ``path`` or nothing; the file's sha256.
+    """Writes ids, part after part, and the offsets of documents to ``path``, whole or not at all. Returns the sha256.
 
     Raises `UserError` for an id outside the vocabulary.
     """
@@ -66,7 +66,7 @@ def write_shard(path: Path, ids: Iterable[Ids], offsets: Offsets, vocab_size: in
 
 
 class Shard:
-    """A file of ids, mapped into memory. Raises `UserError` where it is another kind, or cut short.
+    """A file of ids, mapped into memory. Raises `UserError` for another kind of file, or one that is cut short.
 
     Ids are compared with the vocabulary where they are taken, so that opening costs the same for any size.
     """
@@ -88,7 +88,7 @@ class Shard:
             raise UserError(f"cannot read {self.path}: {getattr(error, 'strerror', None) or error}", HINT) from None
 
     def _mapped(self) -> mmap.mmap:
-        """The file in memory, mapped when it is first asked for: a corpus may have more files than may be open."""
+        """Maps the file at the first use: a corpus may have more files than may be open."""
         if self._map is None:
             with self._system_errors(), open_regular(self.path) as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -117,7 +117,7 @@ class Shard:
         return int(self.count)
 
     def take(self, start: int, stop: int) -> Ids:
-        """A copy of some ids. Raises `UserError` for one outside the vocabulary."""
+        """Returns a copy of ids ``start`` to ``stop``. Raises `UserError` for an id outside the vocabulary."""
         stop = min(stop, self.count)
         at = HEADER.size + start * self.itemsize
         ids: Ids = np.frombuffer(self._mapped(), self._dtype, max(0, stop - start), at).copy()
@@ -128,7 +128,7 @@ class Shard:
         return ids
 
     def offsets(self) -> Offsets:
-        """Where documents begin: the places of their end-of-text. Raises `UserError` where they are out of order."""
+        """Returns the places of the documents' end-of-text ids. Raises `UserError` where they are out of order."""
         offsets: Offsets = np.frombuffer(self._mapped(), np.uint64, self.documents, self._offsets_start).copy()
         wrong_start = self.count > 0 and not self.continues and (not len(offsets) or offsets[0] != 0)
         disorder = len(offsets) and (np.any(offsets[1:] <= offsets[:-1]) or offsets[-1] >= self.count)
@@ -137,13 +137,13 @@ class Shard:
         return offsets
 
     def release(self) -> None:
-        """Lets go of what was read: it stays in the system's cache and leaves this process's memory."""
+        """Unmaps the file: its pages leave this process's memory and stay in the system's cache."""
         if self._map is not None:
             self._map.close()
             self._map = None
 
     def verify(self, sha256: str) -> None:
-        """Reads all of it. Raises `UserError` unless its sum is ``sha256``, its ids and its offsets are in bounds."""
+        """Reads the whole file. Raises `UserError` for another sha256, and for ids or offsets out of bounds."""
         with self._system_errors():
             if file_sha256(self.path) != sha256:
                 raise UserError(f"{self.path} is damaged: its sha256 is not the one it was made with", HINT)
@@ -159,12 +159,12 @@ def _check_little_endian() -> None:
 
 
 Int64s = npt.NDArray[np.int64]
-RELEASE_EVERY = 2**26  # bytes that may have come into memory before they are let go …
-RELEASE_MAPS = 256  # … and files that may be open
+RELEASE_EVERY = 2**26  # bytes mapped at most before they are released …
+RELEASE_MAPS = 256  # … and files open at most
 
 
 class TokenStream:
-    """Ids one after the other, documents and all. A document is its end-of-text and its ids."""
+    """The ids of many shards as one sequence; reads only what is asked for."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = [shard for shard in shards if len(shard)]
@@ -176,7 +176,7 @@ class TokenStream:
         return int(self._starts[-1])
 
     def take(self, start: int, length: int) -> Int64s:
-        """``length`` ids from ``start`` on; after the last id comes the first."""
+        """Returns ``length`` ids from ``start`` on, int64; the first id follows the last one."""
         out = np.empty(length, np.int64)
         filled = 0
         while filled < length:
@@ -191,13 +191,13 @@ class TokenStream:
         return out
 
     def _count(self, length: int) -> None:
-        """Keeps resident memory flat: what was read long ago leaves this process (a read brings 64 KiB at least)."""
+        """Keeps resident memory flat: releases shards after enough reads (each brings at least 64 KiB)."""
         self._touched += max(2**16, 4 * length)
         if self._touched > RELEASE_EVERY or len(self._mapped) > RELEASE_MAPS:
             self.release()
 
     def release(self) -> None:
-        """Closes all files; they open again when they are asked for."""
+        """Unmaps all shards; a read maps its shard again."""
         for number in self._mapped:
             self.shards[number].release()
         self._touched = 0
@@ -205,7 +205,7 @@ class TokenStream:
 
     @cached_property
     def offsets(self) -> Int64s:
-        """Where documents begin, and where the last one ends."""
+        """The places where documents begin, and the end of the last one."""
         parts = []
         for shard, start in zip(self.shards, self._starts, strict=False):
             parts.append(shard.offsets().astype(np.int64) + start)
@@ -214,12 +214,12 @@ class TokenStream:
 
     @property
     def documents(self) -> "TokenDocuments":
-        """The documents' ids, each without its end-of-text."""
+        """The ids of each document, without its end-of-text."""
         return TokenDocuments(self)
 
 
 class TokenDocument:
-    """The ids of a document that are read when a slice of them is asked for."""
+    """The ids of one document; a slice of them is read when it is taken."""
 
     def __init__(self, stream: TokenStream, start: int, stop: int) -> None:
         self.stream, self.start, self.stop = stream, start, stop
@@ -240,7 +240,7 @@ class TokenDocuments(Sequence[TokenDocument]):
 
     @property
     def lengths(self) -> Int64s:
-        """How many ids each has."""
+        """The number of ids of each document."""
         lengths: Int64s = np.diff(self.stream.offsets) - 1
         return lengths
 

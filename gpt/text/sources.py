@@ -1,4 +1,4 @@
-"""What a user writes → where text lies: files, folders, patterns, standard input, addresses, corpora by name."""
+"""A user's TEXT arguments → sources: files, folders, patterns, standard input, addresses, corpora by name."""
 
 import contextlib
 import datetime
@@ -24,37 +24,37 @@ from gpt.text.token_folder import is_token_folder
 from gpt.text.tokenizer_files import RANKS
 from gpt.text.unpack import ByteStream, Source, reason, spool
 
-DEFAULT = "pydocs"  # the corpus that is read where no text is given
+DEFAULT = "pydocs"  # the corpus to read where no text is given
 
 
 def find(texts: Sequence[str], skipped: Skipped | None = None, on_bytes: OnBytes = ignore) -> list[Source]:
-    """The sources that ``texts`` mean, each of them once, in the order given; those of `DEFAULT` where there are none.
+    """Returns the sources that ``texts`` name, each once, in the order given; without ``texts``, those of `DEFAULT`.
 
-    A text is ``-`` (standard input), a file, a folder (recursive, sorted, hidden entries and folders of tokens left
-    out), an address, a pattern, or a name of the catalogue; what is on disk comes first. Raises `UserError` where it is
-    none of these, and for a file or folder that cannot be looked at, which ``skipped`` counts instead where it is
-    given. ``on_bytes`` hears how far a corpus is fetched.
+    A text is ``-`` (standard input), a file, a folder (recursive, sorted, without hidden entries and token folders), an
+    address, a pattern, or a corpus of the catalogue, looked for in this order. Raises `UserError` for anything else and
+    for unreadable files and folders, which ``skipped``, if given, counts instead. ``on_bytes`` gets the progress of a
+    corpus that is fetched.
     """
     if not texts:
-        return catalogue.sources(DEFAULT)  # whatever is called so on disk
-    found = (source for text in dict.fromkeys(texts) for source in _of(text, skipped, on_bytes))
-    return list({place(source): source for source in found}.values())
+        return catalogue.sources(DEFAULT)  # even if a file has that name
+    found = (source for text in dict.fromkeys(texts) for source in _sources_of(text, skipped, on_bytes))
+    return list({identity(source): source for source in found}.values())
 
 
-def place(source: Source) -> str:
-    """What two sources have in common that are the same: the real path, for files on disk."""
+def identity(source: Source) -> str:
+    """Returns what identifies a source: the real path of a file on disk, else the name."""
     on_disk = source.time and "://" not in source.name
     return os.path.realpath(source.name) if on_disk else source.name
 
 
 def published(texts: Sequence[str], on_bytes: OnBytes = ignore) -> list[Source]:
-    """The text that those who published a corpus hold out themselves, where ``texts`` is that corpus alone."""
+    """Returns the held-out text that was published with a corpus, where ``texts`` is that corpus alone."""
     if len(texts) == 1 and _status(texts[0]) is None and texts[0] in catalogue.names():
         return catalogue.val_sources(texts[0], on_bytes)
     return []
 
 
-def _of(text: str, skipped: Skipped | None, on_bytes: OnBytes) -> list[Source]:
+def _sources_of(text: str, skipped: Skipped | None, on_bytes: OnBytes) -> list[Source]:
     if text == "-":
         return [_standard_input()]
     status = _status(text)
@@ -72,7 +72,7 @@ def _of(text: str, skipped: Skipped | None, on_bytes: OnBytes) -> list[Source]:
 
 
 def _status(text: str) -> os.stat_result | None:
-    """What there is on disk by that name."""
+    """Returns the status of the file or folder of that name; None where there is none."""
     try:
         return Path(text).stat() if text else None
     except PermissionError as error:
@@ -95,14 +95,14 @@ def _folder(folder: str, skipped: Skipped | None) -> list[Source]:
 
 
 def _is_tokens(folder: str) -> bool:
-    """Whether that is what `gpt tokenize` made or makes; others have a manifest.json too."""
-    with contextlib.suppress(PermissionError):  # what cannot be looked into is said where it is listed
+    """Whether a folder is a token folder. Other folders may have a manifest.json too."""
+    with contextlib.suppress(PermissionError):  # an error where the folder is listed
         return Path(folder, RANKS).is_file() and is_token_folder(folder)
     return False
 
 
 def _below(folder: str, skipped: Skipped | None) -> Iterator[str]:
-    """The regular files of a folder, sorted within each; no hidden ones, pipes and devices, and no tokens."""
+    """Yields the regular files below a folder, sorted, without hidden ones and token folders."""
 
     def cannot_list(error: OSError) -> None:
         _bad(_unreadable(f"the folder {error.filename}", error), skipped)
@@ -117,7 +117,7 @@ def _below(folder: str, skipped: Skipped | None) -> Iterator[str]:
 
 
 def _type(path: str) -> int:
-    """What lies at a path, as `stat` says; a file where nobody may know, since `_file` says then what is wrong."""
+    """Returns the type of a path, as in `stat`. An unreadable path counts as a file: `_file` then raises."""
     try:
         return stat.S_IFMT(Path(path).stat().st_mode)
     except PermissionError:
@@ -127,14 +127,14 @@ def _type(path: str) -> int:
 
 
 def _bad(error: UserError, skipped: Skipped | None) -> None:
-    """Counts it, or raises it where nothing is to be left out."""
+    """Counts an error, or raises it where nothing is to be skipped."""
     if skipped is None:
         raise error from None
     skipped.add(error)
 
 
 def _pattern(pattern: str, skipped: Skipped | None) -> list[Source]:
-    """What a pattern matches, sorted: files, and what lies in folders."""
+    """Returns the files that a pattern matches, and those below folders that it matches, sorted."""
     paths: set[str] = set()
     for match in glob.iglob(pattern, recursive=True):
         if _type(match) == stat.S_IFDIR:
@@ -163,7 +163,7 @@ def _file(path: str) -> Source:
         status = Path(path).stat()
         if stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode):  # which may never end
             raise UserError(f"{path} is a device, and no text", "give a file, a folder, or - for standard input")
-        if not stat.S_ISREG(status.st_mode):  # a pipe, as in <(command), which can be read once
+        if not stat.S_ISREG(status.st_mode):  # a pipe, as in <(command)
             return _spooled(path, open(path, "rb"))
     except OSError as error:
         raise _unreadable(path, error) from None
@@ -177,7 +177,7 @@ def _standard_input() -> Source:
 
 
 def _spooled(name: str, stream: BinaryIO) -> Source:
-    """A stream that can be read once, on the disk from now on, where it can be read again and again."""
+    """Copies a stream to the disk, since it can be read only once."""
     copy = _Copy(
         spool(ByteStream(stream, lambda error: UserError(f"cannot read {name}: {reason(error)}")), in_memory=0)
     )
@@ -185,7 +185,7 @@ def _spooled(name: str, stream: BinaryIO) -> Source:
 
 
 class _Copy:
-    """A file without a name that lives as long as somebody may open it."""
+    """A file without a name that exists until nobody can open it any more."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -195,24 +195,24 @@ class _Copy:
     def open(self) -> BinaryIO:
         return cast(BinaryIO, io.BufferedReader(_View(self)))
 
-    def read(self, place: int, size: int) -> bytes:
+    def read(self, position: int, size: int) -> bytes:
         if hasattr(os, "pread"):
-            return os.pread(self.file.fileno(), size, place)  # a forked process shares the file's own place
-        self.file.seek(place)
+            return os.pread(self.file.fileno(), size, position)  # a forked process shares the file's position
+        self.file.seek(position)
         return self.file.read(size)
 
 
 class _View(io.RawIOBase):
-    """A file from its first byte on, with a place of its own in it."""
+    """A reader of a copy, with its own position."""
 
     def __init__(self, copy: _Copy) -> None:
         self.copy = copy
-        self.place = 0
+        self.position = 0
 
     def readinto(self, buffer: Any, /) -> int:
-        data = self.copy.read(self.place, len(buffer))
+        data = self.copy.read(self.position, len(buffer))
         buffer[: len(data)] = data
-        self.place += len(data)
+        self.position += len(data)
         return len(data)
 
     def readable(self) -> bool:
@@ -222,16 +222,16 @@ class _View(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self.place
+        return self.position
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        start = (0, self.place, self.copy.size)[whence]
-        self.place = max(0, start + offset)
-        return self.place
+        start = (0, self.position, self.copy.size)[whence]
+        self.position = max(0, start + offset)
+        return self.position
 
 
 def run_name(texts: Sequence[str]) -> str:
-    """What a run on ``texts`` is called: after the first of them, without the endings that tell its format."""
+    """Returns the name of a run on ``texts``: the first text's, without the suffixes of its format."""
     text = texts[0] if texts else DEFAULT
     if text == "-":
         return "stdin"
@@ -240,19 +240,19 @@ def run_name(texts: Sequence[str]) -> str:
         parts = urlsplit(text)
         text = parts.netloc + parts.path
     path = Path(os.path.abspath(text))
-    while glob.has_magic(path.name) and not there:  # a pattern is called after the folder that it looks into
+    while glob.has_magic(path.name) and not there:  # a pattern is named after its folder
         path = path.parent
     if path.suffix.lower() in (".gz", ".zst"):
         path = path.with_suffix("")
     return path.stem or "text"
 
 
-_SLOW = 60.0  # seconds without a byte, after which a connection counts as lost
-_TIMES = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")  # what file systems call it
+_SLOW = 60.0  # seconds without a byte until a connection counts as lost
+_TIMES = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")  # file systems' names for it
 
 
 def find_remote(address: str) -> list[Source]:
-    """The file behind an address, or the files of its folder or pattern, sorted, hidden ones skipped.
+    """Returns the file at an address, or the files of its folder or pattern, sorted, without hidden ones.
 
     Raises `UserError` where there is none, `WorkError` where a package that fsspec needs, or the network, is missing.
     """
@@ -262,7 +262,7 @@ def find_remote(address: str) -> list[Source]:
         sources = [_remote_source(files, path, info) for path, info in sorted(found.items())]
     except UserError:
         raise
-    except Exception as error:  # of whatever library speaks the protocol
+    except Exception as error:  # of any library that fsspec uses
         raise _remote_error(address, error) from None
     if not sources:
         raise UserError(f"there is no file at {address}", "a folder's name, or a pattern, must lead to one")
@@ -278,7 +278,7 @@ def _filesystem(address: str) -> tuple[Any, str]:
             import aiohttp
 
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SLOW, sock_read=_SLOW)
-            options = {"client_kwargs": {"timeout": timeout}}  # its own ends a download after 5 minutes
+            options = {"client_kwargs": {"timeout": timeout}}  # the default ends a download after 5 minutes
         files, path = fsspec.core.url_to_fs(address, **options)
     except ImportError as error:
         cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
@@ -297,7 +297,7 @@ def _remote_files(files: Any, path: str, address: str) -> Iterator[tuple[str, Ma
                 yield name, info
             else:
                 yield from _remote_below(files, name)
-    elif web and address.endswith("/"):  # any page with links would be a folder to fsspec
+    elif web and address.endswith("/"):  # fsspec takes any page with links for a folder
         yield from _remote_below(files, path)
     else:
         info = files.info(path)
@@ -320,7 +320,7 @@ def _remote_source(files: Any, path: str, info: Mapping[str, Any]) -> Source:
 
 
 def _remote_time(info: Mapping[str, Any]) -> int:
-    """Nanoseconds, from what the file system happens to tell."""
+    """Returns the time of the last change in nanoseconds, 0 if the file system does not tell it."""
     for key in _TIMES:
         value = info.get(key)
         try:
@@ -340,7 +340,7 @@ def _open_remote(address: str) -> BinaryIO:
     try:
         files, path = _filesystem(address)
         web = address.startswith(("http://", "https://"))
-        file = files.open(path, "rb", **({"block_size": 0} if web else {}))  # one request, not one for each block
+        file = files.open(path, "rb", **({"block_size": 0} if web else {}))  # one request instead of one for each block
     except UserError:
         raise
     except Exception as error:
@@ -350,7 +350,7 @@ def _open_remote(address: str) -> BinaryIO:
 
 
 def _remote_error(address: str, error: Exception) -> UserError:
-    """What went wrong with an address, on one line."""
+    """Returns the error for an address, on one line."""
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     status = getattr(cause, "status", None)
     if status in (404, 410) or (isinstance(error, FileNotFoundError) and cause is error):

@@ -1,11 +1,11 @@
-"""A folder of token shards with its manifest: made by `gpt.text.tokenize`, trained on, checked, joined from parts.
+"""A finished token folder: shards and a manifest. It is trained on, verified, and merged from parts.
 
-    manifest.json        what it is: tokenizer, split, counts, each shard's sum
-    sources.jsonl        what was read: a line a source
+    manifest.json        tokenizer, split, counts, each shard's sha256
+    sources.jsonl        the sources, one per line
     train-GGGGG-SSSSS.ids  val-GGGGG-SSSSS.ids      shards (`gpt.text.shards`), by group of sources and slice of it
     tokenizer.tiktoken … the tokenizer's files
 
-Groups and slices depend on the sources alone, so that parts made on many machines join into what one would have made.
+Groups and slices depend on the sources alone, so parts made on many machines merge into the folder of one machine.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ from gpt.text.tokenizer_files import read_own, tokenizer_files
 FORMAT = 1
 MANIFEST = "manifest.json"
 SOURCES = "sources.jsonl"
-PROGRESS = "progress.jsonl"  # of a folder that is not finished
+PROGRESS = "progress.jsonl"  # of an unfinished folder
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What the manifest says of a shard. ``bytes`` are those of the text."""
+    """The manifest's entry for a shard. ``bytes`` are those of the text."""
 
     file: str
     side: Side
@@ -58,7 +58,7 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """What was read: its size as stored and the time of its last change, and the text that came out of it."""
+    """A source: its stored size and the time of its last change, and the documents, bytes and sha256 of its text."""
 
     group: Count
     name: str
@@ -70,22 +70,22 @@ class SourceRecord:
 
 
 def shard_name(side: Side, group: int, slice: int) -> str:
-    """``train-00012-00003.ids``."""
+    """Returns the name of a shard: ``train-00012-00003.ids``."""
     return f"{side}-{group:05d}-{slice:05d}.ids"
 
 
 def is_token_folder(path: str | Path) -> bool:
-    """Whether ``path`` is a folder of tokens, finished or not."""
+    """Whether ``path`` is a token folder, finished or not."""
     return (Path(path) / MANIFEST).is_file() or (Path(path) / PROGRESS).is_file()
 
 
 class TokenFolder:
-    """A finished folder. Raises `UserError` where it is none, is damaged, or was made by another version."""
+    """A finished token folder. Raises `UserError` for anything else, a damaged one, or one of another version."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not (self.path / MANIFEST).exists() and (self.path / PROGRESS).exists():
-            raise UserError(f"{path} is not finished", f"go on with it: gpt tokenize … -o {path} --resume")
+            raise UserError(f"{path} is not finished", f"resume it: gpt tokenize … -o {path} --resume")
         self.manifest = read_json(self.path / MANIFEST)
         if self.manifest.get("format") != FORMAT:
             raise UserError(
@@ -102,7 +102,7 @@ class TokenFolder:
         self.tokens: int = self.manifest["tokens"]
 
     def _check_manifest(self) -> None:
-        """Raises where something is missing or contradicts the rest; names of files are never taken from it."""
+        """Raises where entries are missing or contradict each other. No file name is taken from the manifest."""
         manifest = self.manifest
         assert manifest["split"]["by"] in ("hash", "end", "text", "nothing")
         assert isinstance(manifest["asked"], dict)
@@ -121,11 +121,11 @@ class TokenFolder:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of its ids, whose fingerprint is compared."""
+        """The tokenizer of the ids. Raises `UserError` where its fingerprint is not the manifest's."""
         return read_own(self.path, self.manifest.get("tokenizer"), str(self.path / MANIFEST))
 
     def stream(self, side: Side) -> TokenStream:
-        """The ids of one side. Raises `UserError` where a shard is not what the manifest says."""
+        """Opens the ids of one side. Raises `UserError` where a shard is not what the manifest says."""
         vocab_size = self.tokenizer.vocab_size
         shards = []
         for record in self.shards:
@@ -137,11 +137,11 @@ class TokenFolder:
         return TokenStream(shards)
 
     def bytes_of(self, side: Side) -> int:
-        """The text of one side, in bytes."""
+        """Returns the bytes of one side's text."""
         return sum(record.bytes for record in self.shards if record.side == side)
 
     def verify(self, each: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Reads everything and compares sums, ids, offsets and totals. Raises `UserError` naming what is damaged."""
+        """Reads all files and compares checksums, ids, offsets and totals. Raises `UserError` naming a damaged file."""
         total = sum(record.tokens for record in self.shards)
         try:
             right = file_sha256(self.path / SOURCES) == self.manifest["sources"].get("sha256")
@@ -166,7 +166,7 @@ class TokenFolder:
             self.stream(side)
 
     def sources(self) -> Iterator[SourceRecord]:
-        """What was read."""
+        """Yields the records of the sources."""
         try:
             with open_regular(self.path / SOURCES, LINES_LIMIT) as file:
                 for line in read_lines(file):
@@ -183,7 +183,7 @@ def write_manifest(
     sources: Sequence[SourceRecord],
     counts: Mapping[str, int],
 ) -> None:
-    """``sources.jsonl``, then ``manifest.json``: with it the folder is finished. ``counts`` are further totals."""
+    """Writes ``sources.jsonl``, then ``manifest.json``, which finishes the folder. ``counts`` are further totals."""
     with whole_file(folder / SOURCES) as file:
         for source in sources:
             file.write((json.dumps(asdict(source), ensure_ascii=False) + "\n").encode("utf-8", "surrogateescape"))
@@ -217,7 +217,7 @@ COUNTS = ("replaced", "skipped", "cut_pieces", "end_of_text_in_text")
 
 
 def merge(parts: Sequence[str | Path], out: str | Path) -> TokenFolder:
-    """Joins the parts of a corpus into the folder that one machine would have made. Nothing is tokenized again.
+    """Merges the parts of a corpus into the folder that one machine would have made. Tokenizes nothing.
 
     Raises `UserError` where a part is missing, there twice, or made from other sources or with other settings.
     """
@@ -246,7 +246,7 @@ def merge(parts: Sequence[str | Path], out: str | Path) -> TokenFolder:
 
 
 def _check_disjoint(sources: Sequence[SourceRecord], shards: Sequence[ShardRecord]) -> None:
-    """Raises `UserError` where parts have the same source or shard: they come of different texts."""
+    """Raises `UserError` where two parts have a source or a shard in common: they were made from different texts."""
     hint = "make all parts from the same text"
     groups: dict[str, int] = {}
     for source in sources:
@@ -284,7 +284,7 @@ def _check_parts(folders: Sequence[TokenFolder]) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """The same bytes at a new place: one more name for them where the system can, a copy elsewhere."""
+    """Makes a hard link, or a copy where the system has none."""
     try:
         os.link(source, target)
     except FileExistsError:

@@ -1,8 +1,8 @@
-"""Text → token shards: reading here, encoding in processes, writing here, all in the order of the text.
+"""Text → a token folder: this process reads and writes, others encode, all in the order of the text.
 
-What comes out depends on the text and the settings alone, not on how many processes work or on where the work was
-interrupted: sources form groups, a group's text forms items, and a slice (a shard a side) ends at an item. A finished
-slice is a line of ``progress.jsonl``; going on reads the unfinished group again and encodes what is missing.
+The shards depend on the text and the settings alone, not on the number of processes or on interruptions: sources form
+groups, a group's text forms items, and a slice (one shard of each side) ends with an item. A finished slice is a line
+of ``progress.jsonl``; a resume reads the unfinished group again and encodes what is missing.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ from gpt.text.unpack import Source
 from gpt.text.vocabulary import tokenizer_for
 
 ITEM = 2**19  # characters of an item …
-ITEM_DOCUMENTS = 4096  # … in so many texts at most
+ITEM_DOCUMENTS = 4096  # … in at most so many texts
 
-OnBytes = Callable[[int, int], None]  # told a source's number and how far its bytes are read
+OnBytes = Callable[[int, int], None]  # gets a source's number and its bytes read so far
 
 
 def read_items(corpus: Corpus, group: int, pattern: str, on_bytes: OnBytes) -> Iterator[tuple[Item, ItemEnd]]:
-    """The items of a group, in order. The last one may be empty."""
+    """Yields the items of a group, in order. The last one may be empty."""
     reader = Reader(corpus.reading)
     item, mark, size, cuts = Item(), ItemEnd(group, 1), 0, 0
 
@@ -46,7 +46,7 @@ def read_items(corpus: Corpus, group: int, pattern: str, on_bytes: OnBytes) -> I
 
     for number in corpus.groups[group]:
         source = _Source(corpus, number, reader, on_bytes)
-        for text, begins, side, cut in cut_documents(source.halves(), pattern):
+        for text, begins, side, cut in cut_documents(source.assigned(), pattern):
             item.texts.append(text)
             item.begins.append(begins)
             item.sides.append(side)
@@ -63,7 +63,7 @@ def read_items(corpus: Corpus, group: int, pattern: str, on_bytes: OnBytes) -> I
 
 
 class _Source:
-    """A source while it is read: its text's sum, bytes and documents."""
+    """A source that is being read: the sha256, bytes and documents of its text."""
 
     def __init__(self, corpus: Corpus, number: int, reader: Reader, on_bytes: OnBytes) -> None:
         self.source: Source = corpus.sources[number]
@@ -71,16 +71,16 @@ class _Source:
         self.documents = self.bytes = 0
         self.sum = hashlib.sha256()
 
-    def halves(self) -> Iterator[tuple[Chunk, bool]]:
-        return iter(self.corpus.halve(self._counted(), self.number))
+    def assigned(self) -> Iterator[tuple[Chunk, bool]]:
+        return iter(self.corpus.assign(self._counted(), self.number))
 
     def _counted(self) -> Iterator[Chunk]:
-        for piece in self.reader.documents(self.source, lambda position: self.on_bytes(self.number, position)):
-            data = piece.text.encode()
+        for chunk in self.reader.documents(self.source, lambda position: self.on_bytes(self.number, position)):
+            data = chunk.text.encode()
             self.sum.update(data)
             self.bytes += len(data)
-            self.documents += piece.begins
-            yield piece
+            self.documents += chunk.begins
+            yield chunk
 
     def record(self, group: int) -> SourceRecord:
         source = self.source
@@ -89,12 +89,12 @@ class _Source:
         )
 
 
-INLINE_BYTES = 4_000_000  # below this, starting processes takes longer than the work
-MOST_A_CORE = 2  # processes; a thousand on two cores take minutes to start, and gain nothing
+INLINE_BYTES = 4_000_000  # of text; for less, starting processes takes longer than the work
+MOST_PER_CORE = 2  # processes; a thousand on two cores take minutes to start, and gain nothing
 
 
 def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listener = lambda event: None) -> TokenFolder:
-    """What ``gpt tokenize`` does: files, folders, addresses or corpora by name → the token folder ``config.out``.
+    """Tokenizes files, folders, addresses or corpora by name into the token folder ``config.out``.
 
     Raises as `tokenize` does, and `UserError` where the folder is there already and is not to be resumed.
     """
@@ -104,7 +104,7 @@ def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listene
     with reading(out):
         begun = config.resume and out.is_dir()
     if not begun:
-        check_new(out, "give another --out; where it was not finished, --resume goes on with it")
+        check_new(out, "give another --out; where it is unfinished, --resume continues it")
     corpus = open_corpus(texts, config, listen)
     with Encoders(_jobs(config.jobs, corpus)) as encoders:
         if begun:
@@ -125,11 +125,11 @@ def tokenize(
     listen: Listener = lambda event: None,
     encoders: Encoders | None = None,
 ) -> TokenFolder:
-    """Makes the token folder ``out``, or goes on with it where it was begun with the same text and settings.
+    """Makes the token folder ``out``, or resumes it where it was begun with the same text and settings.
 
     ``share``: the I-th of N parts of the sources. ``encoders``: processes that were started before, instead of
     ``jobs``. Raises `UserError` for text that cannot be read, or where another process has ``out``; `WorkError` where
-    the disk is full; `Interrupted` after SIGINT or SIGTERM. Finished slices stay valid whatever happens.
+    the disk is full; `Interrupted` after SIGINT or SIGTERM. Finished slices always stay valid.
     """
     about = unfinished_folder.provenance(corpus, tokenizer, share)
     i, n = share or (1, 1)
@@ -155,7 +155,7 @@ def tokenize(
             if stop.signum is not None:
                 count = len(done.all())
                 finished = f"{count:,} slice{'s are' if count != 1 else ' is'} finished in {out}"
-                raise Interrupted(stop.signum, f"interrupted; {finished}: go on with --resume")
+                raise Interrupted(stop.signum, f"interrupted; {finished}: continue with --resume")
         unfinished_folder.finish(out, about, done)
     return TokenFolder(out)
 
@@ -163,7 +163,7 @@ def tokenize(
 def _items(
     corpus: Corpus, groups: Sequence[int], done: FinishedSlices, pattern: str, listen: Listener
 ) -> Iterator[tuple[Item, ItemEnd]]:
-    """All that is still to be encoded."""
+    """Yields the items that are still to be encoded."""
     sizes = [source.size for source in corpus.sources]
     mine = [number for group in groups for number in corpus.groups[group]]
     *starts, total = accumulate((sizes[number] for number in mine), initial=0)
@@ -178,18 +178,17 @@ def _items(
 
 
 def _jobs(asked: int | None, corpus: Corpus) -> int:
-    """How many processes: as many as there are cores, and none but this one for a small text."""
+    """Returns the number of processes: one per core, or 1 (this one) for a small text."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if asked is None:
         return cores if corpus.found.bytes > INLINE_BYTES else 1
-    return min(asked, MOST_A_CORE * cores)
+    return min(asked, MOST_PER_CORE * cores)
 
 
 def _check_room(
     corpus: Corpus, first: list[tuple[ItemEnd, EncodedItem]], share: float, out: Path, listen: Listener
 ) -> None:
-    """Says what the tokens of a share of the corpus will need, by its first item; raises `WorkError` where the disk has
-    less."""
+    """Estimates the size of the tokens from the first item. Raises `WorkError` where the disk has less room."""
     size = sum(sum(mark.bytes.values()) for mark, _ in first)
     encoded_size = sum(ids.nbytes for _, encoded in first for ids in encoded.ids.values())
     needed = round(corpus.found.bytes * share * encoded_size / max(1, size))

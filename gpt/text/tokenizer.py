@@ -1,4 +1,4 @@
-"""Text ↔ ids. Every tokenizer here is a byte-level BPE that tiktoken runs: GPT-2's, plain bytes, or one learnt.
+"""Text ↔ ids. Every tokenizer is a byte-level BPE that tiktoken runs: GPT-2's, plain bytes, or a learnt one.
 
 ``<|endoftext|>`` always has an id, stands before each document, and is ordinary text when a text contains it.
 """
@@ -25,13 +25,13 @@ from gpt.text.boundaries import GPT2_PATTERN, SPACES, cuts
 
 END_OF_TEXT = "<|endoftext|>"
 GPT2_FINGERPRINT = "278c76e956a0d28755e8cb07656cc21c373520d95c7af18e9db55b9938d6c5fb"
-LONGEST_LEARNT = 64  # characters of a token; longer ones would be rulers of dashes, and slow to take apart
+LONGEST_LEARNT = 64  # characters of a token; longer ones would be lines of dashes, and slow to merge
 
 _OTHERS = rf"[^a-zA-Z0-9{SPACES}]"
 
 
 def _run(kind: str, least: int) -> re.Pattern[str]:
-    """A run of a kind of character. It is looked at from its start alone: a text of long runs takes linear time."""
+    """Finds runs of a kind of character, each from its start only, so that long runs take linear time."""
     return re.compile(rf"(?<!{kind}){kind}{{{least},}}")
 
 
@@ -42,14 +42,14 @@ Ids = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A vocabulary and how text is cut before merging: learnt, plain bytes, by name, or from files."""
+    """A vocabulary, and the pattern that cuts a text into pieces before merging."""
 
     name: str
     pattern: str
-    ranks: dict[bytes, int]  # a token's bytes → its id, which is its rank in merging too
+    ranks: dict[bytes, int]  # a token's bytes → its id, which is also its rank in merging
     eot: int  # the id of end-of-text
     eot_token: str = END_OF_TEXT
-    specials: Mapping[str, int] = field(default_factory=dict)  # further tokens that no text is merged to
+    specials: Mapping[str, int] = field(default_factory=dict)  # further special tokens, which merging never makes
 
     def __post_init__(self) -> None:
         missing = sum(bytes([byte]) not in self.ranks for byte in range(256))
@@ -65,12 +65,12 @@ class Tokenizer:
 
     @cached_property
     def all_specials(self) -> dict[str, int]:
-        """End-of-text and the further special tokens."""
+        """End-of-text and the further special tokens, with their ids."""
         return {self.eot_token: self.eot, **self.specials}
 
     @cached_property
     def vocab_size(self) -> int:
-        """The highest id and one: how many there are, special tokens included, where no id is left out."""
+        """The highest id plus one: the number of ids, special tokens included, if no id is unused."""
         return 1 + max(*self.ranks.values(), *self.all_specials.values())
 
     @cached_property
@@ -83,7 +83,7 @@ class Tokenizer:
             raise UserError(f"the pattern of the tokenizer {self.name} is not valid: {error}") from None
 
     def encode(self, text: str, specials: bool = False) -> Ids:
-        """The ids of ``text``, dtype uint32. Special tokens in it are ordinary text, unless ``specials`` are wanted."""
+        """Returns the ids of ``text``, uint32. With ``specials``, special tokens get their ids; else they are text."""
         if not specials:
             return self.encode_counted(text)[0]
         words = sorted(self.all_specials, key=len, reverse=True)
@@ -96,7 +96,7 @@ class Tokenizer:
         )
 
     def encode_counted(self, text: str) -> tuple[Ids, int]:
-        """The ids of ``text``, all of it ordinary, and how many pieces of it were so long that they had to be cut."""
+        """Returns the ids of ``text``, without special tokens, and the number of cuts in pieces that were too long."""
         places, cut = cuts(text, self.pattern)
         ids = [self._encode(part) for part in _cut(text, places)]
         return np.concatenate(ids) if len(ids) != 1 else ids[0], cut
@@ -104,7 +104,7 @@ class Tokenizer:
     def _encode(self, text: str) -> Ids:
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
-        except BaseException as error:  # pyo3's panics are no Exceptions
+        except BaseException as error:  # a panic of pyo3 is no Exception
             if type(error).__name__ != "PanicException" and "Regex error" not in str(error):
                 raise
             raise UserError(
@@ -113,7 +113,7 @@ class Tokenizer:
             ) from None
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """The bytes of ``ids``, exactly; none for an id that is left out of the vocabulary. Raises `UserError` for one
+        """Returns the bytes of ``ids``, exactly; none for an unused id of the vocabulary. Raises `UserError` for an id
         outside it."""
         try:
             return self._encoding.decode_bytes(ids)
@@ -128,12 +128,12 @@ class Tokenizer:
         return frozenset([*self.ranks.values(), *self.all_specials.values()])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of ``ids``; invalid UTF-8 becomes U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over everything that decides which ids a text gets."""
+        """A sha256 over all that decides which ids a text gets."""
         digest = hashlib.sha256(f"{self.pattern}\0{self.eot}\0{self.eot_token}\0".encode())
         digest.update(to_tiktoken(self.ranks))
         if self.specials:
@@ -142,7 +142,7 @@ class Tokenizer:
 
 
 def _every(text: str, runs: Iterable[re.Pattern[str]], length: int) -> set[int]:
-    """Where runs are to be cut to be no longer than ``length``."""
+    """Returns the cuts after which no run is longer than ``length``."""
     found = (match for run in runs for match in run.finditer(text))
     return {cut for match in found for cut in range(match.start() + length, match.end(), length)}
 
@@ -153,12 +153,12 @@ def _cut(text: str, cuts: Iterable[int]) -> Iterator[str]:
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """The 256 bytes and end-of-text: 257 ids, nothing to learn."""
+    """Returns the tokenizer of the 256 bytes and end-of-text: 257 ids."""
     return Tokenizer("bytes", GPT2_PATTERN, {bytes([byte]): byte for byte in range(256)}, 256)
 
 
 def learn_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[str] = ()) -> Tokenizer:
-    """A byte-level BPE of ``vocab_size`` ids learnt from ``texts`` (Sennrich et al. 2016). The last ids are
+    """Learns a byte-level BPE of ``vocab_size`` ids from ``texts`` (Sennrich et al. 2016). The last ids are
     end-of-text's and those of the further ``specials``, in order.
 
     Raises `UserError` where the texts have fewer pairs to merge than that takes.
@@ -177,7 +177,7 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[st
 
 
 def learn_tokenizer_up_to(texts: Iterable[str], vocab_size: int, specials: Sequence[str] = ()) -> Tokenizer:
-    """As `learn_tokenizer`, with fewer ids where the texts support no more."""
+    """Learns a tokenizer like `learn_tokenizer`, of fewer ids where the texts support no more."""
     import rustbpe  # here, since only learning needs it
 
     check_specials(specials)
@@ -190,7 +190,7 @@ def learn_tokenizer_up_to(texts: Iterable[str], vocab_size: int, specials: Seque
 
 
 def check_specials(specials: Sequence[str]) -> None:
-    """Raises `UserError` where further special tokens are not different words."""
+    """Raises `UserError` for a further special token that is empty, repeated or not UTF-8."""
     for special in specials:
         if not special:
             raise UserError("a special token is empty")
@@ -198,12 +198,12 @@ def check_specials(specials: Sequence[str]) -> None:
             raise UserError(f'the special token "{special}" is there already')
         try:
             special.encode()
-        except UnicodeEncodeError:  # bytes of a command line that are no UTF-8
+        except UnicodeEncodeError:  # invalid UTF-8 in a command line
             raise UserError(f"the special token {special!r} is not UTF-8", "write it in UTF-8") from None
 
 
 ENCODINGS_URL = "https://openaipublic.blob.core.windows.net/encodings/"
-_FILES = {  # tiktoken's encodings that share the file of another
+_FILES = {  # tiktoken's encodings that share another's file
     "gpt2": "r50k_base",
     "p50k_edit": "p50k_base",
     "o200k_harmony": "o200k_base",
@@ -211,17 +211,17 @@ _FILES = {  # tiktoken's encodings that share the file of another
 
 
 def named_tokenizers() -> list[str]:
-    """The names that need no file of the user's: ``bytes``, ``gpt2`` and tiktoken's further encodings."""
+    """Returns the names that need no file: ``bytes``, ``gpt2`` and tiktoken's further encodings."""
     return list(dict.fromkeys(["bytes", "gpt2", *tiktoken.list_encoding_names()]))
 
 
 def gpt2_tokenizer() -> Tokenizer:
-    """The 50,257 ids of GPT-2 and GPT-3: tiktoken's ``r50k_base``."""
+    """Returns the tokenizer of GPT-2 and GPT-3, 50,257 ids: tiktoken's ``r50k_base``."""
     return named_tokenizer("gpt2")
 
 
 def named_tokenizer(name: str) -> Tokenizer:
-    """One of `named_tokenizers`, fetched once into the user's cache where it has a file.
+    """Returns one of `named_tokenizers`; its file, if it has one, is fetched once into the user's cache.
 
     ``TIKTOKEN_CACHE_DIR`` names another folder. Raises `WorkError` offline, saying which file goes where.
     """
@@ -242,7 +242,7 @@ def _fetched(name: str) -> tiktoken.Encoding:
     file = _FILES.get(name, name)
     before = os.environ.get("TIKTOKEN_CACHE_DIR")
     folder = before or str(cache_dir() / "tiktoken")
-    os.environ["TIKTOKEN_CACHE_DIR"] = folder  # tiktoken's own default is a folder that all users share
+    os.environ["TIKTOKEN_CACHE_DIR"] = folder  # tiktoken's default is a folder that all users share
     try:
         return tiktoken.get_encoding("r50k_base" if name == "gpt2" else name)
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; ValueError is a wrong hash
@@ -259,13 +259,13 @@ def _fetched(name: str) -> tiktoken.Encoding:
 
 
 def to_tiktoken(ranks: dict[bytes, int]) -> bytes:
-    """Ranks in tiktoken's file form: a line a token, its bytes in base64 and its rank."""
+    """Returns ranks in tiktoken's file format: a line per token, its bytes in base64 and its rank."""
     ordered = sorted(ranks.items(), key=lambda item: item[1])
     return b"".join(base64.b64encode(token) + b" " + str(rank).encode() + b"\n" for token, rank in ordered)
 
 
 def from_tiktoken(data: bytes, where: str) -> dict[bytes, int]:
-    """The ranks in a file of tiktoken's form; `UserError` naming the line where it is another."""
+    """Reads ranks in tiktoken's file format. Raises `UserError` naming a line that is none."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(data.splitlines(), 1):
         try:
@@ -277,7 +277,7 @@ def from_tiktoken(data: bytes, where: str) -> dict[bytes, int]:
 
 
 def auto_vocab_size(n_bytes: int) -> int:
-    """How many ids to learn from ``n_bytes``: each must be seen often enough to be learnt (docs/defaults.md)."""
+    """Returns the number of ids to learn from ``n_bytes``, so that each is seen often enough (docs/defaults.md)."""
     for size, below in ((512, 300_000), (1024, 2_000_000), (2048, 10_000_000), (4096, 50_000_000), (8192, 500_000_000)):
         if n_bytes < below:
             return size
@@ -285,7 +285,7 @@ def auto_vocab_size(n_bytes: int) -> int:
 
 
 def describe(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a checkpoint records of a tokenizer beside its ranks."""
+    """Returns what files record of a tokenizer beside its ranks."""
     return {
         "name": tokenizer.name,
         "pattern": tokenizer.pattern,

@@ -1,4 +1,4 @@
-"""Tokenizers as words on a command line and as files: found, made, read and saved."""
+"""Tokenizers in files: found by name or path, read, and saved, in our files and those of the tokenizers library."""
 
 import json
 import re
@@ -35,11 +35,11 @@ from gpt.text.tokenizer import (
 FORMAT = 1
 RANKS = "tokenizer.tiktoken"
 NEW = "give another place with --out"
-_DESCRIBED = ("gpt.json", "manifest.json")  # what describes the tokenizer beside its ranks
+_DESCRIBED = ("gpt.json", "manifest.json")  # describe the tokenizer beside its ranks
 
 
 def find_tokenizer(word: str) -> Tokenizer:
-    """The tokenizer of that name, or at that path: our files, transformers', or a run. Names come before paths.
+    """Returns the tokenizer of a name, or at a path: our files, transformers', or a run. Names come before paths.
 
     Raises `UserError` where there is none.
     """
@@ -66,7 +66,7 @@ def _at(path: Path, word: str) -> Tokenizer:
 
 
 def _folders(path: Path) -> list[Path]:
-    """Where a folder may keep its tokenizer: in itself; a run in its tokens, else in its newest checkpoint."""
+    """Returns the folders that may hold a tokenizer: this one; a run's tokens, then its checkpoints, newest first."""
     steps = [each for each in path.iterdir() if re.fullmatch(r"step-\d+", each.name)]
     return [path, path / "tokens", *sorted(steps, key=lambda step: int(step.name[5:]), reverse=True)]
 
@@ -89,7 +89,7 @@ def _in_file(path: Path) -> Tokenizer:
 
 
 def read_own(folder: Path, said: Any, where: str) -> Tokenizer:
-    """The tokenizer of the ranks in ``folder`` and of what `describe` ``said`` of it in the file ``where``.
+    """Reads a tokenizer: the ranks in ``folder``, and what `describe` ``said`` of it in the file ``where``.
 
     Raises `UserError` where one does not fit the other.
     """
@@ -107,7 +107,7 @@ def read_own(folder: Path, said: Any, where: str) -> Tokenizer:
 
 
 def read_transformers(folder: Path) -> Tokenizer | None:
-    """The tokenizer in a folder of transformers', if it has one."""
+    """Reads the tokenizer in a folder of transformers'; None where there is none."""
     whole, vocab, merges = folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt"
     if whole.is_file():
         return from_tokenizer_json(read_json(whole), str(whole))
@@ -118,7 +118,7 @@ def read_transformers(folder: Path) -> Tokenizer | None:
 
 
 def tokenizer_files(tokenizer: Tokenizer, block_size: int | None = None) -> dict[str, bytes]:
-    """Names and contents of the files that tiktoken, the tokenizers library and transformers read."""
+    """Returns names and contents of the files that tiktoken, the tokenizers library and transformers read."""
     return {
         "tokenizer.json": json.dumps(to_tokenizer_json(tokenizer), ensure_ascii=False).encode(),
         "tokenizer_config.json": to_json(to_tokenizer_config(tokenizer, block_size)),
@@ -127,7 +127,7 @@ def tokenizer_files(tokenizer: Tokenizer, block_size: int | None = None) -> dict
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes ``folder``, whole or not at all, such that `find_tokenizer` and transformers read it.
+    """Writes ``folder``, whole or not at all, for `find_tokenizer` and transformers.
 
     Raises `UserError` where something of that name is there, `WorkError` where it cannot be written.
     """
@@ -142,7 +142,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def byte_characters() -> dict[int, str]:
-    """The printable character that GPT-2's files write for each byte: itself where it is printable and no space,
+    """Returns the printable character that GPT-2's files write for each byte: itself if printable and no space,
     else the next free one from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -150,8 +150,8 @@ def byte_characters() -> dict[int, str]:
 
 
 def merging_pairs(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The pairs that make each token of two bytes or more, in merging order: what is left of the token's bytes when
-    all merges of lower rank are done. tiktoken merges whatever pair makes the lowest rank, so these say the same."""
+    """Returns the pairs that make tokens of two bytes or more, in merging order: what is left of a token's bytes when
+    all merges of lower rank are done. tiktoken merges the pair of the lowest rank, so these pairs mean the same."""
     pairs = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) > 1:
@@ -169,7 +169,7 @@ def merging_pairs(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """``tokenizer.json``, with which the tokenizers library gives the same ids."""
+    """Returns ``tokenizer.json``, with which the tokenizers library gives the same ids."""
     characters = byte_characters()
 
     def written(token: bytes) -> str:
@@ -217,7 +217,7 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def to_tokenizer_config(tokenizer: Tokenizer, block_size: int | None) -> dict[str, Any]:
-    """``tokenizer_config.json``; ``block_size`` is the longest context, where one is known.
+    """Returns ``tokenizer_config.json``; ``block_size`` is the longest context, if known.
 
     Only GPT-2's own pattern may say GPT2Tokenizer: transformers 5 would put that pattern in the place of another."""
     gpt2 = tokenizer.pattern == GPT2_PATTERN
@@ -234,9 +234,9 @@ def to_tokenizer_config(tokenizer: Tokenizer, block_size: int | None) -> dict[st
 
 
 def from_tokenizer_json(values: Mapping[str, Any], where: str) -> Tokenizer:
-    """The tokenizer in a ``tokenizer.json``, where it is a byte-level BPE that tiktoken can run with the same ids.
+    """Reads a ``tokenizer.json``, if it is a byte-level BPE that tiktoken can run with the same ids.
 
-    Raises `UserError` naming what it has that we cannot.
+    Raises `UserError` naming a part that tiktoken cannot run.
     """
     try:
         model = values["model"]
@@ -254,13 +254,13 @@ def from_tokenizer_json(values: Mapping[str, Any], where: str) -> Tokenizer:
 
 
 def from_vocab_and_merges(vocab: Mapping[str, int], merges_text: str, where: str) -> Tokenizer:
-    """The tokenizer in the older pair ``vocab.json`` and ``merges.txt``, with GPT-2's pattern."""
+    """Reads the older pair ``vocab.json`` and ``merges.txt``, with GPT-2's pattern."""
     lines = [line for line in merges_text.split("\n") if line and not line.startswith("#version")]
     return _from_vocab(vocab, [tuple(line.split(" ")) for line in lines], {}, GPT2_PATTERN, where)
 
 
 def _pattern(pre: Any, where: str) -> str:
-    """The pattern of a pre-tokenizer: ByteLevel's own, or a Split before it."""
+    """Returns the pattern of a pre-tokenizer: ByteLevel's own, or a Split before it."""
     steps = pre.get("pretokenizers", []) if isinstance(pre, dict) and pre.get("type") == "Sequence" else [pre]
     kinds = [step.get("type") if isinstance(step, dict) else None for step in steps]
     if kinds == ["ByteLevel"] and not steps[0].get("add_prefix_space") and steps[0].get("use_regex", True):
@@ -280,7 +280,7 @@ def _from_vocab(
     where: str,
     whole: bool = False,
 ) -> Tokenizer:
-    """``whole``: a piece that is a token needs no merges to be it, as in tiktoken."""
+    """Makes a tokenizer. ``whole``: a piece that is a token needs no merges, as in tiktoken."""
     characters = byte_characters()
     bytes_of = {character: byte for byte, character in characters.items()}
     specials = {**{k: v for k, v in vocab.items() if k == END_OF_TEXT}, **added}
@@ -318,7 +318,7 @@ def _check_merges(ranks: Mapping[bytes, int], pairs: list[tuple[str, ...]], wher
 
 
 def _check_pattern(tokenizer: Tokenizer, where: str) -> None:
-    """Raises `UserError` for a pattern that passes over some character: tiktoken drops what is between its pieces."""
+    """Raises `UserError` for a pattern that misses some characters: tiktoken drops what is between its pieces."""
     text = "Words, 12345 and it's!\r\n\n  \t_é日½ \u0301\u200d🐕 /\x00\x1c\u00a0"
     if tokenizer.decode(tokenizer.encode(text).tolist()) != text:
         raise UserError(f"{where}: its pattern {tokenizer.pattern[:80]!r} passes over parts of a text")

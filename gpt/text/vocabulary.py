@@ -1,4 +1,4 @@
-"""What a vocabulary holds, and how much of it a text uses."""
+"""Vocabularies: learnt from a corpus, listed, and counted in texts."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ import numpy as np
 
 from gpt import events
 from gpt.config import LearnConfig, ReadConfig, TextConfig
-from gpt.text.corpus import Corpus, Listener, Spread, cut_documents, open_corpus
+from gpt.text.corpus import Corpus, Listener, TextSample, cut_documents, open_corpus
 from gpt.text.documents import utf8_size
 from gpt.text.tokenizer import Tokenizer, auto_vocab_size, check_specials, learn_tokenizer, learn_tokenizer_up_to
 from gpt.text.tokenizer_files import find_tokenizer
@@ -18,12 +18,12 @@ def learn(
     config: LearnConfig,
     specials: Sequence[str] = (),
     listen: Listener = lambda event: None,
-) -> tuple[Tokenizer, Spread]:
-    """A vocabulary learnt from all of the texts, and what of them it was learnt from."""
+) -> tuple[Tokenizer, TextSample]:
+    """Learns a vocabulary from texts; returns it with the sample that it is learnt from."""
     check_specials(specials)  # before anything is read
     corpus = open_corpus(texts, TextConfig(**asdict(config), val_fraction=0), listen)
     total = min(config.sample_bytes, corpus.found.bytes)
-    sample = Spread(corpus.training_text(), corpus.found.bytes, config.sample_bytes)
+    sample = TextSample(corpus.training_text(), corpus.found.bytes, config.sample_bytes)
 
     def watched() -> Iterator[str]:
         for text in sample:
@@ -38,20 +38,20 @@ def learn(
 def tokenizer_for(
     corpus: Corpus, config: TextConfig, note: Callable[[str], None] = lambda text: None, most: int = 2**24
 ) -> Tokenizer:
-    """The tokenizer that ``--tokenizer`` and ``--vocab-size`` ask for; ``auto`` learns it from a sample, spread over
-    what is trained on. ``most`` bounds the size where none was asked for."""
+    """Returns the tokenizer of ``--tokenizer`` and ``--vocab-size``; ``auto`` learns one from a sample of the training
+    text. ``most`` bounds the size where none is given."""
     size, limit = corpus.train_bytes, config.sample_bytes
     if config.tokenizer == "auto" and size > limit:
         note(f"learning the vocabulary from {limit / 1e6:,.0f} of {size / 1e6:,.0f} MB, spread over the text")
-    sample = Spread(corpus.training_text(), size, limit)
+    sample = TextSample(corpus.training_text(), size, limit)
     return make_tokenizer(config.tokenizer, config.vocab_size, sample, size, most)
 
 
 def make_tokenizer(
     kind: str, vocab_size: int | None, texts: Iterable[str], n_bytes: int, most: int = 2**24
 ) -> Tokenizer:
-    """The tokenizer that ``--tokenizer`` and ``--vocab-size`` ask for. ``texts``, of a corpus of ``n_bytes``, is what
-    it may learn from; ``most`` bounds the size where none was asked for."""
+    """Returns the tokenizer of ``--tokenizer`` and ``--vocab-size``; ``auto`` learns one from ``texts``, of a corpus of
+    ``n_bytes``. ``most`` bounds the size where none is given."""
     if kind != "auto":
         return find_tokenizer(kind)
     if vocab_size is not None:
@@ -59,11 +59,11 @@ def make_tokenizer(
     return learn_tokenizer_up_to(texts, min(most, auto_vocab_size(n_bytes)))
 
 
-_BINS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, None))  # bytes a token, from and to
+_BINS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, None))  # bytes per token, from and to
 
 
 def lengths(tokenizer: Tokenizer) -> dict[str, int]:
-    """How many tokens have 1, 2, 3–4, 5–8, 9–16, 17 and more bytes; special ones are not counted."""
+    """Returns the number of tokens of 1, 2, 3–4, 5–8, 9–16, 17 and more bytes, without special tokens."""
     sizes = [len(token) for token in tokenizer.ranks]
     return {
         f"{low}+" if high is None else f"{low}–{high}" if high > low else f"{low}": sum(
@@ -74,29 +74,29 @@ def lengths(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def longest(tokenizer: Tokenizer, count: int) -> list[tuple[int, bytes]]:
-    """The ids and bytes of the longest tokens, longest first, by id where they are as long."""
+    """Returns ids and bytes of the longest tokens, longest first, then by id."""
     ordered = sorted(tokenizer.ranks.items(), key=lambda item: (-len(item[0]), item[1]))
     return [(id, token) for token, id in ordered[:count]]
 
 
 def visible(token: bytes) -> str:
-    """A token in print: what is no UTF-8 or cannot be seen is escaped."""
+    """Returns a token as printable text: invalid UTF-8 and invisible characters are escaped."""
     text = token.decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a tokenizer makes of texts."""
+    """Counts of the tokens that a tokenizer makes of texts."""
 
     bytes: int
     tokens: int
-    ids_used: int  # how many different ids occur
-    frequent: list[tuple[int, int]]  # the ids that occur most, and how often
+    ids_used: int  # different ids that occur
+    frequent: list[tuple[int, int]]  # the most frequent ids with their counts
 
     @property
     def bytes_per_token(self) -> float:
-        """How far a token reaches, on average."""
+        """Average bytes of a token."""
         return self.bytes / max(1, self.tokens)
 
 
@@ -107,7 +107,7 @@ def usage(
     listen: Listener = lambda event: None,
     most: int = 20,
 ) -> Usage:
-    """Counts of the ids of all that ``texts`` name, with the ``most`` frequent ones."""
+    """Counts the ids of ``texts``, and lists the ``most`` frequent ones."""
     corpus = open_corpus(texts, TextConfig(**asdict(config), val_fraction=0), listen)
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     size = 0
