@@ -261,7 +261,7 @@ class TokenizeConfig(TextConfig):
     out: str | None = option(
         None, "The folder to make; there must be none yet.", panel=_RUN, flags=("-o",), shown="none"
     )
-    resume: bool = option(False, "Go on with a folder that was not finished.", panel=_RUN)
+    resume: bool = option(False, "Resume a folder that was not finished.", panel=_RUN)
     part: str | None = option(
         None, "I/N: the I-th of N shares of the sources, to be joined by `gpt data merge`.", panel=_RUN, shown="all"
     )

@@ -208,7 +208,7 @@ def logits(config: GPTConfig, setup: Setup) -> int:
 
 
 def _gradient(config: GPTConfig, setup: Setup) -> int:
-    """Bytes a position that the backward pass of a block adds at most to what was kept, of which it lets go meanwhile:
+    """Bytes a position that the backward pass of a block adds at most to what was kept, which it frees meanwhile:
     the gradient of the MLP's inside before its activation, where that after it takes the place of what the second map
     kept; of a square, with the three products that give its derivative; and the residual stream's, in the dtype of
     products."""

@@ -287,7 +287,7 @@ def _tell_unmeasured(run: Path, entries: list[Entry], note: Callable[[str], None
 def newest_whole(run: Path, note: Callable[[str], None], training: bool = False) -> Path:
     """Finds the newest checkpoint whose checksums are right, with ``training`` of those that have training state.
     ``note`` is told of each that is passed over. Raises `UserError` where none is left."""
-    why = "none can be gone on from" if training else "none is there"
+    why = "none can be resumed from" if training else "none is there"
     for entry in reversed(checkpoints(run)):
         path = run / entry.name
         if training and not can_resume(path):

@@ -52,7 +52,7 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """The model that a run was fine-tuned from: the user's words, its folder, and its weights' sums by file."""
+    """The model that a run was fine-tuned from: the user's words, its folder, and its weights' checksums by file."""
 
     model: str
     path: str
