@@ -150,7 +150,7 @@ def tokens(
     from . import render_inspect, views
 
     path = folder.find_checkpoint(model)
-    _, tokenizer = checkpoint.look(path)
+    _, tokenizer = checkpoint.peek(path)
     data = views.tokens_data(tokenizer.encode(words).tolist(), tokenizer, str(path), words)
     forms = Forms(
         data=lambda: data,

@@ -110,6 +110,16 @@ def test_a_loss_that_is_no_number_in_one_is_none_in_all(several_trained: Path) -
     assert told[-1]["reason"] == "steps"
 
 
+def test_a_rollback_restores_every_rank_from_rank_0s_copy(several_trained: Path) -> None:
+    """The others keep none."""
+    (here,), (there,) = (heard_by(several_trained, rank)["rolled_back"] for rank in (0, 1))
+    assert here["has"] == there["has"]
+    assert here["step"] == there["step"] == 4
+    assert any("momentum" in name for name in here["has"])
+    assert here["kept"] == len(here["has"])
+    assert there["kept"] == 0
+
+
 def test_memory_that_is_short_in_one_is_short_in_all(several_trained: Path) -> None:
     assert json.loads((several_trained / "two/little/run.json").read_text())["resolved"]["micro_batch"] == 1
     notes = heard_by(several_trained, 0)["notes"]

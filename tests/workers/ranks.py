@@ -25,6 +25,8 @@ from gpt.device import Compute
 from gpt.model.decoder import GPT
 from gpt.parallel import world
 from gpt.training import step as stepping
+from gpt.training.checkpointing import Checkpointer
+from gpt.training.parallel import MOMENT, WEIGHT
 
 SMALL: dict[str, Any] = {
     "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_tokens": 256, "dtype": "float32",
@@ -68,12 +70,12 @@ def two() -> None:
     gpt.resume("two/resumed")
     heard: list[Any] = []
     gpt.resume("two/from-one", heard.append)
-    with poisoned():
+    with poisoned(), rollbacks() as rolled_back:
         gpt.train("book.txt", out="two/poisoned", listen=heard.append, **SHORT)
     with little_memory():
         gpt.train("book.txt", out="two/little", listen=heard.append, **SHORT)
     notes = [event.text for event in heard if isinstance(event, events.Note)]
-    Path(f"heard-{RANK}.json").write_text(json.dumps({"notes": notes, "summed": summed}))
+    Path(f"heard-{RANK}.json").write_text(json.dumps({"notes": notes, "summed": summed, "rolled_back": rolled_back}))
 
 
 @contextlib.contextmanager
@@ -100,6 +102,26 @@ def poisoned() -> Iterator[None]:
 
     with mock.patch.object(stepping, "tied_cross_entropy", loss):
         yield
+
+
+@contextlib.contextmanager
+def rollbacks() -> Iterator[list[Any]]:
+    """Yields, for each rollback, what this rank then has, as sums, and how many weights and moments it kept a copy of."""
+    whole, found = Checkpointer.roll_back, []
+
+    def roll_back(self: Checkpointer, **changes: Any) -> None:
+        whole(self, **changes)
+        kept = sum(name.startswith((WEIGHT, MOMENT)) for name in self.snapshot.tensors)
+        parallel = self.parallel
+        moments = parallel.optimizer.state(parallel.own)
+        has = {
+            name: float(each.double().abs().sum())
+            for name, each in [*parallel.own.named_parameters(), *moments.items()]
+        }
+        found.append({"has": has, "kept": kept, "step": self.state.step})
+
+    with mock.patch.object(Checkpointer, "roll_back", roll_back):
+        yield found
 
 
 @contextlib.contextmanager
