@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import CPU, EOT, PROMPTS, tiny_model
 
+from gpt.config import GPTConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request, Update
 from gpt.errors import NotANumber, UserError
@@ -121,3 +122,22 @@ def test_what_the_model_cannot_serve_is_refused_before_it_runs() -> None:
         with pytest.raises(UserError):
             engine.add(request)
     assert not engine.busy
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_search_that_narrows_and_widens_keeps_to_its_rows(seed: int) -> None:
+    """Most of its hypotheses end at once, and those that live have children again."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(4, 16, 1, 1, 8)).eval()
+
+    def stops(ids: Any) -> bool:
+        return len(ids) in (3, 6) and ids[-1] > 0
+
+    config = SampleConfig(beam=5, n_best=5, max_tokens=9, early_stopping="never", length_penalty=2.0, ignore_eot=True)
+    found = []
+    for rows in (5, 9):
+        engine = Engine(Context(model, CPU, rows), 0)
+        engine.add(Request([1], config, stops=stops))
+        found.append(told(list(engine.run())))
+    assert found[0] == found[1]
+    assert {reason for _, reason in found[0][-1]} <= {"length", "stop"}

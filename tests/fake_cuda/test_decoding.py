@@ -138,12 +138,14 @@ class Captures:
     def __init__(self) -> None:
         self.compiled = 0
         self.captured = 0
+        self.steps = 0
         self.places: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __call__(self, stack: Callable[..., Any], **how: Any) -> Callable[..., Any]:
         self.compiled += 1
 
         def step(x: Any, rotations: Any, cache: Any) -> Any:
+            self.steps += 1
             if cache not in self.places:
                 self.captured += 1
                 self.places.add(cache)
@@ -174,6 +176,9 @@ def test_later_calls_capture_nothing(models: dict[str, Path], disguise: Disguise
         assert len({text for prompt in ("a", "dogs", "the mat") for text in written(model, prompt=prompt)}) == 3
         assert len("".join(model.write("the cat ", COMPILED))) > 0
         found = {"compiled": captures.compiled, "captured": captures.captured}
+        steps = captures.steps
+        "".join(model.write("the cat ", SampleConfig(max_tokens=3, compile="off")))
+        assert captures.steps == steps > 0
     assert found == tomllib.loads(COUNTS.read_text(encoding="utf-8"))["calls"]
 
 
