@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, make_text
-from safetensors.torch import load_file
+from conftest import ROOT, make_text, weights
 
 import gpt
 from gpt import events
-from gpt.runs import folder
 
 on_cuda = pytest.mark.usefixtures("cuda")  # the machine's own, and the CPU in disguise
 
@@ -41,10 +39,6 @@ def train(text: Path, **settings: Any) -> tuple[Any, list[float], list[str]]:
     result = gpt.train(text, listen=heard.append, **{**SMALL, **settings})
     losses = [event.loss for event in heard if isinstance(event, events.StepEvent)]
     return result, losses, [event.text for event in heard if isinstance(event, events.Note)]
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder.find_checkpoint(f"{run}:latest") / "model.safetensors")
 
 
 @on_cuda

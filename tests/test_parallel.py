@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,16 @@ def test_a_loss_that_is_no_number_in_one_is_none_in_all(several_trained: Path) -
     assert told[-1]["reason"] == "steps"
 
 
+def test_a_rollback_restores_every_rank_from_rank_0s_copy(several_trained: Path) -> None:
+    """The others keep none."""
+    (here,), (there,) = (heard_by(several_trained, rank)["rolled_back"] for rank in (0, 1))
+    assert here["has"] == there["has"]
+    assert here["step"] == there["step"] == 4
+    assert any("momentum" in name for name in here["has"])
+    assert here["kept"] == len(here["has"])
+    assert there["kept"] == 0
+
+
 def test_memory_that_is_short_in_one_is_short_in_all(several_trained: Path) -> None:
     assert json.loads((several_trained / "two/little/run.json").read_text())["resolved"]["micro_batch"] == 1
     notes = heard_by(several_trained, 0)["notes"]
@@ -142,6 +153,24 @@ def test_an_error_in_one_is_said_once(workdir: Path, capfd: pytest.CaptureFixtur
         "error: a fault in gpt itself: RuntimeError: boom\nhint: --debug shows where; please report it\n",
     )
     assert library.resume("broken").steps == 12
+
+
+@pytest.mark.slow
+def test_a_lost_rank_ends_a_collective_that_would_wait_for_it(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As NCCL's do. The last checkpoint is there to resume from."""
+    texts()
+    began = time.monotonic()
+    ended = launch([sys.executable, str(RANKS), "killed"], 2)
+    assert ended == Ended(1, 1, signal.SIGKILL, Path("killed"))
+    assert time.monotonic() - began < 30 + 30  # to start, and to end
+    assert capfd.readouterr() == ("", "")
+    assert library.resume("killed", nproc=1).steps == 12
+
+
+@pytest.mark.slow
+def test_watched_ranks_end_together(workdir: Path) -> None:
+    texts()
+    assert launch([sys.executable, str(RANKS), "unharmed"], 2) == Ended(0)
 
 
 @pytest.mark.slow

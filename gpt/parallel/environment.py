@@ -1,8 +1,7 @@
-"""What started this process: nothing that matters, our own launcher, or torchrun. Nothing here imports torch.
+"""The environment of this process: started by itself, by our own launcher, or by torchrun. Nothing here imports torch.
 
 A launcher sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, as
-torchrun does; ours also names a folder, in which the first process leaves what the launcher is to know at the end, and
-when the command began.
+torchrun does; ours also says when the command began, and names a folder for messages from rank 0 to the launcher.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ RUN, STATUS = "run", "status"
 
 
 def number(name: str, otherwise: int | None = None) -> int:
-    """A whole number in the environment. Raises `UserError` where it is none, or missing."""
+    """A whole number in the environment. Raises `UserError` if it is missing or no whole number."""
     value = os.environ.get(name, None if otherwise is None else str(otherwise))
     if value is None or not value.isascii() or not value.isdigit():
         said = "not set" if value is None else f'"{value}"; it must be a whole number'
@@ -28,12 +27,12 @@ def number(name: str, otherwise: int | None = None) -> int:
 
 
 def is_one_of_many() -> bool:
-    """Whether this process was started as one of several. Raises `UserError` where that is not to be understood."""
+    """Whether this process was started as one of several. Raises `UserError` if the environment is contradictory."""
     return number("WORLD_SIZE", 1) > 1
 
 
 def rank() -> int:
-    """Which of several processes this is; 0 where there is one, or it cannot be told."""
+    """This process's rank; 0 for a process by itself, or if the environment is contradictory."""
     with contextlib.suppress(UserError):
         return number("RANK", 0) if is_one_of_many() else 0
     return 0
@@ -45,19 +44,19 @@ def is_ours() -> bool:
 
 
 def began() -> float | None:
-    """When the command began that our launcher is of, on the clock of `time.perf_counter`, which processes share."""
+    """When our launcher's command began, on the clock of `time.perf_counter`, which processes share."""
     return float(os.environ[BEGAN]) if is_ours() and BEGAN in os.environ else None
 
 
 def tell(name: str, value: object) -> None:
-    """Leaves the launcher a word, from the first process; where there is none, nothing."""
+    """Leaves a message for our launcher, if it started this process and this is rank 0."""
     if is_ours() and rank() == 0:
         with contextlib.suppress(OSError):
             Path(os.environ[LAUNCHER], name).write_text(str(value), encoding="utf-8")
 
 
 def told(folder: str, name: str) -> str | None:
-    """What the first process left, if it came so far."""
+    """Rank 0's message; None if it left none."""
     with contextlib.suppress(OSError):
         return Path(folder, name).read_text(encoding="utf-8")
     return None

@@ -1,4 +1,4 @@
-"""Several processes of one command on this machine, by torch's elastic launcher: what one of them ends, ends all."""
+"""Starts several processes of one command on this machine, by torch's elastic launcher. When one fails, all end."""
 
 import contextlib
 import errno
@@ -21,17 +21,17 @@ from gpt.parallel.environment import BEGAN, LAUNCHER, RUN, STATUS, told
 from gpt.peaks import host_memory
 
 SIGNALS = ("SIGINT", "SIGTERM")
-PROCESS_BYTES = 2**28  # that Python and torch take in each process, before any work
+PROCESS_BYTES = 2**28  # of memory that Python and torch take in each process, before any work
 LONGEST_SAVE = 24 * 3600  # seconds that a run which was told to stop may take to save; a second signal ends it at once
 
-# What a process ends with since another has ended, the least likely first.
+# Exit codes of a process that ended because another one did, the least likely first.
 CONSEQUENCES = (128 + signal.SIGTERM, -signal.SIGTERM, PeerLost.exit_code)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How the processes ended. ``rank``: the one that ended the others, ``signum`` what killed it, if anything did;
-    ``run``: the run to go on with, if one was begun."""
+    """The end of all processes: ``rank`` is the one that ended the others, ``signum`` the signal that killed it, if one
+    did, and ``run`` the run to resume, if one was begun."""
 
     status: int
     rank: int = 0
@@ -50,11 +50,11 @@ def _check_room(nproc: int) -> None:
 
 
 def launch(command: Sequence[str], nproc: int, began: float | None = None) -> Ended:
-    """Runs ``command`` in ``nproc`` processes until all have ended. Each finds its rank in its environment, as torchrun
-    has it; signals are passed on. The processes meet at a port that is free, or at ``MASTER_PORT`` where that is set.
-    ``began``: when the work did, on the clock of `time.perf_counter`.
+    """Runs ``command`` in ``nproc`` processes until all have ended, and passes signals on. Each process finds its rank
+    in its environment, as under torchrun. They meet at ``MASTER_PORT``, or at a free port if that is not set. ``began``
+    is when the work did, on the clock of `time.perf_counter`.
 
-    Raises `UserError` where that port is taken, and where this machine has no room for so many processes.
+    Raises `UserError` if that port is taken, or if this machine has too little memory for so many processes.
     """
     _check_room(nproc)
     config: dict[str, Any] = {
@@ -84,7 +84,7 @@ def launch(command: Sequence[str], nproc: int, began: float | None = None) -> En
 
 
 def _ended(codes: Mapping[int, int], run: str | None) -> Ended:
-    """Which process ended the others, by their exit codes; a negative one is the signal that killed it."""
+    """Finds the process that ended the others, by their exit codes; a negative one is the signal that killed it."""
 
     rank = min(codes, key=lambda rank: (codes[rank] in CONSEQUENCES and CONSEQUENCES.index(codes[rank]) + 1, rank))
     code = codes[rank]
@@ -93,7 +93,7 @@ def _ended(codes: Mapping[int, int], run: str | None) -> Ended:
 
 
 def _port() -> int:
-    """Where the processes meet: 0, any that is free, unless the environment names one."""
+    """The port at which the processes meet: the environment's, or 0, any that is free."""
     asked = os.environ.get("MASTER_PORT", "0")
     if not asked.isascii() or not asked.isdigit() or int(asked) > 65535:
         raise UserError(f'MASTER_PORT is "{asked}"; it must be a number below 65,536')
@@ -109,7 +109,7 @@ def _port() -> int:
 
 @contextlib.contextmanager
 def _environment(place: str, began: float | None) -> Iterator[None]:
-    """What the processes are told, and a launcher that says nothing itself and leaves signals as they were."""
+    """Sets the processes' environment, silences the launcher, and restores its signal handlers afterwards."""
     handlers = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
     quiet = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

@@ -146,7 +146,7 @@ def data_record(record: RunRecord, data: Dataset, init: InitCheckpoint | None) -
         record,
         tokenizer=TokenizerRecord(data.tokenizer.name, data.tokenizer.fingerprint),
         tokens=TokenCounts(data.tokens, data.held_out_tokens),
-        sources=data.sources(),
+        sources=data.sources,
         init=init.record() if init else None,
     )
 

@@ -21,8 +21,7 @@ from gpt.model.loss import IGNORED
 from gpt.text.batches import Batches, Int64s, shuffled
 from gpt.text.corpus import Corpus, Listener, TextSample
 from gpt.text.documents import Chunk, utf8_size
-from gpt.text.pairs import Pair, PairCorpus, read_pairs
-from gpt.text.shards import TokenStream
+from gpt.text.pairs import Pair, read_pairs
 from gpt.text.token_folder import MANIFEST, TokenFolder, is_token_folder
 from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
@@ -38,124 +37,24 @@ class Batched(Protocol):
         """Inputs and targets of a step, counted from 0, each (rows / ranks, T): those of one of ``ranks``."""
 
 
-class Dataset(Protocol):
+@dataclass(frozen=True)
+class Dataset:
     """The data that a run trains on, and those that are held out to measure it."""
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of all ids."""
-
-    @property
-    def name(self) -> str:
-        """A name for the run."""
-
-    @property
-    def rows(self) -> int:
-        """Pairs to train on; 0 for running text."""
-
-    @property
-    def prompt(self) -> str:
-        """The prompt of the samples that show how the model learns."""
-
-    @property
-    def bytes(self) -> int:
-        """The text's size in UTF-8."""
-
-    @property
-    def tokens(self) -> int:
-        """Ids to train on."""
-
-    @property
-    def held_out_tokens(self) -> int:
-        """Ids held out."""
-
-    @property
-    def held_out_bytes(self) -> int:
-        """The held-out text's size in UTF-8."""
-
-    @property
-    def held_out_targets(self) -> int:
-        """Held-out ids that are predicted."""
-
-    @property
-    def pairs(self) -> "tuple[PairSet, PairSet] | None":
-        """The pairs to train on and those held out; None for running text."""
-
-    def batches(self, recipe: Recipe) -> Batched:
-        """The batches to train on. Raises `UserError` for a pair that is longer than the context."""
-
-    def windows(self, block_size: int) -> Iterator[Window]:
-        """Everything that is held out."""
-
-    def some_windows(self, block_size: int, wanted: int) -> list[Window]:
-        """At most ``wanted`` held-out windows, spread over all of them."""
-
-    def sources(self) -> list[dict[str, Any]]:
-        """The sources that were read, for the run's record, each with its checksum."""
-
-
-@dataclass(frozen=True)
-class TokenDataset:
-    """Running text, tokenized. See `Dataset`."""
-
-    folder: TokenFolder
+    name: str  # for the run
     tokenizer: Tokenizer
-    train: TokenStream
-    held_out: TokenStream
-    found: bool  # whether the folder was there before the run
-
-    rows = 0
-    prompt = ""  # samples begin like documents
-    pairs = None
-
-    @property
-    def name(self) -> str:
-        """See `Dataset`."""
-        return self.folder.path.absolute().name
-
-    @property
-    def bytes(self) -> int:
-        """See `Dataset`."""
-        return self.folder.bytes
-
-    @property
-    def tokens(self) -> int:
-        """See `Dataset`."""
-        return len(self.train)
-
-    @property
-    def held_out_tokens(self) -> int:
-        """See `Dataset`."""
-        return len(self.held_out)
-
-    @property
-    def held_out_bytes(self) -> int:
-        """See `Dataset`."""
-        return self.folder.bytes_of("val")
-
-    @property
-    def held_out_targets(self) -> int:
-        """All held-out ids but each document's first."""
-        return int(np.maximum(self.held_out.documents.lengths - 1, 0).sum())
-
-    def batches(self, recipe: Recipe) -> Batches:
-        """See `Dataset`."""
-        return Batches(self.train, recipe.model.block_size, recipe.rows, recipe.seed, recipe.ramp)
-
-    def windows(self, block_size: int) -> Iterator[Window]:
-        """See `Dataset`."""
-        return windows(self.held_out.documents, block_size)
-
-    def some_windows(self, block_size: int, wanted: int) -> list[Window]:
-        """See `Dataset`."""
-        return spread_windows(self.held_out.documents, block_size, wanted)
-
-    def sources(self) -> list[dict[str, Any]]:
-        """Each source with its checksum, or the folder of tokens with its manifest's."""
-        if self.found:
-            return [{"name": str(self.folder.path), "sha256": file_sha256(self.folder.path / MANIFEST)}]
-        keys = ("name", "size", "documents", "bytes", "sha256")
-        return [{key: getattr(source, key) for key in keys} for source in self.folder.sources()]
+    bytes: int  # of the text in UTF-8
+    tokens: int  # to train on
+    held_out_tokens: int
+    held_out_bytes: int
+    held_out_targets: int  # held-out ids that are predicted
+    sources: list[dict[str, Any]]  # that were read, for the run's record, each with its checksum
+    batches: Callable[[Recipe], Batched]  # raises `UserError` for a pair that is longer than the context
+    windows: Callable[[int], Iterator[Window]]  # all that is held out, for a context of so many tokens
+    some_windows: Callable[[int, int], list[Window]]  # the same, but at most so many, spread over all
+    rows: int = 0  # pairs to train on; 0 for running text
+    prompt: str = ""  # of the samples that show how the model learns; "" begins them like documents
+    pairs: "tuple[PairSet, PairSet] | None" = None  # to train on, and held out; None for running text
 
 
 def tokenized(texts: Sequence[str]) -> Path | None:
@@ -171,7 +70,7 @@ def tokenized(texts: Sequence[str]) -> Path | None:
 
 def open_tokens(
     path: Path, config: TrainConfig, note: Callable[[str], None], tokenizer: Tokenizer | None = None
-) -> TokenDataset:
+) -> Dataset:
     """Opens a folder of tokens that was there before the run. Notes the settings for making one, which are not used.
 
     Raises `UserError` if it was made with another ``tokenizer`` than that of the model that is fine-tuned.
@@ -200,7 +99,7 @@ def make_tokens(
     listen: Listener,
     note: Callable[[str], None],
     tokenizer: Tokenizer | None = None,
-) -> TokenDataset:
+) -> Dataset:
     """Tokenizes a corpus into the folder ``out`` with ``tokenizer``, that of the model that is fine-tuned; None learns
     a vocabulary from the training part alone."""
     if config.val_text is not None and config.val_fraction != TrainConfig().val_fraction:
@@ -210,20 +109,37 @@ def make_tokens(
     return _open(tokenize(corpus, tokenizer, out, config.jobs, listen=listen), note, corpus)
 
 
-def load_tokens(folder: TokenFolder, found: bool) -> TokenDataset:
+def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
     """The two sides of a folder of tokens; ``found`` says that it was there before the run."""
-    return TokenDataset(folder, folder.tokenizer, folder.stream("train"), folder.stream("val"), found)
+    train, held_out = folder.stream("train"), folder.stream("val")
+    keys = ("name", "size", "documents", "bytes", "sha256")
+    sources = [{key: getattr(source, key) for key in keys} for source in folder.sources()]
+    if found:
+        sources = [{"name": str(folder.path), "sha256": file_sha256(folder.path / MANIFEST)}]
+    return Dataset(
+        folder.path.absolute().name,
+        folder.tokenizer,
+        folder.bytes,
+        len(train),
+        len(held_out),
+        folder.bytes_of("val"),
+        int(np.maximum(held_out.documents.lengths - 1, 0).sum()),  # all but each document's first
+        sources,
+        batches=lambda r: Batches(train, r.model.block_size, r.rows, r.seed, r.ramp),
+        windows=lambda block_size: windows(held_out.documents, block_size),
+        some_windows=lambda block_size, wanted: spread_windows(held_out.documents, block_size, wanted),
+    )
 
 
-def _open(folder: TokenFolder, note: Callable[[str], None], corpus: Corpus | None = None) -> TokenDataset:
+def _open(folder: TokenFolder, note: Callable[[str], None], corpus: Corpus | None = None) -> Dataset:
     """Opens a folder and describes it. Raises `UserError` if there is nothing to train on, or nothing that is held out
     can be predicted."""
     data = load_tokens(TokenFolder(folder.path), found=corpus is None)
     for line in describe(folder, corpus):
         note(line)
-    if not len(data.train):
+    if not data.tokens:
         raise UserError(f"{folder.path} has nothing to train on: all of its text is held out")
-    if len(data.held_out) and not any(data.held_out.documents.lengths > 1):
+    if data.held_out_tokens and not data.held_out_targets:
         raise UserError(
             f"the text is too short: {data.held_out_bytes:,} bytes held out are one token: nothing can be predicted",
             "give more text, a larger --val-fraction, or --val-fraction 0 to hold nothing out",
@@ -321,7 +237,7 @@ class PairBatches:
     seed: int
 
     def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s]:
-        """See `Batched`. T is the length of the step's longest pair; targets that do not count are `IGNORED`."""
+        """See `Batched`; T is the length of the step's longest pair; targets that do not count are `IGNORED`."""
         places = np.arange(step * self.rows, (step + 1) * self.rows, dtype=np.int64)
         chosen = [self.pairs.window(number) for number in shuffled(places, len(self.pairs.ids), self.seed).tolist()]
         shape = (self.rows // ranks, max(len(window.x) for window in chosen))
@@ -332,86 +248,13 @@ class PairBatches:
         return x, y
 
 
-@dataclass(frozen=True)
-class PairDataset:
-    """Pairs of prompt and completion. See `Dataset`."""
-
-    corpus: PairCorpus
-    tokenizer: Tokenizer
-    train: PairSet
-    held_out: PairSet
-
-    @property
-    def name(self) -> str:
-        """See `Dataset`."""
-        return self.corpus.name
-
-    @property
-    def pairs(self) -> tuple[PairSet, PairSet]:
-        """See `Dataset`."""
-        return self.train, self.held_out
-
-    @property
-    def tokens(self) -> int:
-        """See `Dataset`."""
-        return len(self.train)
-
-    @property
-    def held_out_tokens(self) -> int:
-        """See `Dataset`."""
-        return len(self.held_out)
-
-    @property
-    def rows(self) -> int:
-        """See `Dataset`."""
-        return len(self.train.ids)
-
-    @property
-    def bytes(self) -> int:
-        """See `Dataset`."""
-        return sum(source["bytes"] for source in self.corpus.sources)
-
-    @property
-    def held_out_bytes(self) -> int:
-        """The size of the held-out completions."""
-        return sum(utf8_size(pair.completion) for pair in self.corpus.held_out)
-
-    @property
-    def held_out_targets(self) -> int:
-        """See `Dataset`."""
-        return self.held_out.counted
-
-    @property
-    def prompt(self) -> str:
-        """A held-out prompt, if any is held out."""
-        return (self.corpus.held_out or self.corpus.train)[0].prompt
-
-    def sources(self) -> list[dict[str, Any]]:
-        """See `Dataset`."""
-        return self.corpus.sources
-
-    def batches(self, recipe: Recipe) -> PairBatches:
-        """See `Dataset`."""
-        self.train.check(recipe.model.block_size)
-        self.held_out.check(recipe.model.block_size)
-        return PairBatches(self.train, recipe.rows, recipe.seed)
-
-    def windows(self, block_size: int) -> Iterator[Window]:
-        """See `Dataset`."""
-        return map(self.held_out.window, range(len(self.held_out.ids)))
-
-    def some_windows(self, block_size: int, wanted: int) -> list[Window]:
-        """See `Dataset`."""
-        return self.held_out.spread(wanted)
-
-
 def open_pairs(
     texts: Sequence[str],
     config: TrainConfig,
     device: str,
     note: Callable[[str], None],
     tokenizer: Tokenizer | None = None,
-) -> PairDataset:
+) -> Dataset:
     """Reads and encodes the pairs of ``texts`` with ``tokenizer``, that of the model that is fine-tuned; None learns a
     vocabulary from the prompts and completions that are trained on."""
     for text in filter(is_token_folder, texts):
@@ -427,12 +270,33 @@ def open_pairs(
         most = find_preset(preset_name(config, data_bytes, device)).model.vocab_size
         sample = TextSample(words, data_bytes, config.sample_bytes)
         tokenizer = make_tokenizer(config.tokenizer, config.vocab_size, sample, data_bytes, most)
-    data = PairDataset(corpus, tokenizer, PairSet(corpus.train, tokenizer), PairSet(corpus.held_out, tokenizer))
-    note(f"{', '.join(texts)}: {data.rows:,} pairs to train on, {len(corpus.held_out):,} held out")
+    train, held_out = PairSet(corpus.train, tokenizer), PairSet(corpus.held_out, tokenizer)
+    note(f"{', '.join(texts)}: {len(corpus.train):,} pairs to train on, {len(corpus.held_out):,} held out")
     if corpus.skipped:
         note(f"{corpus.skipped:,} files or lines could not be read and were left out")
     note(
-        f"tokenizer {tokenizer.name}: {tokenizer.vocab_size:,} ids, {len(data.train):,} tokens to train on, of which "
-        f"{data.train.counted:,} count"
+        f"tokenizer {tokenizer.name}: {tokenizer.vocab_size:,} ids, {len(train):,} tokens to train on, of which "
+        f"{train.counted:,} count"
     )
-    return data
+
+    def batches(recipe: Recipe) -> PairBatches:
+        for side in (train, held_out):
+            side.check(recipe.model.block_size)
+        return PairBatches(train, recipe.rows, recipe.seed)
+
+    return Dataset(
+        corpus.name,
+        tokenizer,
+        sum(source["bytes"] for source in corpus.sources),
+        len(train),
+        len(held_out),
+        sum(utf8_size(pair.completion) for pair in corpus.held_out),
+        held_out.counted,
+        corpus.sources,
+        batches,
+        windows=lambda block_size: map(held_out.window, range(len(held_out.ids))),
+        some_windows=lambda block_size, wanted: held_out.spread(wanted),
+        rows=len(corpus.train),
+        prompt=(corpus.held_out or corpus.train)[0].prompt,
+        pairs=(train, held_out),
+    )

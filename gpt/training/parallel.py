@@ -133,7 +133,6 @@ class Replicated(Parallel):
     trial = True
 
     def wrap(self, objective: nn.Module) -> nn.Module:
-        """See `Parallel.wrap`."""
         with self.world.watching_peers(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers is to have another name
             self.wrapped = DistributedDataParallel(
@@ -142,11 +141,9 @@ class Replicated(Parallel):
         return self.wrapped
 
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
-        """See `Parallel.no_sync`."""
         return self.wrapped.no_sync()
 
     def summed(self, loss: Tensor) -> Tensor:
-        """See `Parallel.summed`."""
         return loss * self.world.data_size
 
     def windows(self, items: Iterable[Window]) -> Iterable[Window]:
@@ -188,27 +185,21 @@ class Sharded(Parallel):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """See `Parallel.shapes`."""
         return {name: p.shape for name, p in self.sharded.table.items()}
 
     def scaler(self) -> torch.amp.GradScaler:
-        """See `Parallel.scaler`."""
         return self.sharded.scaler(self.compute.device.type, self.compute.dtype == torch.float16)
 
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
-        """See `Parallel.no_sync`."""
         return self.sharded.no_sync()
 
     def summed(self, loss: Tensor) -> Tensor:
-        """See `Parallel.summed`."""
         return loss * self.world.data_size
 
     def collect_grads(self) -> None:
-        """See `Parallel.collect_grads`."""
         self.sharded.collect()
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """See `Parallel.clip_grad_norm`."""
         return self.sharded.clip_grad_norm(max_norm)
 
     def windows(self, items: Iterable[Window]) -> Iterator[Window]:
@@ -224,11 +215,9 @@ class Sharded(Parallel):
         return work()
 
     def load(self, path: Path, recipe: Recipe, compute: Compute) -> GPT:
-        """See `Parallel.load`."""
         return shard(recipe, compute, self.world, path).model
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """See `Parallel.part`."""
         if name not in self.gatherer.tensors:
             return whole
         return self.sharded.grid.part(self.gatherer.tensors[name], self.sharded.rank).take(whole)
@@ -244,7 +233,6 @@ class Sharded(Parallel):
             return self.gatherer.full_tensor(name, shard)
 
     def finish_save(self) -> None:
-        """See `Parallel.finish_save`."""
         with self.world.watching_peers():
             self.gatherer.finish()
 

@@ -360,7 +360,7 @@ def open_run(
     world.raise_on_all(lambda: world.divide(int(given.get("tensor", (begun.recipe or begun.config).tensor))))
     init = world.raise_on_all(lambda: prepared.init if prepared else same_init(begun, world))
     data = world.raise_on_all(lambda: prepared.data if prepared else open_data(begun, compute, init, session))
-    world.assert_same({"text": data.sources()})
+    world.assert_same({"text": data.sources})
     environment.tell(environment.RUN, path)
     given = {**begun.lengthened, **given}
     recipe, budget = amend(begun, given, data, compute, init, session)
@@ -452,9 +452,7 @@ def open_data(begun: Begun, compute: Compute, init: InitCheckpoint | None, sessi
         corpus = open_corpus(texts, config, session.listen)
         data = make_tokens(corpus, config, tokens, kind, session.listen, note, tokenizer)
     made_with, was = record.tokenizer, record.sources
-    if (was is not None and was != data.sources()) or (
-        made_with and made_with.fingerprint != data.tokenizer.fingerprint
-    ):
+    if (was is not None and was != data.sources) or (made_with and made_with.fingerprint != data.tokenizer.fingerprint):
         raise UserError(
             f"the text of {run} is not what it was: {', '.join(texts) or tokens}",
             "put it back as it was, or fine-tune on the new text with --init",

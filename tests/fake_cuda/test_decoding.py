@@ -1,5 +1,8 @@
 """Writing on CUDA as it is on the CPU: every kind of request gives the same texts; evaluation and inspection too."""
 
+import math
+import tomllib
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,13 @@ from conftest import Gpt
 import gpt
 from gpt import SampleConfig, api, inspect
 from gpt.bench_config import BenchConfig
-from gpt.errors import UserError
+from gpt.decoding.context import Context, kv_bytes
+from gpt.decoding.pool import CACHE_SHARE, KEPT
+from gpt.device import Compute
+from gpt.errors import NotANumber, UserError
 
 Disguise = Callable[..., Any]
+COUNTS = Path(__file__).parent.with_name("counts.toml")
 REQUESTS: list[dict[str, Any]] = [
     {"greedy": True},
     {},
@@ -122,3 +129,106 @@ def test_a_lost_device_is_one_line(models: dict[str, Path], disguise: Disguise, 
         done = gpt("sample", "-m", models["gpt2"], "--device", "cuda", "the cat")
     assert (done.code, done.out) == (1, "")
     assert done.err.splitlines()[-2] == "error: the device has failed: CUDA error: unspecified launch failure"
+
+
+class Captures:
+    """Stands in for torch.compile, and counts its calls and the CUDA graphs that it would capture: one for each shape
+    of a step and each place in memory of keys and values."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+        self.captured = 0
+        self.places: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __call__(self, stack: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+        self.compiled += 1
+
+        def step(x: Any, rotations: Any, cache: Any) -> Any:
+            if cache not in self.places:
+                self.captured += 1
+                self.places.add(cache)
+            return stack(x, rotations, cache)
+
+        return step
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    stand_in = Captures()
+    monkeypatch.setattr(torch, "compile", stand_in)
+    return stand_in
+
+
+COMPILED = SampleConfig(max_tokens=3, compile="on")
+
+
+def written(model: gpt.LanguageModel, count: int = 1, prompt: str = "the cat ") -> list[str]:
+    pieces = model.write_all([prompt], COMPILED, 3, count)
+    return [piece.sample.text for piece in pieces if piece.sample is not None]
+
+
+def test_later_calls_capture_nothing(models: dict[str, Path], disguise: Disguise, captures: Captures) -> None:
+    with disguise():
+        model = gpt.load(models["gpt2"], device="cuda", dtype="float32", sampling=COMPILED)
+        assert written(model) == written(model)
+        assert len({text for prompt in ("a", "dogs", "the mat") for text in written(model, prompt=prompt)}) == 3
+        assert len("".join(model.write("the cat ", COMPILED))) > 0
+        found = {"compiled": captures.compiled, "captured": captures.captured}
+    assert found == tomllib.loads(COUNTS.read_text(encoding="utf-8"))["calls"]
+
+
+def test_contexts_are_bounded_in_number(models: dict[str, Path], disguise: Disguise, captures: Captures) -> None:
+    with disguise():
+        model = gpt.load(models["modern"], device="cuda", dtype="float32", sampling=COMPILED)
+        for count in range(1, KEPT + 3):
+            written(model, count)
+        assert (captures.compiled, captures.captured, len(captures.places)) == (1, KEPT + 2, KEPT)
+        for count in (KEPT + 2, KEPT, KEPT + 2):  # kept
+            written(model, count)
+        assert captures.captured == KEPT + 2
+        written(model, 1)  # freed long ago
+        assert (captures.captured, len(captures.places)) == (KEPT + 3, KEPT)
+
+
+def test_contexts_are_bounded_in_memory(
+    models: dict[str, Path], disguise: Disguise, captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for seven rows: of contexts of three, two and four rows the oldest goes."""
+    row = kv_bytes(gpt.load(models["gpt2"]).model.config, Compute(torch.device("cpu"), torch.float32), 32)
+    monkeypatch.setattr(Compute, "memory", lambda self: int(7.5 * row / CACHE_SHARE))
+    with disguise():
+        model = gpt.load(models["gpt2"], device="cuda", dtype="float32", sampling=COMPILED)
+        for count, kept in ((3, [3]), (2, [3, 2]), (4, [2, 4]), (7, [7])):
+            written(model, count)
+            assert sorted(len(cache.lengths) for cache in captures.places) == sorted(kept)
+
+
+def test_calls_at_the_same_time_have_contexts_of_their_own(
+    models: dict[str, Path], disguise: Disguise, captures: Captures
+) -> None:
+    with disguise():
+        model = gpt.load(models["gpt2"], device="cuda", dtype="float32", sampling=COMPILED)
+        alone = ["".join(model.write(prompt, COMPILED)) for prompt in ("a", "b")]
+        both = [model.write(prompt, COMPILED) for prompt in ("a", "b")]
+        assert ["".join(pieces) for pieces in zip(*zip(*both, strict=True), strict=True)] == alone
+        assert captures.captured == 2
+        "".join(model.write("a", COMPILED))
+        assert captures.captured == 2
+
+
+def test_a_text_that_is_ended_early_gives_its_context_back_and_an_error_does_not(
+    models: dict[str, Path], disguise: Disguise, captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with disguise():
+        model = gpt.load(models["gpt2"], device="cuda", dtype="float32", sampling=COMPILED)
+        text = written(model)
+        begun = model.write_all(["dogs"], COMPILED)
+        next(begun)
+        begun.close()
+        assert written(model) == text
+        assert captures.captured == 1
+        with monkeypatch.context() as patched, pytest.raises(NotANumber):
+            patched.setattr(Context, "logits", lambda self, x: x.new_full((*x.shape[:-1], 300), math.nan))
+            written(model)
+        assert written(model) == text
+        assert captures.captured == 2

@@ -13,8 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import Gpt, make_text, send
-from safetensors.torch import load_file
+from conftest import Gpt, losses, make_text, send, weights
 
 import gpt
 from gpt import events
@@ -54,16 +53,8 @@ def train(device: str, **settings: Any) -> tuple[Any, list[Any]]:
     return result, heard
 
 
-def losses(heard: list[Any]) -> list[float]:
-    return [each.loss for each in heard if isinstance(each, events.StepEvent)]
-
-
 def notes(heard: list[Any]) -> list[str]:
     return [each.text for each in heard if isinstance(each, events.Note)]
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder.find_checkpoint(f"{run}:latest") / "model.safetensors")
 
 
 @pytest.mark.parametrize(

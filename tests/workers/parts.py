@@ -1,4 +1,4 @@
-"""What the processes of `test_divided.py` do, which have parts of a model: `main` runs a scenario, in each of them.
+"""The script that the processes of `test_divided.py` run, on sharded models: each runs the scenario that is named.
 
 python tests/workers/parts.py SCENARIO
 """
@@ -15,7 +15,7 @@ import gpt
 from gpt import events
 from gpt.runs import checkpoint
 
-# What one process trains, and how two, or four, divide it.
+# Runs of one process, and how two or four share them.
 MODELS: dict[str, dict[str, Any]] = {
     "adamw": {**LONG, "optimizer": "adamw", "micro_batch": 2},
     "muon": {**LONG, "arch": "modern", "micro_batch": 2, "sample_every": 25},
@@ -36,7 +36,7 @@ BOTH = {**SHORT, "shard": "full", "tensor": 2, "arch": "modern"}
 
 
 def two() -> None:
-    """Runs of two processes, and runs that go on as others were begun."""
+    """Runs of two processes, and runs that are resumed with another number of processes or other shards."""
     for name, (model, how) in TWO.items():
         gpt.train(TEXTS.get(model, "book.txt"), out=name, **MODELS[model], **how)
     gpt.train("book.txt", out="dropout", **{**SHORT, "dropout": 0.1}, **SHARDED)
@@ -55,13 +55,13 @@ def two() -> None:
 
 
 def few() -> None:
-    """A few steps of a run in each way that two processes may share it."""
+    """A few steps, replicated, sharded and tensor-parallel."""
     for name, how in FEW.items():
         gpt.train("book.txt", out=name, **{**SHORT, "steps": 4}, **how)
 
 
 def four() -> None:
-    """Two times two."""
+    """Tensor parallel within pairs of a sharded run of four."""
     gpt.train("book.txt", out="four", **BOTH)
 
 

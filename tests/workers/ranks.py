@@ -1,4 +1,4 @@
-"""What the processes of `test_parallel.py` do: `main` runs a scenario by name, in each of them.
+"""The script that the processes of `test_parallel.py` run: each runs the scenario that is named.
 
 python tests/workers/ranks.py SCENARIO
 """
@@ -8,9 +8,12 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,8 +21,12 @@ import torch
 
 import gpt
 from gpt import events
+from gpt.device import Compute
 from gpt.model.decoder import GPT
+from gpt.parallel import world
 from gpt.training import step as stepping
+from gpt.training.checkpointing import Checkpointer
+from gpt.training.parallel import MOMENT, WEIGHT
 
 SMALL: dict[str, Any] = {
     "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_tokens": 256, "dtype": "float32",
@@ -39,7 +46,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def cut(run: str, copy: str, step: int) -> None:
-    """A copy of a run as one has it that was killed soon after a step."""
+    """Copies a run to what it was if it had been killed soon after a step."""
     shutil.copytree(run, copy)
     for path in Path(copy).glob("step-*"):
         if int(path.name[5:]) > step:
@@ -51,7 +58,7 @@ def cut(run: str, copy: str, step: int) -> None:
 
 
 def two() -> None:
-    """All that comes to a good end."""
+    """Runs that end well."""
     summed: dict[str, list[bool]] = {}
     for name, settings in RUNS.items():
         with summing() as summed[name]:
@@ -63,17 +70,17 @@ def two() -> None:
     gpt.resume("two/resumed")
     heard: list[Any] = []
     gpt.resume("two/from-one", heard.append)
-    with poisoned():
+    with poisoned(), rollbacks() as rolled_back:
         gpt.train("book.txt", out="two/poisoned", listen=heard.append, **SHORT)
     with little_memory():
         gpt.train("book.txt", out="two/little", listen=heard.append, **SHORT)
     notes = [event.text for event in heard if isinstance(event, events.Note)]
-    Path(f"heard-{RANK}.json").write_text(json.dumps({"notes": notes, "summed": summed}))
+    Path(f"heard-{RANK}.json").write_text(json.dumps({"notes": notes, "summed": summed, "rolled_back": rolled_back}))
 
 
 @contextlib.contextmanager
 def summing() -> Iterator[list[bool]]:
-    """Whether gradients were summed over processes, for each time that a micro-batch went backward."""
+    """Records for each backward pass of a micro-batch whether gradients were all-reduced."""
     whole, summed = stepping.Stepper._backward, []
 
     def backward(self: stepping.Stepper, *args: Any) -> torch.Tensor:
@@ -86,7 +93,7 @@ def summing() -> Iterator[list[bool]]:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """In one process, the loss is no number three times."""
+    """Makes the loss NaN three times, on rank 1 alone."""
     whole, calls = stepping.tied_cross_entropy, []
 
     def loss(*args: Any) -> torch.Tensor:
@@ -98,8 +105,28 @@ def poisoned() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def rollbacks() -> Iterator[list[Any]]:
+    """Yields, for each rollback, what this rank then has, as sums, and how many weights and moments it kept a copy of."""
+    whole, found = Checkpointer.roll_back, []
+
+    def roll_back(self: Checkpointer, **changes: Any) -> None:
+        whole(self, **changes)
+        kept = sum(name.startswith((WEIGHT, MOMENT)) for name in self.snapshot.tensors)
+        parallel = self.parallel
+        moments = parallel.optimizer.state(parallel.own)
+        has = {
+            name: float(each.double().abs().sum())
+            for name, each in [*parallel.own.named_parameters(), *moments.items()]
+        }
+        found.append({"has": has, "kept": kept, "step": self.state.step})
+
+    with mock.patch.object(Checkpointer, "roll_back", roll_back):
+        yield found
+
+
+@contextlib.contextmanager
 def little_memory() -> Iterator[None]:
-    """In one process, memory does for one sequence."""
+    """Gives rank 1 memory for one sequence at a time."""
     whole = GPT.trunk
 
     def trunk(self: GPT, idx: torch.Tensor, cache: object = None) -> torch.Tensor:
@@ -112,7 +139,7 @@ def little_memory() -> Iterator[None]:
 
 
 def broken() -> None:
-    """An error in one process."""
+    """Raises an error on rank 1."""
     whole, calls = stepping.Stepper.step, []
 
     def step(*args: Any) -> Any:
@@ -125,13 +152,51 @@ def broken() -> None:
         command("--quiet", "-o", "broken")
 
 
+@contextlib.contextmanager
+def watched() -> Iterator[threading.Event]:
+    """Watches peers as where gradients go over NCCL, whose collectives end when they are aborted. Yields that event."""
+    whole, aborted = world.Ranks.place, threading.Event()
+
+    def place(self: world.Ranks, compute: Compute) -> Compute:
+        found = whole(self, compute)
+        self.watchdog = world.Watchdog(self.rank, self.size, SimpleNamespace(abort=aborted.set))  # type: ignore[arg-type]
+        return found
+
+    with mock.patch.object(world.Ranks, "place", place):
+        yield aborted
+
+
+def killed() -> None:
+    """Kills rank 1 while rank 0 is in a collective of NCCL, which would not end by itself."""
+    whole, calls = stepping.Stepper.step, []
+
+    def step(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 6:
+            if RANK == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            aborted.wait(300)
+            raise RuntimeError("NCCL communicator was aborted")
+        return whole(*args)
+
+    with watched() as aborted, mock.patch.object(stepping.Stepper, "step", step):
+        command("--quiet", "-o", "killed")
+
+
+def unharmed() -> None:
+    """Trains to the end while peers are watched."""
+    with watched() as aborted:
+        gpt.train("book.txt", out="unharmed", **SHORT)
+    assert not aborted.is_set()
+
+
 def otherwise() -> None:
-    """Other words for one process than for the other."""
+    """Gives the two ranks different command lines."""
     command("--quiet", "-o", "otherwise", "--seed", str(7 + RANK))
 
 
 def command(*words: str) -> None:
-    """``gpt train`` with words of its own, to its end as the command's: that of one among several is abrupt."""
+    """Runs ``gpt train`` as a command, whose exit is abrupt in one of several processes."""
     from gpt_cli.main import run
 
     sys.argv = ["gpt", "train", "book.txt", *WORDS, *words]
@@ -139,5 +204,7 @@ def command(*words: str) -> None:
 
 
 if __name__ == "__main__":
-    scenarios: dict[str, Callable[[], None]] = {"two": two, "broken": broken, "otherwise": otherwise}
+    scenarios: dict[str, Callable[[], None]] = {
+        "two": two, "broken": broken, "otherwise": otherwise, "killed": killed, "unharmed": unharmed
+    }  # fmt: skip
     scenarios[sys.argv[1]]()

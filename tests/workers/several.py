@@ -1,4 +1,4 @@
-"""Runs of several processes, for tests: beside those of one, struck by signals, and gone on with."""
+"""Helpers for tests of several processes: comparing runs, sending signals, resuming."""
 
 import json
 import os
@@ -18,19 +18,21 @@ import gpt as library
 from gpt.parallel.launch import Ended, launch
 from gpt.runs import folder
 
-RANKS, PARTS = (Path(__file__).with_name(name) for name in ("ranks.py", "parts.py"))  # what they run
+RANKS, PARTS = (Path(__file__).with_name(name) for name in ("ranks.py", "parts.py"))
 
 
 def texts() -> None:
-    """What there is to train on, in the current folder."""
+    """Writes the texts to train on into the current folder."""
     Path("book.txt").write_bytes(make_text().encode())
     pairs = [{"prompt": f"{n} =>", "completion": " " + "la" * (n % 7) + f" {n * n}"} for n in range(60)]
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
 
 
 def trained(place: Path, runs: Mapping[str, Mapping[str, Any]], script: Path) -> Path:
-    """``place``, with texts, in which one process has trained each of the runs into ``one``, and two processes have then
-    done what the script's ``two`` does."""
+    """Trains each run with one process, into ``place``/one, and then runs the script's scenario ``two`` in two.
+
+    Returns ``place``.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         texts()
@@ -41,17 +43,17 @@ def trained(place: Path, runs: Mapping[str, Mapping[str, Any]], script: Path) ->
 
 
 def of_events(run: Path, key: str, *kinds: str) -> list[Any]:
-    """What events of some kinds say."""
+    """Returns the values of ``key`` in a run's events of some kinds."""
     return [line[key] for line in curve(run) if line["event"] in kinds]
 
 
 def losses(run: Path) -> list[float]:
-    """Of each step."""
+    """Returns the loss of each step."""
     return of_events(run, "loss", "step")
 
 
 def assert_trained_alike(one: Path, several: Path, norms: float, **near: float) -> None:
-    """Losses are ``near`` (as `pytest.approx` has it), gradient norms within a share."""
+    """Asserts that losses are ``near`` (as `pytest.approx` takes it), and gradient norms within the share ``norms``."""
     assert losses(several) == pytest.approx(losses(one), **near)
     held_out = [of_events(run, "val_loss", "eval", "end") for run in (one, several)]
     assert held_out[1] == pytest.approx(held_out[0], **near)
@@ -59,7 +61,7 @@ def assert_trained_alike(one: Path, several: Path, norms: float, **near: float) 
 
 
 def worker(launcher: int, rank: int) -> int:
-    """The process of a rank."""
+    """Returns the process id of a rank. Linux only."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
@@ -71,8 +73,10 @@ def worker(launcher: int, rank: int) -> int:
 
 
 def strike(process: "subprocess.Popen[str]", run: Path, step: int, rank: int, signum: int) -> tuple[str, str, float]:
-    """Sends one process a signal once a checkpoint from that step on is there. What the command says, and how long it
-    takes to end."""
+    """Sends a rank a signal once a checkpoint of ``step`` or later exists.
+
+    Returns the command's stdout, its stderr, and the seconds until it ended.
+    """
     while not run.is_dir() or not any(entry.step >= step for entry in folder.checkpoints(run)):
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
@@ -83,8 +87,10 @@ def strike(process: "subprocess.Popen[str]", run: Path, step: int, rank: int, si
 
 
 def assert_ended_and_gone_on(words: list[str], steps: int, rank: int) -> None:
-    """Of a run of two processes one is killed, that of ``rank``, and later process 1 is told to stop: either ends both
-    and is said once, and the run then comes to where it comes in one go."""
+    """Kills ``rank`` of a run of two processes, resumes it, and later stops rank 1.
+
+    Asserts that either ends both processes and is reported once, and that the run ends as an uninterrupted one.
+    """
     words = [*words, "--steps", str(steps), "--dropout", "0.1", "--save-every", "5", "--nproc", "2"]
     whole = spawn("train", "book.txt", *words, "-o", "whole", "--quiet", "--json")
     out, err = whole.communicate(timeout=600)
