@@ -31,12 +31,14 @@ PATTERNS = {
     "cl100k": pattern_of("cl100k_base"),
     "o200k": pattern_of("o200k_base"),
     "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "minbpe": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "trailing spaces": r"\S+\s*|\s+",
     "single digits": r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "lines": r"[^\n]*\n|[^\n]+",
     "looks behind": r"(?<=x)y+|\w+|\W",
 }
-KNOWN = ["gpt2", "cl100k", "o200k", "llama3"]
+KNOWN = ["gpt2", "cl100k", "o200k", "llama3", "qwen", "minbpe"]
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,14 @@ def test_under_a_pattern_of_unknown_form_nothing_is_cut(name: str) -> None:
     text = (make_text(3000) + " " * 50_000 + "x") * 2
     assert list(boundaries.parts([text[:1000], text[1000:]], PATTERNS[name], 500)) == [(text, False)]
     assert cuts(text, PATTERNS[name]) == ([], 0)
+
+
+def test_a_document_without_a_place_to_cut_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundaries, "MOST_UNCUT", 1000)
+    for name, text in {"lines": "a line\n", "cl100k": "7" * 7}.items():
+        assert list(boundaries.parts([text] * 100, PATTERNS[name], 100)) == [(text * 100, False)]
+        with pytest.raises(UserError, match="has 1,00. characters without a place to cut it"):
+            list(boundaries.parts([text] * 200, PATTERNS[name], 100))
 
 
 def test_a_pattern_that_is_none() -> None:

@@ -11,6 +11,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from gpt.errors import UserError
+
 # GPT-2's pattern, in the spelling of tiktoken's r50k_base: possessive where that changes no match but keeps the
 # regex engine from backtracking.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -19,6 +21,7 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 # million). The patterns give its last character to the text after it, so a cut before that changes no id.
 LONG_SPACE = 10_000
 LONG_PIECE = 2**20  # characters; a single piece longer than this is cut: merging takes more than linear time
+MOST_UNCUT = 2**27  # characters held of a document in which no place to cut is found: a bomb must not fill the memory
 LONG_SPACE_PIECE = 2**19  # as much for white space, which o200k's pattern puts on that stack even at a text's end
 
 # What \s means to the regex engine: Unicode's White_Space (Python's own \s has four control characters more).
@@ -49,12 +52,12 @@ _O200K_RULES = [*_CL100K_RULES[:-1], (r"[\r\n]", f"[^{SPACES}/]")]
 _CONTRACTION, _CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\p{Lm}\p{Lo}\p{M}"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _MARKS, _SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_FAMILIES = {  # patterns, without the + of possessive quantifiers
+_FAMILIES = {  # patterns, without the + of possessive quantifiers; digits may come in groups of any length
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s": _GPT2_RULES,
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": _GPT2_RULES,
     rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|\s+$|\s*[\r\n]|\s+(?!\S)|\s": _CL100K_RULES,
-    rf"{_CONTRACTION}|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACE}": _CL100K_RULES,  # Llama 3's
-    rf"{_CONTRACTION}|{_WORDS}|\p{{N}}|{_MARKS}|{_SPACE}": _CL100K_RULES,  # Qwen's
+    rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|\s*[\r\n]|\s+(?!\S)|\s+": _CL100K_RULES,  # minbpe's
+    rf"{_CONTRACTION}|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACE}": _CL100K_RULES,  # Llama 3's and Qwen's
     rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_CASED}]*[\p{{Ll}}{_CASED}]+{_CONTRACTION}?"
     rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_CASED}]+[\p{{Ll}}{_CASED}]*{_CONTRACTION}?"
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}": _O200K_RULES,
@@ -64,7 +67,8 @@ _FAMILIES = {  # patterns, without the + of possessive quantifiers
 @lru_cache
 def _rules(pattern: str) -> list[tuple[str, str]] | None:
     """Returns the boundary rules of a pattern; None for one of unknown form."""
-    return _FAMILIES.get(re.sub(r"(?<=[+*?])\+|(?<=\d})\+", "", pattern))
+    plain = re.sub(r"(?<=[+*?])\+|(?<=\d})\+", "", pattern)
+    return _FAMILIES.get(re.sub(r"\|\\p\{N\}(\{1,\d\})?\|", r"|\\p{N}{1,3}|", plain))
 
 
 @lru_cache
@@ -165,7 +169,8 @@ def parts(chunks: Iterable[str], pattern: str, size: int) -> Iterator[tuple[str,
     """Cuts the chunks of one document into parts of about ``size`` characters, or of as many as it takes, whose
     ids one after the other are the whole document's. With each, whether it ends inside a piece that was too long.
 
-    No part is empty. Under a pattern of unknown form there is one part.
+    No part is empty. Under a pattern of unknown form there is one part. Raises `UserError` for more than `MOST_UNCUT`
+    characters between two places to cut.
     """
     held: list[str] = []
     length, wanted = 0, size
@@ -181,6 +186,11 @@ def parts(chunks: Iterable[str], pattern: str, size: int) -> Iterator[tuple[str,
             held = [text[places[-1][0] :] if places else text]
             length = len(held[0])
             wanted = max(size, 2 * length)
+        if length > MOST_UNCUT:
+            raise UserError(
+                f"a document has {length:,} characters without a place to cut it under the tokenizer's pattern",
+                "--split-on cuts it into documents; or take another --tokenizer",
+            )
     if length:
         yield "".join(held), False
 
