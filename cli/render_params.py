@@ -1,4 +1,4 @@
-"""Where parameters sit: the GPT-3 table, shapes side by side, the presets; beside `cli.render`."""
+"""Renders parameters: the GPT-3 table, shapes side by side, the presets; beside `cli.render`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass

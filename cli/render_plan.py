@@ -1,4 +1,4 @@
-"""What training and sampling cost: memory, what fits, operations, days; beside `cli.render_params`."""
+"""Renders the cost of training and sampling: memory, plans that fit, operations, days; beside `cli.render_params`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,13 +39,13 @@ class Cost:
 
     @property
     def sections(self) -> dict[str, bool]:
-        """What is shown: what was asked for, or what a plan needs."""
+        """Which sections are shown: those that were asked for, or memory and time."""
         asked = self.asked
         plain = not (asked.memory or asked.flops or asked.time)
         return {"memory": asked.memory or plain, "flops": asked.flops, "time": asked.time or plain}
 
     def data(self) -> dict[str, Any]:
-        """What is added to the object of ``gpt params --json``."""
+        """The members that costs add to the object of ``gpt params --json``."""
         made: dict[str, Any] = {}
         if self.sections["memory"]:
             made |= {

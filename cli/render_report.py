@@ -1,4 +1,4 @@
-"""What ``gpt report`` prints, beside `cli.render`."""
+"""Renders ``gpt report``, beside `cli.render`."""
 
 import math
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def reports(found: "Sequence[Report]") -> None:
     for title, key in (
         ("learning rate", "lr"),
         ("gradient norm", "grad_norm"),
-        ("tokens a second", "tokens_per_second"),
+        ("tokens per second", "tokens_per_second"),
     ):
         names = [run["name"] if len(runs) > 1 else "" for run in runs]
         series = [Series(names[i], _points(run["steps"], key), 2 * i) for i, run in enumerate(runs)]
@@ -143,7 +143,7 @@ def _sample(run: dict[str, Any], console: Console) -> None:
 
 
 def copying_line(run: dict[str, Any]) -> str:
-    """How much the samples copy, in a sentence."""
+    """A sentence on how much the samples copy."""
     copying = run["copying"]
     if not run["samples"]:
         return "it kept no samples"

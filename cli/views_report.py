@@ -1,4 +1,4 @@
-"""Runs as the data of ``gpt report --json``, of its page and of its charts in the terminal."""
+"""The data of ``gpt report``: for ``--json``, the page, and the charts in the terminal."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ Tree = dict[str, Any]
 
 
 def report_data(report: Report, most: int | None = None) -> Tree:
-    """All that is known of a run; ``most``: points of a curve, else every step."""
+    """The object of a run in ``gpt report --json``; ``most`` limits the points of a curve, else it has every step."""
     history = report.history
     steps, evals = report.columns(most)
     end = None
@@ -63,7 +63,7 @@ def _copying(report: Report) -> Tree | None:
 
 
 def report_page(reports: Sequence[Report]) -> Tree:
-    """What ``pages/report.js`` draws."""
+    """The data that ``pages/report.js`` draws."""
     runs = [report_data(each, POINTS) for each in reports]
     for run in runs:
         run["steps"]["smooth"] = smoothed(run["steps"]["loss"])

@@ -1,6 +1,6 @@
 """Every setting in one place: its name, type, default, bounds and line of help.
 
-``GPTConfig`` is a model's shape, ``TrainConfig`` and others what a user may ask for (``SampleConfig`` lives in
+``GPTConfig`` is a model's shape; ``TrainConfig`` and others are a user's options (``SampleConfig`` lives in
 `gpt.sample_config`). The command line makes its options from these dataclasses, ``--config`` and ``--print-config``
 read and write them as TOML (`gpt.settings`). Nothing here imports torch.
 """
@@ -28,7 +28,7 @@ LIMITS = {"vocab_size": 2**24, "block_size": 2**24, "n_layer": 2**14, "n_head": 
 
 @dataclass(frozen=True)
 class Block:
-    """How the blocks of an architecture compute, beside their shape."""
+    """Properties of an architecture's blocks, beside their shape."""
 
     biases: bool  # of the linear maps
     qk_norm: bool  # whether queries and keys are normalized before they meet
@@ -99,7 +99,7 @@ class GPTConfig:
 
     @property
     def activation(self) -> Activation:
-        """What the MLP computes of each number of its inside."""
+        """The MLP's nonlinearity."""
         return BLOCKS[self.arch].activation
 
     @property
@@ -182,7 +182,7 @@ PANELS = (
 
 @dataclass(frozen=True)
 class ReadConfig:
-    """How files become documents."""
+    """Options for reading files as documents."""
 
     field: str = option(
         "text", "The column or key that holds the text in .jsonl, .csv, .tsv and .parquet.", panel=_READ
@@ -209,7 +209,7 @@ class ReadConfig:
 
 @dataclass(frozen=True)
 class LearnConfig(ReadConfig):
-    """How a vocabulary is learnt from text."""
+    """Options for learning a vocabulary from text."""
 
     vocab_size: int | None = option(
         None, "Ids of the learnt vocabulary, special tokens included.",
@@ -223,7 +223,7 @@ class LearnConfig(ReadConfig):
 
 @dataclass(frozen=True)
 class TextConfig(LearnConfig):
-    """How text becomes ids to train on and ids held out: what `gpt tokenize` and `gpt train` both ask."""
+    """Options for turning text into ids to train on and ids held out, shared by ``gpt tokenize`` and ``gpt train``."""
 
     tokenizer: str = option(
         "auto", "auto: a byte-level BPE learnt from the text; bytes: no merging; gpt2: the 50,257 tokens of GPT-2; "
@@ -256,7 +256,7 @@ class TextConfig(LearnConfig):
 
 @dataclass(frozen=True)
 class TokenizeConfig(TextConfig):
-    """What a user may ask of ``gpt tokenize``."""
+    """Options of ``gpt tokenize``."""
 
     out: str | None = option(
         None, "The folder to make; there must be none yet.", panel=_RUN, flags=("-o",), shown="none"
@@ -287,7 +287,7 @@ class TokenizeConfig(TextConfig):
 
 @dataclass(frozen=True)
 class TrainConfig(TextConfig):
-    """What a user may ask of a training run. ``None`` means: chosen from the text's size, the preset or the device."""
+    """Options of ``gpt train``. ``None`` means: chosen from the text's size, the preset or the device."""
 
     EXCLUSIVE: ClassVar[tuple[tuple[str, str, str], ...]] = (
         ("steps", "epochs", "say how long to train"),

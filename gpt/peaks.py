@@ -1,4 +1,4 @@
-"""What devices can compute and hold at most: what MFU is a share of, and what a plan must fit into."""
+"""Peak FLOP/s and memory of devices, from datasheets: MFU is a share of the former, a plan must fit into the latter."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What a user may ask of ``gpt params`` beside the shape: what training and sampling cost. Imports no torch."""
+"""Options of ``gpt params`` beside the shape: the cost of training and sampling. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +12,7 @@ _COST, _DEVICES, _STEP = "What it costs", "Devices", "How a step is computed"
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What ``gpt params`` counts. Raises `UserError` for values that mean nothing."""
+    """Options of ``gpt params``. Raises `UserError` for values that mean nothing."""
 
     memory: bool = option(False, "What a rank holds in training, and what fits; what sampling takes.", panel=_COST)
     flops: bool = option(False, "Floating-point operations a token, trained on and sampled.", panel=_COST)

@@ -83,7 +83,7 @@ def test_a_run_goes_on_bit_for_bit_with_dropout(several_trained: Path) -> None:
 def assert_same_files(one: Path, other: Path) -> None:
     assert_same(one, other)
     last = [run / folder.checkpoints(run)[-1].name for run in (one, other)]
-    assert folder.weight_sums(last[0]) == folder.weight_sums(last[1])
+    assert folder.weight_checksums(last[0]) == folder.weight_checksums(last[1])
 
 
 def test_any_run_goes_on_divided_in_any_way(several_trained: Path, workdir: Path) -> None:

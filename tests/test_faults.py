@@ -106,8 +106,8 @@ def test_what_the_disk_did_not_keep_is_noticed(tmp_path: Path, monkeypatch: pyte
 
 def test_sums_that_the_disk_did_not_keep_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record that fits itself, and knows of no file."""
-    write_sums = folder.write_sums
-    monkeypatch.setattr(folder, "write_sums", lambda beside, sums: write_sums(beside, {}))
+    write_checksums = folder.write_checksums
+    monkeypatch.setattr(folder, "write_checksums", lambda beside, sums: write_checksums(beside, {}))
     with pytest.raises(OSError, match="what was written is not what can be read"):
         checkpoint.write(tmp_path / "step-000001", faults.small_checkpoint_files())
     assert list(tmp_path.iterdir()) == []
@@ -317,7 +317,7 @@ def test_a_disk_that_stays_full_is_status_1(gpt: Gpt, text: Path, monkeypatch: p
     assert gpt("sample", "the", "-m", "runs/one:latest", "-n", "3").code == 0
     monkeypatch.setattr(checkpoint, "write", write)
     assert gpt("train", "--resume", "runs/one").code == 0
-    assert folder.can_go_on(Path("runs/one/step-000008"))
+    assert folder.can_resume(Path("runs/one/step-000008"))
 
 
 def test_a_fault_while_a_checkpoint_is_written_is_no_fault_of_the_disk(
@@ -479,7 +479,7 @@ def test_what_is_being_written_becomes_whole_though_the_run_fails(text: Path, mo
     with pytest.raises(RuntimeError, match="boom"):
         library.train(text, out="runs/x", listen=strike, **FAST)
     assert [entry.step for entry in folder.checkpoints(Path("runs/x"))] == [4]
-    folder.check_sums(Path("runs/x/step-000004"), training=True)
+    folder.verify_checksums(Path("runs/x/step-000004"), training=True)
 
 
 def test_the_best_keeps_its_weights_alone_once_it_is_old(text: Path) -> None:
@@ -488,8 +488,8 @@ def test_the_best_keeps_its_weights_alone_once_it_is_old(text: Path) -> None:
     best = result.checkpoint
     assert len(steps) == 2
     assert best.name != folder.step_name(60)
-    assert not folder.can_go_on(best)
-    assert folder.can_go_on(result.run / folder.step_name(60))
+    assert not folder.can_resume(best)
+    assert folder.can_resume(result.run / folder.step_name(60))
     assert library.load(result.run).path == best
 
 

@@ -78,9 +78,9 @@ def test_adapters_alone_train() -> None:
 
 def test_a_run_of_adapters(base: Path, other: Path) -> None:
     heard: list[Any] = []
-    sums = folder.weight_sums(base)
+    sums = folder.weight_checksums(base)
     result = library.train(other, init=base, steps=30, merge_lora=True, listen=heard.append, **LORA)
-    assert folder.weight_sums(base) == sums
+    assert folder.weight_checksums(base) == sums
     first = next(event.val_loss for event in heard if isinstance(event, events.EvalEvent))
     assert result.val_loss < first
     assert not (result.checkpoint / "model.safetensors").exists()
@@ -138,7 +138,7 @@ def test_adapters_that_do_not_fit(gpt: Gpt, base: Path, other: Path) -> None:
     save_file({"x": torch.zeros(1)}, result.checkpoint / "adapter.safetensors")
     one_line_of_what_and_what_next(gpt("sample", "-m", result.run), "its sha256 is not the one it was saved with")
     (result.checkpoint / "checksums.json").unlink()
-    folder.write_sums(result.checkpoint)
+    folder.write_checksums(result.checkpoint)
     one_line_of_what_and_what_next(
         gpt("sample", "-m", result.run), "has a tensor x that the model in config.json has no"
     )

@@ -154,7 +154,7 @@ def test_copying_is_a_search_by_hand(data: st.DataObject) -> None:
         texts[0] += training[at : at + 12]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "AT_ONCE", data.draw(st.integers(1, 30)))
-        found = copying.copied(texts, Ids(training))  # type: ignore[arg-type]
+        found = copying.find_copies(texts, Ids(training))  # type: ignore[arg-type]
     for text, told in zip(texts, found, strict=True):
         assert (told.longest, told.share) == by_hand(text, training)
         span = text[told.start : told.start + told.longest]
@@ -164,14 +164,14 @@ def test_copying_is_a_search_by_hand(data: st.DataObject) -> None:
 def test_equal_hashes_do_not_pass_for_equal_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "_hashes", lambda ids: np.zeros(len(ids) - 7, np.uint64))
     training = list(range(100, 140))
-    found = copying.copied([[*range(110, 120), 1, 2], list(range(12))], Ids(training))  # type: ignore[arg-type]
+    found = copying.find_copies([[*range(110, 120), 1, 2], list(range(12))], Ids(training))  # type: ignore[arg-type]
     assert [(each.longest, each.share) for each in found] == [(10, 3 / 5), (0, 0.0)]
 
 
 def test_the_longest_of_several_places_counts() -> None:
     text = list(range(20))
     for training in ([*text[:15], 99, *text[:9], 98], [*text[:9], 98, *text[:15], 99]):
-        [found] = copying.copied([text], Ids(training))  # type: ignore[arg-type]
+        [found] = copying.find_copies([text], Ids(training))  # type: ignore[arg-type]
         assert (found.longest, found.start) == (15, 0)
 
 
@@ -179,7 +179,7 @@ def test_only_the_beginning_of_a_huge_text_is_read(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(copying, "MOST", 50)
     heard: list[tuple[int, int]] = []
     training = Ids(list(range(100)))
-    found = copying.copied([list(range(30, 45)), list(range(60, 75))], training, lambda *done: heard.append(done))  # type: ignore
+    found = copying.find_copies([list(range(30, 45)), list(range(60, 75))], training, lambda *done: heard.append(done))  # type: ignore
     assert [each.longest for each in found] == [15, 0]
     assert heard == [(50, 50)]
 
@@ -244,7 +244,7 @@ def test_in_a_terminal(gpt: Gpt, two_runs: list[Path], monkeypatch: pytest.Monke
         "held-out",
         "learning rate",
         "gradient norm",
-        "tokens a second",
+        "tokens per second",
         "n_embd",
         "sample at step 30",
     ):

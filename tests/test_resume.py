@@ -281,7 +281,7 @@ def test_fine_tuning(run_folder: Path, text: Path, rank: int | None) -> None:
     result = library.resume("parts")
     assert_same(result.run, whole.run)
     assert curve(result.run) == curve(whole.run)
-    assert json.loads(Path("parts/run.json").read_text())["init"]["sha256"] == folder.weight_sums(base)
+    assert json.loads(Path("parts/run.json").read_text())["init"]["sha256"] == folder.weight_checksums(base)
     if rank is not None:
         assert (result.run / "merged/model.safetensors").read_bytes() == (
             whole.run / "merged/model.safetensors"
@@ -301,7 +301,7 @@ def test_a_base_that_is_another_now(run_folder: Path, text: Path) -> None:
     weights["transformer.ln_f.bias"] += 1
     save_file(weights, base / "model.safetensors", {"format": "pt"})
     (base / "checksums.json").unlink()
-    folder.write_sums(base)
+    folder.write_checksums(base)
     with pytest.raises(UserError, match="x was begun from .*base, whose weights are others now"):
         library.resume("x")
 

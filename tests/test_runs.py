@@ -289,7 +289,7 @@ def test_two_files_must_name_one_arch(ours: Path) -> None:
     meta = json.loads((ours / "gpt.json").read_text())
     (ours / "gpt.json").write_text(json.dumps(meta | {"arch": "modern"}))
     (ours / "checksums.json").unlink()
-    folder.write_sums(ours)
+    folder.write_checksums(ours)
     with pytest.raises(UserError, match="gpt.json says 'modern', and config.json 'gpt2'"):
         checkpoint.load(ours, CPU)
 
@@ -298,7 +298,7 @@ def test_two_files_must_name_one_arch(ours: Path) -> None:
 def test_sums_cannot_name_files_elsewhere(ours: Path, name: str) -> None:
     record = json.loads((ours / "checksums.json").read_text())
     record["sha256"][name] = "0"
-    record["self"] = folder._own_sum(record["sha256"])
+    record["self"] = folder._checksum_of(record["sha256"])
     (ours / "checksums.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match="names a file outside its folder"):
         checkpoint.load(ours, CPU)
@@ -343,7 +343,7 @@ def fake_run(path: Path, started: str, losses: dict[int, float | None]) -> Path:
         (path / folder.step_name(step)).mkdir()
         (path / folder.step_name(step) / "config.json").write_text("{}")
         (path / folder.step_name(step) / "gpt.json").write_text(json.dumps({"val_loss": loss}))
-        folder.write_sums(path / folder.step_name(step))
+        folder.write_checksums(path / folder.step_name(step))
     return path
 
 

@@ -29,16 +29,16 @@ class Linear(nn.Linear):
     torch would import its compiler for it, which takes seconds."""
 
     def reset_parameters(self) -> None:
-        """As torch has it, but for the meta device."""
+        """Initializes as torch does, unless the weight is on the meta device."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
 
 class Embedding(nn.Embedding):
-    """A table of rows, initialized as `Linear` is."""
+    """A table of rows that leaves out torch's initialization on the meta device, as `Linear` does."""
 
     def reset_parameters(self) -> None:
-        """As torch has it, but for the meta device."""
+        """Initializes as torch does, unless the weight is on the meta device."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -205,7 +205,7 @@ class GPT(nn.Module):
         return self.drop(x), self.rope_at(where, reach)
 
     def stack(self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """All blocks and the last LayerNorm: (B, T, C) → (B, T, C)."""
+        """The blocks and the last LayerNorm: (B, T, C) → (B, T, C)."""
         again = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.h):
             x = checkpoint(block, x, layer, rope, use_reentrant=False) if again else block(x, layer, rope, cache)

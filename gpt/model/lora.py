@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021): W stays as it is, and W + α/R · B A is what is computed; B A is of rank R."""
+"""Low-rank adapters (Hu et al. 2021): W is frozen, and the linear map computes W + α/R · B A, where B A has rank R."""
 
 import math
 from collections.abc import Mapping
@@ -29,8 +29,8 @@ class LowRank(nn.Linear):
 
 
 def adapt(model: GPT, rank: int, alpha: float) -> list[nn.Parameter]:
-    """Freezes a model and gives the linear maps of its blocks adapters, which are returned: all that is to be trained.
-    Uses torch's global generator."""
+    """Freezes a model, gives the linear maps of its blocks adapters, and returns these, which alone are trained. Uses
+    torch's global generator."""
     model.requires_grad_(False)
     added = []
     for name in _adapted(model.config):

@@ -1,4 +1,4 @@
-"""Cross-entropy in nats, and what it is in other units."""
+"""Cross-entropy in nats, and in bits per byte."""
 
 import math
 
@@ -44,5 +44,5 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def bits_per_byte(nats: float, n_bytes: int) -> float:
-    """Total nats over a text of ``n_bytes``, in bits a byte: comparable between tokenizers."""
+    """Total nats over a text of ``n_bytes``, in bits per byte: comparable between tokenizers."""
     return nats / math.log(2) / n_bytes if n_bytes else math.nan

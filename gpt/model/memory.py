@@ -1,4 +1,4 @@
-"""What training keeps in memory, in bytes, and which micro-batch fits, by arithmetic alone: torch is not imported.
+"""Memory of a training step, in bytes, and the micro-batch that fits, by arithmetic alone: torch is not imported.
 
 It follows what `gpt.model.decoder` and `gpt.training.step` do, tensor by tensor, as they are written (compiled blocks
 keep less). Korthikanti et al. 2022 (arXiv 2205.05198, §4.1) count the same way for Megatron: a block keeps 34 bytes for
@@ -38,7 +38,7 @@ MOST_LOGITS = 2**31 - 1  # at once: past it kernels count in int64, and torch ha
 
 @dataclass(frozen=True)
 class Setup:
-    """How a step is computed: what one rank of how many holds, and how many sequences at once."""
+    """A way to compute a training step: dtype, optimizer, micro-batch, and how ranks share the work."""
 
     micro_batch: int = 1  # sequences at once on a rank
     accumulates: bool = False  # whether a step takes several micro-batches, so that gradients stay between them
@@ -87,7 +87,7 @@ class Training:
 
 
 def training(config: GPTConfig, setup: Setup) -> Training:
-    """What a rank holds of a training step, from the second one on, when the optimizer's state is there."""
+    """Counts the bytes that a rank holds in a training step, from the second one on, when there is optimizer state."""
     own = counts(config, setup.tensor)
     positions = setup.micro_batch * config.block_size
     parameters = gradients = FLOAT * -(-sum(own.values()) // setup.ways)
@@ -241,7 +241,7 @@ def _update(config: GPTConfig, setup: Setup) -> int:
 
 
 def _constants(config: GPTConfig) -> int:
-    """Bytes of tables that are no parameters."""
+    """Bytes of fixed tables of positions."""
     tables = {"sinusoidal": config.n_embd, "rotary": config.head_size}
     return FLOAT * config.block_size * tables.get(config.positions, 0)
 

@@ -33,7 +33,7 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """How many numbers one of them has."""
+        """Numbers in one of them."""
         return math.prod(self.shape)
 
     @property
@@ -129,7 +129,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where every parameter sits. ``trainable = total_weights - tied + positions + biases + layer_norms``."""
+    """The parameters of a shape by group. ``trainable = total_weights - tied + positions + biases + layer_norms``."""
 
     rows: list[Row]
     total_weights: int  # the sum of the rows, the unembedding counted although it is the embedding

@@ -1,4 +1,4 @@
-"""How a model can be trained on so many devices: what fits into their memory, and how long it takes. No torch."""
+"""Ways to train a model on so many devices: what fits into their memory, and how long it takes. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ TOKENS = 20  # a parameter (Hoffmann et al. 2022, arXiv 2203.15556)
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to train, and what it takes."""
+    """A way to train, with its memory and days."""
 
     devices: int
     setup: Setup
     memory: Training  # bytes on a rank
-    room: int  # bytes that it may take
+    room: int  # bytes that it may take of a device
     days: float | None  # None where the device's peak is not known
 
     @property
@@ -32,7 +32,7 @@ class Plan:
 
     @property
     def options(self) -> str:
-        """What is to be said to ``gpt train``."""
+        """The options of ``gpt train`` that ask for this plan."""
         setup, words = self.setup, []
         if setup.shard:
             words.append("--shard full")
@@ -119,7 +119,7 @@ def _divisions(config: GPTConfig, asked: PlanConfig, devices: int) -> Iterator[t
 
 
 def trained_tokens(config: GPTConfig, asked: PlanConfig) -> int:
-    """Those that were asked for, or 20 a parameter."""
+    """The tokens to train on: as many as were asked for, or 20 a parameter."""
     return TOKENS * breakdown(config).trainable if asked.tokens is None else round(asked.tokens)
 
 

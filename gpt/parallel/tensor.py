@@ -1,11 +1,11 @@
-"""Tensor parallel: each process computes some heads of every block, and some columns of its MLP (Shoeybi et al. 2019,
-arXiv 1909.08053, §3), by torch's `parallelize_module`.
+"""Tensor parallelism: each rank computes some heads of every block, and a part of its MLP's inside (Shoeybi et al.
+2019, arXiv 1909.08053, §3), by torch's `parallelize_module`.
 
-The fused query, key and value are one matrix of 3·C rows, and a plain cut of it would give one process the queries and
-another the keys. So the rows of a matrix that is divided stand in another order (`rows`), each process's heads of all
-three together; checkpoints know nothing of it. Embeddings, LayerNorms and the residual stream are whole everywhere.
-Dropout draws alike in all processes that share a sequence: they must agree on the residual stream, and heads that lie
-in the same place of two processes are dropped alike.
+`gpt.model.params` says which axis of which parameter is divided. The fused query, key and value are one matrix, and a
+plain cut of it would give one rank the queries and another the keys. So its rows stand in another order (`rows`), each
+rank's heads of all three together; checkpoints know nothing of it. Embeddings, LayerNorms and the residual stream are
+whole on every rank. Dropout draws alike on all ranks that share a sequence: they must agree on the residual stream, and
+heads at the same place of two ranks are dropped alike.
 """
 
 import itertools
@@ -20,8 +20,8 @@ from gpt.model.params import Parameter, parameters
 
 
 def check(config: GPTConfig, tensor: int) -> None:
-    """Raises `UserError` unless so many processes can share each block. (A head is C / n_head wide, so what divides the
-    heads divides the MLP's 4·C too.)"""
+    """Raises `UserError` unless so many ranks can share each block evenly. (What divides the heads of keys and values
+    divides the others, and the MLP's inside.)"""
     heads = config.kv_heads
     if heads % tensor:
         fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
@@ -32,8 +32,8 @@ def check(config: GPTConfig, tensor: int) -> None:
 
 
 def parallelize(model: GPT, mesh: DeviceMesh) -> None:
-    """Divides the blocks of a model on the meta device over a mesh of one dimension. One sum over the processes follows
-    attention, and one the MLP."""
+    """Divides the blocks of a model on the meta device over a mesh of one dimension. One all-reduce follows attention,
+    and one the MLP."""
     plan: dict[str, ParallelStyle] = {
         p.name.removesuffix(".weight"): RowwiseParallel() if p.split else ColwiseParallel()
         for p in parameters(model.config)
@@ -45,7 +45,7 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
 
 
 def rows(p: Parameter, tensor: int, rank: int) -> list[slice]:
-    """Which of a parameter's rows the process ``rank`` of ``tensor`` has, in the order in which it has them."""
+    """The rows of a parameter that the rank ``rank`` of ``tensor`` holds, in its order."""
     if p.split != 0:
         return [slice(0, p.shape[0])]
     starts = itertools.accumulate(p.fused, initial=0)
@@ -56,6 +56,6 @@ def rows(p: Parameter, tensor: int, rank: int) -> list[slice]:
 
 
 def columns(p: Parameter, tensor: int, rank: int) -> slice:
-    """Which of a matrix's columns it has."""
+    """The columns of a matrix that it holds."""
     n = p.shape[1]
     return slice(rank * n // tensor, (rank + 1) * n // tensor) if p.split == 1 else slice(0, n)

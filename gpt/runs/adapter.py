@@ -1,4 +1,4 @@
-"""A checkpoint that holds adapters alone: ``adapter.safetensors``, and in ``gpt.json`` which weights they belong to."""
+"""Checkpoints of adapters alone: ``adapter.safetensors``, and in ``gpt.json`` the weights that they belong to."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,8 @@ FILE = "adapter.safetensors"
 
 @dataclass(frozen=True)
 class Adapter:
-    """What ``gpt.json`` says of one. ``base``: a folder, or ``hf:NAME@COMMIT``; ``sha256``: its weights', by file."""
+    """An adapter's entry in ``gpt.json``. ``base`` is a folder, or ``hf:NAME@COMMIT``; ``sha256`` are the checksums of
+    the base's weights by file."""
 
     rank: int
     alpha: float
@@ -31,13 +32,13 @@ class Adapter:
         return self.alpha / self.rank
 
     def find_base(self, path: Path) -> Path:
-        """The folder of the weights that the adapter at ``path`` belongs to. Raises `UserError` where they are gone or
-        are others."""
+        """Finds the folder of the weights that the adapter at ``path`` belongs to. Raises `UserError` where they are
+        gone or have changed."""
         hint = "put it back as it was; where --merge-lora was given, RUN/merged needs no base"
         base = hub.fetch(self.base) if hub.is_remote(self.base) else Path(self.base)
         if not folder.is_checkpoint(base):
             raise UserError(f"{path} is an adapter to {self.base}, which is not there", hint)
-        if folder.weight_sums(base) != self.sha256:
+        if folder.weight_checksums(base) != self.sha256:
             raise UserError(f"{path} is an adapter to {self.base}, whose weights are others now", hint)
         return base
 
@@ -48,7 +49,7 @@ def is_adapter(path: Path) -> bool:
 
 
 def read(path: Path) -> Adapter:
-    """What a checkpoint says of its adapter; `UserError` where it does not."""
+    """Reads an adapter's entry in ``gpt.json``. Raises `UserError` where it is missing or damaged."""
     said = read_json(path / folder.META).get("adapter")
     if not isinstance(said, dict):
         raise UserError(f"{path / folder.META} does not say what its adapter belongs to")
@@ -59,5 +60,5 @@ def read(path: Path) -> Adapter:
 
 
 def tensors(path: Path, config: GPTConfig, rank: int) -> dict[str, Tensor]:
-    """The adapters at ``path``, whose names and shapes are compared with the model's."""
+    """Reads the tensors of the adapters at ``path``; their names and shapes are compared with the model's first."""
     return files.read([path / FILE], lora.adapter_shapes(config, rank), "the model in config.json")

@@ -1,4 +1,4 @@
-"""Weights and tokenizer ↔ a checkpoint folder, in the layout of `gpt.runs.hf`, safetensors only."""
+"""Reads and writes checkpoint folders: weights and tokenizer in the layout of `gpt.runs.hf`, safetensors only."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Checkpoint:
 
 
 class TokenizerFiles:
-    """A tokenizer's files, made once and written into every checkpoint of a run."""
+    """The files of a tokenizer, made once and written into every checkpoint of a run."""
 
     def __init__(self, tokenizer: Tokenizer, config: GPTConfig) -> None:
         self.tokenizer = tokenizer
@@ -42,7 +42,7 @@ class TokenizerFiles:
 
 
 def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str, Any]) -> None:
-    """Writes the checkpoint ``target`` of a model as it stands, whole or not at all. ``meta`` goes into ``gpt.json``
+    """Writes a model to the checkpoint ``target``, whole or not at all. ``meta`` goes into ``gpt.json``
     beside the arch. Raises `WorkError`."""
     with disk_errors(target, folder.KEPT):
         write(target, contents(model.config, {**model.state_dict(), **fixed(model)}, tokenizer, meta))
@@ -54,8 +54,8 @@ def contents(
     tokenizer: TokenizerFiles,
     meta: Mapping[str, Any],
 ) -> Files:
-    """The files of a checkpoint. ``weights`` are a model's by our names, on the host, or, where ``meta`` tells of an
-    adapter (`gpt.runs.adapter`), the adapters alone."""
+    """The files of a checkpoint by name. ``weights`` are a model's by our names, on the host, or its adapters alone if
+    ``meta`` describes an adapter (`gpt.runs.adapter`)."""
     eot = tokenizer.tokenizer.eot
     own = {
         "format": FORMAT,
@@ -96,14 +96,14 @@ def _weights(config: GPTConfig, arrays: tensors.Arrays) -> Files:
 
 
 def fixed(model: GPT) -> dict[str, Tensor]:
-    """What a checkpoint stores beside the parameters: a table of positions that is not learned."""
+    """The tensors that a checkpoint stores beside the parameters: a fixed table of positions, if there is one."""
     table = model.position_table()
     return {} if table is None else {"wpe.weight": table.detach()}
 
 
 def write(target: Path, files: Files) -> None:
-    """Writes a checkpoint, synced, whole or not at all; it is read back from the disk, and its sums compared with those
-    of what was to be written, before it takes its name. Raises OSError."""
+    """Writes a checkpoint, synced, whole or not at all. Before it takes its name it is read back from the disk, and its
+    checksums are compared with those of what was to be written. Raises OSError."""
     with whole_folder(target) as beside:
 
         def written(name: str) -> str:
@@ -111,7 +111,7 @@ def write(target: Path, files: Files) -> None:
             return write_pieces(beside / name, [data] if isinstance(data, bytes) else tensors.pieces(data))
 
         sums = side_by_side(written, sorted(files))
-        folder.write_sums(beside, sums)
+        folder.write_checksums(beside, sums)
         folder.read_back(beside, sums)
 
 
@@ -122,13 +122,12 @@ def load(
     above: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Checkpoint:
-    """The checkpoint at ``path``, ours or transformers', checked before anything is allocated from it. ``shape`` is its
-    own but for another dropout or a shorter context, to which a table of positions is cut. An adapter is merged into
-    the weights that it belongs to; ``above`` counts the adapters to this one. Weights come from the disk straight to
-    ``dtype``; with an adapter they are float32.
+    """Loads the checkpoint at ``path``, ours or transformers', which is checked before anything is allocated from it.
 
-    Raises `UserError` for damage (a sum, a shape, a number), for a model of another kind, and for an adapter to weights
-    that are gone.
+    ``shape`` may differ from the checkpoint's own in dropout and by a shorter context, to which a table of positions is
+    cut. An adapter is merged into the weights that it belongs to; ``above`` counts the adapters on top of this
+    checkpoint. Weights are read straight into ``dtype``, with an adapter into float32. Raises `UserError` for damage (a
+    checksum, a shape, a number), for a model of another kind, and for an adapter whose base is gone.
     """
     config, meta = _describe(path)
     if adapter.is_adapter(path):
@@ -142,10 +141,10 @@ def load(
     return Checkpoint(model, load_tokenizer(path, config, meta))
 
 
-def look(path: Path) -> tuple[GPTConfig, Tokenizer]:
-    """The shape and the tokenizer of a checkpoint, whose sums are compared; its weights stay on the disk.
+def peek(path: Path) -> tuple[GPTConfig, Tokenizer]:
+    """Reads the shape and the tokenizer of a checkpoint and verifies its checksums; its weights stay on the disk.
 
-    Raises `UserError` as `load` does, for what can be seen without them.
+    Raises `UserError` as `load` does, for what can be seen without the weights.
     """
     config, meta = _describe(path)
     if adapter.is_adapter(path):
@@ -156,11 +155,11 @@ def look(path: Path) -> tuple[GPTConfig, Tokenizer]:
 
 
 def _describe(path: Path) -> tuple[GPTConfig, dict[str, Any]]:
-    """The shape and what ``gpt.json`` says, where there is one."""
+    """The shape of a checkpoint's model, and the object in its ``gpt.json``, empty where there is none."""
     with reading(path):
         ours = (path / folder.META).exists() or (path / folder.CHECKSUMS).exists()
     if ours:
-        folder.check_sums(path)
+        folder.verify_checksums(path)
     meta = read_json(path / folder.META) if ours else {}
     if ours and meta.get("format") != FORMAT:
         raise UserError(f"{path} has format {meta.get('format')!r}; this program reads format {FORMAT}", "update gpt")
@@ -172,7 +171,7 @@ def _describe(path: Path) -> tuple[GPTConfig, dict[str, Any]]:
 
 
 def load_tokenizer(path: Path, config: GPTConfig, meta: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer beside the weights: ours, or a byte-level BPE of transformers'. A folder without one and with
+    """Loads the tokenizer beside the weights: ours, or a byte-level BPE of transformers'. A folder without one and with
     50,257 ids means GPT-2's. Raises `UserError` where its size is not the model's."""
     tokenizer: Tokenizer | None
     if (path / RANKS).exists() and meta:
@@ -207,8 +206,8 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None]) -> None:
-    """Gives ``put`` every parameter of the checkpoint at ``path``, one after the other, whole and on the host. Raises
-    `UserError` as `load` does."""
+    """Passes every parameter of the checkpoint at ``path`` to ``put``, one after the other, whole and on the host.
+    Raises `UserError` as `load` does."""
     if adapter.is_adapter(path):
         for name, parameter in load(path, torch.device("cpu"), shape).model.named_parameters():
             put(name, parameter.detach())
@@ -229,8 +228,8 @@ def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None])
 def open_tensors(
     path: Path, config: GPTConfig, keep: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
 ) -> dict[str, Tensor]:
-    """Every tensor by our name, as stored, or what ``keep`` makes of it. Names, shapes and dtypes are compared with the
-    configuration first."""
+    """Reads every tensor by our name, as stored, or as ``keep`` returns it. Names, shapes and dtypes are compared with
+    the configuration first."""
     files = _weight_files(path)
     _check_size(path, config)
     unembedding = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)}
@@ -244,7 +243,7 @@ def open_tensors(
 
 
 def _check_size(path: Path, config: GPTConfig) -> None:
-    """Raises `UserError` for a shape that the files on disk are far too small to hold, before memory is spent on it."""
+    """Raises `UserError` for a shape that the files on disk are too small to hold, before memory is spent on it."""
     size = sum(file.stat().st_size for file in _weight_files(path) if file.exists())
     least = 2 * sum(p.numel * (config.n_layer if p.in_blocks else 1) for p in parameters(config))  # in 16 bits
     if size < least:
@@ -254,7 +253,7 @@ def _check_size(path: Path, config: GPTConfig) -> None:
 
 
 def _build(config: GPTConfig, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> GPT:
-    """A model with these weights, for evaluation. Nothing is initialized only to be overwritten."""
+    """Builds a model with these weights, for evaluation. Nothing is initialized only to be overwritten."""
     with torch.device("meta"):
         model = GPT(config)
     if "wpe.weight" in weights:

@@ -1,4 +1,4 @@
-"""How much of a text stands word for word in the text that a model was trained on, in tokens."""
+"""Finds spans of samples, in tokens, that stand word for word in the text that a model was trained on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,18 +21,19 @@ _END, _OUTSIDE = -1, -2  # what no id equals, after each text and behind the tra
 
 @dataclass(frozen=True)
 class Copied:
-    """What of a text is in the training text."""
+    """The spans of a text that are in the training text."""
 
-    longest: int  # tokens of the longest span that is there word for word; 0 below `N`
+    longest: int  # tokens of the longest such span; 0 below `N`
     start: int  # where it begins in the text, in tokens
     spans: int  # how many spans of `N` tokens the text has
-    share: float | None  # of these, those that are there; None where there is none
+    share: float | None  # of these spans, how many are in the training text; None where there are no spans
 
 
-def copied(
+def find_copies(
     texts: Sequence[Sequence[int]], training: TokenStream, each: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Copied]:
-    """Looks for texts (their ids) in the first `MOST` ids of a training text. ``each`` hears how far it is."""
+    """Looks for spans of texts (their ids) in the first `MOST` ids of a training text. ``each`` is called with the ids
+    searched and their total."""
     parts = [np.append(np.asarray(text, np.int64), _END) for text in texts]
     joined = np.concatenate([*parts, np.full(N, _END)])
     wanted = _hashes(joined)  # a span that reaches over an end equals nothing
@@ -47,11 +48,11 @@ def copied(
         each(min(start + AT_ONCE, total), total)
     training.release()
     ends = np.cumsum([0, *map(len, parts)])
-    return [_told(longest[a : b - 1], seen[a : b - 1]) for a, b in pairwise(ends)]
+    return [_summary(longest[a : b - 1], seen[a : b - 1]) for a, b in pairwise(ends)]
 
 
 def _hashes(ids: Int64s) -> Hashes:
-    """A number for every `N` ids in a row: a polynomial in them, modulo 2⁶⁴."""
+    """A hash of every `N` ids in a row: a polynomial in them, modulo 2⁶⁴."""
     found = np.zeros(len(ids) - N + 1, np.uint64)
     for at in range(N):
         found = found * _BASE + ids[at : len(ids) - N + 1 + at].astype(np.uint64)
@@ -61,7 +62,7 @@ def _hashes(ids: Int64s) -> Hashes:
 def _mark(
     piece: Int64s, joined: Int64s, wanted: Hashes, order: Int64s, longest: Int64s, seen: npt.NDArray[np.bool_]
 ) -> None:
-    """Notes at each place of ``joined`` whether the span that begins there is in the piece, and how far it goes on."""
+    """Marks each place of ``joined`` at which a span that is in the piece begins, and how far that span reaches."""
     there = _hashes(piece)
     first, last = np.searchsorted(wanted, there, "left"), np.searchsorted(wanted, there, "right")
     found = np.flatnonzero(last > first)
@@ -79,7 +80,7 @@ def _mark(
     seen[place[enough]] = True
 
 
-def _told(longest: Int64s, seen: npt.NDArray[np.bool_]) -> Copied:
+def _summary(longest: Int64s, seen: npt.NDArray[np.bool_]) -> Copied:
     spans = len(longest) - N + 1
     if spans < 1:
         return Copied(0, 0, 0, None)

@@ -1,4 +1,4 @@
-"""Run folders and the checkpoints in them: names, sums, index. Files and JSON only; torch is not imported."""
+"""Run folders and the checkpoints in them: names, checksums, index. Files and JSON only; torch is not imported."""
 
 import contextlib
 import errno
@@ -24,7 +24,7 @@ METRICS = "metrics.jsonl"
 CHECKSUMS = "checksums.json"
 META = "gpt.json"
 LONGEST_NAME = 60  # characters, of a file of a checkpoint: no system takes more than 255 bytes
-TRAINING = ("training.json", "training.safetensors")  # what only going on needs; older checkpoints let go of it
+TRAINING = ("training.json", "training.safetensors")  # for resuming alone; older checkpoints lose it
 KEPT = "checkpoints saved before, if any, are whole"
 HINT = "take another checkpoint of the run, or copy this one anew"
 _STEP = re.compile(r"step-(\d{6,12})")
@@ -33,7 +33,7 @@ _PART = re.compile(r"(.+):(best|latest|step-\d+)")
 
 @dataclass(frozen=True)
 class Entry:
-    """What the index says of a checkpoint."""
+    """A checkpoint's entry in the index."""
 
     step: int
     val_loss: float | None
@@ -49,13 +49,13 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def is_name(name: str) -> bool:
-    """Whether a checkpoint may be called so."""
+def is_step_name(name: str) -> bool:
+    """Whether a name is that of a checkpoint in a run."""
     return _STEP.fullmatch(name) is not None
 
 
 def create_run(out: str) -> Path:
-    """A new, empty run folder at ``out``, or at the first free of ``out-2``, ``out-3`` … Nothing is overwritten."""
+    """Makes a run folder at ``out``, or at the first free of ``out-2``, ``out-3`` … Nothing is overwritten."""
     first = Path(out)  # without a slash at its end
     for number in range(1, 10_000):
         path = first if number == 1 else first.with_name(f"{first.name}-{number}")
@@ -71,22 +71,23 @@ def create_run(out: str) -> Path:
     raise UserError(f"{out}, and 9,999 names after it, are taken", "give another place with --out")
 
 
-def _own_sum(files: Mapping[str, str]) -> str:
+def _checksum_of(files: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def write_sums(folder: Path, sums: Mapping[str, str] | None = None) -> None:
-    """Records the sum of every file in ``folder``, and of that record. ``sums``: those of what was to be written."""
+def write_checksums(folder: Path, sums: Mapping[str, str] | None = None) -> None:
+    """Records the sha256 of every file in ``folder``, and of that record itself. ``sums`` are the checksums of what was
+    to be written, where they are known."""
     if sums is None:
         sums = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
-    write_file(folder / CHECKSUMS, to_json({"sha256": sums, "self": _own_sum(sums)}))
+    write_file(folder / CHECKSUMS, to_json({"sha256": sums, "self": _checksum_of(sums)}))
 
 
-def read_sums(folder: Path) -> dict[str, str]:
-    """What `write_sums` recorded. Raises `UserError` where that is damaged, or names a file elsewhere."""
+def read_checksums(folder: Path) -> dict[str, str]:
+    """Reads what `write_checksums` recorded. Raises `UserError` where it is damaged, or names a file elsewhere."""
     record = read_json(folder / CHECKSUMS) if _has(folder, CHECKSUMS) else {}
     sums = record.get("sha256")
-    if not isinstance(sums, dict) or record.get("self") != _own_sum(sums):
+    if not isinstance(sums, dict) or record.get("self") != _checksum_of(sums):
         raise UserError(f"{folder} is damaged: it has no valid {CHECKSUMS}", HINT)
     for name in sums:
         if not is_file_name(name) or len(name) > LONGEST_NAME:
@@ -94,13 +95,13 @@ def read_sums(folder: Path) -> dict[str, str]:
     return sums
 
 
-def check_sums(folder: Path, training: bool = False) -> None:
+def verify_checksums(folder: Path, training: bool = False) -> None:
     """Raises `UserError` unless every file that the checkpoint was saved with is there, whole and unchanged.
 
     Training state (``training.*``) may be gone, since old checkpoints keep their weights only; where it is not asked
     for, it is not read.
     """
-    sums = read_sums(folder)
+    sums = read_checksums(folder)
     for name in sums:
         if name not in TRAINING and not (folder / name).is_file():
             raise UserError(f"{folder} is damaged: {name} is missing", HINT)
@@ -113,8 +114,8 @@ def check_sums(folder: Path, training: bool = False) -> None:
 
 
 def read_back(folder: Path, sums: Mapping[str, str]) -> None:
-    """Compares what the disk holds with the sums of what was to be written. Raises OSError."""
-    if read_sums(folder) != sums:
+    """Compares what the disk holds with the checksums of what was to be written. Raises OSError."""
+    if read_checksums(folder) != sums:
         raise OSError(errno.EIO, "what was written is not what can be read", str(folder / CHECKSUMS))
     found = side_by_side(lambda name: file_sha256(folder / name, from_disk=True), sums)
     for name, expected in sums.items():
@@ -122,14 +123,14 @@ def read_back(folder: Path, sums: Mapping[str, str]) -> None:
             raise OSError(errno.EIO, "what was written is not what can be read", str(folder / name))
 
 
-def weight_sums(folder: Path) -> dict[str, str]:
-    """The sha256 of each file of weights in a checkpoint, by name: what tells one model from another."""
+def weight_checksums(folder: Path) -> dict[str, str]:
+    """The sha256 of each file of weights in a checkpoint, by name: they identify a model."""
     return {path.name: file_sha256(path) for path in sorted(folder.glob("*.safetensors")) if path.name not in TRAINING}
 
 
 def checkpoints(run: Path) -> list[Entry]:
-    """The checkpoints of a run, by step: what is on disk, with the losses that each one records. Raises `UserError`
-    where the run cannot be read."""
+    """The checkpoints on disk of a run, by step, each with the loss that it records. Raises `UserError` where the run
+    cannot be read."""
     entries = []
     with reading(run):
         inside = list(run.iterdir())
@@ -151,8 +152,7 @@ def best(entries: list[Entry]) -> Entry:
 
 
 def write_index(run: Path) -> None:
-    """``index.json``, where there is a checkpoint: which is best, which latest, and their losses; from the folders,
-    which are what counts."""
+    """Writes ``index.json`` from the folders of checkpoints, if there are any: the best, the latest, and all losses."""
     entries = checkpoints(run)
     if not entries:
         return
@@ -165,8 +165,8 @@ def write_index(run: Path) -> None:
 
 
 def prune(run: Path, keep: int, newest: int | None = None) -> None:
-    """Lets go of checkpoints that are neither the best nor among the ``keep`` newest, and of the best one's training
-    state where it is not among these. What lies behind the step ``newest`` goes too: the run went on from before it."""
+    """Removes checkpoints that are neither the best nor among the ``keep`` newest, and the best one's training state
+    where it is not among these. Checkpoints after the step ``newest`` go too: the run was resumed from before them."""
     entries = checkpoints(run)
     if newest is not None:
         for entry in (entry for entry in entries if entry.step > newest):
@@ -186,7 +186,7 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def can_go_on(path: Path) -> bool:
+def can_resume(path: Path) -> bool:
     """Whether a checkpoint has training state."""
     return all(_has(path, name) for name in TRAINING)
 
@@ -207,7 +207,7 @@ def _has(path: Path, name: str) -> bool:
 
 
 def runs_in(runs: Path) -> list[Path]:
-    """The runs in a folder of runs, by name. Those that cannot be read are somebody else's, and left out."""
+    """The runs in a folder of runs, by name. Runs that cannot be read are somebody else's, and left out."""
     with reading(runs):
         inside = sorted(runs.iterdir()) if runs.is_dir() else []
     found = []
@@ -218,7 +218,7 @@ def runs_in(runs: Path) -> list[Path]:
 
 
 def newest_run(runs: Path = Path(RUNS)) -> Path:
-    """The run in ``runs/`` that started last and has a checkpoint."""
+    """Finds the run in ``runs/`` that started last and has a checkpoint. Raises `UserError` where there is none."""
     started: list[tuple[str, Path]] = []
     for path in runs_in(runs):
         with contextlib.suppress(UserError):
@@ -233,9 +233,9 @@ def newest_run(runs: Path = Path(RUNS)) -> Path:
 
 
 def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text: None) -> Path:
-    """The checkpoint folder that ``--model`` means: a run (its best), ``RUN:best|latest|step-N``, a checkpoint, a
-    transformers folder, ``hf:NAME`` of the hub, which is fetched; None: the best of the newest run. A ``latest`` that
-    is damaged falls back to the one before, which ``note`` is told. Raises `UserError` where there is none."""
+    """Finds the checkpoint folder that ``--model`` names: a run (its best), ``RUN:best|latest|step-N``, a checkpoint, a
+    folder of transformers, or ``hf:NAME`` of the hub, which is fetched; None is the best of the newest run. A damaged
+    ``latest`` falls back to the one before, of which ``note`` is told. Raises `UserError` where there is none."""
     if model and hub.is_remote(model):
         return hub.fetch(model)
     match = _PART.fullmatch(model) if model else None
@@ -275,7 +275,7 @@ def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
 
 
 def _tell_unmeasured(run: Path, entries: list[Entry], note: Callable[[str], None]) -> None:
-    """Says of which checkpoints it cannot be known whether they are the best."""
+    """Tells ``note`` of checkpoints whose loss cannot be read: one of them may be the best."""
     for entry in entries:
         if entry.val_loss is None:
             try:
@@ -285,15 +285,15 @@ def _tell_unmeasured(run: Path, entries: list[Entry], note: Callable[[str], None
 
 
 def newest_whole(run: Path, note: Callable[[str], None], training: bool = False) -> Path:
-    """The newest checkpoint whose sums are right, of those with training state where that is asked for; ``note`` is
-    told of every one that is passed over. Raises `UserError` where none is left."""
+    """Finds the newest checkpoint whose checksums are right, with ``training`` of those that have training state.
+    ``note`` is told of each that is passed over. Raises `UserError` where none is left."""
     why = "none can be gone on from" if training else "none is there"
     for entry in reversed(checkpoints(run)):
         path = run / entry.name
-        if training and not can_go_on(path):
+        if training and not can_resume(path):
             continue
         try:
-            check_sums(path, training)
+            verify_checksums(path, training)
             return path
         except UserError as error:
             why = error.message

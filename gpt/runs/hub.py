@@ -1,4 +1,4 @@
-"""Models from the Hugging Face hub, or from what ``HF_ENDPOINT`` names: ``hf:NAME`` → a checkpoint folder.
+"""Fetches models from the Hugging Face hub, or from the server in ``HF_ENDPOINT``: ``hf:NAME`` → a checkpoint folder.
 
 Only configuration, safetensors and tokenizer are fetched, never pickles. Files lie in the cache that transformers uses
 too, one folder a commit; what is there is not fetched again, and is found without a network.
@@ -18,13 +18,13 @@ FILES = [
 
 
 def is_remote(model: str | None) -> bool:
-    """Whether a model is meant that lies on the hub."""
+    """Whether a model's name is one of the hub."""
     return model is not None and model.startswith(PREFIX)
 
 
 def fetch(model: str, weights: bool = True) -> Path:
-    """The folder of ``hf:NAME`` or ``hf:NAME@REVISION`` (a branch, a tag or a commit; else ``main``), fetched where it
-    is not there yet; without its ``weights`` and tokenizer where only the shape is wanted.
+    """The folder of ``hf:NAME`` or ``hf:NAME@REVISION`` (a branch, a tag or a commit; else ``main``), fetched if
+    it is not there yet; without its ``weights`` and tokenizer if only the shape is wanted.
 
     Raises `UserError` where the hub has no such model or does not give it, `WorkError` where it cannot be reached.
     """
@@ -76,7 +76,7 @@ def _snapshot(name: str, revision: str, files: list[str]) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what went wrong at first."""
+    """The first line of an error's first cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

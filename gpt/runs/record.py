@@ -1,4 +1,4 @@
-"""``run.json``: what a run was asked for, what it decided, on what it computes, and how it ended."""
+"""``run.json``: a run's settings as given and as resolved, its machine, and how it ended."""
 
 import dataclasses
 import re
@@ -70,7 +70,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """All of ``run.json``. A member that was not known yet, or that an older version did not write, is None."""
+    """The object of ``run.json``. A member that is not known yet, or that an older version did not write, is None."""
 
     format: int | None = None
     started: str = ""  # so that text sorts as time does

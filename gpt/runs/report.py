@@ -1,4 +1,4 @@
-"""What a run tells afterwards: its curves, settings and samples, and what these copy from the training text."""
+"""The report of a run: its curves, settings and samples, and what the samples copy from the training text."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from gpt import events
 from gpt.errors import UserError
 from gpt.files import LINES_LIMIT, file_sha256, open_regular, read_lines, reading
 from gpt.runs import folder
-from gpt.runs.copying import MOST, Copied, copied
+from gpt.runs.copying import MOST, Copied, find_copies
 from gpt.runs.record import RunRecord
 from gpt.text.token_folder import MANIFEST, TokenFolder, is_token_folder
 
@@ -21,7 +21,7 @@ Columns = dict[str, list[float | None]]
 
 @dataclass
 class History:
-    """The events of a run as they count in the end: what was done again is there once."""
+    """The events of a run, without those that a rollback or a resume undid."""
 
     steps: list[events.StepEvent] = field(default_factory=list)
     evals: list[events.EvalEvent] = field(default_factory=list)
@@ -32,28 +32,28 @@ class History:
     unread: int = 0  # lines that are no events: cut off, or of a later version
 
     def add(self, event: events.Event) -> None:
-        """Takes the next event. One of a step that was there before means that the run has gone back."""
+        """Adds the next event. One of a step that was there before means that the run had gone back."""
         match event:
             case events.StepEvent():
-                self._go_back(event.step - 1)
+                self._drop_after(event.step - 1)
                 self.steps.append(event)
             case events.EvalEvent():
-                self._go_back(event.step)
+                self._drop_after(event.step)
                 _cut(self.evals, event.step - 1)
                 self.evals.append(event)
             case events.SampleEvent():
                 self.samples.append(event)
             case events.RollbackEvent():
-                self._go_back(event.step)
+                self._drop_after(event.step)
                 self.rollbacks.append(event)
             case events.ResumeEvent():
-                self._go_back(event.step)
+                self._drop_after(event.step)
                 self.resumes.append(event)
             case events.EndEvent():
                 self.end = event
 
-    def _go_back(self, step: int) -> None:
-        """Forgets what came after a step."""
+    def _drop_after(self, step: int) -> None:
+        """Drops the events after a step."""
         if self.steps and self.steps[-1].step > step:
             _cut(self.steps, step)
             _cut(self.evals, step)
@@ -62,19 +62,19 @@ class History:
 
     @property
     def best(self) -> events.EvalEvent | None:
-        """The lowest held-out loss along the way."""
+        """The evaluation with the lowest held-out loss."""
         measured = [each for each in self.evals if math.isfinite(each.val_loss)]
         return min(measured, key=lambda each: each.val_loss, default=None)
 
 
 def _cut(events: list[Any], step: int) -> None:
-    """Takes the events after a step from the end of a list, each once whatever the file says."""
+    """Removes the events after a step from the end of a list."""
     while events and events[-1].step > step:
         events.pop()
 
 
 def read_history(run: Path) -> History:
-    """What ``metrics.jsonl`` tells. Raises `UserError` for a run without it, or with nothing in it."""
+    """Reads ``metrics.jsonl``. Raises `UserError` for a run without it, or with nothing in it."""
     path, history = run / folder.METRICS, History()
     if not path.exists():
         raise UserError(
@@ -93,18 +93,18 @@ def read_history(run: Path) -> History:
 
 @dataclass(frozen=True)
 class Copying:
-    """What samples, in order, share with the training text, and how much of that was compared."""
+    """The spans that each sample shares with the training text, and how much of that text was compared."""
 
     samples: list[Copied]
-    texts: list[str]  # of each one's longest span
+    texts: list[str]  # the longest span of each sample
     compared: int  # tokens of the training text that were looked through
     trained: int  # tokens of all of it
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that is shown of a run. ``copying`` is None where the training text's tokens are not there any more, as for
-    ``--pairs``, which keeps none."""
+    """A run as it is shown. ``copying`` is None where the tokens of the training text are gone, or were not kept, as
+    under ``--pairs``."""
 
     path: Path
     record: RunRecord
@@ -118,7 +118,7 @@ class Report:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What was settled, flat: how it trained, the shape of the model, the text and the machine."""
+        """The resolved settings as one flat table: text, shape, training and machine."""
         record = self.record
         resolved = dict(record.resolved or {})
         shape, ramp = resolved.pop("model", None), resolved.pop("ramp", None)
@@ -147,8 +147,8 @@ class Report:
 
 
 def thinned(steps: Sequence[events.StepEvent], most: int | None) -> list[dict[str, Any]]:
-    """Steps in ``most`` rows at most: counts and times are those of a row's last step, values the mean of its steps'
-    finite ones."""
+    """Averages steps into at most ``most`` rows: counts and times are a row's last, values the mean of its finite
+    ones."""
     each = 1 if most is None else -(-len(steps) // most)
     rows = []
     for at in range(0, len(steps), max(1, each)):
@@ -178,7 +178,7 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def find_run(word: str | None) -> Path:
-    """The run folder that is meant; None: the newest with a checkpoint. Raises `UserError` where there is none."""
+    """Finds a run folder; None is the newest run with a checkpoint. Raises `UserError` where there is none."""
     path = folder.newest_run() if word is None else Path(word)
     if not folder.is_run(path):
         raise UserError(f"there is no run {path}", folder.known_runs())
@@ -186,7 +186,7 @@ def find_run(word: str | None) -> Path:
 
 
 def report(run: Path, each: Callable[[int, int], None] = lambda done, total: None) -> Report:
-    """Reads a run, also one that is still going on. ``each`` hears how far the comparison with the training text is.
+    """Reads a run, finished or not. ``each`` is called with the tokens of the training text compared, and their total.
 
     Raises `UserError` where it has no metrics or its ``run.json`` is damaged.
     """
@@ -196,7 +196,7 @@ def report(run: Path, each: Callable[[int, int], None] = lambda done, total: Non
 
 
 def _training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
-    """The tokens that the run was trained on: its own, or the folder that it names, if that is still the same."""
+    """The tokens that the run was trained on: its own, or those of the folder that it names, if that is unchanged."""
     try:
         if is_token_folder(run / "tokens"):
             return TokenFolder(run / "tokens")
@@ -212,7 +212,7 @@ def _training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
 def _copying(history: History, tokens: TokenFolder, each: Callable[[int, int], None]) -> Copying:
     tokenizer, stream = tokens.tokenizer, tokens.stream("train")
     ids = [tokenizer.encode(sample.text).tolist() for sample in history.samples]
-    found = copied(ids, stream, each) if ids else []
+    found = find_copies(ids, stream, each) if ids else []
     texts = [
         tokenizer.decode(whole[one.start : one.start + one.longest]) for whole, one in zip(ids, found, strict=True)
     ]

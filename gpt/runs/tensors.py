@@ -1,4 +1,4 @@
-"""Tensors ↔ safetensors files: written tensor by tensor, and checked before any of them is read."""
+"""Reads and writes safetensors files, tensor by tensor; a file is checked before any tensor is read."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ _HEADER_ROOM, _HEADER_EACH = 2**16, 2**10
 
 @dataclass(frozen=True)
 class Deferred:
-    """A float32 array that is put together when it is written, and forgotten after."""
+    """A float32 array that is gathered when it is written, and freed after."""
 
     shape: tuple[int, ...]
     get: Callable[[], Array]
@@ -56,7 +56,7 @@ Arrays = Mapping[str, Array | Deferred]
 
 
 def pieces(tensors: Arrays) -> Iterator[bytes | memoryview]:
-    """What a safetensors file holds, byte for byte as safetensors itself writes it. One tensor at a time is made
+    """The bytes of a safetensors file, piece by piece, as safetensors itself writes it. One tensor at a time is made
     contiguous, so that no second copy of all of them is in memory."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -73,7 +73,7 @@ def pieces(tensors: Arrays) -> Iterator[bytes | memoryview]:
 
 
 def nbytes(tensors: Arrays) -> int:
-    """About how large a file of them is."""
+    """About the bytes of a file of these tensors."""
     return sum(array.nbytes for array in tensors.values()) + 128 * len(tensors)
 
 
@@ -87,12 +87,12 @@ def read(
     optional: Shapes | None = None,
     keep: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
 ) -> dict[str, Tensor]:
-    """All tensors of some files by the name that ``ours`` gives them (None: left out), as they are stored, or what
-    ``keep`` makes of each by our name: they are read one after the other.
+    """Reads the tensors of some files one after the other: by the name that ``ours`` gives them (None: left out), as
+    they are stored, or as ``keep`` returns each of them.
 
     Before any is read, the names, shapes and dtypes of all are compared with what is ``expected`` or ``optional``, and
-    the lengths of headers with that: what a file says of itself allocates nothing. Raises `UserError`; ``where`` names
-    what says what is expected.
+    the lengths of headers with that: nothing is allocated by a file's word alone. Raises `UserError`; ``where`` names
+    the source of what is expected.
     """
     shapes = {**(optional or {}), **expected}
     found = [name for file in files for name in _check(file, shapes, where, ours, dtypes)]
@@ -122,7 +122,7 @@ def _opened(file: Path) -> Iterator[Any]:
 def _check(
     file: Path, shapes: Shapes, where: str, ours: Callable[[str], str | None], dtypes: Sequence[str]
 ) -> list[str]:
-    """The names in a file, none of which is another than expected."""
+    """Checks the header of a file against ``shapes``, and returns the names in it."""
     with reading(file), open_regular(file) as opened_file:
         start = opened_file.read(_LENGTH.size)
         size = os.fstat(opened_file.fileno()).st_size

@@ -129,7 +129,7 @@ class Result:
         """The result of its entry. Raises `UserError` if that is damaged."""
         where = str(run / folder.RECORD)
         name = str(record.get("checkpoint"))
-        if not folder.is_name(name):
+        if not folder.is_step_name(name):
             raise UserError(f"{where} is damaged: {name[:40]!r} is no checkpoint")
         return checked(cls, {**record, "run": run, "checkpoint": run / name}, where)
 

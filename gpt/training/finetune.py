@@ -61,9 +61,9 @@ def find_init(config: TrainConfig) -> InitCheckpoint | None:
     if config.init is None:
         return None
     path = folder.find_checkpoint(config.init)
-    model, tokenizer = checkpoint.look(path)
+    model, tokenizer = checkpoint.peek(path)
     _check_shape(config, model)
-    return InitCheckpoint(config.init, path, model, tokenizer, folder.weight_sums(path))
+    return InitCheckpoint(config.init, path, model, tokenizer, folder.weight_checksums(path))
 
 
 def _check_shape(config: TrainConfig, model: GPTConfig) -> None:

@@ -244,7 +244,7 @@ class Begun:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """Its tokenizer, if there is a checkpoint."""
-        return checkpoint.look(self.checkpoint)[1] if self.checkpoint else None
+        return checkpoint.peek(self.checkpoint)[1] if self.checkpoint else None
 
 
 @contextlib.contextmanager
@@ -335,13 +335,13 @@ def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
     entries = folder.checkpoints(run)
     if not entries:
         return None
-    if not any(folder.can_go_on(run / entry.name) for entry in entries):
+    if not any(folder.can_resume(run / entry.name) for entry in entries):
         raise UserError(
             f"the checkpoints of {run} hold weights alone: there is nothing to resume from",
             f"fine-tune from them: gpt train TEXT --init {run}",
         )
     path = folder.newest_whole(run, note, training=True)
-    if checkpoint.look(path)[0] != read_saved(path).recipe.model:
+    if checkpoint.peek(path)[0] != read_saved(path).recipe.model:
         raise UserError(f"{path} is damaged: its training state is of a model of another shape", folder.HINT)
     return path.name
 
@@ -419,7 +419,7 @@ def same_init(begun: Begun, world: World) -> InitCheckpoint | None:
         return None
     if init is not None:
         if not world.is_main:
-            return InitCheckpoint(init.model, Path(init.path), *checkpoint.look(Path(init.path)), init.sha256)
+            return InitCheckpoint(init.model, Path(init.path), *checkpoint.peek(Path(init.path)), init.sha256)
         asked = init.path
         if hub.is_remote(begun.config.init or ""):
             asked = f"{str(begun.config.init).partition('@')[0]}@{Path(asked).name}"

@@ -81,7 +81,7 @@ def torn(run: Path) -> list[str]:
     bad = []
     for entry in folder.checkpoints(run):
         try:
-            folder.check_sums(run / entry.name, training=True)
+            folder.verify_checksums(run / entry.name, training=True)
         except UserError as error:
             bad.append(error.message)
     return bad
@@ -415,9 +415,9 @@ def read_all(path: Path) -> None:
     from gpt.training.parallel import Single
     from gpt.training.state import read_saved, read_snapshot
 
-    folder.check_sums(path, training=True)
+    folder.verify_checksums(path, training=True)
     saved = read_saved(path)
-    if checkpoint.look(path)[0] != saved.recipe.model:
+    if checkpoint.peek(path)[0] != saved.recipe.model:
         raise UserError("another shape")
     model = checkpoint.load(path, torch.device("cpu"), saved.recipe.model).model
     optimizer = make_optimizer(model, saved.recipe.optimizer, saved.recipe.weight_decay)
@@ -498,7 +498,7 @@ def _hostile(good: Path, name: str, data: bytes, rng: random.Random) -> Iterator
     elif name == folder.CHECKSUMS:
         record = json.loads(data)
         record["sha256"][rng.choice(HOSTILE_NAMES)] = "0" * 64
-        record["self"] = folder._own_sum(record["sha256"])
+        record["self"] = folder._checksum_of(record["sha256"])
         yield Damaged(name, "names", json.dumps(record).encode(), signed=False)
     elif name in ("config.json", "training.json", "gpt.json"):
         record = json.loads(data)
@@ -554,7 +554,7 @@ def damaged_copies(place: Path, count: int) -> Tried:
 
     def sign(bad: Path) -> None:
         (bad / folder.CHECKSUMS).unlink()
-        folder.write_sums(bad)
+        folder.write_checksums(bad)
 
     return _try(good, damages(good, random.Random(1)), count, read_all, sign)
 

@@ -134,7 +134,7 @@ def _sign(name: str) -> Callable[[Path], None]:
 
     def sign(bad: Path) -> None:
         (bad / name / folder.CHECKSUMS).unlink()
-        folder.write_sums(bad / name)
+        folder.write_checksums(bad / name)
 
     return sign
 
