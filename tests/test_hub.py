@@ -162,7 +162,7 @@ def test_a_shape_needs_no_weights(there: Gpt, server: Hub) -> None:
 @pytest.mark.parametrize(
     ("model", "env", "code", "message"),
     [
-        ("hf:me/nothing", {}, 2, "has no model me/nothing"),
+        slow("hf:me/nothing", {}, 2, "has no model me/nothing"),
         ("hf:me/gated", {}, 2, "me/gated is gated"),
         slow("hf:me/tiny@v9", {}, 2, 'me/tiny has no revision "v9"'),
         slow(
@@ -175,6 +175,7 @@ def test_what_the_hub_does_not_give(there: Gpt, model: str, env: dict[str, str],
     one_line_of_what_and_what_next(there("sample", "x", "-m", model, **env), message, code)
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_out_of_order(there: Gpt, server: Hub) -> None:
     server.broken = True
     one_line_of_what_and_what_next(there(*SAMPLE), "could not be fetched from", 1)
