@@ -1,4 +1,4 @@
-"""What a command is given in a file or on stdin: read within bounds, and said where that keeps one waiting."""
+"""Reads a command's inputs from files and stdin, within bounds; says on stderr when it waits for input."""
 
 import contextlib
 import io
@@ -15,13 +15,13 @@ from gpt.settings import MOST_TOML, parse_toml
 
 from . import render
 
-WAIT_SECONDS = 1.0  # in silence, before it is said what is waited for
+WAIT_SECONDS = 1.0  # until stderr says what the command waits for
 MOST_TEXT = 64 * 2**20  # bytes of a text for the model to read, and of a line of prompts
 MOST_PROMPTS = 2**30  # bytes of a file of prompts
 
 
 def text(words: str | None, file: Path | None, what: str, flag: str) -> str:
-    """The text from the one place that was named: the words themselves, or a file (``-`` is stdin)."""
+    """Returns the text that was given as words or as a file (``-`` is stdin)."""
     if words is not None and file is not None:
         raise UserError(f"a {what} and {flag} were given", "give one of them")
     if file is not None:
@@ -39,7 +39,7 @@ def text(words: str | None, file: Path | None, what: str, flag: str) -> str:
 
 
 def lines(file: Path, what: str) -> Iterator[bytes]:
-    """The lines of a file of many texts, as they come."""
+    """Yields the lines of a file of many texts."""
     left = MOST_PROMPTS
     with opened(file, what) as stream:
         while line := stream.readline(MOST_TEXT + 1):
@@ -52,13 +52,13 @@ def lines(file: Path, what: str) -> Iterator[bytes]:
 
 
 def toml(file: Path) -> dict[str, Any]:
-    """The table in a TOML file."""
+    """Reads the table of a TOML file."""
     with opened(file, "settings") as stream:
         return parse_toml(bounded(stream, file, MOST_TOML, "settings are a few lines"), str(file))
 
 
 def bounded(stream: BinaryIO, file: Path, most: int, hint: str) -> bytes:
-    """All of a stream. Raises `UserError` past so many bytes: a device never ends."""
+    """Reads all of a stream. Raises `UserError` past so many bytes, since a device may be endless."""
     data = stream.read(most + 1)
     if len(data) > most:
         raise _too_long(name(file), most, hint)
@@ -66,7 +66,7 @@ def bounded(stream: BinaryIO, file: Path, most: int, hint: str) -> bytes:
 
 
 def name(file: Path) -> str:
-    """What errors call it."""
+    """Returns the name of an input in messages."""
     return "stdin" if str(file) == "-" else str(file)
 
 
@@ -76,8 +76,8 @@ def _too_long(what: str, most: int, hint: str) -> UserError:
 
 @contextlib.contextmanager
 def opened(file: Path, what: str) -> Iterator[BinaryIO]:
-    """A file to read, or stdin where it is ``-``. Says on stderr that it waits for ``what`` where nothing comes from a
-    terminal or a pipe. Raises `UserError` where it cannot be read."""
+    """Opens a file, or stdin for ``-``. Says on stderr that it waits for ``what`` while nothing comes from a terminal
+    or a pipe. Raises `UserError` where it cannot be read."""
     if str(file) == "-" and sys.stdin is None:
         raise UserError("there is no standard input to read", "give a file")
     try:
@@ -112,6 +112,6 @@ def _waiting(file: Path, what: str) -> Iterator[None]:
 
 
 def announce(texts: Sequence[str] | None) -> None:
-    """Says that a text is read from a terminal."""
+    """Says that a text will be read from a terminal."""
     if "-" in (texts or ()) and sys.stdin is not None and sys.stdin.isatty():
         render.note("reading the text from stdin; Ctrl-D ends it")

@@ -162,7 +162,7 @@ def tokens(
 
 
 def _load(model: str | None, device: str, quiet: bool) -> "LanguageModel":
-    """The model, in float32: what is shown is exact."""
+    """Loads the model in float32, so that the numbers shown are exact."""
     with progress.starting(quiet=quiet):
         from gpt import api
     return api.load(model, device=device, dtype="float32")

@@ -44,7 +44,7 @@ class Conversation:
         }  # fmt: skip
 
     def run(self) -> None:
-        """Until the end of the input. Raises `UserError` where there is none."""
+        """Runs until the end of stdin. Raises `UserError` where there is no stdin."""
         if sys.stdin is None:
             raise UserError("there is no standard input to read", "give a prompt instead of --interactive")
         with contextlib.suppress(AttributeError, ValueError):
@@ -61,7 +61,7 @@ class Conversation:
                     continue  # it ends the text
 
     def take(self, words: str) -> None:
-        """A prompt, or a command. Raises `UserError` for one that cannot be followed."""
+        """Runs a command, or continues a prompt. Raises `UserError` for a command that cannot be followed."""
         check_text("the line", words)
         if not words.startswith("/") or words.startswith("//"):
             self.prompt, self.index = words.removeprefix("/") if words.startswith("//") else words, 0
@@ -115,7 +115,7 @@ class Conversation:
 
 
 def read() -> str | None:
-    """The next prompt or command, which may have several lines; None at the end of the input."""
+    """Reads the next prompt or command, which may have several lines; None at the end of stdin."""
     lines: list[str] = []
     block = False
     while True:
@@ -144,7 +144,7 @@ def read() -> str | None:
 
 @contextlib.contextmanager
 def _history() -> Iterator[None]:
-    """Lines typed before, and editing, where there is a terminal and Python has readline."""
+    """Provides history and line editing on a terminal, where Python has readline."""
     try:
         import readline
     except ImportError:  # Windows

@@ -1,4 +1,4 @@
-"""What ``gpt inspect`` prints, beside `cli.render`."""
+"""Renders the results of ``gpt inspect``."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,21 +25,21 @@ TOKEN_COLOURS = ("blue", "magenta", "green", "cyan", "yellow", "red")
 
 
 def shown(text: str) -> str:
-    """A token with the spaces at its ends made visible."""
+    """Returns a token with the spaces at its ends made visible."""
     inner = text.strip(" ")
     left = len(text) - len(text.lstrip(" ")) if inner else len(text)
     return "·" * left + inner + "·" * (len(text) - left - len(inner))
 
 
 def ramp(share: float) -> tuple[int, int, int]:
-    """The colour of a share of attention, on a square-root scale."""
+    """Returns the colour of a share of attention, on a square-root scale."""
     x = min(1.0, max(0.0, share)) ** 0.5
     red, green, blue = (round(low + (high - low) * x) for low, high in zip(DARK, BRIGHT, strict=True))
     return red, green, blue
 
 
 def attention(look: "Look", tokenizer: "Tokenizer") -> None:
-    """What heads do, the pattern of one of them, and what the model would say next at each layer."""
+    """Prints what heads do, the pattern of one head, and the likeliest next tokens at each layer."""
     console = render.stdout()
     at, column = clearest(look)
     if len(look.layers) * len(look.heads) > 1:
@@ -49,8 +49,8 @@ def attention(look: "Look", tokenizer: "Tokenizer") -> None:
 
 
 def clearest(look: "Look") -> tuple[int, int]:
-    """The head, by its places in ``look``, that does most clearly something else than look at the first token or at
-    itself; what those do is true of many."""
+    """Returns the place in ``look`` of the head with the clearest kind other than the first token or the token itself,
+    which many heads attend to."""
 
     def clarity(place: tuple[int, int]) -> float:
         lifts = [look.here.lift(kind) for kind in ("previous", "same", "matching")]
@@ -61,7 +61,7 @@ def clearest(look: "Look") -> tuple[int, int]:
 
 
 def _heads(look: "Look") -> Table:
-    """A letter a head: what it mostly does."""
+    """Prints a letter per head for what it mostly attends to."""
     from gpt import inspect
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
@@ -78,7 +78,7 @@ def _heads(look: "Look") -> Table:
 
 
 def heat(look: "Look", tokenizer: "Tokenizer", at: int, column: int, console: Console) -> None:
-    """The pattern of a head: queries down, keys across; tenths in digits where there is no colour."""
+    """Prints the pattern of a head, queries down, keys across; in tenths where there is no colour."""
     from gpt.inspect import KINDS, mostly, token_text
 
     kind = mostly(look.here, look.probe, at, column)
@@ -113,7 +113,7 @@ def _fit(text: str, width: int) -> str:
 
 
 def _next(look: "Look", tokenizer: "Tokenizer") -> Table:
-    """The likeliest tokens after the last one, as each layer has them."""
+    """Prints the likeliest next tokens at each layer."""
     from gpt.inspect import token_text
 
     table = Table(
@@ -132,7 +132,7 @@ def _next(look: "Look", tokenizer: "Tokenizer") -> Table:
 
 
 def near(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Tokens with their cosines, as bars."""
+    """Prints tokens with their cosines, as bars."""
     console = render.stdout()
     for group in groups:
         console.print(Text.assemble((group["title"], "bold"), (f"   {group['note']}", "dim")))
@@ -144,7 +144,7 @@ def near(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def positions(found: "Positions") -> None:
-    """The table as a map, and similarity by distance."""
+    """Prints the table of positions as a map, and similarity by distance."""
     console = render.stdout()
     size = len(found.similarity)
     if found.table is None:
@@ -165,7 +165,7 @@ def positions(found: "Positions") -> None:
 
 
 def _table(table: "Floats", console: Console) -> None:
-    """A picture of at most 24 rows: below zero blue, above red; without colour signs."""
+    """Prints an array as a map of at most 24 rows: blue below zero, red above; signs where there is no colour."""
     import numpy as np
 
     rows = np.linspace(0, len(table) - 1, min(24, len(table))).round().astype(int)
@@ -185,7 +185,7 @@ def _table(table: "Floats", console: Console) -> None:
 
 
 def tokens(data: Mapping[str, Any]) -> None:
-    """The text in its pieces, each in a colour of its own; bars between them where there is none."""
+    """Prints a text in tokens, each in a colour of its own; with bars between them where there is no colour."""
     console = render.stdout()
     line = Text()
     for at, piece in enumerate(data["pieces"]):

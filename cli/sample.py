@@ -114,7 +114,7 @@ def _check_numbers(num: int, seed: int | None) -> None:
 
 
 def _check(settings: SampleConfig, num: int, as_json: bool) -> None:
-    """Refuses what makes no sense together, and says what has no effect."""
+    """Raises `UserError` for options that exclude each other, and says which have no effect."""
     if settings.beam and num > 1:
         raise UserError(f"--num {num} samples are drawn, and beams draw nothing", f"the best {num}: --n-best {num}")
     if (settings.logprobs is not None or settings.echo_logprobs) and not as_json:
@@ -185,7 +185,7 @@ def _into_file(
 
 
 def _agreed_seed(settings: SampleConfig, seed: int | None, results: "Results") -> int:
-    """The seed that was asked for, or of the file that is gone on with, or a drawn one."""
+    """Returns the seed that was asked for, or that of an existing file, or a drawn one."""
     if results.done and (results.seed is not None) != settings.draws:
         raise UserError(f"{results.path} was written with other settings", "name another file, or the same settings")
     if results.seed is not None and seed not in (None, results.seed):

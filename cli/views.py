@@ -1,4 +1,4 @@
-"""What is seen inside a model, as the data of `--json` and of the pages."""
+"""The data of ``gpt inspect --json`` and of its pages."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ def _texts(tokenizer: "Tokenizer", ids: Any) -> dict[str, str]:
 
 
 def attention_data(look: inspect.Look, tokenizer: "Tokenizer", model: str, prompt: str) -> Tree:
-    """``gpt inspect attention --json``: every number of the page, as nested lists."""
+    """Returns the object of ``gpt inspect attention --json``: every number of the page, as nested lists."""
 
     def text(id: Any) -> str:
         return inspect.token_text(tokenizer, int(id))
@@ -88,8 +88,8 @@ def _scores(look: inspect.Look) -> list[Tree]:
 
 
 def attention_page(look: inspect.Look, tokenizer: "Tokenizer", model: str) -> Tree:
-    """What ``pages/attention.js`` draws. A weight is 16 bits: a page holds as many as there are pairs of tokens, for
-    every head. Raises `UserError` for a page that no browser would take."""
+    """Returns the data of ``pages/attention.js``. A weight has 16 bits, since there is one for each head and pair of
+    tokens. Raises `UserError` for a page too large for browsers."""
     T = len(look.ids)
     lower = look.patterns[..., np.tri(T, dtype=np.bool_)]  # (layers, heads, T (T + 1) / 2)
     if 2 * lower.size > LARGEST_PAGE:
@@ -115,17 +115,17 @@ def attention_page(look: inspect.Look, tokenizer: "Tokenizer", model: str) -> Tr
 
 
 def near_data(found: list[inspect.Near]) -> list[Tree]:
-    """Tokens with their cosines."""
+    """Returns tokens with their cosines."""
     return [{"token": near.id, "text": near.text, "cosine": round(near.cosine, 6)} for near in found]
 
 
 def word_data(word: inspect.Word, tokenizer: "Tokenizer") -> Tree:
-    """A word and how it was cut."""
+    """Returns a word and its tokens."""
     return {"word": word.text, "tokens": word.ids, "pieces": [inspect.token_text(tokenizer, id) for id in word.ids]}
 
 
 def word_note(word: inspect.Word, tokenizer: "Tokenizer") -> str:
-    """How a word was taken, for a person."""
+    """Describes how a word was encoded."""
     if len(word.ids) == 1:
         return f'"{word.text}", one token'
     pieces = " ".join(f'"{inspect.token_text(tokenizer, id)}"' for id in word.ids)
@@ -133,7 +133,7 @@ def word_note(word: inspect.Word, tokenizer: "Tokenizer") -> str:
 
 
 def neighbors_data(words: list[inspect.Word], count: int, table: inspect.Embeddings, model: str) -> Tree:
-    """``gpt inspect neighbors --json``."""
+    """Returns the object of ``gpt inspect neighbors --json``."""
     found = [
         word_data(word, table.tokenizer) | {"neighbors": near_data(table.neighbors(word, count))} for word in words
     ]
@@ -141,7 +141,7 @@ def neighbors_data(words: list[inspect.Word], count: int, table: inspect.Embeddi
 
 
 def analogy_data(terms: list[tuple[int, inspect.Word]], count: int, table: inspect.Embeddings, model: str) -> Tree:
-    """``gpt inspect analogy --json``."""
+    """Returns the object of ``gpt inspect analogy --json``."""
     said = [{"sign": sign, **word_data(word, table.tokenizer)} for sign, word in terms]
     return {"model": model, "terms": said, "nearest": near_data(table.analogy(terms, count))}
 
@@ -150,7 +150,7 @@ TABLE_PART = 1024  # rows and columns of a table that a page shows at most
 
 
 def positions_data(found: inspect.Positions, model: str) -> Tree:
-    """``gpt inspect positions --json``: the table whole."""
+    """Returns the object of ``gpt inspect positions --json``, with the whole table."""
     return {
         "model": model,
         "positions": found.kind,
@@ -161,7 +161,7 @@ def positions_data(found: inspect.Positions, model: str) -> Tree:
 
 
 def positions_page(found: inspect.Positions, model: str) -> Tree:
-    """What ``pages/positions.js`` draws: of a large table evenly spread rows and columns."""
+    """Returns the data of ``pages/positions.js``: of a large table evenly spread rows and columns."""
     table: Tree | None = None
     if found.table is not None:
         step = [-(-size // TABLE_PART) for size in found.table.shape]
@@ -178,6 +178,6 @@ def positions_page(found: inspect.Positions, model: str) -> Tree:
 
 
 def tokens_data(ids: list[int], tokenizer: "Tokenizer", model: str, text: str) -> Tree:
-    """``gpt inspect tokens --json``."""
+    """Returns the object of ``gpt inspect tokens --json``."""
     pieces = [inspect.token_text(tokenizer, id) for id in ids]
     return {"model": model, "tokens": ids, "pieces": pieces, "bytes": len(text.encode())}

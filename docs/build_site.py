@@ -31,7 +31,7 @@ WORKER = """if (location.protocol === "file:") {
 
 
 def build(place: Path = PLACE) -> int:
-    """Lays the pages out in ``place``/docs and has ``place``/site built from them. Returns the status."""
+    """Copies the pages to ``place``/docs and builds ``place``/site from them. Returns the exit status."""
     shutil.rmtree(place / "docs", ignore_errors=True)
     for path in [ROOT / "README.md", ROOT / "docs" / "site.css", *sorted((ROOT / "docs").glob("*.md"))]:
         lay_out(path, place / "docs")
@@ -43,8 +43,10 @@ def build(place: Path = PLACE) -> int:
 
 
 def render(place: Path) -> int:
-    """Has ``place``/site built; a link or anchor that leads nowhere fails it. Says each of them in a line, since the
-    generator itself ends with a traceback; any other failure is said in its own words."""
+    """Builds ``place``/site and returns the exit status. A broken link or anchor fails the build.
+
+    Prints a line for each broken link, since the generator ends with a traceback; other failures in its own words.
+    """
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "docs")}
     done = subprocess.run(
@@ -61,7 +63,7 @@ def render(place: Path) -> int:
 
 
 def broken_links(stage: Path, said: str) -> list[str]:
-    """A line for each link that leads nowhere: file, line, link and why, from the generator's pictures of them."""
+    """Returns a line for each broken link, with file, line, link and reason, from the generator's drawings of them."""
     lines = []
     for page, row, column, why in BROKEN.findall(said):
         line = (stage / page).read_text(encoding="utf-8").splitlines()[int(row) - 1]
@@ -72,7 +74,7 @@ def broken_links(stage: Path, said: str) -> list[str]:
 
 
 def lay_out(path: Path, stage: Path) -> None:
-    """Copies a file to its place below ``stage``, and what it links to."""
+    """Copies a file and what it links to, to their places below ``stage``."""
     place = stage / page_of(path.relative_to(ROOT))
     if place.exists():
         return
@@ -94,8 +96,10 @@ def lay_out(path: Path, stage: Path) -> None:
 
 
 def search_from_disk(site: Path) -> None:
-    """Has a page that is opened from disk start the search from a string, since a browser starts no worker from a file;
-    the theme would fetch a script from another host for that."""
+    """Makes pages that are opened from disk start the search worker from a string.
+
+    Browsers start no worker from a file, and the theme would fetch a script from another host to do so.
+    """
     (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
     script = site / "assets" / "javascripts" / "worker.js"
     script.write_text(WORKER % json.dumps(worker.read_text(encoding="utf-8")), encoding="utf-8")
@@ -106,7 +110,7 @@ def search_from_disk(site: Path) -> None:
 
 
 def page_of(path: "Path | str") -> str:
-    """Where a file lies in the site: a source file is a page."""
+    """Returns a file's path in the site: a source file becomes a page."""
     return f"{path}.md" if str(path).endswith(".py") else str(path)
 
 

@@ -1,4 +1,4 @@
-"""A ```math block as MathML, which browsers draw by themselves."""
+"""Turns a ```math block into MathML, which browsers draw without a script."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ from latex2mathml.converter import convert
 
 
 def fence(source: str, *_: Any, **__: Any) -> str:
-    """TeX → a formula on lines of its own, for pymdownx.superfences."""
+    """Returns TeX as a displayed formula, for pymdownx.superfences."""
     return f'<div class="math">{convert(source, display="block")}</div>'

@@ -32,7 +32,7 @@ many devices reach less. Nothing of this table was run; [memory.md](memory.md) s
 
 
 def page() -> str:
-    """The whole file."""
+    """Returns the whole page."""
     parts = [HEAD]
     for devices in DEVICES:
         parts.append(

@@ -38,7 +38,7 @@ KINDS = {"int": "N", "float": "X", "str": "WORD", "path": "PATH", "list[str]": "
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     root: Any = typer.main.get_command(app)
     context = root.make_context("gpt", [], resilient_parsing=True)
     found = list(commands(root, context))
@@ -47,7 +47,7 @@ def page() -> str:
 
 
 def commands(group: Any, context: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Each command that does something: its words, itself, and its context."""
+    """Yields each command that is no group: its words, the command, and its context."""
     for name, command in group.commands.items():
         own = command.make_context(name, [], parent=context, resilient_parsing=True)
         if hasattr(command, "commands"):
@@ -82,7 +82,7 @@ def _panel(parameter: Any) -> str:
 
 
 def _in_panels(options: list[Any]) -> list[Any]:
-    """Options of a panel side by side, panels in the order in which they first come."""
+    """Groups options by panel; panels come in the order of their first option."""
     order = list(dict.fromkeys(map(_panel, options)))
     return sorted(options, key=lambda each: order.index(_panel(each)))
 
@@ -102,7 +102,7 @@ def _row(option: Any, context: Any, keys: set[str]) -> tuple[str, ...]:
 
 
 def _value(option: Any, context: Any) -> str:
-    """What stands after a flag that takes a value."""
+    """Returns the placeholder after a flag that takes a value."""
     kind = re.search(r"<(.*)>$", option.get_help_record(context)[0])
     if kind is None:
         return f" {option.metavar}" if option.metavar and "|" not in option.metavar else ""
@@ -110,14 +110,14 @@ def _value(option: Any, context: Any) -> str:
 
 
 def _choices(option: Any) -> str:
-    """The values that there are, where these are few."""
+    """Returns a sentence of the values that an option takes; empty where any value goes."""
     if not option.metavar or "|" not in option.metavar:
         return ""
     return " One of " + ", ".join(f"`{value}`" for value in option.metavar.strip("[]").split("|")) + "."
 
 
 def _described(parameter: Any, context: Any) -> tuple[str, str]:
-    """What a parameter is for, and its default, as `--help` words them."""
+    """Returns a parameter's help and its default, in the words of `--help`."""
     _, said = parameter.get_help_record(context)
     said = re.sub(r"\s*\[required\]$", "", said)
     found = re.fullmatch(r"(?P<help>.*?)\s*\[default: (?P<default>.*)\]", said, re.DOTALL)
@@ -130,7 +130,7 @@ def _described(parameter: Any, context: Any) -> tuple[str, str]:
 
 
 def _text(words: str) -> str:
-    """Words in which nothing is markup, apart from what stands in backticks."""
+    """Escapes markup, except inside backticks."""
     return "`".join(
         part if at % 2 else html.escape(part, quote=False) for at, part in enumerate(words.split("`"))
     ).replace("|", "&#124;")

@@ -1,4 +1,4 @@
-"""The library's front door: `load` a model, let it write and measure texts; `train` one."""
+"""The library's front door: `load` a model, generate and evaluate texts with it; `train` one."""
 
 import functools
 import tempfile
@@ -13,10 +13,10 @@ import torch
 from gpt import device as devices
 from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
-from gpt.decoding.bench import Speed, measure
-from gpt.decoding.pool import ContextPool
+from gpt.decoding.bench import DecodingSpeed, measure
+from gpt.decoding.context import ContextPool
 from gpt.decoding.weights import compiled, prepare
-from gpt.decoding.write import Piece, Sample, Writer
+from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.device import Compute
 from gpt.errors import UserError, did_you_mean
 from gpt.evaluate import Encoded, Evaluation, OnWindow, evaluate
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # training is imported by what trains: to sample, it need not
 
 
 class Writing:
-    """A sample being written: iterate over it for pieces of text as they come; ``sample`` is there at the end."""
+    """A sample that is being generated: iterate over it for pieces of text; ``sample`` is set at the end."""
 
     def __init__(self, pieces: Iterator[Piece]) -> None:
         self._pieces = pieces
@@ -52,7 +52,7 @@ class Writing:
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A decoder with its tokenizer, on a device: what `load` gives."""
+    """A decoder with its tokenizer, on a device."""
 
     model: GPT
     tokenizer: Tokenizer
@@ -62,12 +62,13 @@ class LanguageModel:
 
     @functools.cached_property
     def contexts(self) -> ContextPool:
-        """The memory in which it generates, kept from call to call."""
+        """The caches in which it generates, kept from call to call."""
         return ContextPool(self.model, self.compute, self.note)
 
     def write(self, prompt: str = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0) -> Writing:
-        """A sample to iterate over while it is written. Sample ``index`` of a seed is the same whatever came before."""
-        writer = Writer(self.contexts, self.tokenizer, config or SampleConfig(), seed)
+        """Returns a sample to iterate over while it is generated. It depends on the prompt, ``seed`` and ``index``
+        alone."""
+        writer = TextGenerator(self.contexts, self.tokenizer, config or SampleConfig(), seed)
         return Writing(writer.write([prompt], [index]))
 
     def write_all(
@@ -78,27 +79,28 @@ class LanguageModel:
         num: int = 1,
         done: Collection[tuple[int, int]] = (),
     ) -> Iterator[Piece]:
-        """``num`` samples of each prompt, or its beams, a piece at a time, one text after the other; computed side by
-        side, and the same as one by one. Those that are ``done`` (prompt, index) are left out. Raises `UserError` for
-        what the model cannot do."""
-        writer = Writer(self.contexts, self.tokenizer, config or SampleConfig(), seed)
+        """Yields ``num`` samples of each prompt, or its beams, in pieces, one text after the other. They are computed
+        side by side and are the same as one by one. Samples in ``done`` (prompt, index) are left out. Raises
+        `UserError` for settings that the model cannot follow."""
+        writer = TextGenerator(self.contexts, self.tokenizer, config or SampleConfig(), seed)
         return writer.write(prompts, range(num), done)
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:
-        """``num`` continuations of ``prompt``, without it; with ``beam`` the ``n_best`` of them. ``settings`` are those
-        of `SampleConfig`: ``temperature``, ``top_k``, ``max_tokens`` … Raises `UserError` for others."""
+        """Returns ``num`` continuations of ``prompt``, without it; with ``beam`` the ``n_best`` of them. ``settings``
+        are those of `SampleConfig`: ``temperature``, ``top_k``, ``max_tokens`` … Raises `UserError` for others."""
         config = from_dict(SampleConfig, settings, "generate")
         pieces = self.write_all([prompt], config, seed, num)
         return [piece.sample.text for piece in pieces if piece.sample is not None]
 
     def loss(self, text: str, stride: int | None = None) -> float:
-        """The mean loss over ``text``, nats a token, in windows of the context. `UserError` below two tokens."""
+        """Returns the mean loss over ``text`` in nats per token, in windows of the context. Raises `UserError` for a
+        text of fewer than two tokens."""
         return self.evaluate([text], stride).loss
 
     def evaluate(
         self, texts: Sequence[str], stride: int | None = None, on_window: OnWindow | None = None
     ) -> Evaluation:
-        """The loss over documents in every usual unit."""
+        """Measures the loss over documents in every usual unit."""
         documents = Encoded(self.tokenizer.encode(text).astype(np.int64) for text in texts)
         return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window)
 
@@ -111,8 +113,8 @@ class LanguageModel:
         listen: Listener = lambda event: None,
         on_window: OnWindow | None = None,
     ) -> Evaluation:
-        """As `evaluate`, over files, folders or corpora by name, of any size; or over one ``side`` of a token folder,
-        which must have been made with this model's tokenizer."""
+        """Measures the loss over files, folders or corpora by name, of any size; or over one ``side`` of a token
+        folder, which must have been made with this model's tokenizer."""
         from gpt.training.data import tokenized
 
         path, config = tokenized(texts), config or ReadConfig()
@@ -152,13 +154,13 @@ def load(
     note: Callable[[str], None] = lambda text: None,
     sampling: SampleConfig | None = None,
 ) -> LanguageModel:
-    """The model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, a GPT-2 folder of
-    transformers; None: the newest run's best. Raises `UserError` where there is none, or it is damaged; where the
-    latest is, ``note`` is told, and the one before is taken.
+    """Loads the model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, a GPT-2
+    folder of transformers; None: the newest run's best. Raises `UserError` where there is none, or it is damaged. If
+    the latest checkpoint is damaged, ``note`` says so and the one before is loaded.
 
-    For settings that it will be ``sampling`` with, weights are laid out for steps of one token (in ``dtype`` itself,
-    not cast at each product); ``dtype`` "int8" rounds them. Such a model is neither trained nor saved. ``threads`` on a
-    CPU are then as many as its size is worth, unless they are given; else they are left as they are.
+    With the ``sampling`` settings of later calls, weights are laid out for steps of one token, in ``dtype`` itself and
+    not cast at each product; ``dtype`` "int8" rounds them. Such a model can be neither trained nor saved. ``threads``
+    on a CPU are then chosen by the model's size, unless they are given.
     """
     found = folder.find_checkpoint(None if path is None else str(path), note)
     int8 = dtype == "int8"
@@ -179,7 +181,8 @@ def _parameters(model: GPT) -> int:
 
 
 def _pick(device: str, dtype: str) -> Compute:
-    """The device, and the dtype of what int8 does not round. Raises `UserError` for a dtype that there is not."""
+    """Chooses the device and the dtype of the weights that int8 does not round. Raises `UserError` for an unknown
+    dtype."""
     if dtype not in get_args(Dtype):
         raise UserError(f'there is no dtype "{dtype}"', did_you_mean(dtype, get_args(Dtype)))
     return devices.pick(device, "auto" if dtype == "int8" else dtype)
@@ -187,7 +190,7 @@ def _pick(device: str, dtype: str) -> Compute:
 
 @dataclass(frozen=True)
 class Measured:
-    """What `bench` has found, and on what."""
+    """The result of `bench`, with the model and machine that it was measured on."""
 
     name: str
     parameters: int
@@ -195,7 +198,7 @@ class Measured:
     dtype: str
     compiled: bool
     settings: BenchConfig
-    speed: Speed
+    speed: DecodingSpeed
 
 
 def bench(
@@ -208,7 +211,7 @@ def bench(
     compile: str = "off",
     note: Callable[[str], None] = lambda text: None,
 ) -> Measured:
-    """How fast the model ``target`` samples: a preset, with random weights, or what `load` takes."""
+    """Measures how fast a model samples: ``target`` is a preset, with random weights, or what `load` takes."""
     config = config or BenchConfig()
     sampling = SampleConfig(compile="on" if compile == "on" else "off")
     if isinstance(target, str) and target in PRESETS:
@@ -240,7 +243,7 @@ def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **sett
 
 
 def resume(run: str | Path | None = None, listen: "RunListener" = lambda event: None, **settings: Any) -> "Result":
-    """Goes on exactly where ``run`` stopped, or the newest in ``runs/`` that is not finished. ``settings``: ``steps``
+    """Resumes ``run`` exactly where it stopped; None: the newest unfinished run in ``runs/``. ``settings``: ``steps``
     (more than before), ``device``, ``micro_batch``, ``keep``, and in one of several processes ``shard``, ``tensor``,
     ``recompute``. Raises as `train` does."""
     from gpt.training import run as runs

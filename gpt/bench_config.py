@@ -1,4 +1,4 @@
-"""What a user may ask of ``gpt bench``. Imports no torch."""
+"""The settings of ``gpt bench``. Imports no torch."""
 
 from dataclasses import dataclass, replace
 
@@ -10,7 +10,7 @@ _PROMPT, _NEW = 32, 128  # tokens, where a context has room for them
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """What ``gpt bench`` measures. Raises `UserError` for values that mean nothing."""
+    """What ``gpt bench`` measures. Raises `UserError` for values without a meaning."""
 
     prompt_tokens: int | None = option(
         None, "Tokens of each prompt.", panel="Text", shown="32, or a quarter of the context", low=1
@@ -19,13 +19,14 @@ class BenchConfig:
         None, "Tokens that are written after it.", panel="Text", flags=("-n",), shown="128, or what fits", low=1
     )
     batch: int = option(1, "Texts at once.", panel="Text", low=1, high=2**16)
-    rounds: int = option(3, "Times that all of it is done; medians are shown.", panel="Text", low=1, high=1000)
+    rounds: int = option(3, "Repetitions; medians are shown.", panel="Text", low=1, high=1000)
 
     def __post_init__(self) -> None:
         check_options(self)
 
     def fitted(self, block_size: int) -> "BenchConfig":
-        """With the tokens that a context has room for. Raises `UserError` where it has none for those asked for."""
+        """Returns a copy with token counts that fit into the context. Raises `UserError` where those asked for do
+        not."""
         prompt = self.prompt_tokens or max(1, min(_PROMPT, block_size // 4))
         new = self.new_tokens or max(1, min(_NEW, block_size - prompt))
         if prompt + new > block_size:

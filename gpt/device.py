@@ -1,4 +1,4 @@
-"""Where a computation runs and in which arithmetic. Decided from what the machine can do, never from timings."""
+"""The device and dtype of a computation, chosen from what the machine can do, never from timings."""
 
 import contextlib
 import functools
@@ -17,15 +17,16 @@ from gpt.errors import UserError, did_you_mean
 from gpt.peaks import host_memory
 from gpt.words import counted
 
-# Parameters a thread when a step decodes one token. Measured on two cores, two threads against one: 1.11 times the rate
-# at 0.9 M parameters, 1.25 at 3.7 M, 1.35 at 12 M, 1.51 at 124 M; and 0.4 times at 0.9 M beside four other programs.
+# Parameters per thread when a step decodes one token. Measured on two cores, two threads against one: 1.11 times the
+# rate at 0.9 M parameters, 1.25 at 3.7 M, 1.35 at 12 M, 1.51 at 124 M; 0.4 times at 0.9 M beside four other programs.
 DECODED = 2_000_000
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Compute:
-    """A device, which so many processes share, and the dtype of its matrix products. Weights are float32 always."""
+    """A device, the dtype of its matrix products, and the number of processes that share it. Trained weights are always
+    float32."""
 
     device: torch.device
     dtype: torch.dtype
@@ -37,14 +38,14 @@ class Compute:
         return str(self.dtype).removeprefix("torch.")
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """A context in which matrix products run in ``dtype``."""
+        """Returns a context in which matrix products run in ``dtype``."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def memory(self) -> int:
-        """Bytes of the device's total memory that are this process's (not of what is free, which would make choices
-        differ between runs)."""
+        """Returns this process's share of the device's total memory, in bytes. Free memory would make choices differ
+        between runs."""
         return self._memory() // self.shared_by
 
     def _memory(self) -> int:
@@ -53,7 +54,7 @@ class Compute:
         return host_memory()
 
     def describe(self) -> str:
-        """For a person: ``cpu, 2 threads, bfloat16``."""
+        """Returns a description such as ``cpu, 2 threads, bfloat16``."""
         if self.device.type == "cuda":
             return f"{torch.cuda.get_device_name(self.device)}, {self.dtype_name}"
         n = torch.get_num_threads()
@@ -62,7 +63,7 @@ class Compute:
 
 
 def pick(device: str = "auto", dtype: str = "auto", *, training: bool = False) -> Compute:
-    """The device and dtype for what the user asked. Raises `UserError` for one that this machine does not have.
+    """Chooses the device and dtype. Raises `UserError` for one that this machine does not have.
 
     On a CPU, ``auto`` trains in bfloat16 where the processor multiplies it natively, and otherwise computes in
     float32: reading a model, exactness is worth more than speed.
@@ -104,10 +105,9 @@ def _device(name: str) -> torch.device:
 
 
 def use_threads(compute: Compute, asked: int | None = None, decoding: int | None = None) -> None:
-    """Sets how many threads compute on a CPU: as many as ``asked`` for; else as ``OMP_NUM_THREADS`` says; else as torch
-    has it, but for ``decoding`` with so many parameters, where a step is too short to be shared by more than one thread
-    for each `DECODED` of them. Watches from then on how they wait. Raises `UserError` for a number of threads that
-    cannot be."""
+    """Sets the number of threads on a CPU: ``asked``, else ``OMP_NUM_THREADS``, else torch's default. For ``decoding``
+    with so many parameters the default is at most one thread per `DECODED` parameters, since a step is too short for
+    more. Starts to watch how threads wait (`gpt.waiting`). Raises `UserError` for an impossible number."""
     if asked is not None and not 1 <= asked <= MOST_THREADS:
         raise UserError(f"threads is {asked:,}; it must lie between 1 and {MOST_THREADS:,}")
     if compute.device.type != "cpu":
@@ -122,7 +122,7 @@ def use_threads(compute: Compute, asked: int | None = None, decoding: int | None
 
 @functools.cache
 def _torch_threads() -> int:
-    """As many as torch takes by itself."""
+    """Returns torch's own default."""
     return torch.get_num_threads()
 
 

@@ -1,4 +1,4 @@
-"""Loss over a whole text, in fixed windows and without randomness."""
+"""The loss over a whole text, in fixed windows and without randomness."""
 
 import codecs
 import contextlib
@@ -26,7 +26,8 @@ TEXT_AT_ONCE = 2**20  # ids that are decoded at once
 
 @dataclass(frozen=True)
 class Window:
-    """``block_size`` ids or fewer, each predicting the next; the first ``skipped`` targets were counted before."""
+    """At most ``block_size`` ids ``x`` and their next ids ``y``, of which the first ``skipped`` count in another
+    window."""
 
     document: int
     start: int
@@ -37,9 +38,9 @@ class Window:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A text's loss in every usual unit. ``tokens`` counts what was predicted: all but each document's first."""
+    """A text's loss in every usual unit. ``tokens`` counts the predicted tokens: all but each document's first."""
 
-    loss: float  # nats a token
+    loss: float  # nats per token
     tokens: int
     bytes: int
     words: int
@@ -48,17 +49,17 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """e to the loss a token."""
+        """e to the loss per token."""
         return _exp(self.loss)
 
     @property
     def bits_per_byte(self) -> float:
-        """Total loss in bits over the bytes of the text: comparable between tokenizers."""
+        """The total loss in bits over the bytes of the text: comparable between tokenizers."""
         return losses.bits_per_byte(self.loss * self.tokens, self.bytes)
 
     @property
     def word_perplexity(self) -> float:
-        """e to the total loss over the words (as white space cuts them): comparable between tokenizers too."""
+        """e to the total loss per word, as white space separates words: comparable between tokenizers too."""
         return _exp(self.loss * self.tokens / self.words) if self.words else math.nan
 
 
@@ -72,7 +73,7 @@ class Document(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, part: slice, /) -> Ids:
-        """Some of the ids."""
+        """Returns a slice of the ids."""
         ...
 
 
@@ -81,7 +82,7 @@ class Documents(Protocol):
 
     @property
     def lengths(self) -> Ids:
-        """How many ids each has."""
+        """The number of ids of each document."""
         ...
 
     def __iter__(self) -> Iterator[Document]: ...
@@ -90,17 +91,17 @@ class Documents(Protocol):
 
 
 class Encoded(list[Ids]):
-    """Documents that are in memory."""
+    """Documents in memory."""
 
     @property
     def lengths(self) -> Ids:
-        """How many ids each has."""
+        """The number of ids of each document."""
         return np.array([len(ids) for ids in self], np.int64)
 
 
 def windows(documents: Iterable[Document], block_size: int, stride: int | None = None) -> Iterator[Window]:
-    """Windows that begin every ``stride`` ids of each document (default: one after the other); every id but a
-    document's first is counted exactly once."""
+    """Yields windows that begin every ``stride`` ids of each document, by default one after the other. Every id but a
+    document's first counts exactly once. Raises `UserError` for a stride beyond the context."""
     stride = block_size if stride is None else stride
     if not 1 <= stride <= block_size:
         raise UserError(f"stride is {stride}; it must be from 1 to the context, {block_size}")
@@ -112,7 +113,7 @@ def windows(documents: Iterable[Document], block_size: int, stride: int | None =
 
 
 def spread_windows(documents: Documents, block_size: int, wanted: int) -> list[Window]:
-    """At most ``wanted`` of the documents' windows, spread evenly over all of them."""
+    """Returns at most ``wanted`` of the documents' windows, spread evenly over all of them."""
     counts = -(-np.maximum(documents.lengths - 1, 0) // block_size)
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
@@ -127,7 +128,8 @@ def spread_windows(documents: Documents, block_size: int, wanted: int) -> list[W
 
 @torch.inference_mode()
 def window_logits(model: GPT, some: Sequence[Window], compute: Compute) -> tuple[Tensor, Tensor]:
-    """Logits (n, T, V) and targets (n, T) of windows, padded to the longest; what does not count is `IGNORED`."""
+    """Computes logits (n, T, V) and targets (n, T) of windows, padded to the longest. Targets that do not count are
+    `IGNORED`."""
     length = max(len(window.x) for window in some)
     x = np.zeros((len(some), length), np.int64)
     y = np.full((len(some), length), losses.IGNORED, np.int64)
@@ -142,7 +144,7 @@ def window_logits(model: GPT, some: Sequence[Window], compute: Compute) -> tuple
 
 @torch.inference_mode()
 def window_losses(model: GPT, some: Sequence[Window], compute: Compute) -> list[npt.NDArray[np.float64]]:
-    """The loss of each counted target of each window, in nats."""
+    """Computes the loss of each counted target of each window, in nats."""
     logits, targets = window_logits(model, some, compute)
     of_all = losses.token_losses(logits, targets).cpu().double().numpy()
     return [of_all[row, window.skipped : len(window.y)] for row, window in enumerate(some)]
@@ -151,15 +153,15 @@ def window_losses(model: GPT, some: Sequence[Window], compute: Compute) -> list[
 def each_window(
     model: GPT, some: Iterable[Window], compute: Compute
 ) -> Iterator[tuple[Window, npt.NDArray[np.float64]]]:
-    """Every window with the losses of its counted targets, in order, computed in batches without dropout."""
+    """Yields every window with the losses of its counted targets, in order, computed in batches without dropout."""
     with _evaluating(model):
         for batch in _batches(some, _at_once(model)):
             yield from zip(batch, window_losses(model, batch, compute), strict=True)
 
 
 def count_exact(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[int, int]:
-    """How many windows greedy decoding would write exactly, since the likeliest id is the target wherever one counts;
-    and how many windows have targets that count."""
+    """Counts the windows that greedy decoding would reproduce exactly, since the likeliest id is the target wherever
+    one counts; and the windows that have targets that count."""
     exact, count = 0, 0
     with _evaluating(model):
         for batch in _batches(some, _at_once(model)):
@@ -173,7 +175,7 @@ def count_exact(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[i
 
 @contextlib.contextmanager
 def _evaluating(model: GPT) -> Iterator[None]:
-    """The model without dropout, while this lasts."""
+    """Turns the model's dropout off within the context."""
     training = model.training
     model.eval()
     try:
@@ -183,7 +185,7 @@ def _evaluating(model: GPT) -> Iterator[None]:
 
 
 def _at_once(model: GPT) -> int:
-    """Windows in a batch."""
+    """Returns the number of windows in a batch."""
     positions = min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // model.config.vocab_size)
     return max(1, positions // model.config.block_size)
 
@@ -200,7 +202,7 @@ def _batches(all_windows: Iterable[Window], size: int) -> Iterator[list[Window]]
 
 
 def total_loss(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[float, int]:
-    """Nats of all targets that count in the windows, and how many these are."""
+    """Returns the sum of the losses of all counted targets in nats, and their number."""
     total, count = 0.0, 0
     for _, of_window in each_window(model, some, compute):
         total += float(of_window.sum())
@@ -220,9 +222,9 @@ def evaluate(
     stride: int | None = None,
     on_window: OnWindow | None = None,
 ) -> Evaluation:
-    """The loss over the documents, each by itself. ``on_window`` sees each window's losses as they come.
+    """Measures the loss over documents, each by itself. ``on_window`` is called with each window's losses.
 
-    Raises `UserError` where no token can be predicted, and `NotANumber` where the loss is none.
+    Raises `UserError` where no token can be predicted, and `NotANumber` for a loss that is NaN or infinite.
     """
     count = int(np.maximum(documents.lengths - 1, 0).sum())
     if not count:
@@ -247,7 +249,7 @@ def evaluate(
 
 
 def count_text(tokenizer: Tokenizer, documents: Iterable[Document]) -> tuple[int, int]:
-    """Bytes of the documents in UTF-8, and their words as white space cuts them; the ids are the text."""
+    """Counts the documents' bytes in UTF-8, and their words as white space separates them."""
     n_bytes = n_words = 0
     for ids in documents:
         decoder, inside = codecs.getincrementaldecoder("utf-8")("replace"), False

@@ -1,5 +1,5 @@
-"""What goes on inside a decoder, as plain arrays: attention patterns, the residual stream read early (logit lens), what
-heads do, neighbours in the embedding, positions. Nothing here changes the model."""
+"""Inspects a decoder, as plain arrays: attention patterns, the logit lens, what heads do, neighbours in the embedding,
+positions. Nothing here changes the model."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -35,8 +35,8 @@ PROBE_TOKENS = 50  # random ids, which come twice
 
 @dataclass(frozen=True)
 class Trace:
-    """What a decoder computed for T ids. Rows of a pattern are queries, columns keys; each row sums to one, and what
-    comes later has none of it."""
+    """Attention patterns, residual stream and logits of T ids. Rows of a pattern are queries, columns keys; each row
+    sums to one, and later keys have weight 0."""
 
     ids: Ints  # (T)
     layers: list[int]  # whose patterns these are
@@ -46,10 +46,10 @@ class Trace:
 
 
 def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = None) -> Trace:
-    """Runs the model over ids (T) and keeps what it computes on the way. ``layers``: whose patterns to keep (all).
+    """Runs the model over ids (T) and keeps what it computes. ``layers``: whose patterns to keep (all).
 
-    Patterns are the softmax of the very queries and keys that the model attends with. Raises ValueError past the
-    context, and `NotANumber` where logits are none.
+    Patterns are the softmax of the queries and keys that the model attends with. Raises ValueError past the context,
+    and `NotANumber` for logits that are NaN or infinite.
     """
     kept = list(range(model.config.n_layer)) if layers is None else list(layers)
     idx = torch.as_tensor(np.asarray(ids, np.int64), device=model.wte.weight.device)[None]
@@ -68,7 +68,7 @@ def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = 
 
 
 def _numbers(what: str, tensor: Tensor) -> Tensor:
-    """The tensor itself. Raises `NotANumber` where not all of it is finite."""
+    """Returns the tensor. Raises `NotANumber` where not all of it is finite."""
     wrong = tensor.numel() - int(tensor.isfinite().sum())
     if wrong:
         raise NotANumber(f"{wrong:,} of {tensor.numel():,} {what} of the model are no finite numbers")
@@ -87,8 +87,8 @@ def _evaluating(model: GPT) -> Iterator[None]:
 
 @contextmanager
 def _hooked(model: GPT, attends: Any, residual: list[Tensor]) -> Iterator[None]:
-    """While it lasts, ``attends`` sees what each attention gets, and ``residual`` fills with what blocks and the last
-    LayerNorm get."""
+    """Within the context ``attends`` is called with each attention's input, and ``residual`` collects the inputs of
+    blocks and of the last LayerNorm."""
 
     def passes(module: Any, args: tuple[Any, ...]) -> None:
         residual.append(args[0][0])
@@ -104,8 +104,8 @@ def _hooked(model: GPT, attends: Any, residual: list[Tensor]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Lens:
-    """The likeliest next tokens as the residual stream has them after the embedding (row 0) and after each block, read
-    through the last LayerNorm and the unembedding (nostalgebraist 2020, "logit lens"). The last row is the model's."""
+    """The logit lens (nostalgebraist 2020): the likeliest next tokens when the last LayerNorm and the unembedding are
+    applied to the residual stream after the embedding (row 0) and after each block. The last row is the model's."""
 
     ids: Ints  # (L + 1, T, K), likeliest first
     probabilities: Floats  # (L + 1, T, K)
@@ -113,7 +113,7 @@ class Lens:
 
 @torch.inference_mode()
 def lens(model: GPT, residual: Tensor, top: int = 5) -> Lens:
-    """Reads the residual stream (L + 1, T, C) early."""
+    """Applies the logit lens to the residual stream (L + 1, T, C)."""
     ids, probabilities = [], []
     for x in residual:  # a layer at a time: logits are wide
         best = model.unembed(model.ln_f(x)).float().softmax(-1).topk(min(top, model.config.vocab_size), dim=-1)
@@ -124,8 +124,8 @@ def lens(model: GPT, residual: Tensor, top: int = 5) -> Lens:
 
 @dataclass(frozen=True)
 class HeadScores:
-    """How much of their attention heads (layers, H) give to the keys of a kind: the mean over all queries that have
-    such a key. ``chance`` is what even attention would give; None where no query has such a key."""
+    """The share of attention that heads (layers, H) give to each kind of keys: the mean over all queries that have such
+    a key. ``chance`` is the share that uniform attention would give; None where no query has such a key."""
 
     scores: dict[str, Floats | None]
     chance: dict[str, float | None]
@@ -133,7 +133,7 @@ class HeadScores:
     distance: Floats  # (layers, H), tokens: how far back attention goes on average
 
     def lift(self, kind: str) -> Floats | None:
-        """What lies above chance: 0 for even attention, 1 for all of it."""
+        """Returns the score above chance: 0 for uniform attention, 1 for all attention."""
         score, chance = self.scores[kind], self.chance[kind]
         if score is None or chance is None:
             return None
@@ -142,7 +142,7 @@ class HeadScores:
 
 
 def head_scores(patterns: Floats, ids: Ints) -> HeadScores:
-    """Measures what heads do: patterns (layers, H, T, T) over ids (T)."""
+    """Scores heads by their patterns (layers, H, T, T) over ids (T)."""
     T = len(ids)
     seen = np.arange(1, T + 1)
     scores: dict[str, Floats | None] = {}
@@ -160,8 +160,8 @@ def head_scores(patterns: Floats, ids: Ints) -> HeadScores:
 
 
 def _masks(ids: Ints) -> Masks:
-    """Which keys (columns) are of which kind for each query (rows). The first two queries see too little to tell the
-    kinds apart."""
+    """Returns for each kind which keys (columns) are of it for each query (rows). The first two queries see too few
+    keys to tell the kinds apart."""
     T = len(ids)
     query, key = np.arange(T)[:, None], np.arange(T)[None]
     before = (key < query) & (query >= 2)
@@ -178,16 +178,16 @@ def _masks(ids: Ints) -> Masks:
 
 
 def probe_ids(tokenizer: Tokenizer, block_size: int) -> Ints:
-    """Random tokens that come twice: on them a head that looks for repetitions shows it, whatever it is asked to read
-    (Olsson et al. 2022, "In-context Learning and Induction Heads"). At most ``block_size``; always the same ones."""
+    """Returns random ids that come twice, at most ``block_size``, always the same ones. Induction heads show on them
+    (Olsson et al. 2022, "In-context Learning and Induction Heads")."""
     known = np.array(sorted(tokenizer.ranks.values()), np.int64)
     once = np.random.default_rng(0).choice(known, max(1, min(PROBE_TOKENS, block_size // 2)), replace=False)
     return np.tile(once, 2)[:block_size]
 
 
 def mostly(here: HeadScores, probe: HeadScores, layer: int, head: int) -> str | None:
-    """The kind whose lift is highest, if that is clear, else None. Kinds that the prompt cannot show are judged by the
-    probe."""
+    """Returns the kind of keys with the highest lift for a head, None where none is clear. Kinds that the prompt cannot
+    show are scored on the probe."""
     lifts = {}
     for kind in KINDS:
         lift = here.lift(kind)
@@ -200,8 +200,8 @@ def mostly(here: HeadScores, probe: HeadScores, layer: int, head: int) -> str | 
 
 @dataclass(frozen=True)
 class Look:
-    """All that is shown of how a model reads a prompt. Arrays of heads have only the ``layers`` and ``heads`` that were
-    asked for, in this order."""
+    """A model's patterns, head scores and logit lens for a prompt. Arrays of heads have only the ``layers`` and
+    ``heads`` that were asked for, in this order."""
 
     ids: Ints  # (T), the end of the prompt where it is longer than the context
     dropped: int  # how many ids of its beginning did not fit
@@ -217,7 +217,7 @@ class Look:
 def look(
     model: GPT, ids: Sequence[int] | Ints, tokenizer: Tokenizer, layer: int | None = None, head: int | None = None
 ) -> Look:
-    """Reads ids with a model and keeps what goes on in every head, or in one ``layer`` or ``head`` of each layer.
+    """Inspects how a model reads ids, in every head or in one ``layer`` or ``head`` of each layer.
 
     Raises `UserError` for a layer or head that the model has not, and where there are no ids.
     """
@@ -253,7 +253,7 @@ def _chosen(what: str, number: int | None, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Word:
-    """A word as the model knows it. A word of several tokens stands where the mean of their directions does."""
+    """A word and its ids. The direction of a word of several tokens is the mean of their directions."""
 
     text: str  # as it was encoded, with its leading space
     ids: list[int]
@@ -261,7 +261,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Near:
-    """A token and the cosine of its embedding with what was asked for."""
+    """A token and the cosine of its embedding with a vector."""
 
     id: int
     text: str
@@ -281,8 +281,8 @@ class Embeddings:
         self.usable = known & (norms[:, 0] > 0)  # ids without a token, and rows that never were, are near nothing
 
     def find(self, word: str) -> Word:
-        """The word as it stands in running text: with a space before it, unless it is fewer tokens without, or begins
-        with white space itself. Raises `UserError` for an empty one."""
+        """Encodes a word as in running text: with a space before it, unless it has fewer tokens without, or begins with
+        white space itself. Raises `UserError` for an empty word."""
         if not word.strip():
             raise UserError("a word is empty", "name a word that has letters")
         check_text("a word", word)
@@ -291,11 +291,11 @@ class Embeddings:
         return min(found, key=lambda each: len(each.ids))
 
     def vector(self, word: Word) -> Floats:
-        """Its direction, (C), at unit length; the mean of its tokens' directions where it has several."""
+        """Returns the word's direction (C) at unit length."""
         return _unit(self.rows[word.ids].mean(axis=0))
 
     def nearest(self, vector: Floats, count: int, without: Sequence[int] = ()) -> list[Near]:
-        """The ``count`` tokens of highest cosine with a vector (C), ``without`` some ids."""
+        """Returns the ``count`` tokens of highest cosine with a vector (C), ``without`` some ids."""
         cosines = np.where(self.usable, self.rows @ _unit(vector), -np.inf)
         cosines[list(without)] = -np.inf
         order = np.argsort(-cosines, kind="stable")[:count]
@@ -303,11 +303,11 @@ class Embeddings:
         return [Near(id, token_text(self.tokenizer, id), float(cosines[id])) for id in found]
 
     def neighbors(self, word: Word, count: int) -> list[Near]:
-        """The tokens nearest to a word, without its own."""
+        """Returns the tokens nearest to a word, without its own."""
         return self.nearest(self.vector(word), count, word.ids)
 
     def analogy(self, terms: Sequence[tuple[int, Word]], count: int) -> list[Near]:
-        """The tokens nearest to a sum of words with signs (3CosAdd, Mikolov et al. 2013), without the words' own."""
+        """Returns the tokens nearest to a signed sum of words (3CosAdd, Mikolov et al. 2013), without their own."""
         total: Floats = np.sum([sign * self.vector(word) for sign, word in terms], axis=0)
         return self.nearest(total, count, [id for _, word in terms for id in word.ids])
 
@@ -317,7 +317,7 @@ def _unit(vector: Floats) -> Floats:
 
 
 def parse_analogy(words: Sequence[str]) -> list[tuple[int, str]]:
-    """``king - man + woman`` → signs and words. Raises `UserError` where a sign or a word is missing."""
+    """Parses ``king - man + woman`` into signs and words. Raises `UserError` where a sign or a word is missing."""
     hint = "write it like: king - man + woman"
     parts = re.split(r"(?<!\S)([+-])(?!\S)", " ".join(words).strip())
     parts = parts if parts[0].strip() else parts[1:]
@@ -333,14 +333,14 @@ def parse_analogy(words: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def token_text(tokenizer: Tokenizer, id: int) -> str:
-    """A token in print: escaped where it is no text or cannot be seen, spaces as they are."""
+    """Returns a token for display: escaped where it is no text or invisible, spaces as they are."""
     return visible(tokenizer.decode_bytes([id]))
 
 
 @dataclass(frozen=True)
 class Positions:
-    """What a decoder knows of places. ``similarity[d]`` is how alike two places d tokens apart are: the mean cosine of
-    their rows; for rotary positions the score of two equal vectors, whose pairs of numbers weigh the same."""
+    """A decoder's positions. ``similarity[d]`` is the mean cosine of the rows of positions d tokens apart; for rotary
+    positions the score of two equal vectors whose pairs of numbers have the same weight."""
 
     kind: str  # learned, sinusoidal or rotary
     table: Floats | None  # (block_size, C), added to the embedding; None for rotary positions
@@ -349,7 +349,7 @@ class Positions:
 
 @torch.inference_mode()
 def positions(model: GPT) -> Positions:
-    """The table of positions, or what rotation does."""
+    """Measures the table of positions, or the rotations."""
     table = model.position_table()
     if table is None:
         assert model.rope is not None

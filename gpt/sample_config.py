@@ -1,4 +1,4 @@
-"""What a user may ask of ``gpt sample``; `gpt.settings` says how its fields become options. Imports no torch."""
+"""The settings of ``gpt sample``; `gpt.settings` says how fields become options. Imports no torch."""
 
 import contextlib
 import math
@@ -18,7 +18,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """How ids are chosen from logits, and what ends a text. Raises `UserError` for values that mean nothing.
+    """How ids are chosen from logits, and what ends a text. Raises `UserError` for values without a meaning.
 
     The filters act in this order: bias, repetition penalty, no-repeat n-gram and least tokens, temperature, top-k,
     top-p, min-p. Beams are ranked after the first three.
@@ -102,7 +102,7 @@ class SampleConfig:
 
     @property
     def draws(self) -> bool:
-        """Whether chance has a part in it."""
+        """Whether tokens are drawn at random."""
         return not (self.greedy or self.beam or self.temperature == 0)
 
     @property
@@ -117,7 +117,7 @@ class SampleConfig:
         return (self.draws, self.min_tokens, *(getattr(self, name) for name in settings))
 
     def changed(self, name: str, word: str) -> "SampleConfig":
-        """Itself with the setting ``name`` read from a word, as on the command line. Raises `UserError`."""
+        """Returns a copy in which ``name`` is read from a word, as on the command line. Raises `UserError`."""
         kinds = {key.replace("_", "-"): kind for key, kind in get_type_hints(SampleConfig).items()}
         if name not in kinds:
             raise UserError(f'there is no setting "{name}"', did_you_mean(name, kinds))
@@ -133,7 +133,7 @@ class SampleConfig:
         return replace(self, **{name.replace("-", "_"): value})
 
     def biases(self) -> list[tuple[str, float]]:
-        """Texts of tokens with what is added to their logits."""
+        """Returns the texts of tokens and the numbers that are added to their logits."""
         pairs = []
         for word in self.bias:
             token, equals, number = word.rpartition("=")

@@ -1,12 +1,12 @@
-"""How the threads that share a computation on a CPU wait for each other. Torch is not imported.
+"""Controls how torch's CPU threads wait for each other. Imports no torch.
 
-They meet after each part of it, thousands of times a second. GNU OpenMP, which torch uses on Linux, has those that come
-first spin until the others are there: the fastest way while each thread has a core of its own, and a collapse where one
-has not (beside one busy program on two cores `nano` trained at a tenth of its speed). `watch` looks for threads that
-want a core and don't get one. Where cores are idle all the same, the system has put two threads on one: they are moved
-apart. Where none is, other programs use them, and for a while threads sleep instead of spinning.
+The threads of a computation meet after each part of it, thousands of times per second. GNU OpenMP, which torch uses on
+Linux, lets the first ones spin until the others arrive. That is fastest while each thread has a core of its own, and
+very slow otherwise: beside one busy program on two cores `nano` trained at a tenth of its speed. `watch` looks for
+threads that wait for a core. If there are idle cores, the system has put two threads on one core, and they are moved
+apart. If there are none, other programs use the cores, and for a while threads sleep instead of spinning.
 
-How threads wait changes no number that they compute.
+Results do not depend on how threads wait.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 8.0  # seconds without spinning, doubled while
 
 
 def set_policy() -> None:
-    """Says how threads wait, where the user has not. To be called before torch is imported."""
+    """Sets the OpenMP wait policy unless the user has set one. Must be called before torch is imported."""
     if sys.platform == "linux" and not any(name in os.environ for name in POLICY):
         os.environ.update(POLICY)
 
@@ -40,9 +40,9 @@ _watching = threading.Lock()  # held from the first `watch` on
 
 
 def watch() -> None:
-    """Watches this process's threads from now on, in a thread of its own. Does nothing where threads wait in another
-    way than GNU OpenMP's (macOS, Windows: LLVM's and Intel's give way to others), where the user has said how they
-    wait, or where the system does not tell how long they waited for a core."""
+    """Starts a thread that watches this process's threads. Does nothing without GNU OpenMP (the OpenMP of macOS and
+    Windows yields cores by itself), where the user has set a wait policy, or where the system does not report how long
+    threads waited for a core."""
     given = {name: os.environ[name] for name in POLICY if name in os.environ}
     openmp = ctypes.CDLL(None) if sys.platform == "linux" else None
     if given not in ({}, POLICY) or not hasattr(openmp, "GOMP_parallel") or not next(TASKS.glob("*/schedstat"), None):
@@ -52,14 +52,15 @@ def watch() -> None:
 
 
 class Spinning:
-    """Turns spinning off and on again, by GNU OpenMP threads that do nothing but be more than there are cores."""
+    """Turns spinning off and on again, by starting and ending idle threads: GNU OpenMP does not spin while there are
+    more threads than cores."""
 
     def __init__(self, openmp: Any) -> None:
         self.openmp = openmp
         self.idlers: tuple[threading.Thread, threading.Event] | None = None
 
     def off(self) -> None:
-        """Threads sleep where they wait for each other, from their next meeting on."""
+        """Lets threads sleep while they wait, from their next wait on."""
         if self.idlers is None:
             over = threading.Event()
             thread = threading.Thread(target=self._idle, args=(over,), name="gpt-idlers", daemon=True)
@@ -67,7 +68,7 @@ class Spinning:
             self.idlers = thread, over
 
     def on(self) -> None:
-        """They spin again."""
+        """Lets threads spin again."""
         if self.idlers is not None:
             thread, over = self.idlers
             over.set()
@@ -81,16 +82,16 @@ class Spinning:
 
 
 @dataclass
-class Look:
-    """What the system says: seconds that each thread of this process waited for a core, and that each core was idle."""
+class CpuTimes:
+    """Seconds that each thread of this process waited for a core, and that each core was idle, as Linux counts them."""
 
     at: float
     waited: dict[int, float]
     idle: dict[int, float]
 
     @classmethod
-    def now(cls) -> "Look":
-        """As it is."""
+    def now(cls) -> "CpuTimes":
+        """Reads the counters."""
         waited, tick = {}, os.sysconf("SC_CLK_TCK")
         for task in TASKS.glob("*/schedstat"):
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
@@ -101,10 +102,10 @@ class Look:
                 idle[int(name.removeprefix("cpu"))] = int(ticks[3]) / tick
         return cls(time.perf_counter(), waited, idle)
 
-    def since(self, before: "Look") -> "Look":
-        """Shares of the time since an earlier look."""
+    def since(self, before: "CpuTimes") -> "CpuTimes":
+        """Returns the shares of the time since earlier counters."""
         seconds = self.at - before.at
-        return Look(
+        return CpuTimes(
             seconds,
             {task: (s - before.waited.get(task, s)) / seconds for task, s in self.waited.items()},
             {cpu: (s - before.idle.get(cpu, s)) / seconds for cpu, s in self.idle.items()},
@@ -114,10 +115,10 @@ class Look:
 def _watch(spinning: Spinning) -> None:
     pause = FIRST_PAUSE
     with contextlib.suppress(OSError):  # a system that stops telling is watched no longer
-        before = Look.now()
+        before = CpuTimes.now()
         while True:
             time.sleep(PERIOD)
-            look = Look.now()
+            look = CpuTimes.now()
             share, before = look.since(before), look
             if sum(share.waited.values()) < WAITING:
                 pause = FIRST_PAUSE
@@ -126,12 +127,12 @@ def _watch(spinning: Spinning) -> None:
                 time.sleep(pause)
                 spinning.on()
                 pause = min(2 * pause, LONGEST_PAUSE)
-                before = Look.now()
+                before = CpuTimes.now()
 
 
-def move_apart(share: Look) -> bool:
-    """Moves threads that wait for a core to cores that are idle, one each, and leaves it to the system where they go
-    from there. Whether there were any."""
+def move_apart(share: CpuTimes) -> bool:
+    """Moves threads that wait for a core to idle cores, one each; the system may move them on from there. Returns
+    whether there were idle cores."""
     allowed = os.sched_getaffinity(0)
     idle = [cpu for cpu, part in share.idle.items() if part > IDLE and cpu in allowed]
     waiting = sorted(share.waited, key=lambda task: -share.waited[task])

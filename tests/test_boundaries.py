@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import tiktoken_ext.openai_public as openai
-from conftest import make_text
+from conftest import make_text, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -213,7 +213,7 @@ def test_pieces_too_long_are_cut_and_counted(small_limits: None) -> None:
 MILLION = 1_100_000
 
 
-@pytest.mark.parametrize("name", ["gpt2", "cl100k", "o200k"])
+@pytest.mark.parametrize("name", ["gpt2", slow("cl100k"), slow("o200k")])
 def test_millions_of_one_character_take_linear_time_and_no_stack(name: str) -> None:
     each = Tokenizer("test", PATTERNS[name], BYTES, 256)
     started = time.monotonic()

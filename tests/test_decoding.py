@@ -13,11 +13,10 @@ from models import CPU, EOT, PROMPTS, batched, engine_of, tiny_model
 from torch import Tensor
 
 from gpt.config import GPTConfig
-from gpt.decoding.context import Context
+from gpt.decoding.context import Context, ContextPool
 from gpt.decoding.engine import POSITIONS_AT_ONCE, Request, generate
 from gpt.decoding.logits import Token
-from gpt.decoding.pool import ContextPool
-from gpt.decoding.write import CACHE_SHARE, ROWS, Sample, Writer
+from gpt.decoding.write import CACHE_SHARE, ROWS, Sample, TextGenerator
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model import decoder
@@ -231,13 +230,13 @@ def test_a_prompts_log_probabilities_are_those_of_one_forward() -> None:
 # Texts
 
 
-def writer(config: SampleConfig, block_size: int = 64) -> Writer:
+def writer(config: SampleConfig, block_size: int = 64) -> TextGenerator:
     """Of a model whose ids are bytes."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(257, block_size, 2, 2, 16)).eval()
     for parameter in model.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
-    return Writer(ContextPool(model, CPU), bytes_tokenizer(), config, seed=3)
+    return TextGenerator(ContextPool(model, CPU), bytes_tokenizer(), config, seed=3)
 
 
 def samples(config: SampleConfig, prompts: list[str], num: int = 1, **more: Any) -> list[Sample]:

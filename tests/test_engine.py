@@ -8,7 +8,7 @@ import torch
 from models import CPU, EOT, PROMPTS, tiny_model
 
 from gpt.decoding.context import Context
-from gpt.decoding.engine import Engine, Event, Request
+from gpt.decoding.engine import Engine, Request, Update
 from gpt.errors import NotANumber, UserError
 from gpt.model.decoder import GPT
 from gpt.sample_config import SampleConfig
@@ -27,7 +27,7 @@ def some_request(rng: random.Random) -> Request:
     return Request(rng.choice(PROMPTS), config, rng.randrange(3), rng.randrange(3), bias)
 
 
-def told(events: list[Event]) -> Any:
+def told(events: list[Update]) -> Any:
     """All that the events of one request say, but for log-probabilities."""
     tokens = [token for event in events for token in event.tokens]
     prompts = [[token.id for token in event.prompt] for event in events if event.prompt]
@@ -36,7 +36,7 @@ def told(events: list[Event]) -> Any:
     return ids, prompts, events[-1].reason, best
 
 
-def alone(model: GPT, request: Request) -> list[Event]:
+def alone(model: GPT, request: Request) -> list[Update]:
     engine = Engine(Context(model, CPU, request.width), EOT)
     engine.add(request)
     return list(engine.run())
@@ -50,7 +50,7 @@ def test_what_runs_beside_a_request_changes_nothing_of_it(positions: str, fixed:
     context = Context(model, CPU, 5, step=model.stack if fixed else None)  # as a compiled step is called
     engine = Engine(context, EOT)
     requests: list[Request] = []
-    events: dict[int, list[Event]] = {}
+    events: dict[int, list[Update]] = {}
     cancelled: set[int] = set()
     while len(requests) < 120 or engine.busy:
         for _ in range(rng.randrange(3) if len(requests) < 120 else 0):
@@ -68,7 +68,7 @@ def test_what_runs_beside_a_request_changes_nothing_of_it(positions: str, fixed:
     for number in ended:
         assert told(events[number]) == told(alone(model, requests[number])), requests[number]
     for number in cancelled - set(ended):
-        ids, *_ = told(events.get(number, [Event(number)]))
+        ids, *_ = told(events.get(number, [Update(number)]))
         assert ids == told(alone(model, requests[number]))[0][: len(ids)]
 
 
@@ -101,7 +101,7 @@ def test_an_error_ends_its_request_alone(how: dict[str, Any]) -> None:
     engine = Engine(Context(model, CPU, 4), EOT)
     bad = Request([5, 7, 5, 5, 5], SampleConfig(**{"max_tokens": 8, **how}))
     numbers = [engine.add(request) for request in (good, bad, good, bad, good, good)]
-    events: dict[int, list[Event]] = {}
+    events: dict[int, list[Update]] = {}
     for event in engine.run():
         events.setdefault(event.number, []).append(event)
     for number in numbers:
@@ -113,8 +113,9 @@ def test_an_error_ends_its_request_alone(how: dict[str, Any]) -> None:
 
 
 def test_what_the_model_cannot_serve_is_refused_before_it_runs() -> None:
-    engine = Engine(Context(tiny_model(), CPU, 2), EOT)
+    engine = Engine(Context(tiny_model(), CPU, 2, 8), EOT)
     for request in (
+        Request([1, 2], SampleConfig(max_tokens=7)), Request([1] * 9, SampleConfig(max_tokens=0)),
         Request([]), Request([50]), Request([-1, 3]), Request([1], bias=((99, 1.0),)), Request([1], SampleConfig(beam=3)),
     ):  # fmt: skip
         with pytest.raises(UserError):

@@ -1,5 +1,7 @@
 """The house: which way imports go, what is packaged, and what a wheel brings."""
 
+import ast
+import graphlib
 import os
 import re
 import subprocess
@@ -8,6 +10,7 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,41 @@ def test_imports_go_strictly_downward() -> None:
     from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
 
     assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == EXIT_STATUS_SUCCESS
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the library and the command line, by its name."""
+    found = {}
+    for folder, package in (("gpt", "gpt"), ("cli", "gpt_cli")):
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join([package, *(part for part in parts if part != "__init__")])] = path
+    return found
+
+
+def imported(name: str, path: Path, known: Collection[str]) -> Iterator[str]:
+    """The modules that a module imports: at its top, inside functions, and under TYPE_CHECKING."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            up = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*up, *([node.module] if node.module else [])])
+            inner = [f"{base}.{alias.name}" for alias in node.names if f"{base}.{alias.name}" in known]
+            yield from inner
+            if base in known and len(inner) < len(node.names):
+                yield base
+
+
+def test_no_import_cycle_even_inside_functions() -> None:
+    """A cycle that an import inside a function hides is one all the same."""
+    known = modules()
+    graph = {name: set(imported(name, path, known)) - {name} for name, path in known.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"import cycle: {' <- '.join(error.args[1])}")
 
 
 def test_nobody_but_tests_imports_the_command_line() -> None:

@@ -37,16 +37,16 @@ def source(name: str, data: bytes) -> Source:
 
 
 def documents(reader: Reader, source: Source, on_bytes: Callable[[int], None] = lambda n: None) -> Iterator[str]:
-    """Whole documents; what a piece must be is checked on the way."""
+    """Whole documents; what a chunk must be is checked on the way."""
     held: list[str] = []
-    for piece in reader.documents(source, on_bytes):
-        assert piece.text
-        if piece.begins and held:
+    for chunk in reader.documents(source, on_bytes):
+        assert chunk.text
+        if chunk.begins and held:
             yield "".join(held)
             held = []
-        assert piece.begins or held
+        assert chunk.begins or held
         assert not held[1:] or len(held[0]) >= reading.HEAD
-        held.append(piece.text)
+        held.append(chunk.text)
     if held:
         yield "".join(held)
 
@@ -129,7 +129,7 @@ def test_every_format_in_every_wrapping(name: str, ending: str, pack: Callable[[
     assert found == DOCUMENTS + ["another member, or frame"] * (len(found) > len(DOCUMENTS))
     assert len(found) == len(DOCUMENTS) + (name == "x.txt" and ending != "")
     assert seen == sorted(seen) and seen[-1] == len(data)
-    assert (reader.skipped, reader.replaced) == (0, 0)
+    assert (reader.skipped.count, reader.replaced) == (0, 0)
 
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
@@ -292,8 +292,8 @@ def test_what_is_bad_says_so_in_a_line_and_can_be_skipped(case: str) -> None:
     assert type(error.value) is not WorkError
     reader = Reader(ReadConfig(skip_bad=True))
     list(documents(reader, source(name, data)))
-    assert reader.skipped == 1
-    assert reader.skipped_examples == [error.value.message]
+    assert reader.skipped.count == 1
+    assert reader.skipped.examples == [error.value.message]
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_what_is_bad_says_so_in_a_line_and_can_be_skipped(case: str) -> None:
 def test_what_was_whole_before_stays(name: str, data: bytes, expected: list[str], skipped: int) -> None:
     reader = Reader(ReadConfig(skip_bad=True, split_on="---"))
     assert list(documents(reader, source(name, data))) == expected
-    assert reader.skipped == skipped
+    assert reader.skipped.count == skipped
 
 
 def test_surrogates_and_damage_are_replaced_and_counted() -> None:
@@ -360,9 +360,9 @@ def test_bombs_are_streamed(ending: str, wrap: str) -> None:
     reader, length = Reader(ReadConfig()), 0
     tracemalloc.start()
     try:
-        for piece in reader.documents(source("x.txt" + ending if wrap == "x.txt" else wrap, data)):
-            length += len(piece.text)
-            assert len(piece.text) < 8 * 2**20
+        for chunk in reader.documents(source("x.txt" + ending if wrap == "x.txt" else wrap, data)):
+            length += len(chunk.text)
+            assert len(chunk.text) < 8 * 2**20
         assert tracemalloc.get_traced_memory()[1] < 40 * 2**20
     finally:
         tracemalloc.stop()
@@ -418,7 +418,7 @@ def test_what_the_system_says(tmp_path: Path) -> None:
             list(Reader(ReadConfig()).documents(Source("x.txt", 1, 0, opens)))
         reader = Reader(ReadConfig(skip_bad=True))
         assert list(reader.documents(Source("x.txt", 1, 0, opens))) == []
-        assert reader.skipped_examples == [message]
+        assert reader.skipped.examples == [message]
 
 
 def test_the_ending_of_an_address_is_before_its_query() -> None:

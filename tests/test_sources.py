@@ -22,7 +22,7 @@ from gpt.text.unpack import Source
 
 def texts(found: list[Source]) -> list[str]:
     reader = documents.Reader(ReadConfig())
-    return [piece.text for source in found for piece in reader.documents(source)]
+    return [chunk.text for source in found for chunk in reader.documents(source)]
 
 
 def tree(folder: Path, *names: str) -> None:

@@ -29,10 +29,10 @@ def split_texts(texts: list[str], fraction: float, seed: int = 0) -> tuple[list[
     rule = plan_split(some, survey(some, READING), READING, fraction, seed)
     sides: tuple[list[str], list[str]] = ([], [])
     for number, source in enumerate(some):
-        for piece, held_out in rule.assign(Reader(READING).documents(source), number):
-            if piece.begins:
+        for chunk, held_out in rule.assign(Reader(READING).documents(source), number):
+            if chunk.begins:
                 sides[held_out].append("")
-            sides[held_out][-1] += piece.text
+            sides[held_out][-1] += chunk.text
     return sides
 
 
@@ -81,11 +81,11 @@ def test_neither_side_is_empty_where_documents_are_alike(fraction: float) -> Non
     assert split_texts(["one"] * 300, 0) == (["one"] * 300, [])
 
 
-def test_a_document_in_pieces_goes_one_way() -> None:
+def test_a_document_in_chunks_goes_one_way() -> None:
     rule = Split("hash", 0.5, 0, bound=0.5)
-    pieces = [Chunk(f"{number} begins", True) if part == 0 else Chunk("and goes on", False)
+    chunks = [Chunk(f"{number} begins", True) if part == 0 else Chunk("and goes on", False)
               for number in range(50) for part in range(3)]  # fmt: skip
-    sides = [held_out for _, held_out in rule.assign(pieces, 0)]
+    sides = [held_out for _, held_out in rule.assign(chunks, 0)]
     assert sides == [side for side in sides[::3] for _ in range(3)]
     assert len(set(sides)) == 2
 
@@ -109,9 +109,9 @@ def test_survey_counts_without_opening_plain_files() -> None:
 
 @given(st.integers(1, 50), st.integers(1, 4000))
 def test_a_sample_is_spread_over_the_text(count: int, limit: int) -> None:
-    pieces = [Chunk(chr(0x100 + number) * 50, True) for number in range(count)]
+    chunks = [Chunk(chr(0x100 + number) * 50, True) for number in range(count)]
     total = count * 100
-    taken = list(TextSample(pieces, total, limit))
+    taken = list(TextSample(chunks, total, limit))
     size = sum(len(text.encode()) for text in taken)
     assert size == total if limit >= total else limit <= size + 100 and size <= 2 * limit
     if limit < total and len(taken) > 2:
@@ -121,13 +121,13 @@ def test_a_sample_is_spread_over_the_text(count: int, limit: int) -> None:
 
 
 def test_a_sample_is_spread_and_bounded() -> None:
-    text = "".join(f"{number:08d}" for number in range(2**17))  # 16 pieces of 64 Ki characters
-    pieces = [Chunk(text[at : at + 65536], at == 0) for at in range(0, len(text), 65536)]
-    sample = TextSample(iter(pieces), len(text), 8192)
+    text = "".join(f"{number:08d}" for number in range(2**17))  # 16 chunks of 64 Ki characters
+    chunks = [Chunk(text[at : at + 65536], at == 0) for at in range(0, len(text), 65536)]
+    sample = TextSample(iter(chunks), len(text), 8192)
     parts = list(sample)
     assert (sample.seen, sample.taken, sum(map(len, parts))) == (len(text), 8192, 8192)
     places = [text.index(part) / len(text) for part in parts]
     assert all(abs(place - k / len(parts)) < 0.01 for k, place in enumerate(places))
     assert len(parts) == 8
-    assert "".join(TextSample(iter(pieces), len(text), 2**31)) == text
+    assert "".join(TextSample(iter(chunks), len(text), 2**31)) == text
     assert "".join(TextSample(iter([Chunk("é" * 1000, True)]), 2000, 101)) == "é" * 50  # never inside a character

@@ -16,7 +16,7 @@ from conftest import TINY, Gpt, make_text
 from gpt import device, waiting
 from gpt.device import Compute
 from gpt.errors import UserError
-from gpt.waiting import Look
+from gpt.waiting import CpuTimes
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -173,7 +173,9 @@ def watched(
 
     monkeypatch.setattr(waiting.time, "sleep", sleep)
     monkeypatch.setattr(
-        Look, "now", lambda: Look(now["at"], {7: now["waited"] / 2, 9: now["waited"] / 2}, {0: 0.0, 1: now["idle"]})
+        CpuTimes,
+        "now",
+        lambda: CpuTimes(now["at"], {7: now["waited"] / 2, 9: now["waited"] / 2}, {0: 0.0, 1: now["idle"]}),
     )
     monkeypatch.setattr(waiting.os, "sched_getaffinity", lambda task: {0, 1}, raising=False)
     monkeypatch.setattr(waiting.os, "sched_setaffinity", lambda task, cpus: moved.append((task, cpus)), raising=False)

@@ -99,7 +99,7 @@ def test_any_number_of_processes_makes_the_same(texts: Path, tmp_path: Path) -> 
     assert contents(one.path) == contents(three.path)
 
 
-def test_the_size_of_items_and_pieces_decides_no_id(
+def test_the_size_of_items_and_parts_decides_no_id(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = make(texts, tmp_path / "whole")
@@ -118,8 +118,8 @@ def test_long_documents_are_cut_where_no_id_changes(text: str, size: int) -> Non
     tokenizer = bytes_tokenizer()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "PART", size)
-        pieces = [(Chunk(text[at : at + 7], at == 0), False) for at in range(0, len(text), 7)]
-        parts = list(corpus.cut_documents(iter(pieces), tokenizer.pattern))
+        chunks = [(Chunk(text[at : at + 7], at == 0), False) for at in range(0, len(text), 7)]
+        parts = list(corpus.cut_documents(iter(chunks), tokenizer.pattern))
     assert "".join(part[0] for part in parts) == text
     assert [part[1] for part in parts] == [True] * (text != "") + [False] * (len(parts) - 1)
     ids = [id for part in parts for id in _words(tokenizer.pattern, part[0])]
@@ -211,21 +211,21 @@ _write = unfinished_folder.ShardWriter._write
 def _failing_at(count: int) -> Callable[..., None]:
     done = iter(range(count))
 
-    def write(self: unfinished_folder.ShardWriter, mark: unfinished_folder.ItemEnd) -> None:
+    def write(self: unfinished_folder.ShardWriter, end: unfinished_folder.ItemEnd) -> None:
         if next(done, None) is None:
             (self.folder / ".tmp-1-torn.ids").write_bytes(b"torn")
             with (self.folder / token_folder.PROGRESS).open("ab") as file:
                 file.write(b'{"group": 1, "it')
             raise Stop
-        _write(self, mark)
+        _write(self, end)
 
     return write
 
 
 def _recording(made: list[str]) -> Callable[..., None]:
-    def write(self: unfinished_folder.ShardWriter, mark: unfinished_folder.ItemEnd) -> None:
-        made.append(f"{mark.group} {mark.items}")
-        _write(self, mark)
+    def write(self: unfinished_folder.ShardWriter, end: unfinished_folder.ItemEnd) -> None:
+        made.append(f"{end.group} {end.items}")
+        _write(self, end)
 
     return write
 
@@ -384,7 +384,7 @@ def test_one_process_at_a_time(texts: Path, tmp_path: Path, script: list[str]) -
     out = tmp_path / "out"
     command = [*script, str(texts), "-o", str(out), "--vocab-size", "400", "--jobs", "1", "-q", "--resume"]
 
-    def second(self: unfinished_folder.ShardWriter, mark: unfinished_folder.ItemEnd) -> None:
+    def second(self: unfinished_folder.ShardWriter, end: unfinished_folder.ItemEnd) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert f"error: another process is writing {out}" in done.stderr
@@ -637,7 +637,7 @@ def test_processes_end_with_their_parent(texts: Path, tmp_path: Path) -> None:
         "import os, time; from gpt.text.encoders import Encoders; from gpt.text.tokenizer import bytes_tokenizer\n"
         "with Encoders(2) as encoders:\n"  # not below `if __name__ == '__main__'`: nobody imports this again
         "    for _ in range(2):\n"
-        "        encoders.tokenizers.put((bytes_tokenizer(), None))\n"
+        "        encoders.tokenizers.put(bytes_tokenizer())\n"
         "    print(*{encoders.pool.submit(os.getpid).result() for _ in range(20)}, flush=True); time.sleep(60)"
     )
     path = tmp_path / "script.py"

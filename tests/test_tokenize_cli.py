@@ -9,8 +9,7 @@ import pytest
 from conftest import Done, Gpt, make_text
 
 from gpt.text import corpus
-from gpt.text.encoders import encode
-from gpt.text.shards import id_type
+from gpt.text.encoders import Item, encode
 from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenizer import bytes_tokenizer
 
@@ -106,5 +105,5 @@ def test_groups_are_found_once(texts: Path) -> None:
 
 def test_the_end_of_text_that_is_counted_is_the_tokenizers() -> None:
     tokenizer = replace(bytes_tokenizer(), eot_token="</s>")
-    encoded = encode(tokenizer, id_type(257), ["a </s> b </s> <|endoftext|>"], [True], ["train"])
+    encoded = encode(tokenizer, Item(["a </s> b </s> <|endoftext|>"], [True], ["train"]))
     assert encoded.end_of_text_in_text == 2

@@ -10,7 +10,7 @@ from torch import Tensor
 from gpt.decoding.logits import EXCLUDED, Token, no_logits, read
 from gpt.sample_config import SampleConfig
 
-Stops = Callable[[Sequence[int]], bool]  # whether a text of these ids ends with a stop text
+Stops = Callable[[Sequence[int]], bool]  # returns whether the text of these ids ends with a stop text
 
 
 @dataclass(frozen=True)

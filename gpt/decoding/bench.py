@@ -23,7 +23,7 @@ _WARM = 3  # steps before those that are timed
 
 
 @dataclass(frozen=True)
-class Speed:
+class DecodingSpeed:
     """How fast a model samples. Rates are tokens per second of all texts together."""
 
     prefill_tokens_per_second: float
@@ -35,7 +35,7 @@ class Speed:
     bandwidth_share: float  # the share of it that the steps' reads come to
 
 
-def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None = None) -> Speed:
+def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None = None) -> DecodingSpeed:
     """Times the engine on greedy texts after prompts of random ids. Raises `UserError` where they do not fit into the
     context."""
     config = config.fitted(model.config.block_size)
@@ -48,7 +48,7 @@ def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None
         model.config, config.batch * (prompt + new // 2), compute.dtype.itemsize
     )
     bandwidth = bandwidth_of(compute)
-    return Speed(
+    return DecodingSpeed(
         prefill_tokens_per_second=config.batch * prompt / first,
         decode_tokens_per_second=config.batch / each,
         first_token_seconds=first,

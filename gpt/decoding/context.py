@@ -1,25 +1,28 @@
-"""What the next ids are predicted from: rows of ids, and the cache of their keys and values."""
+"""Contexts: rows of ids from which next ids are predicted, with the cache of their keys and values."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from gpt.decoding.weights import Step
+from gpt.decoding.weights import Step, compiled
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
 from gpt.model.params import cache_bytes
 
+CACHE_SHARE = 0.25  # of the device's memory that keys and values may take
+KEPT = 4  # contexts of which nobody makes use
+
 
 class Context:
-    """Rows of ids, each by itself, with one cache that holds as much of their ends as the model can see.
+    """Rows of ids, independent of each other, with one cache for as much of their ends as the model can see.
 
-    Where positions are absolute, a full context cannot move by one: it drops all but its last half and is computed
-    anew, once every block_size / 2 tokens, which costs about as much as reading a prompt of that length. Rotary
-    positions are relative: the window moves on by one and nothing is computed anew.
+    With absolute positions a full row cannot move on by one: it drops all but its last half, whose keys and values are
+    computed again, once every block_size / 2 tokens, at about the cost of a prompt of that length. With rotary
+    positions, which are relative, the window moves on by one and nothing is computed again.
     """
 
     def __init__(
@@ -31,31 +34,31 @@ class Context:
         room = min(self.size, room or self.size)
         _check_room(model, compute, rows, room)
         self.cache = KVCache(model.config, rows, compute.device, compute.dtype, room, model.kv_heads)
-        self.compiled = step  # computes steps of one position; None: as written
+        self.compiled = step  # computes steps of one position; None: the model does
         if step is not None:
             self.cache.fixed = True
             for each in (*self.cache.keys, *self.cache.values):
                 torch._dynamo.mark_static_address(each)
         narrow = model.wte.weight.dtype == compute.dtype  # then there is nothing to cast at each product
         self._autocast = contextlib.nullcontext if narrow else compute.autocast
-        self.ids: list[list[int]] = [[] for _ in range(rows)]  # all of them, also what is no longer seen
+        self.ids: list[list[int]] = [[] for _ in range(rows)]  # all ids of a row, also those no longer seen
         self.dropped = [0] * rows  # how many of a row's first ids are no longer seen
 
     @property
     def rows(self) -> int:
-        """How many rows there is room for."""
+        """The number of rows."""
         return len(self.ids)
 
     @torch.inference_mode()
     def fill(self, first: int, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Begins rows ``first``, ``first + 1`` … with prompts of one id at least, of which as much as can be seen is
-        kept. Returns the residual stream (n, T, C) of what is kept, padded at its end."""
+        """Fills rows ``first``, ``first + 1`` … with prompts of one id at least, of which the last block_size ids are
+        kept. Returns the residual stream (n, T, C) of the kept ids, padded at the end."""
         for row, prompt in enumerate(prompts, first):
             self.ids[row] = list(prompt)
             self.dropped[row] = max(0, len(prompt) - self.size)
         kept = [ids[drop:] for ids, drop in zip(self.ids[first:], self.dropped[first:], strict=True)][: len(prompts)]
         T = max(map(len, kept))
-        # What stands in the padding comes after a row's last id, so that the row doesn't see it.
+        # Padding comes after a row's last id, so the row does not see it.
         padded = [ids + [0] * (T - len(ids)) for ids in kept]
         part = self.cache.rows(first, first + len(prompts))
         part.lengths[:] = 0
@@ -65,7 +68,7 @@ class Context:
 
     @torch.inference_mode()
     def step(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        """Takes in T more ids of each of the first n rows, (n, T), and returns the residual stream (n, T, C)."""
+        """Appends T ids to each of the first n rows, (n, T). Returns their residual stream (n, T, C)."""
         for row, new in enumerate(ids):
             if self.cache.lengths[row] + len(new) > self.size:
                 self._slide(row, len(new))
@@ -76,23 +79,23 @@ class Context:
 
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
-        """The residual stream (…, C) → logits (…, V) in float32."""
+        """Computes logits (…, V) in float32 from the residual stream (…, C)."""
         with self._autocast():
             return self.model.unembed(x).float()
 
     def room(self, row: int) -> int:
-        """How many more ids the row takes before anything is dropped."""
+        """Returns how many more ids fit into the row before any is dropped."""
         return max(0, self.cache.room - int(self.cache.lengths[row]))
 
     def rewind(self, row: int, count: int) -> None:
-        """Takes back the row's last ``count`` ids."""
+        """Removes the row's last ``count`` ids."""
         if count:
             del self.ids[row][-count:]
             self.cache.lengths[row] -= count
 
     @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:
-        """Makes row ``target`` equal to row ``source``. What both begin with is not copied."""
+        """Makes row ``target`` equal to row ``source``. Columns of ids that both begin with are not copied."""
         same = 0
         if self.dropped[source] == self.dropped[target]:
             same = max(0, _common(self.ids[source], self.ids[target]) - self.dropped[source])
@@ -106,8 +109,8 @@ class Context:
 
     @torch.inference_mode()
     def clear(self, row: int) -> None:
-        """Empties a row and sets its keys and values to 0: a NaN among them would outlast the row's ids, since what a
-        mask hides is multiplied by a weight of 0."""
+        """Empties a row and sets its keys and values to 0. A NaN among them would reach the row's next ids: attention
+        multiplies masked values by a weight of 0."""
         self.forget(row)
         for each in (*self.cache.keys, *self.cache.values):
             each[row] = 0
@@ -124,7 +127,7 @@ class Context:
             self._trunk(torch.tensor([self.ids[row][-kept:]], device=self.compute.device), part)
 
     def _fixed(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        """A step of all rows, of which those after the first n are idle, so that shapes are the same every time."""
+        """Steps all rows, of which those after the first n are idle, so that shapes are always the same."""
         assert self.compiled is not None
         n = len(ids)
         self.cache.lengths[n:] = 0
@@ -139,8 +142,64 @@ class Context:
             return self.model.trunk(ids, cache)
 
 
+class ContextPool:
+    """The contexts of one model. Idle ones are kept for later calls with the same rows and room: the `KEPT` most
+    recently used, as far as they fit into `CACHE_SHARE` of the device's memory beside a new one.
+
+    A CUDA graph reads and writes at fixed addresses, so a context's graphs are good as long as it lives. All contexts
+    share one compiled step, which compiles each shape once. torch bounds the number of shapes (``recompile_limit``) and
+    of graphs (``cudagraph_unexpected_rerecord_limit``); past it steps are computed as written.
+    """
+
+    def __init__(self, model: GPT, compute: Compute, note: Callable[[str], None] = lambda text: None) -> None:
+        self.model, self.compute, self.note = model, compute, note
+        self.idle: list[Context] = []  # the most recently used is the last
+        self._step: tuple[Step | None] | None = None  # the compiled step, if it has been asked for
+
+    @contextlib.contextmanager
+    def lease(self, rows: int, room: int, compile: bool = False) -> Iterator[Context]:
+        """Lends an empty context of ``rows`` rows with ``room`` positions each. It comes back at the end, but not after
+        an error, since it may hold NaN. Raises `UserError` where it does not fit into the device's memory."""
+        step = self._compiled() if compile else None
+        context = self._take(rows, room, step) or Context(self.model, self.compute, rows, room, step)
+        whole = True
+        try:
+            yield context
+        except Exception:
+            whole = False
+            raise
+        finally:
+            if whole:
+                self._put(context)
+
+    def _take(self, rows: int, room: int, step: Step | None) -> Context | None:
+        """Returns the idle context of this shape. Where there is none, frees memory for a new one."""
+        for at, context in enumerate(self.idle):
+            if (context.rows, context.cache.room, context.compiled) == (rows, room, step):
+                return self.idle.pop(at)
+        self._shrink(beside=cache_bytes(self.model.config, rows * room, self.compute.dtype.itemsize))
+        return None
+
+    def _put(self, context: Context) -> None:
+        for row in range(context.rows):
+            context.forget(row)
+        self.idle.append(context)
+        self._shrink()
+
+    def _shrink(self, beside: int = 0) -> None:
+        """Frees the least recently used contexts until the others are few enough and fit beside so many bytes."""
+        most = CACHE_SHARE * self.compute.memory() - beside
+        while self.idle and (len(self.idle) > KEPT or sum(each.cache.nbytes for each in self.idle) > most):
+            self.idle.pop(0)
+
+    def _compiled(self) -> Step | None:
+        if self._step is None:
+            self._step = (compiled(self.model, self.compute, self.note),)
+        return self._step[0]
+
+
 def _check_room(model: GPT, compute: Compute, rows: int, room: int) -> None:
-    """Raises `UserError` where the device cannot hold so many rows."""
+    """Raises `UserError` where keys and values do not fit into the device's memory."""
     needed = cache_bytes(model.config, rows * room, compute.dtype.itemsize)
     if needed > compute.memory():
         raise UserError(
@@ -151,5 +210,5 @@ def _check_room(model: GPT, compute: Compute, rows: int, room: int) -> None:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many ids both begin with."""
+    """Returns the length of the common beginning."""
     return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -36,15 +36,15 @@ class Request:
 
     @property
     def width(self) -> int:
-        """Rows of the context that it may need at once."""
+        """The number of the context's rows that it needs at most."""
         return max(1, self.config.beam)
 
 
 @dataclass(frozen=True)
-class Event:
+class Update:
     """One update for request ``number``: new tokens and, at the end, the finish reason or the error.
 
-    ``prompt`` are the prompt's tokens, in the first event, where their log-probabilities were asked for. A search's
+    ``prompt`` are the prompt's tokens, in the first update, where their log-probabilities were asked for. A search's
     ``tokens`` are those that all of its hypotheses agree on; its texts are in ``best`` at the end, the best one first.
     ``reason`` is ``length``, ``eot`` or ``stop``.
     """
@@ -59,7 +59,7 @@ class Event:
 
 @dataclass(eq=False)
 class _Job:
-    """A request that waits or runs, and what the next event will tell of it."""
+    """A request that waits or runs, with what its next update will say."""
 
     number: int
     request: Request
@@ -88,8 +88,8 @@ class _Job:
     def end(self, reason: str | None = None, error: UserError | None = None) -> None:
         self.reason, self.error, self.done = reason, error, True
 
-    def event(self) -> Event:
-        """What is new since the last event."""
+    def update(self) -> Update:
+        """Returns what is new since the last update."""
         tokens, self.tokens = self.tokens, []
         prompt, self.prompt = self.prompt, None
         best: Sequence[Hypothesis] = ()
@@ -97,18 +97,18 @@ class _Job:
             tokens = self.search.agreed()
             if self.done:
                 best = self.search.ended[: self.request.config.n_best]
-        return Event(self.number, tokens, prompt, self.reason, best, self.error)
+        return Update(self.number, tokens, prompt, self.reason, best, self.error)
 
 
 @dataclass(eq=False)
 class _Row:
-    """A row of the context that is in use."""
+    """A row of the context in use."""
 
     job: _Job
     at: int  # its number
-    last: int = 0  # the newest id, which the context has not taken in
+    last: int = 0  # the newest id, which the context does not have yet
     guessed: list[int] = field(default_factory=list)  # ids that may follow it
-    taken: int = 1  # ids that the context took in at once, of which the first is certain
+    taken: int = 1  # ids appended in the last step: the certain one and guesses
     right: int = 0  # guesses among them that turned out right
     free: bool = False  # of a hypothesis that has no child
 
@@ -118,7 +118,7 @@ class Engine:
 
     Requests wait until the context has rows for them, first come, first served. Tokens depend on the request alone and
     not on what runs beside it, up to the rounding of sums (docs/sampling.md). An error that is one request's own, such
-    as logits that are NaN, ends that request with an event; one that `step` raises ends the engine.
+    as NaN logits, ends that request with an update; an error that `step` raises ends the engine.
     """
 
     def __init__(self, context: Context, eot: int) -> None:
@@ -136,11 +136,11 @@ class Engine:
 
     @property
     def free(self) -> int:
-        """Rows that no request has or waits for; negative where more are waited for than there are."""
+        """The number of rows left for further requests; negative where requests wait for more than there are."""
         return self.context.rows - sum(job.request.width for job in (*self._waiting, *self._running))
 
     def add(self, request: Request) -> int:
-        """Queues a request and returns its number, by which events name it. Raises `UserError` for one that the model
+        """Queues a request and returns its number, by which updates name it. Raises `UserError` for one that the model
         or the context cannot serve."""
         self._check(request)
         config = request.config
@@ -161,27 +161,33 @@ class Engine:
             raise UserError(
                 f"beam is {beam}; there is room for {self.context.rows:,} texts at once", "take fewer beams"
             )
+        longest = min(len(request.ids) + request.config.max_tokens, self.context.size)
+        if longest > self.context.cache.room:
+            raise UserError(
+                f"a request needs room for {longest:,} tokens; there is room for {self.context.cache.room:,}",
+                "shorten the prompt, or take fewer --max-tokens",
+            )
         ids = [*request.ids, *(id for id, _ in request.bias)]
         if not request.ids or not 0 <= min(ids) <= max(ids) < size:
             raise UserError(f"a request has ids from 0 to {size - 1:,}, and one at least", "take the model's tokenizer")
 
     def cancel(self, number: int) -> None:
-        """Ends a request without another event; its rows are free in the next step. Does nothing if it has ended."""
+        """Ends a request without another update; its rows are free in the next step. Does nothing if it has ended."""
         for job in (*self._running, *self._waiting):
             if job.number == number:
                 job.end()
                 (self._running if job in self._running else self._waiting).remove(job)
                 return
 
-    def run(self) -> Iterator[Event]:
+    def run(self) -> Iterator[Update]:
         """Steps until no request waits or runs."""
         while self.busy:
             yield from self.step()
 
     @torch.inference_mode()
-    def step(self) -> list[Event]:
+    def step(self) -> list[Update]:
         """Starts the waiting requests for which there are free rows, and gives every running one its next token, or
-        several where guesses were right. Returns an event for each running request."""
+        several where guesses were right. Returns an update for each running request."""
         self._free_rows()
         logits = self._decode()
         begun = self._prefill()
@@ -194,12 +200,12 @@ class Engine:
         if logits is None:
             return []
         self._choose(logits)
-        events = [job.event() for job in self._running]
+        updates = [job.update() for job in self._running]
         self._running = [job for job in self._running if not job.done]
-        return events
+        return updates
 
     def _free_rows(self) -> None:
-        """Frees the rows of requests that have ended: the last row in use takes the place of one before it."""
+        """Frees the rows of ended requests. The last row in use moves into each gap."""
         for at in reversed(range(len(self._rows))):
             if self._rows[at].free or self._rows[at].job.done:
                 last = self._rows.pop()
@@ -210,7 +216,7 @@ class Engine:
                 last.at = at
 
     def _decode(self) -> Tensor | None:
-        """Has the context take in each row's last id and guesses, padded to the most guesses. Returns the logits after
+        """Appends each row's last id and guesses to the context, padded to the most guesses. Returns the logits after
         each, (n, T, V); None where no row is in use."""
         if not self._rows:
             return None
@@ -222,7 +228,7 @@ class Engine:
         return self.context.logits(self.context.step(ids))
 
     def _guess(self) -> None:
-        """Guesses what comes next where a request asks for it and its text so far suggests something."""
+        """Guesses the next ids of samples that ask for it, from their text so far."""
         if not any(row.job.request.config.speculate for row in self._rows):
             return
         room = min(self.context.room(row.at) for row in self._rows) - 1
@@ -307,7 +313,7 @@ class Engine:
                 row.job.take(token, self.eot)
 
     def _past(self, row: _Row, t: int) -> Sequence[int]:
-        """The ids of a row up to its first ``t`` guesses."""
+        """Returns the ids of a row, with the first ``t`` guesses of this step."""
         ids = self.context.ids[row.at]
         return ids[: len(ids) - row.taken + 1 + t]
 
@@ -330,7 +336,7 @@ class Engine:
                 row.last = each.tokens[-1].id
 
     def _place(self, job: _Job, parents: list[_Row]) -> None:
-        """Gives each hypothesis a row: the first child of a row stays in it, others get copies."""
+        """Gives each hypothesis a row: a parent's first child stays in its row, the others get copies."""
         spare = [row for row in job.rows if row not in parents]
         job.rows = []
         for parent in parents:
@@ -346,14 +352,14 @@ class Engine:
             row.free = True
 
     def _fail(self, job: _Job, error: UserError) -> None:
-        """Ends a request that computed NaN, of which nothing may stay: what a mask hides is multiplied by 0."""
+        """Ends a request with an error. Its rows may hold NaN, which must not reach later requests."""
         job.end(error=error)
         for row in job.rows:
             self.context.clear(row.at)
 
 
 def prompt_tokens(context: Context, x: Tensor, ids: Sequence[int], top: int) -> list[Token]:
-    """A prompt's tokens, from the residual stream (T, C) of its ids; the first has no log-probability. Raises
+    """Returns a prompt's tokens from the residual stream (T, C) of its ids; the first has no log-probability. Raises
     `NotANumber` where one is NaN."""
     tokens = [Token(ids[0], None)]
     for start in range(0, len(ids) - 1, POSITIONS_AT_ONCE):
@@ -372,7 +378,7 @@ def generate(
     from end-of-text, as a document does. Raises `NotANumber` where the logits are NaN."""
     engine = Engine(context, eot)
     engine.add(Request(prompt or [eot], config, seed, index))
-    for event in engine.run():
-        if event.error is not None:
-            raise event.error
-        yield from event.tokens
+    for update in engine.run():
+        if update.error is not None:
+            raise update.error
+        yield from update.tokens

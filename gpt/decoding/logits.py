@@ -48,14 +48,14 @@ def no_logits() -> NotANumber:
 
 
 def warm(logits: Tensor, temperature: float) -> Tensor:
-    """Logits over a temperature above 0, the likeliest moved to 0 first: a tiny temperature must neither overflow nor
-    become 0."""
+    """Divides logits by a temperature above 0, after moving the largest to 0: a tiny temperature must neither overflow
+    nor become 0."""
     temperature = max(temperature, torch.finfo(logits.dtype).tiny)
     return (logits - logits.amax(dim=-1, keepdim=True)) / temperature
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """The ``k`` likeliest ids, and those that tie with the last of them; 0: all."""
+    """Keeps the ``k`` likeliest ids, and those that tie with the last of them; 0: all."""
     if k <= 0 or k >= logits.size(-1):
         return logits
     least = logits.topk(k, dim=-1).values[..., -1:]
@@ -63,8 +63,8 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """The fewest ids whose probabilities sum to ``p`` or more (Holtzman et al. 2020), of those that tie with the last
-    of them the first; 0 or 1: all."""
+    """Keeps the fewest ids whose probabilities sum to ``p`` or more (Holtzman et al. 2020), of those that tie with the
+    last of them the first; 0 or 1: all."""
     if p <= 0 or p >= 1:
         return logits
     ordered = _descending(logits)
@@ -76,15 +76,15 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
 
 def _descending(logits: Tensor) -> Tensor:
-    """Sorted, the highest first. numpy sorts values alone and in vectors, 50,257 of them in a quarter of torch's time,
-    which on a CPU is an eighth of a step of GPT-2 124M."""
+    """Sorts logits, the highest first. numpy sorts values without their indices and in vectors: 50,257 of them in a
+    quarter of torch's time, which on a CPU is an eighth of a step of GPT-2 124M."""
     if logits.device.type != "cpu" or logits.dtype != torch.float32:
         return logits.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
 
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
-    """Ids at least ``p`` times as likely as the likeliest (Nguyen et al. 2024); 0: all."""
+    """Keeps ids at least ``p`` times as likely as the likeliest (Nguyen et al. 2024); 0: all."""
     if p <= 0:
         return logits
     probabilities = logits.softmax(-1)
@@ -92,8 +92,8 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
 
 
 def penalize(logits: Tensor, ids: Iterable[int], penalty: float) -> Tensor:
-    """Logits (V) in which those of ``ids`` are divided by ``penalty`` if above 0 and multiplied by it if not (Keskar et
-    al. 2019); 0 or 1: as they were."""
+    """Divides the logits (V) of ``ids`` by ``penalty`` where above 0, and multiplies them by it elsewhere (Keskar et
+    al. 2019); 0 or 1: no change."""
     if penalty in (0, 1):
         return logits
     index = torch.tensor(sorted(set(ids)), dtype=torch.long, device=logits.device)
@@ -102,7 +102,7 @@ def penalize(logits: Tensor, ids: Iterable[int], penalty: float) -> Tensor:
 
 
 def repeats(ids: Sequence[int], n: int) -> list[int]:
-    """Ids that after ``ids`` would end a run of ``n`` that stands in ``ids`` already; 0: none."""
+    """Returns the ids that would end a run of ``n`` which ``ids`` already has; none where ``n`` is 0."""
     if n <= 0 or len(ids) < n:
         return []
     tail = list(ids[len(ids) - n + 1 :])
@@ -110,7 +110,7 @@ def repeats(ids: Sequence[int], n: int) -> list[int]:
 
 
 def exclude(logits: Tensor, ids: Iterable[int]) -> Tensor:
-    """Without ``ids``, unless nothing else is left."""
+    """Excludes ``ids``, unless nothing else would be left."""
     without = sorted(set(ids))
     if not without or logits.size(-1) <= len(without):
         return logits
@@ -129,8 +129,8 @@ class Filters:
         self.draws, self.looks_back = config.draws, config.looks_back
 
     def shape(self, logits: Tensor, past: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
-        """Logits (N, V) after bias, penalties and least tokens, which beams have too. ``past``: each row's ids, the
-        prompt's included; ``counts``: how many of them were generated."""
+        """Applies bias, penalties and least tokens, which beam search has too, to logits (N, V). ``past``: each row's
+        ids, the prompt's included; ``counts``: how many of them were generated."""
         config = self.config
         if self.bias:
             ids, values = zip(*self.bias, strict=True)
@@ -146,13 +146,13 @@ class Filters:
         return exclude(logits, [*without, self.eot] if count < self.config.min_tokens else without)
 
     def keep(self, logits: Tensor) -> Tensor:
-        """Shaped logits (N, V) after temperature, top-k, top-p and min-p: what is drawn from."""
+        """Applies temperature, top-k, top-p and min-p to shaped logits (N, V)."""
         warmed = warm(logits.float(), self.config.temperature)
         return keep_min_p(keep_top_p(keep_top_k(warmed, self.config.top_k), self.config.top_p), self.config.min_p)
 
     def choose(self, logits: Tensor, keys: Sequence[int]) -> Tensor:
-        """Ids (N) for shaped logits (N, V): the likeliest, or one drawn from what is kept, with the randomness that
-        each row's key names."""
+        """Chooses ids (N) from shaped logits (N, V): the likeliest, or one drawn from those that are kept, with the
+        random numbers of each row's key."""
         if not self.draws:
             return logits.argmax(-1)
         kept = self.keep(logits)
@@ -168,18 +168,18 @@ _GOLDEN, _FIRST, _SECOND, _WORD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D0
 
 
 def gumbel(keys: Sequence[int], V: int, device: torch.device) -> Tensor:
-    """Gumbel noise (N, V), a function of each row's key (64 bits) and the id alone.
+    """Returns Gumbel noise (N, V), a function of each row's key (64 bits) and the id alone.
 
     The argmax of logits and such noise is a draw from their softmax (Gumbel 1954). Since it depends on nothing else, a
     text is the same whatever is drawn beside it, on any device, and however many of its tokens are looked at at once.
     """
-    # Rounded as a float is, not to steps of one size, so that small ones keep their precision.
+    # Divided as a float, not rounded to equal steps, so that small numbers keep their precision.
     uniform = _shift(bits(keys, V, device), 1).float() * 2.0**-63
     return -torch.log(-torch.log1p(-uniform))
 
 
 def bits(keys: Sequence[int], V: int, device: torch.device) -> Tensor:
-    """SplitMix64's first V words for each key as its state (Steele et al. 2014), (N, V), as int64."""
+    """Returns SplitMix64's first V words for each key as its state (Steele et al. 2014), (N, V), as int64."""
     start = torch.tensor([_signed(key) for key in keys], device=device)[:, None]
     x = start + _signed(_GOLDEN) * torch.arange(1, V + 1, device=device)  # int64 wraps, as SplitMix64 wants
     x = (x ^ _shift(x, 30)) * _signed(_FIRST)
@@ -192,18 +192,18 @@ def _signed(word: int) -> int:
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
-    """int64 shifted right as if it had no sign."""
+    """Shifts int64 right as if it had no sign."""
     return x.bitwise_right_shift(by).bitwise_and(2 ** (64 - by) - 1)
 
 
 def key_of(seed: int, index: int, prompt: Sequence[int]) -> int:
-    """The key of sample ``index`` of a prompt: the same however many samples there are, and beside which. It depends on
-    the prompt's ids, so that prompts side by side are not all continued by the same dice."""
+    """Returns the key of sample ``index`` of a prompt, which does not depend on other samples. It depends on the
+    prompt's ids, so that prompts side by side have different random numbers."""
     digest = hashlib.sha256(f"{seed}/{index}/{','.join(map(str, prompt))}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
 def step_key(key: int, step: int) -> int:
-    """A sample's key for its token number ``step``."""
+    """Returns a sample's key for its token number ``step``."""
     digest = hashlib.sha256(key.to_bytes(8, "little") + step.to_bytes(8, "little")).digest()
     return int.from_bytes(digest[:8], "little")

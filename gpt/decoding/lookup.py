@@ -1,4 +1,4 @@
-"""Guesses at what comes next, from the text so far: what followed the last time that its end stood in it.
+"""Guesses the next ids from the text so far: those that followed when its last ids occurred before.
 
 Prompt look-up decoding (Saxena 2023), a speculative decoding (Leviathan et al. 2023) without a second model.
 """
@@ -9,15 +9,15 @@ LONGEST = 3  # ids that are looked up together; fewer where those are not found
 
 
 class Lookup:
-    """Where each run of up to `LONGEST` ids of a growing text has ended last."""
+    """The last place of each run of up to `LONGEST` ids in a growing text."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}  # run → the place after it
         self._seen = 0  # ids whose runs are known, all but the last of the text
 
     def guess(self, ids: Sequence[int], count: int) -> list[int]:
-        """``count`` ids that may follow ``ids``, which begin with those of the call before; none where its
-        last id is new."""
+        """Returns ``count`` ids that may follow ``ids``; none where the last id is new. ``ids`` must begin with those
+        of the call before."""
         for end in range(self._seen + 1, len(ids)):
             for length in range(1, min(LONGEST, end) + 1):
                 self._ends[tuple(ids[end - length : end])] = end

@@ -1,4 +1,4 @@
-"""Many prompts from a file of JSON lines, and samples into one that a later call goes on with."""
+"""Reads prompts from a file of JSON lines, and writes samples into one that a later call completes."""
 
 import json
 import os
@@ -11,11 +11,12 @@ from gpt.errors import UserError, did_you_mean
 from gpt.words import as_json
 
 KEY = "prompt"
-BEGINS = b'{"prompt_index": '  # a sample's line
+BEGINS = b'{"prompt_index": '  # how a sample's line begins
 
 
 def parse_prompts(lines: Iterable[bytes], where: str) -> list[str]:
-    """The prompts of ``lines``, each ``{"prompt": …}``; empty ones are left out. Raises `UserError` naming the line."""
+    """Returns the prompts of ``lines``, each ``{"prompt": …}``; empty lines are left out. Raises `UserError` with the
+    number of a wrong line."""
     prompts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -48,10 +49,10 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
 
 
 class Results:
-    """A file of samples, a line of JSON each, to which samples are added as they are made. One that is there already is
-    gone on with: ``done`` are its samples (prompt, index), ``seed`` is theirs. A line that was cut off is made anew.
+    """A file of samples, a line of JSON each, to which samples are added. An existing file is resumed: ``done`` are its
+    samples (prompt, index), ``seed`` is theirs, and a last line that was cut off is removed.
 
-    Raises `UserError` where it holds something else, samples of other prompts or of another seed, or cannot be written.
+    Raises `UserError` for a file that holds something else or samples of other prompts or seeds, or cannot be written.
     """
 
     def __init__(self, path: Path, prompts: Sequence[str]) -> None:
@@ -98,7 +99,7 @@ class Results:
         self.seed = seed
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """Writes a sample, at once."""
+        """Writes and flushes a sample."""
         self._file.write(as_json(values).encode() + b"\n")
         self._file.flush()
         self.count += 1

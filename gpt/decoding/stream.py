@@ -1,4 +1,4 @@
-"""Ids → text as they come: a character is shown once all of its bytes are there, and a stop text never."""
+"""Ids → text, piece by piece: whole characters only, and nothing of a stop text."""
 
 import codecs
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from gpt.text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Decodes ids one by one, up to the first of the ``stops``; bytes that never become a character come out as U+FFFD.
+    """Decodes ids one by one, up to the first stop text. Bytes that never become a character are decoded as U+FFFD.
 
-    What may become a stop text is held back until it has, or cannot any more.
+    Text that may be the beginning of a stop text is held back until it is known whether it is.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
@@ -17,14 +17,14 @@ class TextStream:
         self._stops = stops
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
-        self.stopped = False  # whether a stop text has come
+        self.stopped = False  # whether a stop text was found
 
     def push(self, id: int) -> str:
-        """The text that ``id`` completes; may be empty."""
+        """Returns the text that ``id`` completes, which may be empty."""
         return self._show(self._decoder.decode(self._tokenizer.decode_bytes([id])))
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD where a character was cut off."""
+        """Returns the rest of the text; U+FFFD for a character that was cut off."""
         text = self._show(self._decoder.decode(b"", final=True)) + self._held
         self._held = ""
         return text
@@ -43,12 +43,12 @@ class TextStream:
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the stop text begins that is the first to be complete; of those that end together, the longest."""
+    """Returns where the stop text begins that is complete first; of those that end together, the longest."""
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return min(found)[1] if found else None
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of ``text`` a stop text may begin with, short of all of it."""
+    """Returns how many characters at the end of ``text`` begin a stop text, short of all of it."""
     most = min(len(text), len(stop) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

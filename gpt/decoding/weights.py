@@ -1,4 +1,4 @@
-"""Weights laid out for decoding, where a step reads all of them for a few positions: packed, narrow, or in int8.
+"""Weight layouts for decoding, where a step reads all weights for a few positions: packed, narrow, or int8.
 
 A model that has been prepared computes logits and nothing else: it is neither trained nor saved.
 """
@@ -35,7 +35,7 @@ class PackedLinear(nn.Module):
 
     @staticmethod
     def fits(device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether this machine can."""
+        """Whether oneDNN has this layout for the device and dtype."""
         if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return False
         return dtype == torch.float32 or (
@@ -103,9 +103,9 @@ def _pack(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
 
 
 def prepare(model: GPT, compute: Compute, *, int8: bool = False, packed: bool = True) -> GPT:
-    """The model, changed in place so that a step is fast: in the arithmetic's dtype, each linear map in the layout that
-    the device reads fastest, or in int8, which keeps embedding, positions and LayerNorms as they are. Without
-    ``packed`` maps stay as they are, for a compiler to lay out."""
+    """Changes the model in place for fast steps, and returns it: weights in the dtype of ``compute``, each linear map
+    in the layout that the device reads fastest, or in int8, which keeps embedding, positions and LayerNorms as they
+    are. Without ``packed`` linear maps stay as they are, for a compiler to lay out."""
     if compute.dtype != torch.float32:
         model.to(compute.dtype)
     kind: type[PackedLinear | Int8Linear]
@@ -125,8 +125,9 @@ def prepare(model: GPT, compute: Compute, *, int8: bool = False, packed: bool = 
 
 
 def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:
-    """The model's stack compiled for steps of one position, as CUDA graphs on a GPU; None where weights lie in a form
-    that a compiler cannot look into. Where compiling fails, ``note`` is told and steps are computed as written."""
+    """Compiles the model's stack for steps of one position, as CUDA graphs on a GPU. Returns None for packed and int8
+    weights, whose kernels the compiler cannot see into. Where compiling fails, ``note`` is called and steps run
+    uncompiled."""
     if any(isinstance(module, PackedLinear | Int8Linear) for module in model.modules()):
         note("weights in int8, and those packed for the CPU, are not compiled: their kernels are")
         return None

@@ -1,12 +1,12 @@
-"""Prompts → texts: samples or beams, many at once, each piece of text as it comes and in order."""
+"""Prompts → texts: samples or beams, many at once, in pieces and in order."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpt.decoding.engine import Engine, Event, Request
+from gpt.decoding.context import CACHE_SHARE, ContextPool
+from gpt.decoding.engine import Engine, Request, Update
 from gpt.decoding.logits import Token
-from gpt.decoding.pool import CACHE_SHARE, ContextPool
 from gpt.decoding.stream import TextStream
 from gpt.errors import UserError
 from gpt.model.params import cache_bytes
@@ -74,9 +74,9 @@ class _Text:
         return self.pieces[-1]
 
 
-class Writer:
+class TextGenerator:
     """Generates texts with the settings of one call: encodes prompts, runs an engine, and decodes its tokens. Raises
-    `UserError` for what the model cannot do."""
+    `UserError` for settings that the model cannot follow."""
 
     def __init__(self, contexts: ContextPool, tokenizer: Tokenizer, config: SampleConfig, seed: int) -> None:
         self.contexts, self.tokenizer, self.config, self.seed = contexts, tokenizer, config, seed
@@ -112,7 +112,7 @@ class Writer:
         yield from (piece for piece in told if (piece.prompt, piece.index) not in done)
 
     def _write(self, prompts: list[list[int]], wanted: Iterator[tuple[int, int]], count: int) -> Iterator[Piece]:
-        """The texts of ``wanted`` prompts and indices, ``count`` of them, each of which begins once a row is free."""
+        """Yields the texts of ``count`` ``wanted`` prompts and indices, each of which begins once a row is free."""
         texts: dict[int, _Text] = {}
         turns = _Turns()
         with self.contexts.lease(*self._shape(prompts, count)) as context:
@@ -124,18 +124,18 @@ class Writer:
                     texts[engine.add(request)] = _Text(number, index, self.tokenizer, self.config)
                 if not engine.busy:
                     return
-                for event in engine.step():
-                    text = texts[event.number]
-                    pieces = self._pieces(text, event, len(prompts[text.number]))
+                for update in engine.step():
+                    text = texts[update.number]
+                    pieces = self._pieces(text, update, len(prompts[text.number]))
                     if ended := pieces[-1].sample is not None:
-                        engine.cancel(event.number)  # a sample that came to a stop text
-                        del texts[event.number]
+                        engine.cancel(update.number)  # a sample that came to a stop text
+                        del texts[update.number]
                     for piece in pieces:
-                        yield from turns.take(event.number, piece, last=ended and piece is pieces[-1])
+                        yield from turns.take(update.number, piece, last=ended and piece is pieces[-1])
 
     def _shape(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[int, int, bool]:
-        """Rows of a context, positions of each, and whether to compile: as many rows as there are texts, as were asked
-        for, or as the device has memory for."""
+        """Returns the rows of a context, the positions of each, and whether to compile. There are as many rows as
+        texts, as were asked for, or as the device has memory for."""
         config, width, size = self.config, max(1, self.config.beam), self.model.config.block_size
         longest = max(map(len, prompts), default=1) + config.max_tokens
         room = min(-(-longest // ROOMS) * ROOMS, size)
@@ -146,20 +146,20 @@ class Writer:
         long = self.compute.device.type == "cuda" and config.max_tokens * count >= COMPILED_FROM * rows
         return width * rows, room, config.compile == "on" or (config.compile == "auto" and long)
 
-    def _pieces(self, text: _Text, event: Event, prompt: int) -> list[Piece]:
-        """The pieces that an event adds to a text whose prompt has so many tokens; with samples if it has ended."""
-        if event.error is not None:
-            raise event.error
-        text.prompt = event.prompt or text.prompt
-        shown = text.push(event.tokens)
-        reason = event.reason
+    def _pieces(self, text: _Text, update: Update, prompt: int) -> list[Piece]:
+        """Returns the pieces that an update adds to a text whose prompt has so many tokens; with samples at its end."""
+        if update.error is not None:
+            raise update.error
+        text.prompt = update.prompt or text.prompt
+        shown = text.push(update.tokens)
+        reason = update.reason
         if text.stream.stopped and not self.config.beam:  # searches look for stop texts themselves
             reason = "stop"
         if reason is None:
             return [Piece(text.number, text.index, shown)]
-        score = event.best[0].score if event.best else None
+        score = update.best[0].score if update.best else None
         pieces = [Piece(text.number, text.index, shown + text.flush(), self._sample(text, reason, prompt, score))]
-        for index, each in enumerate(event.best[1:], 1):
+        for index, each in enumerate(update.best[1:], 1):
             other = _Text(text.number, index, self.tokenizer, self.config)
             other.prompt = text.prompt
             shown = other.push(each.tokens) + other.flush()

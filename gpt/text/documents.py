@@ -123,8 +123,8 @@ def chunks_of_whole(texts: Iterable[str]) -> Iterator[Chunk]:
 
 DEPTH = 8  # formats unpacked around each other at most; an archive may hold itself
 
-Texts = Callable[[str, ByteStream, str, TextEncoding, OnBad], Iterator[str]]
-RECORDS: dict[str, Texts] = {
+ReadTexts = Callable[[str, ByteStream, str, TextEncoding, OnBad], Iterator[str]]
+RECORDS: dict[str, ReadTexts] = {
     ".jsonl": jsonl,
     ".ndjson": jsonl,
     ".csv": partial(table, delimiter=","),
@@ -140,7 +140,7 @@ def _ignore(size: int) -> None:
 class Reader:
     """Reads documents as a `ReadConfig` says; counts replaced bytes and skipped items."""
 
-    records: Mapping[str, Texts] = RECORDS
+    records: Mapping[str, ReadTexts] = RECORDS
 
     def __init__(self, config: ReadConfig) -> None:
         if config.split_on is not None and "\n" in config.split_on:
@@ -148,23 +148,13 @@ class Reader:
         self.config = config
         self._encoding = TextEncoding(config.encoding, config.errors)
         self._utf8 = TextEncoding("utf-8", config.errors)  # for formats that are always UTF-8
-        self._skipped = Skipped()
+        self.skipped = Skipped()
         self._lines = False  # `Source.lines` of the current source
 
     @property
     def replaced(self) -> int:
         """The number of U+FFFD written for invalid bytes."""
         return self._encoding.replaced + self._utf8.replaced
-
-    @property
-    def skipped(self) -> int:
-        """The number of files, members, lines and rows left out."""
-        return self._skipped.count
-
-    @property
-    def skipped_examples(self) -> list[str]:
-        """The errors of the first few of them."""
-        return self._skipped.examples
 
     def documents(self, source: Source, on_bytes: OnBytes = _ignore) -> Iterator[Chunk]:
         """Yields the documents of a source in chunks; none is empty.
@@ -199,7 +189,7 @@ class Reader:
     def _on_bad(self, error: UserError) -> None:
         if not self.config.skip_bad or isinstance(error, WorkError):
             raise error
-        self._skipped.add(error)
+        self.skipped.add(error)
 
     def _read(self, file: PackedFile) -> Iterator[Chunk]:
         if file.depth > DEPTH:

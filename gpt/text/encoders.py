@@ -13,20 +13,18 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from gpt.errors import WorkError
-from gpt.text.shards import Side
+from gpt.text.shards import Ids, Offsets, Side, id_type
 from gpt.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
 
 
-IdType = np.dtype[np.unsignedinteger[Any]]
 T = TypeVar("T")
 
 
@@ -43,20 +41,21 @@ class Item:
 class EncodedItem:
     """An item's ids by side, with end-of-text before each document, and the offsets of the documents."""
 
-    ids: dict[Side, npt.NDArray[np.unsignedinteger[Any]]]
-    offsets: dict[Side, npt.NDArray[np.uint64]]
+    ids: dict[Side, Ids]
+    offsets: dict[Side, Offsets]
     cut_pieces: int
     end_of_text_in_text: int
 
 
-def encode(tokenizer: Tokenizer, dtype: IdType, texts: list[str], begins: list[bool], sides: list[Side]) -> EncodedItem:
-    """Encodes the texts of an item, each with whether it begins a document and which side it is for."""
+def encode(tokenizer: Tokenizer, item: Item) -> EncodedItem:
+    """Encodes the texts of an item."""
+    dtype = id_type(tokenizer.vocab_size)
     eot = np.array([tokenizer.eot], dtype)
-    parts: dict[Side, list[npt.NDArray[np.unsignedinteger[Any]]]] = {"train": [], "val": []}
+    parts: dict[Side, list[Ids]] = {"train": [], "val": []}
     offsets: dict[Side, list[int]] = {"train": [], "val": []}
     lengths: dict[Side, int] = {"train": 0, "val": 0}
     cuts = 0
-    for text, start, side in zip(texts, begins, sides, strict=True):
+    for text, start, side in zip(item.texts, item.begins, item.sides, strict=True):
         if start:
             offsets[side].append(lengths[side])
             parts[side].append(eot)
@@ -68,24 +67,23 @@ def encode(tokenizer: Tokenizer, dtype: IdType, texts: list[str], begins: list[b
         {side: np.concatenate(of_side) for side, of_side in parts.items() if of_side},
         {side: np.array(of_side, np.uint64) for side, of_side in offsets.items()},
         cuts,
-        sum(text.count(tokenizer.eot_token) for text in texts),
+        sum(text.count(tokenizer.eot_token) for text in item.texts),
     )
 
 
 _tokenizer: Tokenizer  # of a process in the pool
-_dtype: IdType
 
 
-def _start_process(tokenizers: "Queue[tuple[Tokenizer, IdType] | None]") -> None:
+def _start_process(tokenizers: "Queue[Tokenizer | None]") -> None:
     """Prepares a process of the pool: it ignores Ctrl-C, waits for a tokenizer, and ends with its parent."""
-    global _tokenizer, _dtype
+    global _tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     given = tokenizers.get()
     if given is not None:  # None: there is nothing to encode
-        _tokenizer, _dtype = given
+        _tokenizer = given
 
 
 def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
@@ -93,8 +91,8 @@ def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
     os._exit(1)
 
 
-def _encode_in_process(texts: list[str], begins: list[bool], sides: list[Side]) -> EncodedItem:
-    return encode(_tokenizer, _dtype, texts, begins, sides)
+def _encode_in_process(item: Item) -> EncodedItem:
+    return encode(_tokenizer, item)
 
 
 class Encoders:
@@ -110,10 +108,10 @@ class Encoders:
     def __enter__(self) -> Self:
         if self.jobs > 1:
             context = multiprocessing.get_context("spawn")
-            self.tokenizers: Queue[tuple[Tokenizer, IdType] | None] = context.Queue()
+            self.tokenizers: Queue[Tokenizer | None] = context.Queue()
             self.tokenizers.cancel_join_thread()
             self.pool = ProcessPoolExecutor(self.jobs, context, _start_process, (self.tokenizers,))
-            with contextlib.suppress(BrokenProcessPool), _main_is_not_run_again():  # raised again by the first item
+            with contextlib.suppress(BrokenProcessPool), _main_not_imported():  # raised again by the first item
                 for _ in range(self.jobs):
                     self.pool.submit(os.getpid)
         return self
@@ -124,21 +122,19 @@ class Encoders:
                 self.tokenizers.put(None)  # ends processes that still wait
             self.pool.shutdown(cancel_futures=True)
 
-    def encode(
-        self, tokenizer: Tokenizer, dtype: IdType, items: Iterator[tuple[Item, T]]
-    ) -> Iterator[tuple[T, EncodedItem]]:
-        """Yields every item encoded, in order. May be called once; processes begin at once."""
+    def encode(self, tokenizer: Tokenizer, items: Iterator[tuple[Item, T]]) -> Iterator[tuple[T, EncodedItem]]:
+        """Yields every item encoded, in order, with what came with it. May be called once; processes begin at once."""
         if self.pool is None:
-            return ((mark, encode(tokenizer, dtype, i.texts, i.begins, i.sides)) for i, mark in items)
+            return ((end, encode(tokenizer, item)) for item, end in items)
         for _ in range(self.jobs):
-            self.tokenizers.put((replace(tokenizer), dtype))  # a copy without cached properties
-        submitted = ((mark, self._submit(item)) for item, mark in items)
+            self.tokenizers.put(replace(tokenizer))  # a copy without cached properties
+        submitted = ((end, self._submit(item)) for item, end in items)
         return _results(deque(islice(submitted, 2 * self.jobs + self.AHEAD)), submitted)
 
     def _submit(self, item: Item) -> "Future[EncodedItem]":
         assert self.pool is not None
-        with _broken_is_told():
-            return self.pool.submit(_encode_in_process, item.texts, item.begins, item.sides)
+        with _broken_pool_errors():
+            return self.pool.submit(_encode_in_process, item)
 
 
 def _results(
@@ -147,14 +143,14 @@ def _results(
     """Yields results in order; submits one more item before each."""
     while waiting:
         waiting.extend(islice(submitted, 1))
-        mark, done = waiting.popleft()
-        with _broken_is_told():
+        end, done = waiting.popleft()
+        with _broken_pool_errors():
             encoded = done.result()
-        yield mark, encoded
+        yield end, encoded
 
 
 @contextlib.contextmanager
-def _broken_is_told() -> Iterator[None]:
+def _broken_pool_errors() -> Iterator[None]:
     try:
         yield
     except BrokenProcessPool:
@@ -164,7 +160,7 @@ def _broken_is_told() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _main_is_not_run_again() -> Iterator[None]:
+def _main_not_imported() -> Iterator[None]:
     """Processes spawned meanwhile don't import the program's main module, as Python's would: ours need nothing
     of it, the command's takes a quarter of a second, and a script may do all its work there."""
     main = sys.modules["__main__"]

@@ -10,7 +10,7 @@ from gpt.config import ReadConfig, TextConfig
 from gpt.errors import UserError
 from gpt.text import formats, sources
 from gpt.text.corpus import HASHED_SPLIT_FROM, hash_fraction
-from gpt.text.documents import RECORDS, Chunk, Reader, Skipped, utf8_size
+from gpt.text.documents import RECORDS, Chunk, Reader, utf8_size
 from gpt.text.unpack import PackedFile, Source
 
 
@@ -61,16 +61,16 @@ def read_pairs(texts: Sequence[str], config: TextConfig) -> PairCorpus:
     if not texts:
         raise UserError("--pairs needs a TEXT", 'a file of {"prompt": …, "completion": …}, one a line')
     reader = PairReader(ReadConfig(**{f.name: getattr(config, f.name) for f in fields(ReadConfig)}))
-    unread = Skipped() if config.skip_bad else None
-    pairs, read = _read(reader, sources.find(texts, unread))
+    skipped = reader.skipped if config.skip_bad else None
+    pairs, read = _read(reader, sources.find(texts, skipped))
     own: list[Pair] = []
     if config.val_text is not None:
-        own, more = _read(reader, sources.find([config.val_text], unread))
+        own, more = _read(reader, sources.find([config.val_text], skipped))
         read += more
     if not pairs:
         raise UserError(f"{texts[0]} is empty: 0 pairs", 'give {"prompt": …, "completion": …}, one a line')
     train, held_out = (pairs, own) if config.val_text is not None else split(pairs, config.val_fraction, config.seed)
-    return PairCorpus(sources.run_name(texts), train, held_out, read, reader.skipped + (unread.count if unread else 0))
+    return PairCorpus(sources.run_name(texts), train, held_out, read, reader.skipped.count)
 
 
 def _read(reader: PairReader, found: Sequence[Source]) -> tuple[list[Pair], list[dict[str, Any]]]:

@@ -22,7 +22,6 @@ from gpt.text import unfinished_folder
 from gpt.text.corpus import Corpus, Listener, cut_documents, open_corpus
 from gpt.text.documents import Chunk, Reader, utf8_size
 from gpt.text.encoders import EncodedItem, Encoders, Item
-from gpt.text.shards import id_type
 from gpt.text.token_folder import MANIFEST, SourceRecord, TokenFolder
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokenizer_files import tokenizer_files
@@ -39,10 +38,10 @@ OnBytes = Callable[[int, int], None]  # gets a source's number and its bytes rea
 def read_items(corpus: Corpus, group: int, pattern: str, on_bytes: OnBytes) -> Iterator[tuple[Item, ItemEnd]]:
     """Yields the items of a group, in order. The last one may be empty."""
     reader = Reader(corpus.reading)
-    item, mark, size, cuts = Item(), ItemEnd(group, 1), 0, 0
+    item, end, size, cuts = Item(), ItemEnd(group, 1), 0, 0
 
     def counts() -> dict[str, int]:
-        return {"replaced": reader.replaced, "skipped": reader.skipped, "cut_pieces": cuts}
+        return {"replaced": reader.replaced, "skipped": reader.skipped.count, "cut_pieces": cuts}
 
     for number in corpus.groups[group]:
         source = _Source(corpus, number, reader, on_bytes)
@@ -50,16 +49,16 @@ def read_items(corpus: Corpus, group: int, pattern: str, on_bytes: OnBytes) -> I
             item.texts.append(text)
             item.begins.append(begins)
             item.sides.append(side)
-            mark.bytes[side] += utf8_size(text)
+            end.bytes[side] += utf8_size(text)
             size += len(text)
             cuts += cut
             if size >= ITEM or len(item.texts) >= ITEM_DOCUMENTS:
-                mark.counts = counts()
-                yield item, mark
-                item, mark, size = Item(), ItemEnd(group, mark.items + 1), 0
-        mark.sources.append(source.record(group))
-    mark.counts, mark.last = counts(), True
-    yield item, mark
+                end.counts = counts()
+                yield item, end
+                item, end, size = Item(), ItemEnd(group, end.items + 1), 0
+        end.sources.append(source.record(group))
+    end.counts, end.last = counts(), True
+    yield item, end
 
 
 class _Source:
@@ -142,7 +141,7 @@ def tokenize(
         items = _items(corpus, mine, done, tokenizer.pattern, listen)
         encoders = encoders or held.enter_context(Encoders(_jobs(jobs, corpus)))
         stop = held.enter_context(StopSignal())
-        stream = encoders.encode(tokenizer, id_type(tokenizer.vocab_size), items)
+        stream = encoders.encode(tokenizer, items)
         described = None if begun else tokenizer_files(tokenizer)  # half a second, while processes start and encode
         first = list(islice(stream, 1))
         if described is not None:
@@ -150,8 +149,8 @@ def tokenize(
             unfinished_folder.begin(out, about, corpus, described)
             held.enter_context(unfinished_folder.locked(out))
         writer = unfinished_folder.ShardWriter(out, tokenizer.vocab_size, done)
-        for mark, encoded in chain(first, stream):
-            writer.add(mark, encoded)
+        for end, encoded in chain(first, stream):
+            writer.add(end, encoded)
             if stop.signum is not None:
                 count = len(done.all())
                 finished = f"{count:,} slice{'s are' if count != 1 else ' is'} finished in {out}"
@@ -189,7 +188,7 @@ def _check_room(
     corpus: Corpus, first: list[tuple[ItemEnd, EncodedItem]], share: float, out: Path, listen: Listener
 ) -> None:
     """Estimates the size of the tokens from the first item. Raises `WorkError` where the disk has less room."""
-    size = sum(sum(mark.bytes.values()) for mark, _ in first)
+    size = sum(sum(end.bytes.values()) for end, _ in first)
     encoded_size = sum(ids.nbytes for _, encoded in first for ids in encoded.ids.values())
     needed = round(corpus.found.bytes * share * encoded_size / max(1, size))
     place = next(folder for folder in [out, *out.absolute().parents] if folder.exists())

@@ -15,7 +15,6 @@ from gpt.interrupt import Stopped, StopSignal, interruption
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
 from gpt.runs.record import Resumed, RunRecord
-from gpt.text.batches import Int64s
 from gpt.training import logs
 from gpt.training.budget import END_SECONDS, PROBE_SECONDS, PROBE_SHARE, TimeBudget
 from gpt.training.checkpointing import Checkpointer, check_room, error_text
@@ -175,7 +174,8 @@ class Trainer:
         started = time.perf_counter()
         lr = state.rate_factor * recipe.lr_at(state.step + 1)
         self.world.seed(recipe.seed, state.step)
-        outcome = self.stepper.step(*self.batch(state.step), lr)
+        x, y = self.batches.global_batch(state.step, self.world.data_rank, self.world.data_size)
+        outcome = self.stepper.step(x, y, lr)
         state.step_seconds += time.perf_counter() - started
         if self.finish_pending_step():  # it was rolled back, with the step that was launched meanwhile
             return
@@ -183,10 +183,6 @@ class Trainer:
         self.pending = Pending(state.step, lr, outcome)
         if outcome.arrived is None:  # the device does not compute beside the host
             self.finish_pending_step()
-
-    def batch(self, step: int) -> tuple[Int64s, Int64s]:
-        """This data rank's share of a step's inputs and targets."""
-        return self.batches.global_batch(step, self.world.data_rank, self.world.data_size)
 
     def finish_pending_step(self) -> bool:
         """Waits for the step that was launched, reports and judges it. Returns whether the run was rolled back."""

@@ -75,11 +75,10 @@ class Parallel:
         """The loss to go backward from, so that gradients which are averaged over data ranks become their sum."""
         return loss
 
-    def collect_grads(self) -> None:
-        """Makes the gradients of the last backward pass those of ``own``."""
-
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Clips the gradients by the norm of all of them together, and returns that norm."""
+    def clip_grad_norm(self, scaler: torch.amp.GradScaler, max_norm: float) -> Tensor:
+        """Unscales the gradients, clips them by the norm of all of them together, and returns that norm."""
+        for optimizer in self.optimizer.optimizers:
+            scaler.unscale_(optimizer)
         return clip_grad_norm_(self.model.parameters(), max_norm)
 
     def windows(self, items: Iterable[Window]) -> Iterable[Window]:
@@ -196,10 +195,10 @@ class Sharded(Parallel):
     def summed(self, loss: Tensor) -> Tensor:
         return loss * self.world.data_size
 
-    def collect_grads(self) -> None:
+    def clip_grad_norm(self, scaler: torch.amp.GradScaler, max_norm: float) -> Tensor:
         self.sharded.collect()
-
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        for optimizer in self.optimizer.optimizers:
+            scaler.unscale_(optimizer)
         return self.sharded.clip_grad_norm(max_norm)
 
     def windows(self, items: Iterable[Window]) -> Iterator[Window]:

@@ -76,22 +76,18 @@ class Recipe:
         return self.ramp.before(steps) * self.model.block_size if self.ramp else steps * self.batch_tokens
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 1."""
-        return lr_at(step, peak=self.lr, warmup=self.warmup, steps=self.steps, decay=self.decay, schedule=self.schedule)
-
-
-def lr_at(step: int, *, peak: float, warmup: int, steps: int, decay: int, schedule: Schedule) -> float:
-    """The learning rate of step 1 … ``steps``: linear from 0 to ``peak`` over ``warmup`` steps, then the peak and, over
-    the last ``decay`` steps, linear towards 0 (Hägele et al. 2024, arXiv 2405.18392); a cosine down to a tenth; or the
-    peak."""
-    if step < warmup:
-        return peak * step / warmup
-    if schedule == "constant":
-        return peak
-    if schedule == "linear":
-        return peak * min(1.0, (steps + 1 - step) / max(1, decay))
-    progress = (step - warmup) / max(1, steps - warmup)
-    return peak * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2)
+        """The learning rate of step 1 … ``steps``: linear from 0 to ``lr`` over ``warmup`` steps, then ``lr`` and, over
+        the last ``decay`` steps, linear towards 0 (Hägele et al. 2024, arXiv 2405.18392); a cosine down to a tenth; or
+        ``lr``.
+        """
+        if step < self.warmup:
+            return self.lr * step / self.warmup
+        if self.schedule == "constant":
+            return self.lr
+        if self.schedule == "linear":
+            return self.lr * min(1.0, (self.steps + 1 - step) / max(1, self.decay))
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.lr * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def auto_preset(n_bytes: int, device: str) -> str:

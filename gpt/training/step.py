@@ -181,10 +181,7 @@ class Stepper:
             with contextlib.nullcontext() if last else self.parallel.no_sync():
                 total += self._backward(x[part], y[part], counted)
         self.world.all_reduce(total)
-        self.parallel.collect_grads()
-        for optimizer in self.optimizer.optimizers:
-            self.scaler.unscale_(optimizer)
-        return total, self.parallel.clip_grad_norm(self.clip)
+        return total, self.parallel.clip_grad_norm(self.scaler, self.clip)
 
     def _backward(self, x: Tensor, y: Tensor, counted: Tensor | float) -> Tensor:
         """Adds the gradients of a micro-batch. Returns its summed loss, divided by ``counted``."""

@@ -16,10 +16,10 @@ from conftest import Gpt
 import gpt
 from gpt import SampleConfig, api, inspect
 from gpt.bench_config import BenchConfig
-from gpt.decoding.context import Context, kv_bytes
-from gpt.decoding.pool import CACHE_SHARE, KEPT
+from gpt.decoding.context import CACHE_SHARE, KEPT, Context
 from gpt.device import Compute
 from gpt.errors import NotANumber, UserError
+from gpt.model.params import cache_bytes
 
 Disguise = Callable[..., Any]
 COUNTS = Path(__file__).parent.with_name("counts.toml")
@@ -194,7 +194,7 @@ def test_contexts_are_bounded_in_memory(
     models: dict[str, Path], disguise: Disguise, captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room for seven rows: of contexts of three, two and four rows the oldest goes."""
-    row = kv_bytes(gpt.load(models["gpt2"]).model.config, Compute(torch.device("cpu"), torch.float32), 32)
+    row = cache_bytes(gpt.load(models["gpt2"]).model.config, 32, 4)
     monkeypatch.setattr(Compute, "memory", lambda self: int(7.5 * row / CACHE_SHARE))
     with disguise():
         model = gpt.load(models["gpt2"], device="cuda", dtype="float32", sampling=COMPILED)
