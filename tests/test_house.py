@@ -60,6 +60,15 @@ def test_no_import_cycle_even_inside_functions() -> None:
         pytest.fail(f"import cycle: {' <- '.join(error.args[1])}")
 
 
+def test_no_public_class_name_exists_twice() -> None:
+    places: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
 def test_nobody_but_tests_imports_the_command_line() -> None:
     for path in (ROOT / "gpt").rglob("*.py"):
         assert "gpt_cli" not in path.read_text(encoding="utf-8")
