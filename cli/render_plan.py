@@ -11,7 +11,7 @@ from rich.text import Text
 from gpt.config import PRESETS, GPTConfig
 from gpt.model.memory import trunk
 from gpt.model.params import breakdown, cache_bytes, flops_per_token, flops_sampled, nearest_preset
-from gpt.model.plan import NODE, Plan, plans, trained_tokens
+from gpt.model.plan import NODE, TrainingPlan, plans, trained_tokens
 from gpt.plan_config import PlanConfig
 
 from . import render
@@ -25,7 +25,7 @@ class Cost:
 
     config: GPTConfig
     asked: PlanConfig
-    plans: Sequence[Plan]
+    plans: Sequence[TrainingPlan]
 
     @classmethod
     def of(cls, config: GPTConfig, asked: PlanConfig) -> "Cost":
@@ -33,7 +33,7 @@ class Cost:
         return cls(config, asked, plans(config, asked, PRESETS[nearest_preset(config)].batch_tokens))
 
     @property
-    def shown(self) -> Plan:
+    def shown(self) -> TrainingPlan:
         """The way for all devices."""
         return self.plans[-1]
 
@@ -59,7 +59,7 @@ class Cost:
             made["time"] = self._time()
         return made
 
-    def _plan(self, plan: Plan) -> dict[str, Any]:
+    def _plan(self, plan: TrainingPlan) -> dict[str, Any]:
         names = ("tensor", "micro_batch", "recompute", "loss_chunk", "dtype", "optimizer")
         return {
             "kind": self.asked.kind,

@@ -8,7 +8,7 @@ from pathlib import Path
 from gpt.config import PRESETS
 from gpt.model.memory import USABLE
 from gpt.model.params import breakdown, flops_per_token
-from gpt.model.plan import Plan, plans
+from gpt.model.plan import TrainingPlan, plans
 from gpt.plan_config import PlanConfig
 
 PAGE = Path(__file__).parent / "parallel-plan.md"
@@ -46,12 +46,12 @@ def page() -> str:
     return "".join(parts)
 
 
-def _plan(name: str, devices: int) -> Plan:
+def _plan(name: str, devices: int) -> TrainingPlan:
     preset = PRESETS[name]
     return plans(preset.model, PlanConfig(devices=devices, kind=KIND, tokens=TOKENS, mfu=MFU), preset.batch_tokens)[-1]
 
 
-def _row(name: str, plan: Plan) -> str:
+def _row(name: str, plan: TrainingPlan) -> str:
     if not plan.fits:
         return f"| {name} | nothing fits | {plan.memory.peak / 1e9:,.0f} at least | |\n"
     return f"| {name} | `{plan.options}` | {plan.memory.peak / 1e9:.1f} | {plan.days:,.3g} |\n"

@@ -27,7 +27,7 @@ LIMITS = {"vocab_size": 2**24, "block_size": 2**24, "n_layer": 2**14, "n_head": 
 
 
 @dataclass(frozen=True)
-class Block:
+class Architecture:
     """Properties of an architecture's blocks, beside their shape."""
 
     biases: bool  # of the linear maps
@@ -37,9 +37,9 @@ class Block:
 
 
 # What the name of an architecture means; nothing else asks for the name.
-BLOCKS: dict[Arch, Block] = {
-    "gpt2": Block(biases=True, qk_norm=False, activation="gelu", positions="learned"),
-    "modern": Block(biases=False, qk_norm=True, activation="relu2", positions="rotary"),
+BLOCKS: dict[Arch, Architecture] = {
+    "gpt2": Architecture(biases=True, qk_norm=False, activation="gelu", positions="learned"),
+    "modern": Architecture(biases=False, qk_norm=True, activation="relu2", positions="rotary"),
 }
 
 

@@ -16,7 +16,7 @@ TOKENS = 20  # a parameter (Hoffmann et al. 2022, arXiv 2203.15556)
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """A way to train, with its memory and days."""
 
     devices: int
@@ -42,7 +42,7 @@ class Plan:
         return " ".join([*words, "--recompute"] if setup.recompute else words)
 
 
-def plans(config: GPTConfig, asked: PlanConfig, batch_tokens: int) -> list[Plan]:
+def plans(config: GPTConfig, asked: PlanConfig, batch_tokens: int) -> list[TrainingPlan]:
     """The first way that fits for 1, 2, 4 … devices, up to all that there are; where none does, the one that needs
     least. Devices that cannot share the sequences of a step evenly are left out. Raises `UserError` where all are."""
     if asked.tensor is not None and config.kv_heads % asked.tensor:
@@ -67,13 +67,13 @@ def step_rows(config: GPTConfig, batch_tokens: int, was_asked: bool) -> int:
     return max(1, round(batch_tokens / T))
 
 
-def _first(config: GPTConfig, asked: PlanConfig, rows: int, devices: int) -> Plan | None:
+def _first(config: GPTConfig, asked: PlanConfig, rows: int, devices: int) -> TrainingPlan | None:
     """The first setup that fits, or else the one that needs least; None where none divides the work."""
-    least: Plan | None = None
+    least: TrainingPlan | None = None
     kind = find_kind(asked.kind)
     days = training_days(config, asked, devices, kind)
     for setup in setups(config, asked, rows, devices):
-        plan = Plan(devices, setup, training(config, setup), room(config, setup, kind.memory), days)
+        plan = TrainingPlan(devices, setup, training(config, setup), room(config, setup, kind.memory), days)
         if plan.fits:
             return plan
         if least is None or plan.memory.peak < least.memory.peak:
