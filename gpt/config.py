@@ -37,7 +37,7 @@ class Architecture:
 
 
 # What the name of an architecture means; nothing else asks for the name.
-BLOCKS: dict[Arch, Architecture] = {
+ARCHITECTURES: dict[Arch, Architecture] = {
     "gpt2": Architecture(biases=True, qk_norm=False, activation="gelu", positions="learned"),
     "modern": Architecture(biases=False, qk_norm=True, activation="relu2", positions="rotary"),
 }
@@ -100,17 +100,17 @@ class GPTConfig:
     @property
     def activation(self) -> Activation:
         """The MLP's nonlinearity."""
-        return BLOCKS[self.arch].activation
+        return ARCHITECTURES[self.arch].activation
 
     @property
     def biases(self) -> bool:
         """Whether the linear maps of the blocks have biases. LayerNorms always do."""
-        return BLOCKS[self.arch].biases
+        return ARCHITECTURES[self.arch].biases
 
     @property
     def qk_norm(self) -> bool:
         """Whether queries and keys are normalized before they meet."""
-        return BLOCKS[self.arch].qk_norm
+        return ARCHITECTURES[self.arch].qk_norm
 
 
 @dataclass(frozen=True)
@@ -459,6 +459,6 @@ class TrainConfig(TextConfig):
     def new_model(self, preset: GPTConfig, vocab_size: int, block_size: int) -> GPTConfig:
         """The shape of a new model: the preset's, but for what was asked for."""
         asked = {each.name: getattr(self, each.name, None) for each in fields(GPTConfig)}
-        usual = {"positions": BLOCKS[self.arch].positions, "dropout": 0.0}
+        usual = {"positions": ARCHITECTURES[self.arch].positions, "dropout": 0.0}
         given = usual | {name: value for name, value in asked.items() if value is not None}
         return replace(preset, **given | {"vocab_size": vocab_size, "block_size": block_size})
