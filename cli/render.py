@@ -178,7 +178,7 @@ def draw_seed(announce: bool) -> int:
 
 @dataclass
 class Overflow:
-    """How far samples did not fit into the model's context."""
+    """Counts of samples that did not fit into the model's context."""
 
     dropped: int = 0  # tokens left out at the start of a prompt: the most of any sample
     slid: bool = False  # whether a text grew longer than the context

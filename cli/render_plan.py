@@ -39,7 +39,7 @@ class Cost:
 
     @property
     def sections(self) -> dict[str, bool]:
-        """Which sections are shown: those that were asked for, or memory and time."""
+        """The sections to show: those that were asked for, or memory and time."""
         asked = self.asked
         plain = not (asked.memory or asked.flops or asked.time)
         return {"memory": asked.memory or plain, "flops": asked.flops, "time": asked.time or plain}

@@ -94,7 +94,7 @@ def _reach(points: int) -> int:
 
 
 def smoothing(reports: Sequence[Report], most: int) -> tuple[str, str | None]:
-    """In words, how many steps a point of curves with so many points stands for, and how many once it is smoothed; None
+    """Says how many steps a point of the curves stands for, and how many once it is smoothed; None
     where it is not."""
     each = [max(1, -(-len(report.history.steps) // most)) for report in reports]
     reach = [_reach(-(-len(report.history.steps) // n)) for report, n in zip(reports, each, strict=True)]

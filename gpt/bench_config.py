@@ -10,7 +10,7 @@ _PROMPT, _NEW = 32, 128  # tokens, where a context has room for them
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """What ``gpt bench`` measures. Raises `UserError` for values without a meaning."""
+    """The settings of ``gpt bench``. Raises `UserError` for values without a meaning."""
 
     prompt_tokens: int | None = option(
         None, "Tokens of each prompt.", panel="Text", shown="32, or a quarter of the context", low=1

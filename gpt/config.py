@@ -274,7 +274,7 @@ class TokenizeConfig(TextConfig):
 
     @property
     def share(self) -> tuple[int, int] | None:
-        """Which part of how many, counted from 1."""
+        """The part, counted from 1, and the number of parts."""
         if self.part is None:
             return None
         words = self.part.split("/")

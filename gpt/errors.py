@@ -69,8 +69,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def device_failure(error: BaseException) -> str | None:
-    """What CUDA says in one line where a device has failed, after which it computes nothing more in this process; None
-    for any other error."""
+    """CUDA's message, in one line, if a device has failed and computes nothing more in this process; None for any
+    other error."""
     said = str(error).strip().splitlines() if isinstance(error, RuntimeError) else []
     return said[0] if said and said[0].startswith("CUDA error") else None
 

@@ -1,4 +1,4 @@
-"""What a run tells while it runs: typed events, a line of JSON each, and the arithmetic of rates and time left."""
+"""The events of a run: typed, a line of JSON each, and the arithmetic of rates and time left."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from gpt.settings import Amount, Count, checked
 
 @dataclass(frozen=True)
 class Event:
-    """What every event carries: the steps done, tokens seen and seconds since the start of the command."""
+    """The fields of every event: the steps done, tokens seen and seconds since the start of the command."""
 
     kind: ClassVar[str] = ""
     step: Count
@@ -79,8 +79,9 @@ class ResumeEvent(Event):
 
 @dataclass(frozen=True)
 class AnswersEvent(Event):
-    """How many pairs the best checkpoint answers exactly, decoding greedily: ``exact`` of the ``asked``, which are at
-    most 500, spread over all ``pairs`` that were trained on; and of those held out, null where none are."""
+    """The number of pairs that the best checkpoint answers exactly, decoding greedily: ``exact`` of the ``asked``,
+    which are at most 500, spread over all ``pairs`` that were trained on; and of those held out, null where none
+    are."""
 
     kind: ClassVar[str] = "answers"
     exact: int
@@ -113,7 +114,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a long piece of work is, in bytes as they are stored. Not written to the metrics."""
+    """The progress of a long piece of work, in bytes as they are stored. Not written to the metrics."""
 
     what: str  # "fetched", "tokenized" …
     done: int
@@ -122,7 +123,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Plan:
-    """How long the run will be, sent once before the first step. Not written to the metrics."""
+    """The length of the run, sent once before the first step. Not written to the metrics."""
 
     steps: int
     batch_tokens: int

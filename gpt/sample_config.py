@@ -18,7 +18,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """How ids are chosen from logits, and what ends a text. Raises `UserError` for values without a meaning.
+    """The choice of ids from logits, and the end of a text. Raises `UserError` for values without a meaning.
 
     The filters act in this order: bias, repetition penalty, no-repeat n-gram and least tokens, temperature, top-k,
     top-p, min-p. Beams are ranked after the first three.

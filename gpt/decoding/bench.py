@@ -1,4 +1,4 @@
-"""How fast a model reads a prompt and generates after it, beside how fast this machine reads memory."""
+"""Measures how fast a model reads a prompt and generates after it, beside the machine's memory bandwidth."""
 
 import contextlib
 import statistics
@@ -24,7 +24,7 @@ _WARM = 3  # steps before those that are timed
 
 @dataclass(frozen=True)
 class DecodingSpeed:
-    """How fast a model samples. Rates are tokens per second of all texts together."""
+    """The speed of sampling from a model. Rates are tokens per second of all texts together."""
 
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
@@ -69,7 +69,7 @@ def _round(context: Context, prompts: list[list[int]], count: int) -> tuple[floa
 
 
 def weight_bytes(model: GPT, compute: Compute) -> int:
-    """What a step reads of the weights: each matrix once, the embedding as the unembedding."""
+    """The bytes of weights that a step reads: each matrix once, the embedding as the unembedding."""
     parts = breakdown(model.config)
     matrices = parts.total_weights - parts.tied
     size = 1 if any(isinstance(module, Int8Linear) for module in model.modules()) else compute.dtype.itemsize

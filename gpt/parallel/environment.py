@@ -44,7 +44,7 @@ def is_ours() -> bool:
 
 
 def began() -> float | None:
-    """When our launcher's command began, on the clock of `time.perf_counter`, which processes share."""
+    """The time at which our launcher's command began, on the clock of `time.perf_counter`, which processes share."""
     return float(os.environ[BEGAN]) if is_ours() and BEGAN in os.environ else None
 
 

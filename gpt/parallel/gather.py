@@ -38,7 +38,7 @@ class CheckpointGatherer:
         self._one_at_a_time = threading.Lock()  # two files are written side by side
 
     def full_tensor(self, name: str, shard: Array) -> Array:
-        """On rank 0, whose ``shard`` it is given: the whole tensor."""
+        """Returns the whole tensor on rank 0, whose ``shard`` of it is given."""
         like = self.tensors[name]
         whole = np.empty(like.shape, np.float32)
         with self._one_at_a_time:
@@ -49,11 +49,11 @@ class CheckpointGatherer:
         return whole
 
     def finish(self) -> None:
-        """On rank 0: ends `send` on the other ranks."""
+        """Ends `send` on the other ranks; called on rank 0."""
         self._broadcast(_FINISHED)
 
     def send(self, shards: Mapping[str, Tensor]) -> None:
-        """On all other ranks: sends each shard that rank 0 asks for, until it has finished."""
+        """Sends each shard that rank 0 asks for, until it has finished; called on all other ranks."""
         while (index := self._broadcast()) != _FINISHED:
             name = self.names[index]
             if self.rank in self._senders(name):

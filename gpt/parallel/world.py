@@ -138,7 +138,7 @@ class World:
         return contextlib.nullcontext()
 
     def wait_for_main(self) -> None:
-        """On other ranks than 0: waits until rank 0 has ended. Raises `PeerLost` then."""
+        """Waits on other ranks until rank 0 has ended, and raises `PeerLost` then; returns at once on rank 0."""
 
     def leave(self) -> None:
         """Destroys the process group that `mesh` made for one process, if it did."""

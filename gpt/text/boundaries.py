@@ -1,4 +1,4 @@
-"""Where a text may be cut before it is tokenized: a document of any size in parts, a piece of any length in bounds.
+"""Cuts of a text before it is tokenized: a document of any size in parts, a piece of any length in bounds.
 
 A tokenizer's pattern cuts a text into pieces, and each piece is merged by itself. A cut between two pieces changes no
 id where neither side looks across it: as ``\\s+(?!\\S)``, say, looks past the white space that it takes. A document
@@ -145,7 +145,7 @@ def _piece_cuts(text: str, pattern: str) -> tuple[list[int], list[int]]:
 
 
 def _next_far(text: str, pattern: str, at: int) -> tuple[int | None, int]:
-    """Of the pieces that begin near ``at``: the start of the first one that is too long and the cut inside it; else
+    """Finds, near ``at``, the start of the first piece that is too long and the cut inside it; else
     None and the end of the last one."""
     far = at + LONG_SPACE_PIECE
     for piece in _compiled(pattern).finditer(text, at, far + 2 * LONG_PIECE):

@@ -34,7 +34,7 @@ Rate = Callable[[str], float]
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """When a run must end, and how long its parts take, in seconds."""
+    """The deadline of a run, and the seconds that its parts take."""
 
     deadline: Seconds  # on the clock of time.perf_counter
     step: Annotated[float, Within(1e-9, 1e9)]

@@ -1,4 +1,4 @@
-"""Where a run's events go: ``metrics.jsonl``, TensorBoard and Weights & Biases; and the speed that they report."""
+"""Logs of a run's events: ``metrics.jsonl``, TensorBoard and Weights & Biases; and the speed that they report."""
 
 import contextlib
 import dataclasses

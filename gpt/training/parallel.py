@@ -1,4 +1,4 @@
-"""How the processes of a run share its work: one alone (`Single`), copies of the model (`Replicated`), shards
+"""The sharing of a run's work by its processes: one alone (`Single`), copies of the model (`Replicated`), shards of it
 (`Sharded`).
 
 The training step, evaluation and checkpoints are written once, against `Parallel`; what differs is here.
@@ -115,10 +115,10 @@ class Parallel:
         return part.numpy()
 
     def finish_save(self) -> None:
-        """On rank 0: nothing more is asked of `serve` for this checkpoint."""
+        """Ends `serve` on the other ranks; called on rank 0 when a checkpoint is written or given up."""
 
     def serve(self, state: Mapping[str, Tensor]) -> None:
-        """On other ranks: gives rank 0 what it asks for while it writes a checkpoint."""
+        """Sends rank 0 what it asks for while it writes a checkpoint; called on other ranks."""
 
 
 class Single(Parallel):

@@ -1,4 +1,4 @@
-"""From settings to a recipe: every ``None`` and ``auto`` is decided from the text's size and the device."""
+"""Resolves settings to a recipe: every ``None`` and ``auto`` is decided from the text's size and the device."""
 
 import math
 from collections.abc import Callable
@@ -287,7 +287,7 @@ def _check_batch(rows: int, tokens: float) -> None:
 
 
 def _setup(config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, processes: int) -> Setup:
-    """What a process with ``rows`` sequences of a step computes at once. Dropout that is not decided yet is counted."""
+    """The micro-batch of a process with ``rows`` sequences of a step. Dropout that is not decided yet is counted."""
     if config.dropout is None and config.init is None:
         model = replace(model, dropout=DROPOUT)
     setup = Setup(
@@ -372,7 +372,7 @@ def _steps(config: TrainConfig, n_tokens: int, batch: _Batch, usual_epochs: floa
 
 
 def auto_epochs(n_tokens: int, model: GPTConfig, device: str) -> float:
-    """How often to read a text of ``n_tokens``: at most 20 times, and at most what takes about two minutes on two CPU
+    """The epochs over a text of ``n_tokens``: at most 20 times, and at most what takes about two minutes on two CPU
     cores, or 20 tokens a parameter elsewhere (Hoffmann et al. 2022)."""
     parameters = breakdown(model).trainable
     tokens = CPU_FLOPS / (6 * parameters) if device == "cpu" else 20 * parameters
