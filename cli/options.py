@@ -104,7 +104,8 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
 def given_settings(context: typer.Context, asked: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings that the user gave: as an option, in the environment, or in ``--config``."""
     sources = {name: context.get_parameter_source(name) for name in asked}
-    return {name: asked[name] for name, source in sources.items() if source and source.name != "DEFAULT"}
+    given = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
+    return {name: value for name, value in asked.items() if name in given and value is not None}
 
 
 _STRENGTH = ["COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP", "DEFAULT"]  # an option beats its twin, that beats --config

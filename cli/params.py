@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, cast, get_args
 
 import typer
 
-from gpt.config import GPT2_VOCAB, PRESETS, Arch, GPTConfig, Positions
+from gpt.config import ARCHITECTURES, GPT2_VOCAB, PRESETS, Arch, GPTConfig, Positions
 from gpt.errors import UserError, did_you_mean
 from gpt.model.params import breakdown
 from gpt.plan_config import PlanConfig
@@ -104,4 +104,6 @@ def _shape(target: str | None, shape: dict[str, object]) -> tuple[str, GPTConfig
         config = hf.load_config(hub.fetch(target, weights=False) if remote else folder.find_checkpoint(target))
     else:
         raise UserError(f'there is no preset, run or checkpoint "{target}"', did_you_mean(target, PRESETS))
+    if shape.get("arch", config.arch) != config.arch:  # positions go with it, as in training
+        shape = {"positions": ARCHITECTURES[cast(Arch, shape["arch"])].positions, **shape}
     return "custom" if shape else target, replace(config, **shape)  # type: ignore[arg-type]

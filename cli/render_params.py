@@ -62,7 +62,8 @@ def breakdown(shape: Shape) -> None:
     sums.add_column(justify="right")
     fixed = " (a fixed sine table has none)" if config.positions == "sinusoidal" else ""
     sums.add_row(f"−{parts.tied:,}", "tied: the unembedding is the embedding transposed")
-    sums.add_row(f"+{parts.positions:,}", f"positions: {config.block_size:,} × {config.n_embd:,}{fixed}")
+    if config.positions != "rotary":
+        sums.add_row(f"+{parts.positions:,}", f"positions: {config.block_size:,} × {config.n_embd:,}{fixed}")
     sums.add_row(f"+{parts.biases:,}", "biases of the linear layers")
     sums.add_row(f"+{parts.layer_norms:,}", "LayerNorms, γ and β")
     sums.add_row(Text(f"{parts.trainable:,}", "bold"), Text("trainable", "bold"))

@@ -29,7 +29,7 @@ def train(
         option(
             help="Resume RUN exactly where it stopped; without RUN, the newest unfinished run. May be combined with a "
             "longer --steps, --nproc, --shard, --tensor, --recompute, --device, --threads, --micro-batch, "
-            "--keep.",
+            "--keep, --log.",
             metavar="[RUN]", rich_help_panel="Run", show_default="none",
         ),
     ] = None,

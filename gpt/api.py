@@ -3,7 +3,7 @@
 import functools
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -66,9 +66,10 @@ class LanguageModel:
         return ContextPool(self.model, self.compute, self.note)
 
     def write(self, prompt: str = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0) -> Writing:
-        """Returns a sample to iterate over while it is generated. It depends on the prompt, ``seed`` and ``index``
-        alone."""
-        writer = TextGenerator(self.contexts, self.tokenizer, config or SampleConfig(), seed)
+        """Returns a sample, or the best text of a search, to iterate over while it is generated. It depends on the
+        prompt, the settings, ``seed`` and ``index`` alone."""
+        config = replace(config or SampleConfig(), n_best=1)
+        writer = TextGenerator(self.contexts, self.tokenizer, config, seed)
         return Writing(writer.write([prompt], [index]))
 
     def write_all(

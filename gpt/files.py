@@ -204,9 +204,10 @@ def check_new(path: Path, hint: str) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
-    """Yields a folder that becomes ``target`` at the end, and is removed after an error. An old ``target`` is replaced
-    once the new one is whole; `recover` undoes a crash between the two renames."""
+def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
+    """Yields a folder that becomes ``target`` at the end, and is removed after an error. With ``replace``, an old
+    ``target`` is replaced once the new one is whole; `recover` undoes a crash between the two renames. Else raises
+    OSError if there is one by then."""
     beside, aside = target.parent / f"{TEMPORARY}{target.name}", target.parent / f"{ASIDE}{target.name}"
     shutil.rmtree(beside, ignore_errors=True)  # left by a killed run
     beside.mkdir()
@@ -214,6 +215,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
         yield beside
         sync_folder(beside)
         if target.exists():
+            if not replace:
+                raise FileExistsError(errno.EEXIST, "it is there by now, and nothing is overwritten", str(target))
             os.replace(target, aside)
         os.replace(beside, target)
         sync_folder(target.parent)

@@ -252,3 +252,16 @@ def test_under_a_penalty_below_0_length_is_no_hope() -> None:
 def test_nothing_is_asked_for() -> None:
     model, _ = pair(30, 0)
     assert search(model, [[1, 2]], 0, beam=2, max_tokens=0) == [([], [Hypothesis((), 0.0, 0.0, "length")])]
+
+
+@pytest.mark.parametrize("penalty", [100.0, -100.0])
+def test_a_score_of_a_long_text_under_a_large_penalty(penalty: float) -> None:
+    """A power of the length may be larger, or smaller, than a float can be."""
+    even = torch.zeros(1, 2).log_softmax(-1)
+    for length in (1, 10, 5000):
+        found = Search(SampleConfig(beam=2, max_tokens=9999, length_penalty=penalty), eot=0)
+        found.advance(even, torch.tensor([[-1.0, -2.0]]))
+        token = found.live[0].tokens[0]
+        found.live = [Hypothesis((token,) * length, -1.0 * length)]
+        found.advance(even, torch.tensor([[-1.0, -0.5]]))
+        assert all(-math.inf <= each.score <= 0 for each in found.ended)

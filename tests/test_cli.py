@@ -197,6 +197,16 @@ def test_precedence_option_environment_file_default(gpt: Gpt, workdir: Path, mon
     one_line_of_what_and_what_next(gpt("train", "--config", "none.toml"), "cannot read none.toml")
 
 
+def test_positions_go_with_an_architecture(gpt: Gpt) -> None:
+    """As in training, where `modern` has no table of them."""
+
+    def positions(*words: str) -> int:
+        return int(json.loads(gpt("params", "gpt2", "--json", *words).out)["positions"])
+
+    assert positions("--arch", "modern") == 0
+    assert positions("--arch", "modern", "--positions", "learned") == positions() == 1024 * 768
+
+
 def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPT_SAMPLE_MAX_TOKENS", "3")
     monkeypatch.setenv("GPT_SAMPLE_JSON", "1")

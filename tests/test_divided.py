@@ -15,6 +15,7 @@ from several import PARTS, assert_ended_and_gone_on, assert_trained_alike, losse
 import gpt as library
 from gpt.config import TrainConfig
 from gpt.errors import UserError
+from gpt.interrupt import Stopped, StopSignal
 from gpt.parallel.launch import Ended, launch
 from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder
@@ -189,3 +190,15 @@ def test_what_ends_one_ends_all_and_the_run_goes_on(workdir: Path) -> None:
     """A process that is killed, and later one that is told to stop: the others give what they have for the checkpoint."""
     texts()
     assert_ended_and_gone_on([*WORDS, "--shard", "full"], 60, rank=0)
+
+
+def test_all_stop_at_the_same_window_when_a_signal_comes_to_one() -> None:
+    """They compute each together: one that stopped alone would leave the others waiting."""
+    sharded, heard = Sharded.__new__(Sharded), iter([0, 0, 15])
+    sharded.world = World()
+    sharded.world.all_reduce_max = lambda value: max(value, next(heard))  # type: ignore[method-assign]
+    seen = []
+    with pytest.raises(Stopped):
+        for item in sharded.until_stopped(StopSignal(), range(9)):
+            seen.append(item)
+    assert seen == [0, 1]

@@ -133,7 +133,7 @@ def test_what_a_killed_save_left_is_in_nobodys_way(tmp_path: Path) -> None:
     for name in (".tmp-step-000001", "step-000001"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "stale").write_text("old")
-    with files.whole_folder(tmp_path / "step-000001") as beside:
+    with files.whole_folder(tmp_path / "step-000001", replace=True) as beside:
         (beside / "x").write_text("new")
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["step-000001", "step-000001/x"]
 
@@ -152,7 +152,7 @@ def test_where_the_new_one_cannot_take_its_name_the_old_one_has_it(
         replace(source, to)
 
     monkeypatch.setattr(os, "replace", fails)
-    with pytest.raises(OSError, match="Input/output"), files.whole_folder(target) as beside:
+    with pytest.raises(OSError, match="Input/output"), files.whole_folder(target, replace=True) as beside:
         (beside / "x").write_text("new")
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     assert (target / "x").read_text() == "old"
@@ -567,3 +567,13 @@ def test_a_second_signal_ends_at_once(text: Path, monkeypatch: pytest.MonkeyPatc
         library.train(text, out="runs/x", listen=strike, **FAST)
     assert time.monotonic() - began < 50
     let_go.set()
+
+
+def test_a_folder_that_has_come_to_be_there_is_not_replaced(tmp_path: Path) -> None:
+    """Unless that is meant: between the look at the start of a long work and its end somebody may make one."""
+    target = tmp_path / "mine"
+    with pytest.raises(FileExistsError), files.whole_folder(target):
+        target.mkdir()
+        (target / "note.txt").write_text("mine")
+    assert (target / "note.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -530,3 +530,12 @@ def test_a_finished_run_of_several_takes_one_process(
     assert gpt("train", "--resume", "run", "--steps", "31").out == ""
     assert gpt("train", "--resume", "run", "--steps", "31", "--nproc", "3").out == ""
     assert started == [2, 3]
+
+
+def test_a_variable_that_a_stronger_option_replaces_is_not_given(
+    gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--epochs`` cannot be given with ``--resume``; beside ``--steps`` its variable is not."""
+    shutil.copytree(run_folder, "run")
+    monkeypatch.setenv("GPT_TRAIN_EPOCHS", "3")
+    assert gpt("train", "--resume", "run", "--steps", "31", "--quiet").code == 0

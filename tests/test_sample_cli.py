@@ -583,3 +583,19 @@ def test_a_file_that_is_no_sample_is_left_as_it_is(gpt: Gpt, run_folder: Path, t
     else:
         refused(done, "diary.txt, line ")
         assert out.read_bytes() == content
+
+
+def test_texts_that_are_done_are_left_out_of_searches_too(run_folder: Path) -> None:
+    model, prompts = library.load(run_folder), ["the", "and", "of"]
+    config = SampleConfig(beam=2, n_best=2, max_tokens=4)
+    every = [(piece.prompt, piece.index) for piece in model.write_all(prompts, config) if piece.sample]
+    assert every == [(number, index) for number in range(3) for index in range(2)]
+    left = model.write_all(prompts, config, done={(1, 0), (1, 1), (2, 0)})
+    assert [(piece.prompt, piece.index) for piece in left if piece.sample] == [(0, 0), (0, 1), (2, 1)]
+
+
+def test_a_search_that_is_written_gives_its_best_text(run_folder: Path) -> None:
+    model, config = library.load(run_folder), SampleConfig(beam=3, n_best=3, max_tokens=4)
+    best = model.generate("the", beam=3, n_best=3, max_tokens=4)[0]
+    written = model.write("the", config)
+    assert "".join(written) == written.sample.text == best

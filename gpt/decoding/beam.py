@@ -62,7 +62,7 @@ class Search:
                 live.append(Hypothesis(grown, total))
                 parents.append(parent)
             elif reason is not None and rank < width:
-                score = total / len(grown) ** self.config.length_penalty
+                score = _score(total, len(grown), self.config.length_penalty)
                 self.ended.append(Hypothesis(grown, total, score, reason))
         self.live = live
         self.ended = sorted(self.ended, key=lambda each: -each.score)[:width]
@@ -100,7 +100,7 @@ class Search:
         length = len(self.live[0].tokens)
         if self.config.early_stopping == "never" and self.config.length_penalty > 0:
             length = self.config.max_tokens
-        hoped: float = self.live[0].total / length**self.config.length_penalty
+        hoped = _score(self.live[0].total, length, self.config.length_penalty)
         return hoped <= self.ended[-1].score
 
     def agreed(self) -> list[Token]:
@@ -112,3 +112,13 @@ class Search:
             at += 1
         self._agreed = at
         return list(every[0][start:at])
+
+
+def _score(total: float, length: int, penalty: float) -> float:
+    """The score of a text: ``total`` over its length to the power of ``penalty``, of any size."""
+    try:
+        return float(total / length**penalty)
+    except OverflowError:
+        return -0.0
+    except ZeroDivisionError:
+        return -math.inf

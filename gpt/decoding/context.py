@@ -104,7 +104,7 @@ class Context:
         self.dropped[target] = self.dropped[source]
 
     def forget(self, row: int) -> None:
-        """Empties a row."""
+        """Forgets a row's ids; its length and cache stay until the next fill."""
         self.ids[row], self.dropped[row] = [], 0
 
     @torch.inference_mode()
@@ -165,7 +165,9 @@ class ContextPool:
         whole = True
         try:
             yield context
-        except Exception:
+        except GeneratorExit:
+            raise
+        except BaseException:  # it may stand in the middle of a step
             whole = False
             raise
         finally:

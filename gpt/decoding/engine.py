@@ -211,6 +211,7 @@ class Engine:
                 last = self._rows.pop()
                 if at < last.at:
                     self._rows[at] = last
+                    self.context.forget(at)
                     self.context.copy(last.at, at)
                 self.context.forget(last.at)
                 last.at = at

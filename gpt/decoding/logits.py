@@ -173,8 +173,9 @@ def gumbel(keys: Sequence[int], V: int, device: torch.device) -> Tensor:
     The argmax of logits and such noise is a draw from their softmax (Gumbel 1954). Since it depends on nothing else, a
     text is the same whatever is drawn beside it, on any device, and however many of its tokens are looked at at once.
     """
-    # Divided as a float, not rounded to equal steps, so that small numbers keep their precision.
-    uniform = _shift(bits(keys, V, device), 1).float() * 2.0**-63
+    # Divided as a float, not rounded to equal steps, so that small numbers keep their precision; and never to 1, whose
+    # noise is infinite.
+    uniform = _shift(bits(keys, V, device), 1).float() * ((1 - 2.0**-24) * 2.0**-63)
     return -torch.log(-torch.log1p(-uniform))
 
 

@@ -98,12 +98,13 @@ class TextGenerator:
         self, prompts: Sequence[str], indices: Sequence[int] = (0,), done: Collection[tuple[int, int]] = ()
     ) -> Iterator[Piece]:
         """Yields samples ``indices`` of each prompt, or its beams, a piece at a time, one text after the other: while
-        one is told, those after it are computed along. Texts that are ``done`` (prompt, index) are left out."""
+        one is yielded, those after it are computed meanwhile. Texts that are ``done`` (prompt, index) are left out."""
         ids = [self.tokenizer.encode(prompt).tolist() or [self.tokenizer.eot] for prompt in prompts]
         wanted: Iterator[tuple[int, int]]
         if self.config.beam:  # a prompt's texts come together
-            first = max((number for number, _ in done), default=0)
-            wanted, count = ((number, 0) for number in range(first, len(ids))), len(ids) - first
+            best = range(self.config.n_best)
+            left = [number for number in range(len(ids)) if not all((number, index) in done for index in best)]
+            wanted, count = ((number, 0) for number in left), len(left)
         else:
             every = ((number, index) for number in range(len(ids)) for index in indices)
             wanted = (each for each in every if each not in done)

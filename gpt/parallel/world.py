@@ -100,7 +100,8 @@ class World:
         return make()
 
     def raise_on_all(self, make: Callable[[], T]) -> T:
-        """This rank's ``make()``. If it raises `UserError` on any rank, it is raised on all, and rank 0 reports it."""
+        """This rank's ``make()``. If it raises `UserError` on any rank, rank 0 raises that, and the others `PeerLost`
+        when rank 0 has ended."""
         return make()
 
     def assert_same(self, values: Mapping[str, Any]) -> None:

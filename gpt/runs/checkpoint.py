@@ -97,14 +97,13 @@ def _weights(config: GPTConfig, arrays: tensors.Arrays) -> Files:
 
 def fixed(model: GPT) -> dict[str, Tensor]:
     """The tensors that a checkpoint stores beside the parameters: a fixed table of positions, if there is one."""
-    table = model.position_table()
-    return {} if table is None else {"wpe.weight": table.detach()}
+    return {"wpe.weight": model.sine.detach()} if model.config.positions == "sinusoidal" else {}
 
 
 def write(target: Path, files: Files) -> None:
     """Writes a checkpoint, synced, whole or not at all. Before it takes its name it is read back from the disk, and its
     checksums are compared with those of what was to be written. Raises OSError."""
-    with whole_folder(target) as beside:
+    with whole_folder(target, replace=True) as beside:
 
         def written(name: str) -> str:
             data = files[name]

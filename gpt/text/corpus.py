@@ -40,13 +40,14 @@ class Survey:
 def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
     """Counts documents up to `HASHED_SPLIT_FROM`, and bytes. Plain files in UTF-8 are not opened for it."""
     exact = config.split_on is None and config.errors == "strict" and not config.skip_bad
-    unopened = [exact and config.encoding.lower() in ("utf-8", "utf8") and is_plain(source) for source in sources]
+    utf8 = config.encoding.lower() in ("utf-8", "utf8")
+    unopened = [exact and utf8 and source.size > 0 and is_plain(source) for source in sources]  # 0 may mean unknown
     documents, sizes = 0, []
     stored = text = 1  # bytes of the opened sources
     reader = Reader(config)
     for source, plain in zip(sources, unopened, strict=True):
         if plain:
-            documents += source.size > 0
+            documents += 1
             sizes.append(source.size)
         else:
             counted = _Count()

@@ -213,6 +213,8 @@ class _Download:
                 file.write(block)
                 done += len(block)
                 self.on_bytes(done, total)
+                if total is not None and done > total:
+                    break
             file.flush()
             os.fsync(file.fileno())
         if total is not None and done > total:

@@ -95,29 +95,30 @@ class TokenFolder:
         try:
             self.shards = [checked(ShardRecord, record, MANIFEST) for record in self.manifest["shards"]]
             self._check_manifest()
-        except (KeyError, TypeError, ValueError, AssertionError, UserError):
+        except (KeyError, TypeError, ValueError, UserError):
             raise UserError(f"{self.path / MANIFEST} is damaged", "make the folder again from the text") from None
         self.documents: int = self.manifest["documents"]
         self.bytes: int = self.manifest["bytes"]
         self.tokens: int = self.manifest["tokens"]
 
     def _check_manifest(self) -> None:
-        """Raises where entries are missing or contradict each other. No file name is taken from the manifest."""
+        """Raises if entries are missing or contradict each other. A file's name follows from its side, group and
+        slice."""
         manifest = self.manifest
-        assert manifest["split"]["by"] in ("hash", "end", "text", "nothing")
-        assert isinstance(manifest["asked"], dict)
-        assert isinstance(manifest["reading"], dict)
-        assert all(isinstance(text, str) for text in manifest["texts"])
+        _require(manifest["split"]["by"] in ("hash", "end", "text", "nothing"))
+        _require(isinstance(manifest["asked"], dict))
+        _require(isinstance(manifest["reading"], dict))
+        _require(all(isinstance(text, str) for text in manifest["texts"]))
         part = manifest["part"]
-        assert part is None or (all(type(number) is int for number in part) and 1 <= part[0] <= part[1])
+        _require(part is None or (len(part) == 2 and all(type(n) is int for n in part) and 1 <= part[0] <= part[1]))
         counts = [manifest["sources"]["count"], *(manifest[key] for key in ("documents", "bytes", *COUNTS))]
-        assert all(type(count) is int and count >= 0 for count in counts)
+        _require(all(type(count) is int and count >= 0 for count in counts))
         places = [(record.side, record.group, record.slice) for record in self.shards]
-        assert places == sorted(set(places))
+        _require(places == sorted(set(places)))
         for record in self.shards:
-            assert record.file == shard_name(record.side, record.group, record.slice)
-        assert manifest["tokens"] == sum(record.tokens for record in self.shards)
-        assert all(manifest[side] == _totals(self.shards, side) for side in SIDES)
+            _require(record.file == shard_name(record.side, record.group, record.slice))
+        _require(manifest["tokens"] == sum(record.tokens for record in self.shards))
+        _require(all(manifest[side] == _totals(self.shards, side) for side in SIDES))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -291,3 +292,9 @@ def _link(source: Path, target: Path) -> None:
         raise
     except OSError:
         shutil.copyfile(source, target)
+
+
+def _require(holds: bool) -> None:
+    """Raises ValueError unless ``holds``; an assert would not under ``python -O``."""
+    if not holds:
+        raise ValueError

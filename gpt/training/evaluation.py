@@ -82,7 +82,7 @@ def _summed(
     on one."""
     total, count, stopped = 0.0, 0, False
     try:
-        total, count = measure(model, stop.watching(parallel.windows(windows)), compute)
+        total, count = measure(model, parallel.until_stopped(stop, parallel.windows(windows)), compute)
     except Stopped:
         stopped = True
     total, counted, stops = parallel.world.all_reduce_sum(total, count, stopped)
@@ -94,17 +94,18 @@ def _summed(
 def sample_lines(run: RunContext, parallel: Parallel, model: GPT, compute: Compute, seed: int) -> str:
     """A sample, the same for the same weights; torch's global random state stays as it is. Raises `Stopped` after a
     signal."""
-    return parallel.once(lambda: _sample_lines(run, model, compute, seed))
+    return parallel.once(lambda: _sample_lines(run, parallel, model, compute, seed))
 
 
-def _sample_lines(run: RunContext, model: GPT, compute: Compute, seed: int) -> str:
+def _sample_lines(run: RunContext, parallel: Parallel, model: GPT, compute: Compute, seed: int) -> str:
     training = model.training
     model.eval()
     tokenizer, prompt = run.data.tokenizer, run.data.prompt
     given = tokenizer.encode(prompt).tolist()
     how = dataclasses.replace(SAMPLE, greedy=True) if prompt else SAMPLE
     try:
-        tokens = run.session.stop.watching(generate(Context(model, compute), given, how, tokenizer.eot, seed))
+        drawn = generate(Context(model, compute), given, how, tokenizer.eot, seed)
+        tokens = parallel.until_stopped(run.session.stop, drawn)
         ids = [token.id for token in tokens if token.id != tokenizer.eot]
     except NotANumber as error:  # the loss decides whether the run continues
         run.session.warn(f"there is no sample: {error.message}")

@@ -74,8 +74,8 @@ def _check_shape(config: TrainConfig, model: GPTConfig) -> None:
         raise UserError(f"--preset {config.preset} contradicts --init {config.init}", hint)
     if config.tokenizer != "auto":
         raise UserError(f"--tokenizer {config.tokenizer} contradicts --init {config.init}, which has its own", hint)
-    if config.arch == "modern" != model.arch:
-        raise UserError(f"--arch modern contradicts --init {config.init}: it is {model.arch}", hint)
+    if config.arch not in (TrainConfig.arch, model.arch):
+        raise UserError(f"--arch {config.arch} contradicts --init {config.init}: it is {model.arch}", hint)
     for name in (each.name for each in fields(GPTConfig) if each.name not in ("arch", "block_size", "dropout")):
         asked, has = getattr(config, name, None), getattr(model, name)
         if asked is not None and asked != has:

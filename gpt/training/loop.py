@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from gpt import events
 from gpt.errors import Interrupted, PeerLost, WorkError, device_failure
 from gpt.files import disk_errors
-from gpt.interrupt import Stopped, StopSignal, interruption
+from gpt.interrupt import Stopped, StopSignal
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
 from gpt.runs.record import Resumed, RunRecord
@@ -305,17 +305,12 @@ class Trainer:
     def compile(self) -> None:
         """Compiles the step; if that fails, the run continues without."""
         started = time.perf_counter()
-        try:
-            self.stepper.compile()
-        except Exception as error:  # of any kind
-            if (stopped := interruption(error)) is not None:
-                raise stopped from None
-            self.stepper.uncompile()
-            self.update_recipe(compile=False)
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self.session.warn(f"torch.compile failed, so the run continues without it: {why:.200}")
-        else:
+        failed = self.stepper.compile()
+        if failed is None:
             self.session.note(f"compiled in {time.perf_counter() - started:.0f} s")
+        else:
+            self.update_recipe(compile=False)
+            self.session.warn(f"torch.compile failed, so the run continues without it: {failed:.200}")
 
     def on_halved(self, micro_batch: int) -> None:
         """Records a smaller micro-batch, after memory ran out."""
@@ -414,7 +409,8 @@ class Trainer:
     def fail(self, error: BaseException) -> NoReturn:
         """Raises the error with a hint, when the checkpoint that is being written is whole."""
         if not isinstance(error, Interrupted):
-            self.checkpointer.writer.wait()
+            with contextlib.suppress(Exception):  # the first error is the one to report
+                self.checkpointer.writer.wait()
         if isinstance(error, PeerLost):
             error.hint = f"resume with: {self.run.resume_command}"
         if (failure := device_failure(error)) is not None:
@@ -451,8 +447,7 @@ def measure_budget(parallel: Parallel, recipe: Recipe, data: Dataset, minutes: f
     world = session.world
     stepper = Stepper(parallel, recipe, lambda micro_batch: None)
     if recipe.compile:
-        with contextlib.suppress(Exception):  # the run itself reports it
-            stepper.compile()
+        stepper.compile()  # the run itself reports an error
     batches = data.batches(recipe)
     seconds: list[float] = []
     started = time.perf_counter()

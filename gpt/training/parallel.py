@@ -23,6 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from gpt.device import Compute
 from gpt.evaluate import Window
+from gpt.interrupt import Stopped, StopSignal
 from gpt.model.decoder import GPT
 from gpt.parallel.world import NO_LIMIT, World
 from gpt.runs import checkpoint
@@ -85,8 +86,12 @@ class Parallel:
         """The windows that this process evaluates."""
         return items
 
+    def until_stopped(self, stop: StopSignal, items: Iterable[T]) -> Iterator[T]:
+        """The items, until a signal comes to this process. Raises `Stopped` then."""
+        return stop.watching(items)
+
     def once(self, work: Callable[[], T]) -> T:
-        """``work()``, done once for all processes; JSON can hold it."""
+        """``work()`` on all processes, which JSON can hold: done on rank 0 and broadcast, or done by all together."""
         return self.world.broadcast_object(work)
 
     def load(self, path: Path, recipe: Recipe, compute: Compute) -> GPT:
@@ -209,8 +214,14 @@ class Sharded(Parallel):
             mine = at_once[min(rank, len(at_once) - 1)]
             yield mine if rank < len(at_once) else dataclasses.replace(mine, skipped=len(mine.y))
 
+    def until_stopped(self, stop: StopSignal, items: Iterable[T]) -> Iterator[T]:
+        """The items, until a signal comes to any process: one that stopped alone would leave the others waiting."""
+        for item in items:
+            if self.world.all_reduce_max(stop.signum or 0):
+                raise Stopped
+            yield item
+
     def once(self, work: Callable[[], T]) -> T:
-        """``work()``, which all processes do together, each with the same result."""
         return work()
 
     def load(self, path: Path, recipe: Recipe, compute: Compute) -> GPT:

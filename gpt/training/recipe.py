@@ -361,7 +361,7 @@ def _steps(config: TrainConfig, n_tokens: int, batch: _Batch, usual_epochs: floa
     if config.steps is not None:
         return config.steps
     if config.minutes is not None:
-        return 1000  # a guess, until the rate is measured (gpt.training.pace)
+        return 1000  # a guess, until the rate is measured (gpt.training.loop.measure_budget)
     epochs = usual_epochs if config.epochs is None else config.epochs
     if epochs <= 0:
         raise UserError(f"epochs is {epochs:g}; it must be more than 0")

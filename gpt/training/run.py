@@ -74,10 +74,9 @@ def train(
         compute = world.raise_on_all(lambda: device.pick(config.device, config.dtype, training=True))
         world.raise_on_all(lambda: world.divide(config.tensor))
         with contextlib.ExitStack() as until_ended, contextlib.ExitStack() as until_first_step:
-            prepared: Prepared | None = None
+            prepared = None
             if world.is_main:
-                prepared = until_ended.enter_context(prepare(texts, config, compute, session))
-                until_first_step.enter_context(removed_on_failure(prepared.run))
+                prepared = prepare(texts, config, compute, session, until_ended, until_first_step)
             run = world.broadcast_object(lambda: str(prepared.run if prepared else ""))
             trainer = open_run(Path(run), None, {}, session, prepared)
             until_first_step.close()
@@ -139,10 +138,17 @@ class Prepared:
     init: InitCheckpoint | None
 
 
-@contextlib.contextmanager
-def prepare(texts: Sequence[str], config: TrainConfig, compute: Compute, session: Session) -> Iterator[Prepared]:
-    """Makes a run's folder, holds its lock, tokenizes the text into it unless it comes tokenized, and writes what
-    ``run.json`` says by then: it is there before the text is tokenized. If this fails, no folder is left."""
+def prepare(
+    texts: Sequence[str],
+    config: TrainConfig,
+    compute: Compute,
+    session: Session,
+    until_ended: contextlib.ExitStack,
+    until_first_step: contextlib.ExitStack,
+) -> Prepared:
+    """Makes a run's folder, holds its lock ``until_ended``, tokenizes the text into it unless it comes tokenized, and
+    writes what ``run.json`` says by then: it is there before the text is tokenized. If anything fails
+    ``until_first_step``, no folder is left."""
     listen, note, asked = session.listen, session.note, config
     if session.world.size > 1 and config.pairs and "-" in texts:
         raise UserError("pairs from stdin cannot be read by several processes", "put them into a file")
@@ -161,16 +167,16 @@ def prepare(texts: Sequence[str], config: TrainConfig, compute: Compute, session
     record = first_record(texts, asked, config.preset)
     name = corpus.name if data is None and corpus else data.name if data else ""
     run = folder.create_run(config.out or os.path.join(folder.RUNS, name))
-    with lock_run(run):
-        with removed_on_failure(run):
-            with disk_errors(run):
-                record.write(run)
-            if data is None:
-                assert corpus is not None
-                data = make_tokens(corpus, config, run / TOKENS, compute.device.type, listen, note, tokenizer)
-            with disk_errors(run):
-                data_record(record, data, init).write(run)
-        yield Prepared(run, data, init)
+    until_first_step.enter_context(removed_on_failure(run))
+    until_ended.enter_context(lock_run(run))
+    with disk_errors(run):
+        record.write(run)
+    if data is None:
+        assert corpus is not None
+        data = make_tokens(corpus, config, run / TOKENS, compute.device.type, listen, note, tokenizer)
+    with disk_errors(run):
+        data_record(record, data, init).write(run)
+    return Prepared(run, data, init)
 
 
 def lock_run(run: Path) -> contextlib.AbstractContextManager[None]:
@@ -359,7 +365,11 @@ def open_run(
     compute = world.place(world.raise_on_all(lambda: same_compute(begun, given, world.size, note)))
     world.raise_on_all(lambda: world.divide(int(given.get("tensor", (begun.recipe or begun.config).tensor))))
     init = world.raise_on_all(lambda: prepared.init if prepared else same_init(begun, world))
-    data = world.raise_on_all(lambda: prepared.data if prepared else open_data(begun, compute, init, session))
+    data = prepared.data if prepared else None
+    if world.is_main and data is None:  # first, since it may have to tokenize the text
+        data = open_data(begun, compute, init, session)
+    world.broadcast_object(lambda: True)
+    data = world.raise_on_all(lambda: data or open_data(begun, compute, init, session))
     world.assert_same({"text": data.sources})
     environment.tell(environment.RUN, path)
     given = {**begun.lengthened, **given}
@@ -386,7 +396,8 @@ def same_compute(begun: Begun, given: Mapping[str, Any], processes: int, note: C
         return compute
     where = asked if asked not in (None, "auto") else machine.device
     compute = device.pick(where, machine.dtype, training=True)
-    moved = compute.device != torch.device(machine.device)
+    before = torch.device(machine.device)
+    moved = compute.device.type != before.type or compute.device.index not in (None, before.index)
     if moved:
         note(f"on {compute.device} instead of {machine.device}: equal to rounding, not bit for bit")
     if processes != machine.processes:

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gpt.errors import is_out_of_memory
+from gpt.errors import PeerLost, is_out_of_memory
+from gpt.interrupt import interruption
 from gpt.model.decoder import GPT
 from gpt.model.loss import IGNORED, tied_cross_entropy
 from gpt.model.memory import divisors
@@ -82,9 +83,26 @@ class Stepper:
         """Whether the loss is scaled, so that an infinite gradient is usual."""
         return self.scaler.is_enabled()
 
-    def compile(self) -> None:
-        """Compiles the blocks and the loss, and tries them on a micro-batch. Raises the compiler's error; `uncompile`
-        undoes it.
+    def compile(self) -> str | None:
+        """Compiles, if that works on all ranks; else steps stay eager. Returns the compiler's error, None if it
+        works."""
+        failed: Exception | None = None
+        try:
+            self._compile()
+        except Exception as error:  # of any kind
+            if (stopped := interruption(error)) is not None:
+                raise stopped from None
+            if isinstance(error, PeerLost):
+                raise
+            failed = error
+        if not self.world.all_reduce_max(failed is not None):
+            return None
+        self._uncompile()
+        why = str(failed or "it failed in another process").strip() or type(failed).__name__
+        return why.splitlines()[0]
+
+    def _compile(self) -> None:
+        """Compiles the blocks and the loss, and tries them on a micro-batch. Raises the compiler's error.
 
         It compiles block by block, since all share one compiled form: a whole stack takes the longer the deeper it is.
         """
@@ -99,7 +117,7 @@ class Stepper:
         self.optimizer.zero_grad()
         _set_random_state(self.compute.device, state)
 
-    def uncompile(self) -> None:
+    def _uncompile(self) -> None:
         """Goes back to eager execution."""
         for block in self.model.h:
             block._compiled_call_impl = None
@@ -168,7 +186,7 @@ class Stepper:
             case 1:
                 raise MemoryError
             case 2:
-                raise failed or RuntimeError("it failed in another process")
+                raise failed or PeerLost
         self.tried = x.numel()
 
     def _gradients(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
