@@ -86,7 +86,7 @@ class TrainDisplay:
             self.bar = None
 
     def __call__(self, event: events.Event | events.Note | events.Plan | events.Progress) -> None:
-        """Shows an event. Training goes on where the terminal is gone and nothing can be shown."""
+        """Shows an event. Training continues when the terminal is gone."""
         if not self.quiet:
             with contextlib.suppress(OSError):
                 self._show(event)

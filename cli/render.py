@@ -52,7 +52,7 @@ class _Shown(Console):
 
 
 class _Stderr(_Shown):
-    """A console on stderr that falls silent, while the work goes on, once its reader is gone."""
+    """A console on stderr that falls silent, while the work continues, once its reader is gone."""
 
     def on_broken_pipe(self) -> None:
         """Silences stderr; rich would end the program."""

@@ -50,7 +50,7 @@ def sample(
     json: Json = False,
     out: Annotated[
         Path | None,
-        option("--out", "-o", help="Write JSON lines into this file, and go on where one that is there stopped.",
+        option("--out", "-o", help="Write JSON lines into this file, and complete one that is there.",
                show_default="stdout", rich_help_panel=OUTPUT),
     ] = None,
     interactive: Annotated[
@@ -172,7 +172,7 @@ def _into_file(
     with Results(out, texts) as results:
         seed = _agreed_seed(settings, seed, results)
         if results.done:
-            render.note(f"{out} has {counted(len(results.done), 'sample')}; going on")
+            render.note(f"{out} has {counted(len(results.done), 'sample')}; completing it")
         with progress.Bar("wrote", "samples", quiet=False) as bar:
             total = len(texts) * (settings.n_best if settings.beam else num)
             bar.skip(len(results.done))

@@ -44,7 +44,7 @@ class PeerLost(WorkError):
     exit_code = 75  # EX_TEMPFAIL: so a launcher knows that this is not why the run ended
 
     def __init__(self) -> None:
-        super().__init__("another process of the run has ended", "gpt train --resume goes on from the last checkpoint")
+        super().__init__("another process of the run has ended", "gpt train --resume resumes from the last checkpoint")
 
 
 class Interrupted(Exception):

@@ -71,7 +71,7 @@ class RollbackEvent(Event):
 
 @dataclass(frozen=True)
 class ResumeEvent(Event):
-    """The run goes on from a checkpoint; what it had done after it is cut from the metrics, and done again."""
+    """The run resumes from a checkpoint; what it had done after that is cut from the metrics, and done again."""
 
     kind: ClassVar[str] = "resume"
     checkpoint: str

@@ -28,7 +28,7 @@ def test_a_run_of_one_step(workdir: Path, gpt: Gpt) -> None:
     assert "(1 step in " in done.out
     done = gpt("sample", "the", "-m", "run", "-n", "3", "--seed", "1", "--out", "texts.jsonl")
     assert "(1 sample)" in done.out
-    assert "has 1 sample; going on" in gpt("sample", "the", "-m", "run", "-n", "3", "--out", "texts.jsonl").err
+    assert "has 1 sample; completing it" in gpt("sample", "the", "-m", "run", "-n", "3", "--out", "texts.jsonl").err
 
 
 def test_one_thread_as_before() -> None:

@@ -97,7 +97,7 @@ def _encode_in_process(item: Item) -> EncodedItem:
 
 class Encoders:
     """A pool of ``jobs`` processes that encode items; with 1 job, this process. They start at once and wait for the
-    tokenizer while other work goes on."""
+    tokenizer while other work continues."""
 
     AHEAD = 16  # items in memory beyond two for each process, to encode while this process writes
 

@@ -198,7 +198,7 @@ class Metrics:
             self.failing = False
         except OSError as error:
             if not self.failing:
-                self.warn(f"cannot write {self.path}: {error.strerror}; the run goes on, and its metrics have a gap")
+                self.warn(f"cannot write {self.path}: {error.strerror}; the run continues, and its metrics have a gap")
             self.failing = True
             self._cut()
 
