@@ -190,6 +190,33 @@ def test_addresses_in_memory() -> None:
         files.rm("/t", recursive=True)
 
 
+def test_short_reads_of_an_address_cut_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a text is cut, and so what a resume skips, follows from the text alone."""
+    import fsspec
+
+    files, text = fsspec.filesystem("memory"), "one two\n" * 200_000
+    files.pipe("/short.txt", text.encode())
+
+    class Short(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            return super().read(min(size or 0, 1000))
+
+        read1 = read
+
+    try:
+        whole = [
+            chunk.text for chunk in documents.Reader(ReadConfig()).documents(sources.find(["memory://short.txt"])[0])
+        ]
+        monkeypatch.setattr(type(files), "open", lambda *args, **more: Short(text.encode()))
+        short = [
+            chunk.text for chunk in documents.Reader(ReadConfig()).documents(sources.find(["memory://short.txt"])[0])
+        ]
+        assert "".join(short) == text
+        assert short == whole
+    finally:
+        files.rm("/short.txt")
+
+
 class Quiet(http.server.SimpleHTTPRequestHandler):
     """Serves files; /broken ends before its time."""
 

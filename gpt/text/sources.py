@@ -346,7 +346,15 @@ def _open_remote(address: str) -> BinaryIO:
     except Exception as error:
         raise _remote_error(address, error) from None
     seekable = not web and file.seekable()
-    return cast(BinaryIO, io.BufferedReader(ByteStream(file, partial(_remote_error, address), seekable=seekable)))
+    return cast(BinaryIO, _WholeBlocks(ByteStream(file, partial(_remote_error, address), seekable=seekable)))
+
+
+class _WholeBlocks(io.BufferedReader):
+    """Reads whole blocks, however little the network gives at once: a resume expects text to be cut where it was."""
+
+    def read1(self, size: int = -1, /) -> bytes:
+        """Returns ``size`` bytes, fewer only at the end."""
+        return self.read(size)
 
 
 def _remote_error(address: str, error: Exception) -> UserError:
