@@ -61,3 +61,12 @@ def ours_with(theirs: "GPT2LMHeadModel", config: GPTConfig) -> GPT:
             state[ours] = tensor.t() if table[ours].is_matrix else tensor
     model.load_state_dict(state)
     return model
+
+
+def rank_parameters(config: GPTConfig, data: int, tensor: int, rank: int = 0, sharded: bool = True) -> int:
+    """Numbers of a model's parameters that a rank holds; rank 0 holds the most. Gradients are as many; AdamW keeps two
+    moments of each, Muon one of each of the blocks' matrices."""
+    from gpt.parallel.shard import Grid  # which takes seconds to import
+
+    grid = Grid(data, tensor, sharded)
+    return sum(grid.part(p, rank).numel for p in named_parameters(config).values() if p.trained)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, Gpt, one_line_of_what_and_what_next
+from models import rank_parameters
 
 from gpt.config import PRESETS, TrainConfig
 from gpt.device import Compute
@@ -17,7 +18,6 @@ from gpt.model.cache import KVCache
 from gpt.model.memory import USABLE, Setup, training
 from gpt.model.params import breakdown, cache_bytes, flops_per_token, flops_sampled
 from gpt.model.plan import plans, setups, step_rows
-from gpt.parallel.shard import rank_parameters
 from gpt.peaks import KINDS, find_kind
 from gpt.plan_config import PlanConfig
 from gpt.training.recipe import resolve

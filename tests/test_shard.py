@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from models import rank_parameters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gpt.config import GPTConfig, find_preset
@@ -26,7 +27,7 @@ from gpt.model.loss import tied_cross_entropy
 from gpt.model.params import named_parameters
 from gpt.parallel import tensor
 from gpt.parallel.gather import CheckpointGatherer
-from gpt.parallel.shard import Grid, ShardedModel, drawn, rank_parameters
+from gpt.parallel.shard import Grid, ShardedModel, drawn
 from gpt.runs import checkpoint
 from gpt.runs.tensors import Deferred
 from gpt.text.tokenizer import bytes_tokenizer

@@ -110,13 +110,6 @@ def _cut(runs: list[slice], start: int, stop: int) -> Iterator[slice]:
         at += run.stop - run.start
 
 
-def rank_parameters(config: GPTConfig, data: int, tensor: int, rank: int = 0, sharded: bool = True) -> int:
-    """Numbers of a model's parameters that a rank holds; rank 0 holds the most. Gradients are as many; AdamW keeps two
-    moments of each, Muon one of each of the blocks' matrices."""
-    grid = Grid(data, tensor, sharded)
-    return sum(grid.part(p, rank).numel for p in named_parameters(config).values() if p.trained)
-
-
 def drawn(config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     """The parameters of a new model, one at a time, whole and on the host: the same numbers from torch's generator as
     in ``GPT(config)``, which draws all twice, once as torch does and then as GPT-2 does."""
