@@ -223,6 +223,14 @@ def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def unwatched() -> None:
+    """No thread of this process watches how others wait: tests that patch the clock, or count, would reach it too."""
+    from gpt import waiting
+
+    waiting._watching.acquire(blocking=False)
+
+
 @pytest.fixture(autouse=True)
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current folder, for every test: what lies in the one where the tests were started is nobody's business."""
