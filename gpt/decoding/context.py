@@ -159,20 +159,16 @@ class ContextPool:
     @contextlib.contextmanager
     def lease(self, rows: int, room: int, compile: bool = False) -> Iterator[Context]:
         """Lends an empty context of ``rows`` rows with ``room`` positions each. It comes back at the end, but not after
-        an error, since it may hold NaN. Raises `UserError` where it does not fit into the device's memory."""
+        an error, since it may hold NaN or stand in the middle of a step. Raises `UserError` where it does not fit into
+        the device's memory."""
         step = self._compiled() if compile else None
         context = self._take(rows, room, step) or Context(self.model, self.compute, rows, room, step)
-        whole = True
         try:
             yield context
-        except GeneratorExit:
+        except GeneratorExit:  # nobody wants the rest
+            self._put(context)
             raise
-        except BaseException:  # it may stand in the middle of a step
-            whole = False
-            raise
-        finally:
-            if whole:
-                self._put(context)
+        self._put(context)
 
     def _take(self, rows: int, room: int, step: Step | None) -> Context | None:
         """Returns the idle context of this shape. Where there is none, frees memory for a new one."""

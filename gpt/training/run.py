@@ -78,7 +78,8 @@ def train(
             if world.is_main:
                 prepared = prepare(texts, config, compute, session, until_ended, until_first_step)
             run = world.broadcast_object(lambda: str(prepared.run if prepared else ""))
-            trainer = open_run(Path(run), None, {}, session, prepared)
+            begun = world.raise_on_all(lambda: read_begun(Path(run)))
+            trainer = open_run(begun, {}, session, prepared)
             until_first_step.close()
             return trainer.train()
 
@@ -110,7 +111,7 @@ def resume(
         if result := begun.ends_with(given):
             session.note(f"{begun.run} is finished")
             return result
-        return open_run(begun.run, at, given, session).train()
+        return open_run(begun, given, session).train()
 
 
 @contextlib.contextmanager
@@ -355,13 +356,10 @@ def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
 # Both
 
 
-def open_run(
-    path: Path, at: str | None, given: Mapping[str, Any], session: Session, prepared: Prepared | None = None
-) -> Trainer:
+def open_run(begun: Begun, given: Mapping[str, Any], session: Session, prepared: Prepared | None = None) -> Trainer:
     """Opens a run for its next step, on all ranks: its data, device, recipe, as changed by ``given``, and model.
     ``prepared`` is what rank 0 has open of a new one."""
     world, note = session.world, session.note
-    begun = world.raise_on_all(lambda: read_begun(path, at))
     compute = world.place(world.raise_on_all(lambda: same_compute(begun, given, world.size, note)))
     world.raise_on_all(lambda: world.divide(int(given.get("tensor", (begun.recipe or begun.config).tensor))))
     init = world.raise_on_all(lambda: prepared.init if prepared else same_init(begun, world))
@@ -371,7 +369,7 @@ def open_run(
     world.broadcast_object(lambda: True)
     data = world.raise_on_all(lambda: data or open_data(begun, compute, init, session))
     world.assert_same({"text": data.sources})
-    environment.tell(environment.RUN, path)
+    environment.tell(environment.RUN, begun.run)
     given = {**begun.lengthened, **given}
     recipe, budget = amend(begun, given, data, compute, init, session)
     began = session.began - (begun.saved.state.seconds if begun.saved else 0.0)
@@ -380,7 +378,7 @@ def open_run(
     record = begun.record if begun.saved else data_record(begun.record, data, init)
     log = str(given.get("log", begun.config.log))
     context = RunContext(
-        session, path, record, data, compute, init, recipe, given, log, began, begun.checkpoint, begun.saved
+        session, begun.run, record, data, compute, init, recipe, given, log, began, begun.checkpoint, begun.saved
     )
     seed_all(recipe.seed)
     return Trainer(context, parallelize(recipe, compute, world, init, begun.checkpoint), budget)
