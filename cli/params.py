@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
@@ -90,7 +90,7 @@ def _shape(target: str | None, shape: dict[str, object]) -> tuple[str, GPTConfig
         missing = [f"--{key.replace('_', '-')}" for key in ("n_layer", "n_head", "n_embd") if key not in shape]
         if missing:
             raise UserError(f"a shape by hand needs {', '.join(missing)} too", "or name a preset: gpt params --list")
-        return "custom", GPTConfig(**{"vocab_size": GPT2_VOCAB, "block_size": 1024, **shape})  # type: ignore[arg-type]
+        return "custom", GPTConfig(**{"vocab_size": GPT2_VOCAB, "block_size": 1024, **_properties(shape)})
     from gpt.files import reading
 
     with reading(Path(target)):
@@ -104,6 +104,11 @@ def _shape(target: str | None, shape: dict[str, object]) -> tuple[str, GPTConfig
         config = hf.load_config(hub.fetch(target, weights=False) if remote else folder.find_checkpoint(target))
     else:
         raise UserError(f'there is no preset, run or checkpoint "{target}"', did_you_mean(target, PRESETS))
-    if shape.get("arch", config.arch) != config.arch:  # positions go with it, as in training
-        shape = {"positions": ARCHITECTURES[cast(Arch, shape["arch"])].positions, **shape}
-    return "custom" if shape else target, replace(config, **shape)  # type: ignore[arg-type]
+    return "custom" if shape else target, replace(config, **_properties(shape))
+
+
+def _properties(shape: dict[str, object]) -> dict[str, Any]:
+    """What was given by hand, with the properties of an architecture in the place of its name."""
+    given = dict(shape)
+    arch = given.pop("arch", None)
+    return {**(ARCHITECTURES[cast(Arch, arch)] if arch else {}), **given}

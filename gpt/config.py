@@ -7,14 +7,17 @@ read and write them as TOML (`gpt.settings`). Nothing here imports torch.
 
 import codecs
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from gpt.errors import UserError, did_you_mean
 from gpt.settings import check_options, option
 
 Arch = Literal["gpt2", "modern"]
 Positions = Literal["learned", "sinusoidal", "rotary"]
-Activation = Literal["gelu", "relu2"]
+Norm = Literal["layernorm", "rmsnorm"]
+Mlp = Literal["gelu", "swiglu"]
+Biases = Literal["all", "qkv", "none"]
+Layout = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 DEVICE = r"(cpu|mps|cuda)(:\d{1,3})?"  # a regular expression: one that was picked
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -23,94 +26,178 @@ Optimizer = Literal["muon", "adamw"]
 
 MOST_THREADS = 4096
 # Far above GPT-3's 12,288 × 96: a number from a file beyond these is damage or malice, not a model.
-LIMITS = {"vocab_size": 2**24, "block_size": 2**24, "n_layer": 2**14, "n_head": 2**14, "n_embd": 2**20}
+LIMITS = {
+    "vocab_size": 2**24, "block_size": 2**24, "n_layer": 2**14, "n_head": 2**14, "n_embd": 2**20,
+    "n_kv_head": 2**14, "head_dim": 2**16, "n_inner": 2**22, "window": 2**24,
+}  # fmt: skip
+OPTIONAL = ("n_kv_head", "head_dim", "n_inner", "window")  # of these
+WIDE = 512  # width from which the inside of a gated MLP is a multiple of 256, which GPUs like, and not of 32
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """Properties of an architecture's blocks, beside their shape."""
+class RopeScaling:
+    """Llama 3.1's change of rotary frequencies for a longer context: those that turn fewer than ``low`` times in the
+    ``original`` one are divided by ``factor``, those that turn more than ``high`` times stay, and between them it is
+    interpolated."""
 
-    biases: bool  # of the linear maps
-    qk_norm: bool  # whether queries and keys are normalized before they meet
-    activation: Activation  # inside the MLP
-    positions: Positions  # of a new model, if nothing is said
+    factor: float
+    low: float
+    high: float
+    original: int  # positions
 
-
-# What the name of an architecture means; nothing else asks for the name.
-ARCHITECTURES: dict[Arch, Architecture] = {
-    "gpt2": Architecture(biases=True, qk_norm=False, activation="gelu", positions="learned"),
-    "modern": Architecture(biases=False, qk_norm=True, activation="relu2", positions="rotary"),
-}
+    def __post_init__(self) -> None:
+        for name, most in (("factor", 1e4), ("low", 1e4), ("high", 1e4), ("original", 2**24)):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 1 <= value <= most:
+                raise UserError(f"rope_scaling: {name} is {value!r}; it must lie between 1 and {most:g}")
+        if self.low >= self.high:
+            raise UserError(f"rope_scaling: low is {self.low:g} and high {self.high:g}; high must be more")
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a decoder, and what its blocks compute. Raises `UserError` for a shape that cannot be built."""
+    """The shape of a decoder, and what its blocks compute. Raises `UserError` for a shape that cannot be built.
+
+    The defaults are GPT-2's. `ARCHITECTURES` has the properties of ``--arch``; `layout` says which family of
+    transformers computes the same.
+    """
 
     vocab_size: int  # V: ids the model knows, end-of-text included
     block_size: int  # T: the longest context, in tokens
     n_layer: int  # blocks in the stack
-    n_head: int  # attention heads a block; each is n_embd / n_head wide
-    n_embd: int  # C: width of the residual stream; the MLP is 4 times as wide
+    n_head: int  # attention heads a block
+    n_embd: int  # C: width of the residual stream
     dropout: float = 0.0  # on embeddings, attention patterns and residual branches, in training only
     positions: Positions = "learned"  # a trained table, the fixed sine/cosine table, or rotation of queries and keys
-    layer_norm_epsilon: float = 1e-5  # added to the variance in every LayerNorm
-    arch: Arch = "gpt2"  # or "modern": normalized queries and keys, ReLU² in the MLP, no biases
+    layer_norm_epsilon: float = 1e-5  # added to the variance, or the mean square, in every norm
+    norm: Norm = "layernorm"  # or RMSNorm (Zhang and Sennrich 2019), which has no mean and no β
+    mlp: Mlp = "gelu"  # or SwiGLU (Shazeer 2020): one map's inside, gated by another's
+    n_inner: int | None = None  # width of the MLP's inside; None: 4 C, and with a gate about 8/3 C
+    biases: Biases = "all"  # of linear maps: all have one, those of queries, keys and values alone, or none
+    n_kv_head: int | None = None  # heads of keys and values, each shared by as many heads of queries; None: n_head
+    head_dim: int | None = None  # width of a head; None: n_embd / n_head
+    qk_norm: bool = False  # whether queries and keys are normalized (RMSNorm, with weights) before they meet
+    rope_base: float = 10_000.0  # of the frequencies of rotary positions
+    rope_scaling: RopeScaling | None = None  # of the same
+    window: int | None = None  # positions that a windowed layer's position sees, itself included; None: no such layers
+    window_layers: tuple[int, ...] | None = None  # which these are, from 0; None: 1, 3, 5 … as in GPT-3
+    tied: bool = True  # whether the unembedding is the embedding
 
     def __post_init__(self) -> None:
         for name, limit in LIMITS.items():
             value = getattr(self, name)
+            if value is None and name in OPTIONAL:
+                continue
             if type(value) is not int or not 1 <= value <= limit:
                 raise UserError(f"{name} is {value!r}; it must be a whole number from 1 to {limit:,}")
-        if self.n_embd % self.n_head:
+        if self.head_dim is None and self.n_embd % self.n_head:
             raise UserError(
                 f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}",
                 f"heads share the width evenly; with {self.n_head} heads take n_embd "
                 f"{max(1, round(self.n_embd / self.n_head)) * self.n_head}",
             )
-        for name, low, high in (("dropout", 0.0, 0.99), ("layer_norm_epsilon", 1e-12, 1.0)):
+        if self.n_head % self.kv_heads:
+            raise UserError(
+                f"n_head {self.n_head} is not divisible by n_kv_head {self.n_kv_head}",
+                "each head of keys and values is shared by as many heads of queries",
+            )
+        for name, low, high in (("dropout", 0.0, 0.99), ("layer_norm_epsilon", 1e-12, 1.0), ("rope_base", 1.0, 1e12)):
             value = getattr(self, name)
             if type(value) not in (int, float) or not low <= value <= high:
                 raise UserError(f"{name} is {value!r}; it must lie between {low:g} and {high:g}")
-        for name, known in (("positions", get_args(Positions)), ("arch", get_args(Arch))):
-            if getattr(self, name) not in known:
+        words = {"positions": Positions, "norm": Norm, "mlp": Mlp, "biases": Biases}
+        for name, kind in words.items():
+            if getattr(self, name) not in get_args(kind):
                 raise UserError(
-                    f'unknown {name} "{getattr(self, name)}"', did_you_mean(str(getattr(self, name)), known)
+                    f'unknown {name} "{getattr(self, name)}"', did_you_mean(str(getattr(self, name)), get_args(kind))
                 )
+        for name in ("qk_norm", "tied"):
+            if type(getattr(self, name)) is not bool:
+                raise UserError(f"{name} is {getattr(self, name)!r}; it must be true or false")
+        self._check_positions()
+        self._check_window()
+
+    def _check_positions(self) -> None:
         paired = {"sinusoidal": ("n_embd", self.n_embd), "rotary": ("width of a head", self.head_size)}
         what, width = paired.get(self.positions, ("", 0))
         if width % 2:
             raise UserError(f"{self.positions} positions need an even {what}, not {width}", "they come in pairs")
+        if self.norm == "rmsnorm" and self.positions != "rotary":
+            raise UserError(
+                f"{self.positions} positions do not go with the modern architecture, whose positions are rotary",
+                "leave --positions out, or take --arch gpt2",
+            )
+
+    def _check_window(self) -> None:
+        layers = self.window_layers
+        if layers is None:
+            return
+        object.__setattr__(self, "window_layers", tuple(layers))  # from JSON it comes as a list
+        if self.window is None or not all(type(at) is int and 0 <= at < self.n_layer for at in layers):
+            raise UserError(f"window_layers is {layers!r:.80}; with a window it lists layers below {self.n_layer}")
+
+    @classmethod
+    def of(cls, arch: Arch, *shape: int, **properties: Any) -> "GPTConfig":
+        """The shape with the properties of an architecture, and further ones."""
+        return cls(*shape, **ARCHITECTURES[arch] | properties)
 
     @property
     def head_size(self) -> int:
         """D: the width of a head."""
-        return self.n_embd // self.n_head
+        return self.head_dim or self.n_embd // self.n_head
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values in a block: one for each of the queries'."""
-        return self.n_head
+        """Heads of keys and values in a block."""
+        return self.n_kv_head or self.n_head
 
     @property
     def mlp_width(self) -> int:
-        """Width of the MLP's inside."""
-        return 4 * self.n_embd
+        """Width of the MLP's inside. With a gate there are three maps instead of two, each about 2/3 as large."""
+        if self.n_inner is not None:
+            return self.n_inner
+        if self.mlp == "gelu":
+            return 4 * self.n_embd
+        unit = 256 if self.n_embd >= WIDE else 32
+        return max(1, round(8 * self.n_embd / 3 / unit)) * unit
 
     @property
-    def activation(self) -> Activation:
-        """The MLP's nonlinearity."""
-        return ARCHITECTURES[self.arch].activation
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; None where it is dense."""
+        some = range(1, self.n_layer, 2) if self.window_layers is None else self.window_layers
+        return tuple(self.window if layer in some else None for layer in range(self.n_layer))
 
     @property
-    def biases(self) -> bool:
-        """Whether the linear maps of the blocks have biases. LayerNorms always do."""
-        return ARCHITECTURES[self.arch].biases
+    def layout(self) -> Layout:
+        """The family of transformers that computes the same, and whose names and ``config.json`` a checkpoint has;
+        ``gpt`` where there is none."""
+        windowed, every = any(self.windows), all(self.windows)
+        if (self.norm, self.mlp, self.biases, self.qk_norm) == ("layernorm", "gelu", "all", False):
+            same = self.kv_heads == self.n_head and self.n_head * self.head_size == self.n_embd
+            return "gpt2" if same and self.positions != "rotary" and not windowed else "gpt"
+        if (self.norm, self.mlp) != ("rmsnorm", "swiglu"):
+            return "gpt"
+        match self.qk_norm, self.biases:
+            case True, "none":
+                return "qwen3"
+            case False, "qkv":
+                return "qwen2"
+            case False, "none" if every or not windowed:
+                return "mistral" if windowed else "llama"
+        return "gpt"
 
-    @property
-    def qk_norm(self) -> bool:
-        """Whether queries and keys are normalized before they meet."""
-        return ARCHITECTURES[self.arch].qk_norm
+
+# The properties of --arch, beside a shape; nothing else asks for the name.
+ARCHITECTURES: dict[Arch, dict[str, Any]] = {
+    "gpt2": {
+        "positions": "learned", "norm": "layernorm", "layer_norm_epsilon": 1e-5, "mlp": "gelu", "biases": "all",
+        "qk_norm": False,
+    },
+    "modern": {  # Qwen3's
+        "positions": "rotary", "norm": "rmsnorm", "layer_norm_epsilon": 1e-6, "mlp": "swiglu", "biases": "none",
+        "qk_norm": True,
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -132,8 +219,19 @@ def _preset(
     batch_tokens: int,
     lr: float,
     note: str = "",
+    arch: Arch = "gpt2",
+    **properties: Any,
 ) -> Preset:
-    return Preset(GPTConfig(vocab_size, block_size, n_layer, n_head, n_embd), batch_tokens, lr, note)
+    shape = GPTConfig.of(arch, vocab_size, block_size, n_layer, n_head, n_embd, **properties)
+    return Preset(shape, batch_tokens, lr, note)
+
+
+def _modern(*args: Any, **properties: Any) -> Preset:
+    return _preset(*args, arch="modern", **properties)
+
+
+def _llama(*args: Any, **properties: Any) -> Preset:
+    return _modern(*args, qk_norm=False, **properties)
 
 
 GPT2_VOCAB = 50_257
@@ -159,7 +257,31 @@ PRESETS: dict[str, Preset] = {
     "gpt3-6.7b": _preset(32, 32, 4096, 2048, GPT2_VOCAB, 2_097_152, 1.2e-4),
     "gpt3-13b": _preset(40, 40, 5120, 2048, GPT2_VOCAB, 2_097_152, 1e-4, _13B),
     "gpt3-175b": _preset(96, 96, 12288, 2048, GPT2_VOCAB, 3_145_728, 6e-5),
-}
+    "modern-5m": _modern(6, 4, 256, 256, 2048, 8192, 2e-3, "of `--arch modern`: for a book, on a laptop"),
+    "modern-16m": _modern(8, 6, 384, 512, 8192, 32_768, 1e-3, "the same, for tens of megabytes", n_kv_head=2),
+    "modern-41m": _modern(12, 8, 512, 1024, 16_384, 131_072, 1e-3, "the same, on a GPU", n_kv_head=4),
+    "modern-176m": _modern(24, 12, 768, 2048, 32_768, 524_288, 6e-4, "the same, for gigabytes", n_kv_head=4),
+    # As their config.json says on the hub, from which the ids, and so the vocabularies, come too. Their batches and
+    # rates are those of the GPT-3 model nearest in size.
+    "smollm2-135m": _llama(
+        30, 9, 576, 8192, 49_152, 524_288, 6e-4, n_kv_head=3, n_inner=1536, rope_base=100_000.0,
+        layer_norm_epsilon=1e-5,
+    ),
+    "qwen2.5-0.5b": _llama(
+        24, 14, 896, 32_768, 151_936, 524_288, 2.5e-4, n_kv_head=2, n_inner=4864, rope_base=1e6, biases="qkv",
+    ),
+    "qwen3-0.6b": _modern(
+        28, 16, 1024, 40_960, 151_936, 524_288, 2.5e-4, n_kv_head=8, head_dim=128, n_inner=3072, rope_base=1e6,
+    ),
+    "llama-3.2-1b": _llama(
+        16, 32, 2048, 131_072, 128_256, 1_048_576, 2e-4, n_kv_head=8, n_inner=8192, rope_base=500_000.0,
+        layer_norm_epsilon=1e-5, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192),
+    ),
+    "mistral-7b": _llama(
+        32, 32, 4096, 32_768, 32_000, 2_097_152, 1.2e-4, n_kv_head=8, n_inner=14_336, layer_norm_epsilon=1e-5,
+        window=4096, window_layers=tuple(range(32)), tied=False,
+    ),
+}  # fmt: skip
 
 
 def find_preset(name: str) -> Preset:
@@ -304,15 +426,25 @@ class TrainConfig(TextConfig):
     preset: str = option(
         "auto", "A size of `gpt params --list`; auto: by the text's size and the device.", panel=_MODEL
     )
-    arch: Arch = option(
-        "gpt2", "gpt2: exactly GPT-2's and GPT-3's; modern: what reaches a lower loss in the same time.", panel=_MODEL
-    )
+    arch: Arch | None = option(
+        None, "gpt2: exactly GPT-2's and GPT-3's; modern: Qwen3's, which reaches a lower loss in the same time.",
+        panel=_MODEL, shown="by preset: gpt2, of modern-… modern",
+    )  # fmt: skip
     positions: Positions | None = option(
-        None, "A trained table, the sine/cosine table of the Transformer paper, or rotation of queries and keys.",
+        None, "A trained table, the sine/cosine table of the Transformer paper, or rotation of queries and keys, which "
+        "alone goes with --arch modern.",
         panel=_MODEL, shown="learned; with --arch modern rotary",
     )  # fmt: skip
     n_layer: int | None = option(None, "Blocks.", panel=_MODEL, shown="by preset", low=1)
     n_head: int | None = option(None, "Attention heads a block.", panel=_MODEL, shown="by preset", low=1)
+    n_kv_head: int | None = option(
+        None, "Heads of keys and values a block, each shared by as many heads; divides --n-head.",
+        panel=_MODEL, shown="by preset", low=1,
+    )  # fmt: skip
+    window: int | None = option(
+        None, "Layers 1, 3, 5 … see the last so many positions alone, as GPT-3's locally banded ones; the others all.",
+        panel=_MODEL, shown="none", low=1,
+    )  # fmt: skip
     n_embd: int | None = option(None, "Width; divisible by --n-head.", panel=_MODEL, shown="by preset", low=1)
     block_size: int | None = option(None, "Context in tokens.", panel=_MODEL, shown="by preset", low=1)
     dropout: float | None = option(
@@ -459,6 +591,6 @@ class TrainConfig(TextConfig):
     def new_model(self, preset: GPTConfig, vocab_size: int, block_size: int) -> GPTConfig:
         """The shape of a new model: the preset's, but for what was asked for."""
         asked = {each.name: getattr(self, each.name, None) for each in fields(GPTConfig)}
-        usual = {"positions": ARCHITECTURES[self.arch].positions, "dropout": 0.0}
+        usual = {"dropout": 0.0, **(ARCHITECTURES[self.arch] if self.arch else {})}
         given = usual | {name: value for name, value in asked.items() if value is not None}
         return replace(preset, **given | {"vocab_size": vocab_size, "block_size": block_size})

@@ -133,8 +133,8 @@ def _read(value: Any, kind: Any, where: str) -> Any:
     inner = without_none(kind)
     if dataclasses.is_dataclass(inner) and isinstance(inner, type) and isinstance(value, dict):
         return checked(inner, value, where)
-    if get_origin(inner) is list and isinstance(value, list):
-        return [_read(each, get_args(inner)[0], where) for each in value]
+    if get_origin(inner) in (list, tuple) and isinstance(value, list):
+        return get_origin(inner)(_read(each, get_args(inner)[0], where) for each in value)
     return value
 
 
@@ -150,8 +150,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return any(_fits(value, each) for each in kinds)
     if origin is Literal:
         return value in kinds
-    if origin is list:
-        return isinstance(value, list) and all(_fits(each, kinds[0]) for each in value)
+    if origin in (list, tuple):
+        return isinstance(value, (list, tuple)) and all(_fits(each, kinds[0]) for each in value)
     if origin is dict:
         return isinstance(value, dict) and all(_fits(each, kinds[1]) for each in value.values())
     if dataclasses.is_dataclass(kind):

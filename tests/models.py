@@ -27,7 +27,7 @@ PROMPTS = [[1, 2, 3], [4], list(range(12)), [9, 9, 9, 9], list(range(30)), [5, 6
 def tiny_model(block_size: int = 16, positions: str = "learned", arch: str = "gpt2") -> GPT:
     """A model of 50 ids, none of whose parameters has its initial value."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(50, block_size, 2, 2, 16, positions=positions, arch=arch)).eval()  # type: ignore[arg-type]
+    model = GPT(GPTConfig.of(arch, 50, block_size, 2, 2, 16, positions=positions)).eval()  # type: ignore[arg-type]
     for parameter in model.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return model

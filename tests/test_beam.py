@@ -172,7 +172,7 @@ def test_batched_equals_one_by_one(rows: int) -> None:
 def test_past_the_context(arch: str, positions: str) -> None:
     """A context of 8 against a search that computes each hypothesis by itself, without sharing rows."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(20, 8, 2, 2, 16, positions=positions, arch=arch)).eval()  # type: ignore[arg-type]
+    model = GPT(GPTConfig.of(arch, 20, 8, 2, 2, 16, positions=positions)).eval()  # type: ignore[arg-type]
     for parameter in model.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     [(_, found)] = search(model, [[1, 2, 3]], 0, beam=3, n_best=3, max_tokens=20, ignore_eot=True)

@@ -173,7 +173,7 @@ def test_graphs_of_decoding(arch: Any) -> None:
     with dynamo() as found:
         positions: Any = "rotary" if arch == "modern" else "learned"
         compute = Compute(torch.device("cpu"), torch.bfloat16)
-        model = GPT(gpt.GPTConfig(101, 16, 2, 2, 32, arch=arch, positions=positions)).eval()
+        model = GPT(gpt.GPTConfig.of(arch, 101, 16, 2, 2, 32, positions=positions)).eval()
         weights.prepare(model, compute, packed=False)
         for prompts in ([[1]], [[1, 2, 3], [4]], [[5] * 20]):
             context = Context(model, compute, 2, 16, weights.compiled(model, compute, pytest.fail))

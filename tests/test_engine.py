@@ -94,8 +94,8 @@ def test_an_error_ends_its_request_alone(how: dict[str, Any]) -> None:
     """A model with one id whose embedding is NaN, in prompts; the rows that had it serve others."""
     model = tiny_model(24)
     with torch.no_grad():
-        model.head = torch.nn.Linear(16, 50, bias=False)
-        model.head.weight.copy_(model.wte.weight)
+        model.lm_head = torch.nn.Linear(16, 50, bias=False)
+        model.lm_head.weight.copy_(model.wte.weight)
         model.wte.weight[7] = torch.nan
     good = Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((7, -1e9),))
     expected = told(alone(model, good))

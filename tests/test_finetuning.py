@@ -78,12 +78,13 @@ def test_the_default_length_is_three_times_the_text(run_folder: Path, other: Pat
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])
 def test_a_shorter_context_cuts_the_table(workdir: Path, other: Path, positions: Any) -> None:
-    config = GPTConfig(257, 32, 1, 2, 16, positions=positions, arch="modern" if positions == "rotary" else "gpt2")
+    arch: Any = "modern" if positions == "rotary" else "gpt2"
+    config = GPTConfig.of(arch, 257, 32, 1, 2, 16, positions=positions)
     model = GPT(config).eval()
     checkpoint.save(workdir / "base", model, checkpoint.TokenizerFiles(bytes_tokenizer(), config), {"step": 1})
     result, _ = heard_by(other, init="base", block_size=16, steps=1, lr=0.0, dropout=0.1)
     tuned = library.load(result.run).model
-    assert (tuned.config.block_size, tuned.config.dropout, tuned.config.arch) == (16, 0.1, config.arch)
+    assert (tuned.config.block_size, tuned.config.dropout, tuned.config.layout) == (16, 0.1, config.layout)
     ids = torch.arange(16)[None]
     with torch.no_grad():
         assert torch.allclose(tuned(ids), model(ids), atol=1e-6)

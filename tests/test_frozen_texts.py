@@ -70,7 +70,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def language_model(arch: Any, positions: Any) -> LanguageModel:
-    config = GPTConfig(257, 24, 2, 2, 16, arch=arch, positions=positions)
+    config = GPTConfig.of(arch, 257, 24, 2, 2, 16, positions=positions)
     model = GPT(config).eval().double()
     rng = np.random.default_rng(0)
     with torch.no_grad():

@@ -21,8 +21,8 @@ SHAPES = [
     GPTConfig(97, 24, 3, 4, 32),
     GPTConfig(97, 24, 2, 2, 32, positions="sinusoidal"),
     GPTConfig(97, 24, 2, 2, 32, positions="rotary"),
-    GPTConfig(97, 24, 3, 4, 32, arch="modern", positions="rotary"),
-    GPTConfig(97, 24, 2, 2, 32, arch="modern"),
+    GPTConfig.of("modern", 97, 24, 3, 4, 32),
+    GPTConfig.of("modern", 97, 24, 2, 2, 32),
 ]
 
 

@@ -276,7 +276,7 @@ def counted(config: GPTConfig, rank: int = 0) -> float:
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])
 def test_flops_are_those_that_torch_counts(arch: Any, positions: Any) -> None:
-    config = GPTConfig(96, 32, 3, 2, 64, arch=arch, positions=positions)
+    config = GPTConfig.of(arch, 96, 32, 3, 2, 64, positions=positions)
     parts = breakdown(config)
     vectors = parts.biases + parts.layer_norms  # in N by convention, and in no matrix product
     assert flops_per_token(config, 32) - 6 * vectors == counted(config)

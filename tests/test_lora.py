@@ -45,7 +45,7 @@ def scrambled(config: GPTConfig, rank: int) -> GPT:
 
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 def test_merged_weights_give_the_same_logits(arch: Any) -> None:
-    config = GPTConfig(50, 16, 2, 2, 16, arch=arch)
+    config = GPTConfig.of(arch, 50, 16, 2, 2, 16)
     model = scrambled(config, 3)
     plain = GPT(config)
     plain.load_state_dict({name: p for name, p in model.state_dict().items() if not name.endswith((".a", ".b"))})

@@ -66,7 +66,7 @@ def test_position_sees_only_what_came_before() -> None:
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])
 def test_cache_equals_no_cache(positions: str, arch: str) -> None:
-    config = GPTConfig(97, 24, 3, 4, 32, positions=positions, arch=arch)  # type: ignore[arg-type]
+    config = GPTConfig.of(arch, 97, 24, 3, 4, 32, positions=positions)  # type: ignore[arg-type]
     torch.manual_seed(4)
     model = GPT(config).eval()
     idx = torch.randint(97, (2, 20))
@@ -104,7 +104,7 @@ def test_rotary_positions_turn_pairs_by_their_angle() -> None:
 
 def test_modern_is_what_it_says() -> None:
     """One block, one position after the other, by its definition."""
-    config = GPTConfig(11, 6, 1, 2, 8, arch="modern", positions="rotary")
+    config = GPTConfig.of("modern", 11, 6, 1, 2, 8)
     torch.manual_seed(0)
     model = GPT(config).eval()
     for p in model.parameters():
@@ -229,7 +229,7 @@ def test_the_table_is_the_built_model(name: str, arch: Arch, positions: Position
 @pytest.mark.parametrize("positions", get_args(Positions))
 @pytest.mark.parametrize("arch", get_args(Arch))
 def test_breakdown_of_odd_shapes(positions: Positions, arch: Arch) -> None:
-    config = GPTConfig(101, 7, 3, 3, 18, positions=positions, arch=arch)
+    config = GPTConfig.of(arch, 101, 7, 3, 3, 18, positions=positions)
     parts = breakdown(config)
     assert parts.trainable == sum(p.numel() for p in GPT(config).parameters())
     assert parts.trainable == parts.total_weights - parts.tied + parts.positions + parts.biases + parts.layer_norms

@@ -91,7 +91,7 @@ def test_transformers_reads_ours(tmp_path: Path, kind: str, positions: str) -> N
 @pytest.mark.parametrize(("arch", "positions"), [("modern", "rotary"), ("modern", "learned"), ("gpt2", "rotary")])
 def test_what_is_no_gpt2_says_so(tmp_path: Path, arch: str, positions: str) -> None:
     tok = tokenizer.bytes_tokenizer()
-    config = GPTConfig(257, 64, 2, 4, 32, dropout=0.1, positions=positions, arch=arch)  # type: ignore[arg-type]
+    config = GPTConfig.of(arch, 257, 64, 2, 4, 32, dropout=0.1, positions=positions)  # type: ignore[arg-type]
     model = save_ours(tmp_path / "c", config, tok)
     said = json.loads((tmp_path / "c" / "config.json").read_text())
     assert (said["model_type"], said["arch"], said["positions"]) == ("gpt", arch, positions)

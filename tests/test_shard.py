@@ -36,7 +36,7 @@ from gpt.training.parallel import ShardedMuon
 
 CPU = torch.device("cpu")
 TINY = GPTConfig(vocab_size=257, block_size=16, n_layer=2, n_head=4, n_embd=32)
-MODERN = GPTConfig(vocab_size=257, block_size=16, n_layer=2, n_head=4, n_embd=32, arch="modern", positions="rotary")
+MODERN = GPTConfig.of("modern", vocab_size=257, block_size=16, n_layer=2, n_head=4, n_embd=32)
 
 
 def run_in(n: int, work: Callable[..., None], *args: Any) -> None:

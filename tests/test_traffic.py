@@ -19,7 +19,7 @@ def decoder(arch: Any, dtype: torch.dtype, block_size: int = 128) -> tuple[GPT, 
     torch.manual_seed(0)
     positions: Any = "rotary" if arch == "modern" else "learned"
     compute = Compute(torch.device("cpu"), dtype)
-    model = GPT(GPTConfig(50, block_size, 2, 2, 32, arch=arch, positions=positions)).eval()
+    model = GPT(GPTConfig.of(arch, 50, block_size, 2, 2, 32, positions=positions)).eval()
     return weights.prepare(model, compute, packed=False), compute
 
 

@@ -118,7 +118,7 @@ def test_weights_come_straight_to_their_dtype(run_folder: Path) -> None:
     assert library.load(run_folder, dtype="bfloat16", sampling=config).model.wte.weight.dtype == torch.bfloat16
     assert library.load(run_folder, dtype="bfloat16").model.wte.weight.dtype == torch.float32
     plain = library.load(run_folder)
-    assert plain.model.head is None
+    assert plain.model.lm_head is None
     loaded = library.load(run_folder, sampling=config)
     assert torch.allclose(logits(loaded.model), logits(plain.model), atol=1e-4)
     to_compile = library.load(run_folder, sampling=SampleConfig(compile="on"))

@@ -62,7 +62,7 @@ class Context:
         padded = [ids + [0] * (T - len(ids)) for ids in kept]
         part = self.cache.rows(first, first + len(prompts))
         part.lengths[:] = 0
-        x = self._trunk(torch.tensor(padded, device=self.compute.device), part)
+        x = self._trunk(torch.tensor(padded, device=self.compute.device), part, [len(ids) for ids in kept])
         part.lengths[:] = [len(ids) for ids in kept]
         return x
 
@@ -137,9 +137,9 @@ class Context:
         self.cache.lengths[:n] += 1
         return x[:n]
 
-    def _trunk(self, ids: Tensor, cache: KVCache) -> Tensor:
+    def _trunk(self, ids: Tensor, cache: KVCache, counts: Sequence[int] | None = None) -> Tensor:
         with self._autocast():
-            return self.model.trunk(ids, cache)
+            return self.model.trunk(ids, cache, counts)
 
 
 class ContextPool:

@@ -120,7 +120,8 @@ def prepare(model: GPT, compute: Compute, *, int8: bool = False, packed: bool = 
             for name, child in list(parent.named_children()):
                 if isinstance(child, nn.Linear):
                     setattr(parent, name, kind(child.weight.detach(), child.bias))
-        model.head = kind(model.wte.weight.detach(), None)
+        if model.lm_head is None:
+            model.lm_head = kind(model.wte.weight.detach(), None)
     return model
 
 

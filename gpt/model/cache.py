@@ -1,24 +1,57 @@
 """Keys and values of the positions seen so far, so that a step computes its own positions alone."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
+from gpt.model.params import SLACK, cache_columns
 
 Where = slice | Tensor  # positions that all rows share, or (B, T) of them
 
 
+@dataclass
+class _Span:
+    """Where layers of one window put the new positions, and which columns these see."""
+
+    columns: (
+        slice | tuple[Tensor, Tensor]
+    )  # where the new ones go: all rows' columns, or rows (B, 1) and columns (B, T)
+    seen: slice  # columns that are looked at
+    mask: Tensor | None  # True where a new position sees a column, (…, T, seen); None: all, or a causal square
+    kept: Tensor | None = None  # of more positions than there are columns: which stay, (B, columns)
+    fresh: bool = False  # then: whether there were none before
+
+    def append(self, stored: Tensor, new: Tensor) -> Tensor:
+        """Stores new keys or values, (B, K, T, D), and returns those that the new positions look at."""
+        if self.kept is not None:
+            joined = new.to(stored.dtype) if self.fresh else torch.cat([stored, new.to(stored.dtype)], dim=2)
+            index = self.kept[:, None, :, None].expand(-1, stored.size(1), -1, stored.size(3))
+            stored.copy_(joined.gather(2, index))
+            return joined
+        if isinstance(self.columns, slice):
+            stored[:, :, self.columns] = new
+        else:
+            rows, columns = self.columns
+            stored[rows, :, columns] = new.transpose(1, 2).to(stored.dtype)  # (B, T, K, D)
+        return stored[:, :, self.seen]
+
+
 class KVCache:
     """Room for ``room`` positions of ``rows`` sequences in every layer, allocated once; row r has filled
-    ``lengths[r]`` of them, and its position p lies in column p.
+    ``lengths[r]`` of them.
 
-    Each layer has a tensor of its own for keys and one for values, (rows, H, room, D). In one tensor for all layers, a
-    compiled step would write a layer by copying all of them: a write through a view of a layer is, to the compiler, a
+    Each layer has a tensor of its own for keys and one for values, (rows, K, columns, D). In one tensor for all layers,
+    a compiled step would write a layer by copying all of them: a write through a view of a layer is, to the compiler, a
     new version of the whole tensor.
 
-    Rotary positions are relative, so that they may run on past the room: position p then lies in column p modulo the
-    room, in the place of the one that is no longer seen. ``kv_heads``: this rank's, where ranks share the heads.
+    Position p lies in column p modulo the columns, in the place of one that is no longer seen. A layer with a window
+    has columns for that and for `params.SLACK` positions, which a step may append and take back. Others have ``room``
+    columns; rotary positions are relative, so that they may run on past them, one at a time. ``kv_heads``: this rank's,
+    where ranks share the heads.
     """
 
     def __init__(
@@ -31,17 +64,17 @@ class KVCache:
         kv_heads: int | None = None,
     ) -> None:
         self.room = config.block_size if room is None else room
-        shape = (rows, kv_heads or config.kv_heads, self.room, config.head_size)
+        self.windows = tuple(min(window or self.room, self.room) for window in config.windows)
+        self.columns = {min(w or self.room, self.room): cache_columns(w, self.room) for w in config.windows}
+        shapes = [(rows, kv_heads or config.kv_heads, self.columns[w], config.head_size) for w in self.windows]
         # Zeros, not whatever was there: what a mask hides is still multiplied by a weight of 0.
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
+        self.values = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
         self.lengths = np.zeros(rows, np.int64)
         self.fixed = False  # whether steps of one position look at all columns: the same shapes every time
         self.where: Where = slice(0, 0)  # the positions that are being computed
         self.reach = 0  # one more than the last of them
-        self._end = 0  # columns that are looked at
-        self._columns: tuple[Tensor, Tensor] | None = None  # where not a slice: the rows (B, 1) and columns (B, T)
-        self._mask: Tensor | None = None
+        self._spans: dict[int, _Span] = {}  # by window
 
     @property
     def nbytes(self) -> int:
@@ -51,52 +84,68 @@ class KVCache:
     def rows(self, start: int, stop: int) -> "KVCache":
         """Rows ``start`` to ``stop`` as a cache of their own, over the same memory."""
         part = object.__new__(KVCache)
-        part.room, part.reach, part.where, part._columns, part._mask = self.room, 0, slice(0, 0), None, None
-        part.fixed, part._end = False, 0
+        part.room, part.windows, part.columns = self.room, self.windows, self.columns
+        part.reach, part.where, part.fixed, part._spans = 0, slice(0, 0), False, {}
         part.keys = [keys[start:stop] for keys in self.keys]
         part.values = [values[start:stop] for values in self.values]
         part.lengths = self.lengths[start:stop]
         return part
 
-    def place(self, T: int) -> Where:
+    def place(self, T: int, counts: Sequence[int] | None = None) -> Where:
         """Chooses the columns of each row's next T positions, and returns these positions: a slice if the rows agree,
-        else (B, T) of them."""
+        else (B, T) of them. ``counts`` says how many of a row's T are its own; the others are padding."""
         start = int(self.lengths[0])
         self.reach = int(self.lengths.max()) + T
-        self._end = self.room if self.fixed and T == 1 else min(self.reach, self.room)
-        if self.reach <= self._end and not (self.fixed and T == 1) and (self.lengths == start).all():
-            self.where, self._columns = slice(start, start + T), None
-            self._mask = None
-            if T > 1 and start > 0:
-                seen = torch.arange(start + T, device=self.keys[0].device)
-                self._mask = seen <= seen[start:, None]  # (T, start + T)
-            return self.where
-        if T > 1 and self.reach > self.room:
-            raise ValueError(f"{self.reach} positions at once; there is room for {self.room}")
-        device = self.keys[0].device
-        positions = torch.from_numpy(self.lengths)[:, None] + torch.arange(T)  # (B, T)
-        self.where = positions = positions.to(device)
-        self._columns = torch.arange(len(self.lengths), device=device)[:, None], positions % self.room
-        seen = torch.arange(self._end, device=device)
-        self._mask = (seen <= positions[..., None])[:, None]  # (B, 1, T, seen)
+        alike = bool((self.lengths == start).all()) and not (self.fixed and T == 1)
+        if alike:
+            self.where = slice(start, start + T)
+        else:
+            positions = torch.from_numpy(self.lengths)[:, None] + torch.arange(T)  # (B, T)
+            self.where = positions.to(self.keys[0].device)
+        ends = self.lengths + (T if counts is None else np.asarray(counts, np.int64))
+        self._spans = {window: self._span(window, T, alike, ends) for window in self.columns}
         return self.where
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores a layer's new keys and values, (B, H, T, C/H), in their places, and returns all of them so far."""
-        keys, values = self.keys[layer], self.values[layer]
-        if self._columns is None:
-            keys[:, :, self.where] = k
-            values[:, :, self.where] = v
-        else:
-            rows, columns = self._columns
-            keys[rows, :, columns] = k.transpose(1, 2).to(keys.dtype)  # (B, T, H, D)
-            values[rows, :, columns] = v.transpose(1, 2).to(values.dtype)
-        return keys[:, :, : self._end], values[:, :, : self._end]
+    def _span(self, window: int, T: int, alike: bool, ends: np.ndarray) -> _Span:
+        start, columns, device = int(self.lengths[0]), self.columns[window], self.keys[0].device
+        if alike and self.reach <= columns:
+            first = max(0, start + 1 - window) if T == 1 else 0
+            mask = None
+            if T > 1 and (start > 0 or window < T):
+                new, seen = (
+                    torch.arange(start, start + T, device=device)[:, None],
+                    torch.arange(start + T, device=device),
+                )
+                mask = (seen <= new) & (seen > new - window)  # (T, start + T)
+            return _Span(slice(start, start + T), slice(first, start + T), mask)
+        if window == self.room and T > 1 and self.reach > self.room:
+            raise ValueError(f"{self.reach} positions at once; there is room for {self.room}")
+        starts = torch.from_numpy(self.lengths).to(device)[:, None]  # (B, 1)
+        new = starts + torch.arange(T, device=device)  # (B, T)
+        if columns - window >= T - 1 or self.reach <= columns:
+            end = columns if self.fixed and T == 1 else min(self.reach, columns)
+            rows = torch.arange(len(starts), device=device)[:, None]
+            held = _newest(starts + T, columns)[:, :end]
+            return _Span((rows, new % columns), slice(0, end), _sees(new, held, window))
+        # More positions than there are columns to spare: they see what was there and each other, and the last stay.
+        kept = _newest(torch.from_numpy(ends).to(device)[:, None], columns)  # (B, columns)
+        if (self.lengths == 0).all():
+            mask = _sees(new[:1], new[:1], window)[0, 0]
+            return _Span(slice(0, 0), slice(0, 0), mask, kept.clamp(min=0), fresh=True)
+        held = _newest(starts, columns)
+        index = torch.where(kept >= starts, kept - starts + columns, torch.arange(columns, device=device))
+        return _Span(slice(0, 0), slice(0, 0), _sees(new, torch.cat([held, new], dim=1), window), index)
 
-    def mask(self) -> Tensor | None:
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores a layer's new keys and values, (B, K, T, D), in their places, and returns those that the new positions
+        look at."""
+        span = self._spans[self.windows[layer]]
+        return span.append(self.keys[layer], k), span.append(self.values[layer], v)
+
+    def mask(self, layer: int) -> Tensor | None:
         """True where a new position may see another, (…, T, seen); None where a causal mask of a square, or no mask at
         all, is the same."""
-        return self._mask
+        return self._spans[self.windows[layer]].mask
 
     def advance(self, T: int) -> None:
         """Counts T more positions of each row as filled, once every layer has stored them."""
@@ -105,7 +154,21 @@ class KVCache:
     def copy(self, source: int, target: int, start: int = 0) -> None:
         """Makes row ``target`` equal to row ``source``, which it is already before position ``start``."""
         end = int(self.lengths[source])
-        columns = slice(0, self.room) if end > self.room else slice(start, end)
         for each in (*self.keys, *self.values):
+            overwritten = max(end, int(self.lengths[target])) + (SLACK if each.size(2) < self.room else 0)
+            columns = slice(start, end) if overwritten <= each.size(2) else slice(None)
             each[target, :, columns] = each[source, :, columns]
         self.lengths[target] = end
+
+
+def _newest(ends: Tensor, columns: int) -> Tensor:
+    """The position that lies in each column, (B, columns), after ``ends`` positions, (B, 1); below 0 where there is
+    none: the newest one that is congruent to the column."""
+    last = ends - 1
+    return last - (last - torch.arange(columns, device=ends.device)) % columns
+
+
+def _sees(new: Tensor, held: Tensor, window: int) -> Tensor:
+    """True where a new position, (B, T), sees another, (B, S), which may be before the first: (B, 1, T, S)."""
+    new, held = new[:, :, None], held[:, None, :]
+    return ((held <= new) & (held > new - window) & (held >= 0))[:, None]

@@ -1,14 +1,16 @@
 """The whole decoder, bottom-up: attention, MLP, block, stack.
 
-The architecture is GPT-2's (Radford et al. 2019), which is GPT-3's (Brown et al. 2020): a stack of pre-LayerNorm
-blocks in which each position attends to itself and those before it, with the unembedding tied to the embedding.
-What blocks compute follows from properties of `GPTConfig`; under ``--arch modern``, which reaches a lower loss in the
-same time (docs/defaults.md), queries and keys are normalized (Henry et al. 2020), positions are rotations of them (Su
-et al. 2021), the MLP has ReLU² (So et al. 2021), and linear maps have no biases. Parameters have GPT-2's own names
-(`gpt.model.params` lists them). Shapes: B sequences, T positions, C = n_embd, V = vocab_size, H heads of D = C / H.
+The architecture is GPT-2's (Radford et al. 2019), which is GPT-3's (Brown et al. 2020): a stack of pre-norm blocks in
+which each position attends to itself and those before it, with the unembedding tied to the embedding. What blocks
+compute follows from properties of `GPTConfig`, among which are those of Llama, Mistral, Qwen2 and Qwen3: RMSNorm (Zhang
+and Sennrich 2019), rotary positions (Su et al. 2021), heads that share keys and values (Ainslie et al. 2023),
+normalized queries and keys (Henry et al. 2020), SwiGLU (Shazeer 2020), layers that see a window (Child et al. 2019).
+Parameters have GPT-2's own names (`gpt.model.params` lists them). Shapes: B sequences, T positions, C = n_embd, V =
+vocab_size, H heads of D, K heads of keys and values.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
@@ -16,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gpt.config import GPTConfig
+from gpt.config import GPTConfig, RopeScaling
 from gpt.model.cache import KVCache, Where
 
 INIT_STD = 0.02  # GPT-2's, for every matrix
-QK_SCALE = 1.2  # what sharpens scores of normalized queries and keys
+QK_SCALE = 1.2  # what sharpens scores of normalized queries and keys at first; their weights are trained
+ROPE_TABLE = 8192  # positions that the table of rotations has at first; it grows
 PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # positions up to which a CPU attends plainly, and sequences at once
 
 
@@ -43,86 +46,106 @@ class Embedding(nn.Embedding):
             super().reset_parameters()
 
 
+class RMSNorm(nn.RMSNorm):
+    """x / √(mean(x²) + ε) · γ (Zhang and Sennrich 2019), computed in the dtype of γ, float32 in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, C) → (…, C), of the dtype of x."""
+        return F.rms_norm(x.to(self.weight.dtype), self.normalized_shape, self.weight, self.eps).to(x.dtype)
+
+
+def make_norm(config: GPTConfig) -> nn.LayerNorm | RMSNorm:
+    """Makes a norm of the residual stream."""
+    kind = RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
+    return kind(config.n_embd, eps=config.layer_norm_epsilon)
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention: softmax(q kᵀ / √d) v in each head (Vaswani et al. 2017, §3.2)."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, window: int | None = None) -> None:
         super().__init__()
-        self.head_size, self.qk_norm, self.dropout = config.head_size, config.qk_norm, config.dropout
+        self.head_size, self.window, self.dropout = config.head_size, window, config.dropout
+        self.groups = config.n_head // config.kv_heads  # heads of queries that share one of keys and values
+        heads, cached = config.n_head * config.head_size, config.kv_heads * config.head_size
         # Query, key and value of all heads at once; and the value-down map, W_O.
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.biases)
-        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.biases)
+        self.c_attn = Linear(config.n_embd, heads + 2 * cached, bias=config.biases != "none")
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(config.head_size, eps=config.layer_norm_epsilon) for _ in "qk")
+        self.c_proj = Linear(heads, config.n_embd, bias=config.biases == "all")
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, layer: int, rope: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """Each position's sum of the values that it sees: (B, T, C) → (B, T, C). ``rope``: the rotations of rotary
         positions, as `GPT.rope_at` gives them."""
         B, T, _ = x.shape
-        q, k, v, scale = self.qkv(x, rope)
-        mask = None
-        if cache is not None:
-            k, v = cache.append(layer, k, v)  # (B, H, seen + T, D)
-            mask = cache.mask()
-        y = attend(q, k, v, mask, self.dropout if self.training else 0.0, scale)
-        y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, C): heads side by side again
+        q, k, v = self.qkv(x, rope)
+        dropout = self.dropout if self.training else 0.0
+        if cache is None:
+            y = attend(q, k, v, None, dropout, self.window)
+        else:
+            k, v = cache.append(layer, k, v)  # (B, K, seen, D)
+            y = attend(q, k, v, cache.mask(layer), dropout)
+        y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H · D): heads side by side again
         out: Tensor = self.resid_dropout(self.c_proj(y))
         return out
 
-    def qkv(self, x: Tensor, rope: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, float | None]:
-        """Queries, keys and values of all heads, (B, H, T, D) each, normalized and rotated, and what scores are
-        multiplied by; None is 1/√D. Where ranks share the heads (`gpt.parallel.tensor`), H are this rank's."""
+    def qkv(self, x: Tensor, rope: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, T, D), keys and values (B, K, T, D), normalized and rotated. Where ranks share the heads
+        (`gpt.parallel.tensor`), H and K are this rank's."""
         B, T, _ = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, -1, self.head_size).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
-        scale = None
-        if self.qk_norm:
-            q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
-            scale = QK_SCALE / math.sqrt(q.size(-1))
+        qkv = self.c_attn(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, H + 2 K, T, D)
+        K = qkv.size(1) // (self.groups + 2)
+        q, k, v = qkv.split([self.groups * K, K, K], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        return q, k, v, scale
+        return q, k, v
 
     def pattern(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
-        """softmax(q kᵀ · scale) with later keys masked, (B, H, T, T), in float32: what `attend` multiplies values by
-        and does not return."""
-        q, k, _, scale = self.qkv(x, rope)
-        scores = q.float() @ k.float().transpose(2, 3) * (scale or q.size(-1) ** -0.5)
-        later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu_(1)
-        return scores.masked_fill(later, float("-inf")).softmax(-1)
+        """softmax(q kᵀ / √d) with keys that are not seen masked, (B, H, T, T), in float32: what `attend` multiplies
+        values by and does not return."""
+        q, k, _ = self.qkv(x, rope)
+        k = k.repeat_interleave(self.groups, dim=1)
+        scores = q.float() @ k.float().transpose(2, 3) / math.sqrt(self.head_size)
+        return scores.masked_fill(~visible(q.size(2), self.window, q.device), float("-inf")).softmax(-1)
 
 
 class MLP(nn.Module):
-    """Up to the width of the inside, GELU (tanh form, as GPT-2 has it) or ReLU², and down again."""
+    """Up to the width of the inside, GELU (tanh form, as GPT-2 has it) or SwiGLU, and down again."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.activation = config.activation
-        self.c_fc = Linear(config.n_embd, config.mlp_width, bias=config.biases)
-        self.c_proj = Linear(config.mlp_width, config.n_embd, bias=config.biases)
+        self.gated = config.mlp == "swiglu"
+        biases = config.biases == "all"
+        # With a gate the maps of the gate and of the inside at once.
+        self.c_fc = Linear(config.n_embd, config.mlp_width * (1 + self.gated), bias=biases)
+        self.c_proj = Linear(config.mlp_width, config.n_embd, bias=biases)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Each position by itself: (B, T, C) → (B, T, C)."""
         x = self.c_fc(x)
-        x = relu2(x) if self.activation == "relu2" else F.gelu(x, approximate="tanh")
+        if self.gated:
+            gate, inside = x.chunk(2, dim=-1)
+            x = F.silu(gate) * inside
+        else:
+            x = F.gelu(x, approximate="tanh")
         out: Tensor = self.dropout(self.c_proj(x))
         return out
-
-
-def relu2(x: Tensor) -> Tensor:
-    """ReLU² (So et al. 2021, arXiv 2109.08668), of any shape. A product, since autocast on a GPU computes powers in
-    float32."""
-    x = F.relu(x)
-    return x * x
 
 
 class Block(nn.Module):
     """Attention, then MLP, each on a normalized copy and added to the residual stream."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, window: int | None = None) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.ln_1 = make_norm(config)
+        self.attn = Attention(config, window)
+        self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, layer: int, rope: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
@@ -147,9 +170,10 @@ class GPT(nn.Module):
             self.wpe = Embedding(config.block_size, config.n_embd)
         self.lay_tables()
         self.drop = nn.Dropout(config.dropout)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.head: nn.Module | None = None  # the unembedding where it is laid out apart from the embedding
+        self.h = nn.ModuleList(Block(config, window) for window in config.windows)
+        self.ln_f = make_norm(config)
+        # The unembedding where it is a matrix of its own, or is laid out apart from the embedding (`decoding.weights`).
+        self.lm_head: nn.Module | None = None if config.tied else Linear(config.n_embd, config.vocab_size, bias=False)
         self.kv_heads = config.kv_heads  # that this rank computes: see `gpt.parallel.tensor`
         self.recompute = False  # whether blocks' activations are computed again for the gradient, and not kept
         self.initialize()
@@ -163,7 +187,7 @@ class GPT(nn.Module):
             table = INIT_STD * sine_table(config.block_size, config.n_embd)
             self.register_buffer("sine", table.to(device), persistent=False)
         if config.positions == "rotary":
-            rope = rotary_table(config.block_size, config.head_size).to(device)
+            rope = rotary_table(min(config.block_size, ROPE_TABLE), config).to(device)
         self.register_buffer("rope", rope, persistent=False)
 
     def initialize(self) -> None:
@@ -182,19 +206,22 @@ class GPT(nn.Module):
             case _:
                 return None
 
-    def trunk(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Ids (B, T) → the normalized residual stream (B, T, C). With a cache, each row of ``idx`` follows what
-        the cache's row has seen. Raises ValueError past the context, which rotary positions with a cache may leave."""
-        x, rope = self.embed(idx, cache)
+    def trunk(self, idx: Tensor, cache: KVCache | None = None, counts: Sequence[int] | None = None) -> Tensor:
+        """Ids (B, T) → the normalized residual stream (B, T, C). With a cache, each row of ``idx`` follows what the
+        cache's row has seen; ``counts`` says how many ids of a row are its own, before padding. Raises ValueError past
+        the context, which rotary positions with a cache may leave."""
+        x, rope = self.embed(idx, cache, counts)
         x = self.stack(x, rope, cache)
         if cache is not None:
             cache.advance(idx.size(1))
         return x
 
-    def embed(self, idx: Tensor, cache: KVCache | None = None) -> tuple[Tensor, Tensor | None]:
+    def embed(
+        self, idx: Tensor, cache: KVCache | None = None, counts: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Ids (B, T) → the residual stream before the first block, (B, T, C), and the rotations of its positions."""
         T = idx.size(1)
-        where = slice(0, T) if cache is None else cache.place(T)
+        where = slice(0, T) if cache is None else cache.place(T, counts)
         reach = T if cache is None else cache.reach
         if reach > self.config.block_size and (cache is None or self.rope is None):
             raise ValueError(f"{reach} positions; the context is {self.config.block_size}")
@@ -205,7 +232,7 @@ class GPT(nn.Module):
         return self.drop(x), self.rope_at(where, reach)
 
     def stack(self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """The blocks and the last LayerNorm: (B, T, C) → (B, T, C)."""
+        """The blocks and the last norm: (B, T, C) → (B, T, C)."""
         again = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.h):
             x = checkpoint(block, x, layer, rope, use_reentrant=False) if again else block(x, layer, rope, cache)
@@ -219,12 +246,19 @@ class GPT(nn.Module):
             return None
         if reach > self.rope.size(1):
             with torch.inference_mode(False):  # it outlives this call, and may be trained with
-                self.rope = rotary_table(2 * reach, 2 * self.rope.size(2)).to(self.rope)  # its device and dtype
+                self.rope = rotary_table(2 * reach, self.config).to(self.rope)  # its device and dtype
         return self.rope[:, where].unsqueeze(-3)
 
+    @property
+    def unembedding(self) -> Tensor:
+        """The weight of the unembedding, (V, C), in training: the embedding, or a matrix of its own."""
+        weight = self.wte.weight if self.lm_head is None else self.lm_head.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
     def unembed(self, x: Tensor) -> Tensor:
-        """The residual stream (…, C) → logits (…, V), through the embedding transposed."""
-        return F.linear(x, self.wte.weight) if self.head is None else self.head(x)
+        """The residual stream (…, C) → logits (…, V)."""
+        return F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
 
     def forward(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Ids (B, T) → logits (B, T, V). Raises ValueError past the context."""
@@ -234,17 +268,23 @@ class GPT(nn.Module):
 @torch.no_grad()
 def initialize(module: nn.Module, name: str, config: GPTConfig) -> None:
     """GPT-2's initialization of a module's own parameters: matrices normal with deviation 0.02, those that write to the
-    residual stream scaled by 1/√(2·n_layer) for the 2·n_layer of them; biases 0. LayerNorms are made with 1 and 0."""
+    residual stream scaled by 1/√(2·n_layer) for the 2·n_layer of them; biases 0. Norms are made with 1 and 0, those of
+    queries and keys then have √1.2 each."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         module.weight.normal_(0.0, INIT_STD)
         if name.endswith("c_proj"):
             module.weight.mul_(1 / math.sqrt(2 * config.n_layer))
     if isinstance(module, nn.Linear) and module.bias is not None:
         module.bias.zero_()
+    if isinstance(module, RMSNorm) and name.endswith(("q_norm", "k_norm")):
+        module.weight.fill_(math.sqrt(QK_SCALE))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None) -> Tensor:
-    """softmax(q kᵀ · scale) v over (B, H, T, D), causal unless a mask says who sees whom; scale None is 1/√D.
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0, window: int | None = None
+) -> Tensor:
+    """softmax(q kᵀ / √D) v of queries (B, H, T, D), keys and values (B, K, S, D), causal unless a mask says who sees
+    whom, and then with a ``window`` if there is one.
 
     Training on a CPU, torch's fused attention loses to plain matrix products as long as the scores of a few sequences
     stay in cache: forward and backward at (16, 4, 64, 32) in bfloat16 took 7.9 ms against 2.0 on two cores, at
@@ -253,25 +293,48 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float,
     T, S = q.size(2), k.size(2)
     if q.device.type == "cpu" and mask is None and T > 1 and torch.is_grad_enabled() and S <= PLAIN_UP_TO:
         rows = [slice(at, at + PLAIN_ROWS) for at in range(0, q.size(0), PLAIN_ROWS)]
-        return torch.cat([_attend_plainly(q[some], k[some], v[some], dropout, scale) for some in rows])
+        return torch.cat([_attend_plainly(q[some], k[some], v[some], dropout, window) for some in rows])
+    if mask is None and window is not None and window < T:
+        mask = visible(T, window, q.device)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=T > 1 and mask is None, scale=scale
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=T > 1 and mask is None, enable_gqa=q.size(1) != k.size(1)
     )
 
 
-def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float | None) -> Tensor:
-    T = q.size(2)
-    later = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
-    scores = (q * (scale or 1 / math.sqrt(q.size(-1)))) @ k.transpose(2, 3) + later  # (B, H, T, T)
-    return F.dropout(scores.softmax(-1), dropout) @ v
+def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, dropout: float, window: int | None) -> Tensor:
+    B, H, T, D = q.shape
+    K = k.size(1)
+    hidden = torch.zeros((T, T), dtype=q.dtype, device=q.device)
+    hidden.masked_fill_(~visible(T, window, q.device), -math.inf)
+    # Heads that share keys and values are one head of as many more positions.
+    scores = (q * (1 / math.sqrt(D))).reshape(B, K, -1, D) @ k.transpose(2, 3)
+    scores = scores.view(B, H, T, T) + hidden
+    pattern = F.dropout(scores.softmax(-1), dropout)
+    return (pattern.view(B, K, -1, T) @ v).view(B, H, T, D)
 
 
-def rotary_table(block_size: int, width: int) -> Tensor:
-    """Cosines and sines of the angles by which each pair of a head's ``width`` numbers is rotated at each position, (2,
-    block_size, width / 2): p / 10000^(2i / width) (Su et al. 2021, §3.2.2)."""
-    position = torch.arange(block_size, dtype=torch.float64)[:, None]
-    angle = position * 10_000 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+def visible(T: int, window: int | None, device: torch.device) -> Tensor:
+    """True where a position sees another, (T, T): itself and those before it, with a window the last so many."""
+    sees = torch.ones((T, T), dtype=torch.bool, device=device).tril_()
+    return sees if window is None or window >= T else sees.triu_(1 - window)
+
+
+def rotary_table(positions: int, config: GPTConfig) -> Tensor:
+    """Cosines and sines of the angles by which each pair of a head's D numbers is rotated at each position, (2,
+    positions, D / 2): p / base^(2i / D) (Su et al. 2021, §3.2.2)."""
+    width = config.head_size
+    rates = config.rope_base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    if config.rope_scaling is not None:
+        rates = _stretched(rates, config.rope_scaling)
+    angle = torch.arange(positions, dtype=torch.float64)[:, None] * rates
     return torch.stack([torch.cos(angle), torch.sin(angle)]).float()
+
+
+def _stretched(rates: Tensor, scaling: RopeScaling) -> Tensor:
+    """The rates of rotation, in radians a position, for a context that is stretched as Llama 3.1's."""
+    turns = scaling.original * rates / (2 * math.pi)
+    kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    return rates * (kept + (1 - kept) / scaling.factor)
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:

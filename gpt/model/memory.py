@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gpt.config import Activation, GPTConfig
+from gpt.config import GPTConfig, Mlp
 from gpt.model.params import Kind, counts, parameters
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -27,7 +27,7 @@ FLOAT = 4
 LOGITS = 12  # a logit in the backward pass: the log-softmax, the gradient of it and that of the logit, all float32
 # Numbers of the MLP's inside that an activation adds to what its input and output take, while its gradient is computed:
 # that of its input; of a square, with the three products that give its derivative.
-ACTIVATION_GRADIENT: dict[Activation, int] = {"gelu": 1, "relu2": 3}
+ACTIVATION_GRADIENT: dict[Mlp, int] = {"gelu": 1, "swiglu": 3}
 MUON_COPIES = 3.5  # of the stack of matrices that goes through the iteration at once, which the iteration holds
 MUON_GATHERED = 5.5  # of the matrices that a rank works on, where they came from others
 USABLE = 0.9  # of a GPU's memory; the rest is for CUDA's context, the buffers of cuBLAS and NCCL, and fragmentation
@@ -213,7 +213,7 @@ def _gradient(config: GPTConfig, setup: Setup) -> int:
     kept; of a square, with the three products that give its derivative; and the residual stream's, in the dtype of
     products."""
     s = setup.width
-    inside = ACTIVATION_GRADIENT[config.activation] * s * (config.mlp_width // setup.tensor)
+    inside = ACTIVATION_GRADIENT[config.mlp] * s * (config.mlp_width // setup.tensor)
     return inside + (s * config.n_embd if setup.autocast else 0)
 
 

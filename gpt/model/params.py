@@ -9,12 +9,13 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from gpt.config import PRESETS, GPTConfig
 
 Shape = tuple[int, ...]
-Kind = Literal["embedding", "positions", "linear", "bias", "norm"]
+Kind = Literal["embedding", "positions", "linear", "bias", "norm", "unembedding"]
+SLACK = 64  # positions that a step of a windowed layer may append, and that may be taken back
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Parameter:
     in_blocks: bool = True
     split: int | None = None  # the axis that tensor-parallel ranks divide; None: each rank has all of it
     unit: int = 1  # rows or columns along ``split`` that stay together: a head's
-    fused: tuple[int, ...] = ()  # rows of each of the matrices that lie below each other: query, key, value
+    fused: tuple[int, ...] = ()  # rows of each of the matrices that lie below each other: query, key, value; gate, up
     matrices: tuple[str, ...] = ()  # its rows of the GPT-3 table; of fused ones each its own
     trained: bool = True  # False for a fixed table of positions, which only checkpoints hold
 
@@ -46,36 +47,37 @@ class Parameter:
         """Whether AdamW decays it: no bias and no LayerNorm."""
         return len(self.shape) > 1
 
-    @property
-    def stored(self) -> Shape:
-        """Its shape in a checkpoint: GPT-2's layout has linear weights transposed, (in, out)."""
-        return self.shape[::-1] if self.is_matrix else self.shape
-
 
 @functools.lru_cache(maxsize=64)
 def parameters(config: GPTConfig) -> tuple[Parameter, ...]:
     """The parameters of a decoder of this shape, in the model's order, those of the blocks once.
 
-    The unembedding is the embedding and has none. The rows of the GPT-3 table: Value-Up and Value-Down are the head's
-    factors of the value map, in the usual names W_V and W_O.
+    A tied unembedding is the embedding and has none. The rows of the GPT-3 table: Value-Up and Value-Down are the
+    head's factors of the value map, in the usual names W_V and W_O.
     """
-    C, head = config.n_embd, config.head_size
+    C, head, V = config.n_embd, config.head_size, config.vocab_size
     heads, hidden = config.n_head * head, config.mlp_width
     cached = config.kv_heads * head
-    fused, qkv = (heads, cached, cached), ("Query", "Key", "Value-Up")
-    found = [Parameter("wte.weight", (config.vocab_size, C), "embedding", in_blocks=False, matrices=("Embedding",))]
+    qkv, shares = (heads, cached, cached), ("Query", "Key", "Value-Up")
+    gated, inside = config.mlp == "swiglu", ("Gate-Projection", "Up-Projection")
+    ups = (hidden, hidden) if gated else ()
+    some, every = config.biases != "none", config.biases == "all"
+    found = [Parameter("wte.weight", (V, C), "embedding", in_blocks=False, matrices=("Embedding",))]
     if config.positions != "rotary":
         trained = config.positions == "learned"
         found.append(Parameter("wpe.weight", (config.block_size, C), "positions", in_blocks=False, trained=trained))
     found += [
-        *_norm("ln_1", C),
-        *_linear("attn.c_attn", sum(fused), C, config.biases, 0, head, fused, qkv),
-        *_linear("attn.c_proj", C, heads, config.biases, 1, head, matrices=("Value-Down",)),
-        *_norm("ln_2", C),
-        *_linear("mlp.c_fc", hidden, C, config.biases, 0, matrices=("Up-Projection",)),
-        *_linear("mlp.c_proj", C, hidden, config.biases, 1, matrices=("Down-Projection",)),
-        *_norm("ln_f", C, in_blocks=False),
+        *_norm("ln_1", C, config),
+        *_linear("attn.c_attn", sum(qkv), C, some, 0, head, qkv, shares),
+        *([*_norm("attn.q_norm", head), *_norm("attn.k_norm", head)] if config.qk_norm else []),
+        *_linear("attn.c_proj", C, heads, every, 1, head, matrices=("Value-Down",)),
+        *_norm("ln_2", C, config),
+        *_linear("mlp.c_fc", sum(ups) or hidden, C, every, 0, 1, ups, inside if gated else inside[1:]),
+        *_linear("mlp.c_proj", C, hidden, every, 1, matrices=("Down-Projection",)),
+        *_norm("ln_f", C, config, in_blocks=False),
     ]
+    if not config.tied:
+        found.append(Parameter("lm_head.weight", (V, C), "unembedding", in_blocks=False, matrices=("Unembedding",)))
     return tuple(found)
 
 
@@ -95,8 +97,10 @@ def _linear(
     return [weight, added] if bias else [weight]
 
 
-def _norm(name: str, width: int, in_blocks: bool = True) -> list[Parameter]:
-    return [Parameter(f"{name}.{part}", (width,), "norm", in_blocks) for part in ("weight", "bias")]
+def _norm(name: str, width: int, config: GPTConfig | None = None, in_blocks: bool = True) -> list[Parameter]:
+    """The weights of a norm, and the β of a LayerNorm; without a config it is an RMSNorm of queries or keys."""
+    parts = ("weight", "bias") if config is not None and config.norm == "layernorm" else ("weight",)
+    return [Parameter(f"{name}.{part}", (width,), "norm", in_blocks) for part in parts]
 
 
 def named_parameters(config: GPTConfig) -> dict[str, Parameter]:
@@ -111,7 +115,7 @@ def named_parameters(config: GPTConfig) -> dict[str, Parameter]:
 
 def counts(config: GPTConfig, ranks: int = 1) -> dict[Kind, int]:
     """Trained parameters by kind, on one of ``ranks`` that share each sequence (`gpt.parallel.tensor`)."""
-    found: dict[Kind, int] = {"embedding": 0, "positions": 0, "linear": 0, "bias": 0, "norm": 0}
+    found: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
     for p in parameters(config):
         copies = config.n_layer if p.in_blocks else 1
         found[p.kind] += p.trained * copies * p.numel // (1 if p.split is None else ranks)
@@ -132,11 +136,11 @@ class Breakdown:
     """The parameters of a shape by group. ``trainable = total_weights - tied + positions + biases + layer_norms``."""
 
     rows: list[Row]
-    total_weights: int  # the sum of the rows, the unembedding counted although it is the embedding
-    tied: int  # what tying the unembedding to the embedding saves
+    total_weights: int  # the sum of the rows, the unembedding counted even where it is the embedding
+    tied: int  # what tying the unembedding to the embedding saves; 0 where it is not tied
     positions: int  # the trained table of positions; 0 for a fixed one
     biases: int  # of the linear layers
-    layer_norms: int  # γ and β of every LayerNorm
+    layer_norms: int  # γ and β of every LayerNorm; γ of every RMSNorm
 
     @property
     def trainable(self) -> int:
@@ -147,13 +151,15 @@ class Breakdown:
 def breakdown(config: GPTConfig) -> Breakdown:
     """The parameters of a decoder of this shape, in the rows of the GPT-3 table."""
     C, V, by_kind = config.n_embd, config.vocab_size, counts(config)
-    embedding = Row("Embedding", f"{C:,} × {V:,}", by_kind["embedding"])
+    embedding, unembedding = (
+        Row(name, f"{a:,} × {b:,}", V * C) for name, a, b in (("Embedding", C, V), ("Unembedding", V, C))
+    )
     rows = [row for p in parameters(config) if p.is_matrix for row in _rows(p, config.n_layer)]
-    rows = [embedding, *rows, Row("Unembedding", f"{V:,} × {C:,}", by_kind["embedding"])]
+    rows = [embedding, *rows, unembedding]
     return Breakdown(
         rows=rows,
         total_weights=sum(row.parameters for row in rows),
-        tied=by_kind["embedding"],
+        tied=by_kind["embedding"] if config.tied else 0,
         positions=by_kind["positions"],
         biases=by_kind["bias"],
         layer_norms=by_kind["norm"],
@@ -178,29 +184,46 @@ def flops_per_token(config: GPTConfig, context: int, adapters: int = 0) -> int:
 
     As in PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT: each of the N parameters of a matrix product is
     multiplied and added once going forward and twice going back; scores and weighted sums of attention add 12·L·C·T,
-    as if every position saw all T. N counts all parameters but the table of positions, which is only added; the
-    embedding counts once, as the unembedding. What is computed anew, or masked out, does not change this number.
-    With ``adapters``, as many parameters are trained and the rest is not: it needs no gradients of its own, 4 N.
+    as if every position saw all T, of a windowed layer those in the window. N counts all parameters but the table of
+    positions, which is only added; the embedding counts once, as the unembedding. What is computed anew, or masked out,
+    does not change this number. With ``adapters``, as many parameters are trained and the rest is not: it needs no
+    gradients of its own, 4 N.
     """
-    parts = breakdown(config)
-    n = parts.trainable - parts.positions
-    attention = 12 * config.n_layer * config.n_embd * context
-    return (4 * n + 6 * adapters if adapters else 6 * n) + attention
+    n = _multiplied(config)
+    return (4 * n + 6 * adapters if adapters else 6 * n) + 12 * _seen(config, context)
 
 
 def flops_sampled(config: GPTConfig, context: int) -> int:
     """Floating-point operations that computing one more position needs after ``context`` of them in the cache:
     2 N + 4·L·C·T, the forward pass's part of `flops_per_token`."""
-    parts = breakdown(config)
-    return 2 * (parts.trainable - parts.positions) + 4 * config.n_layer * config.n_embd * context
+    return 2 * _multiplied(config) + 4 * _seen(config, context)
+
+
+def _multiplied(config: GPTConfig) -> int:
+    """Parameters that a position is multiplied by: all but the table of positions, and an untied embedding."""
+    own = counts(config)
+    return sum(own.values()) - own["positions"] - (0 if config.tied else own["embedding"])
+
+
+def _seen(config: GPTConfig, context: int) -> int:
+    """Numbers of all layers' keys that a position at the end of ``context`` meets: L·C·T where every layer is dense and
+    heads share the width."""
+    return config.n_head * config.head_size * sum(min(context, window or context) for window in config.windows)
+
+
+def cache_columns(window: int | None, positions: int) -> int:
+    """Columns that a layer's cache needs for so many positions: all of them, or those of its window and `SLACK`."""
+    return positions if window is None else min(positions, window + SLACK)
 
 
 def cache_bytes(config: GPTConfig, positions: int, width: int) -> int:
-    """Bytes of the keys and values of so many positions, of ``width`` bytes a number (`gpt.model.cache`)."""
-    return 2 * width * config.n_layer * config.kv_heads * config.head_size * positions
+    """Bytes of the keys and values of a text of so many positions, of ``width`` bytes a number (`gpt.model.cache`)."""
+    columns = sum(cache_columns(window, positions) for window in config.windows)
+    return 2 * width * config.kv_heads * config.head_size * columns
 
 
 def nearest_preset(config: GPTConfig) -> str:
-    """The preset nearest in size, whose batch and rate are a model's usual ones."""
+    """The preset of GPT-2 and GPT-3 nearest in size, whose batch and rate are a model's usual ones."""
     size = breakdown(config).trainable
-    return min(PRESETS, key=lambda name: abs(math.log(breakdown(PRESETS[name].model).trainable / size)))
+    sizes = [name for name, preset in PRESETS.items() if preset.model.layout == "gpt2"]
+    return min(sizes, key=lambda name: abs(math.log(breakdown(PRESETS[name].model).trainable / size)))

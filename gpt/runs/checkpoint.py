@@ -12,7 +12,7 @@ from gpt.config import GPT2_VOCAB, GPTConfig
 from gpt.errors import UserError
 from gpt.files import disk_errors, is_file_name, read_json, reading, side_by_side, to_json, whole_folder, write_pieces
 from gpt.model import lora
-from gpt.model.decoder import GPT, rotary_table
+from gpt.model.decoder import GPT, ROPE_TABLE, rotary_table
 from gpt.model.params import named_parameters, parameters
 from gpt.runs import adapter, folder, hf, tensors
 from gpt.text.tokenizer import Tokenizer, describe, gpt2_tokenizer
@@ -59,7 +59,6 @@ def contents(
     eot = tokenizer.tokenizer.eot
     own = {
         "format": FORMAT,
-        "arch": config.arch,
         "positions": config.positions,
         "tokenizer": describe(tokenizer.tokenizer),
         **meta,
@@ -163,9 +162,6 @@ def _describe(path: Path) -> tuple[GPTConfig, dict[str, Any]]:
     if ours and meta.get("format") != FORMAT:
         raise UserError(f"{path} has format {meta.get('format')!r}; this program reads format {FORMAT}", "update gpt")
     config = hf.load_config(path)
-    if ours and meta.get("arch") != config.arch:
-        said = str(meta.get("arch"))
-        raise UserError(f"{path} is damaged: gpt.json says {said[:40]!r}, and config.json {config.arch!r}", folder.HINT)
     return config, meta
 
 
@@ -215,7 +211,7 @@ def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None])
     table = named_parameters(shape)
 
     def keep(name: str, tensor: Tensor) -> Tensor:
-        if name == hf.UNEMBEDDING or not table[name].trained:
+        if name not in table or not table[name].trained:
             return tensor
         whole = tensor.t() if table[name].is_matrix else tensor
         put(name, (whole[: shape.block_size] if name == "wpe.weight" else whole).float())
@@ -231,11 +227,11 @@ def open_tensors(
     the configuration first."""
     files = _weight_files(path)
     _check_size(path, config)
-    unembedding = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)}
+    unembedding = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)} if config.tied else {}
     found = tensors.read(
         files, hf.stored_shapes(config), "config.json", ours=hf.our_name, optional=unembedding, keep=keep
     )
-    other = found.pop(hf.UNEMBEDDING, None)
+    other = found.pop(hf.UNEMBEDDING, None) if config.tied else None
     if other is not None and not torch.equal(other, found["wte.weight"]):
         raise UserError(f"{path}: its unembedding is not its embedding; this decoder ties them")
     return found
@@ -265,6 +261,7 @@ def _build(config: GPTConfig, weights: dict[str, Tensor], device: torch.device, 
         for name, tensor in weights.items()
     }
     if config.positions == "rotary":
-        model.register_buffer("rope", rotary_table(config.block_size, config.head_size), persistent=False)
+        rope = rotary_table(min(config.block_size, ROPE_TABLE), config)
+        model.register_buffer("rope", rope, persistent=False)
     model.load_state_dict(state, assign=True)
     return model.to(device).eval()

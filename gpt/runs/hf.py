@@ -5,15 +5,16 @@ architecture has the same layout and says in ``config.json`` that it is no GPT-2
 """
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from gpt.config import GPTConfig
+from gpt.config import GPTConfig, RopeScaling
 from gpt.errors import UserError
 from gpt.files import read_json
 from gpt.model.params import Shape, named_parameters
 from gpt.runs import folder
+from gpt.settings import checked
 
 PREFIX = "transformer."  # before every name but the unembedding's, in what transformers saves today
 UNEMBEDDING = "lm_head.weight"
@@ -37,23 +38,16 @@ _NAMES = {
     "layer_norm_epsilon": "layer_norm_epsilon",
 }
 # What a model that is no GPT-2 says beside these. A setting that came later has a default where it isn't said.
-_ALWAYS = ("arch", "positions", "dropout")
+_ALWAYS = ("positions", "dropout")
 _OWN = dict.fromkeys([*_ALWAYS, *(each.name for each in fields(GPTConfig) if each.name not in _NAMES)])
-
-
-def is_gpt2(config: GPTConfig) -> bool:
-    """Whether transformers' GPT-2 computes the same."""
-    theirs = (True, False, "gelu", config.n_head, 4 * config.n_embd)
-    computed = (config.biases, config.qk_norm, config.activation, config.kv_heads, config.mlp_width)
-    return computed == theirs and config.positions != "rotary"
 
 
 def to_hf_config(config: GPTConfig, eot: int) -> dict[str, Any]:
     """``config.json``, for `transformers.GPT2LMHeadModel` where it is a GPT-2. A sine table is stored as ``wpe``, as a
     learned one is."""
     values = {theirs: getattr(config, ours) for ours, theirs in _NAMES.items()}
-    if not is_gpt2(config):
-        own = {name: getattr(config, name) for name in _OWN}
+    if config.layout != "gpt2":
+        own = {name: value for name, value in asdict(config).items() if name in _OWN}
         return {"architectures": ["GPT"], "model_type": OWN_TYPE, **values, **own, "dtype": "float32"}
     fixed = {key: allowed[0] for key, allowed in _FIXED.items()}
     return {
@@ -102,7 +96,10 @@ def _from_own_config(values: Mapping[str, Any], where: str) -> GPTConfig:
         raise UserError(f"{where} has no {missing[0]}")
     found = {ours: values[theirs] for ours, theirs in _NAMES.items()}
     try:
-        return GPTConfig(**found, **{name: values[name] for name in _OWN if name in values})
+        own = {name: values[name] for name in _OWN if name in values}
+        if isinstance(own.get("rope_scaling"), dict):
+            own["rope_scaling"] = checked(RopeScaling, own["rope_scaling"], where)
+        return GPTConfig(**found, **own)
     except UserError as error:
         raise UserError(f"{where}: {error.message}", error.hint) from None
 
@@ -110,7 +107,9 @@ def _from_own_config(values: Mapping[str, Any], where: str) -> GPTConfig:
 def load_config(path: Path) -> GPTConfig:
     """The shape of the model in a checkpoint folder; `UserError` where it is of another kind. Opens no weights."""
     config = from_hf_config(read_json(path / "config.json"), str(path / "config.json"))
-    if is_gpt2(config) and (path / folder.META).exists():  # GPT-2's layout has no word for a table that is fixed
+    if (
+        config.layout == "gpt2" and (path / folder.META).exists()
+    ):  # GPT-2's layout has no word for a table that is fixed
         config = replace(config, positions=read_json(path / folder.META).get("positions", ""))
     return config
 
@@ -123,4 +122,4 @@ def our_name(theirs: str) -> str | None:
 
 def stored_shapes(config: GPTConfig) -> dict[str, Shape]:
     """Every tensor of a checkpoint by our name, with its shape as it is stored: (in, out) for linear weights."""
-    return {name: p.stored for name, p in named_parameters(config).items()}
+    return {name: p.shape[::-1] if p.is_matrix else p.shape for name, p in named_parameters(config).items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.optim import AdamW
 
-from gpt.config import GPTConfig, Optimizer, Preset, TrainConfig
+from gpt.config import ARCHITECTURES, GPTConfig, Optimizer, Preset, TrainConfig
 from gpt.errors import UserError
 from gpt.model import lora
 from gpt.model.decoder import GPT
@@ -67,16 +67,16 @@ def find_init(config: TrainConfig) -> InitCheckpoint | None:
 
 
 def _check_shape(config: TrainConfig, model: GPTConfig) -> None:
-    """Raises `UserError` for options that contradict the checkpoint's shape. ``--arch gpt2`` is the default, and so no
-    contradiction."""
+    """Raises `UserError` for options that contradict the checkpoint's shape."""
     hint = "leave it out: --init takes shape and vocabulary from the checkpoint"
     if config.preset != "auto":
         raise UserError(f"--preset {config.preset} contradicts --init {config.init}", hint)
     if config.tokenizer != "auto":
         raise UserError(f"--tokenizer {config.tokenizer} contradicts --init {config.init}, which has its own", hint)
-    if config.arch not in (TrainConfig.arch, model.arch):
-        raise UserError(f"--arch {config.arch} contradicts --init {config.init}: it is {model.arch}", hint)
-    for name in (each.name for each in fields(GPTConfig) if each.name not in ("arch", "block_size", "dropout")):
+    asked_arch = ARCHITECTURES[config.arch] if config.arch else {}
+    if any(getattr(model, name) != value for name, value in asked_arch.items() if name in ("norm", "qk_norm")):
+        raise UserError(f"--arch {config.arch} contradicts --init {config.init}: it is of another one", hint)
+    for name in (each.name for each in fields(GPTConfig) if each.name not in ("block_size", "dropout")):
         asked, has = getattr(config, name, None), getattr(model, name)
         if asked is not None and asked != has:
             raise UserError(f"--{name.replace('_', '-')} {asked} contradicts --init {config.init}: it has {has}", hint)

@@ -62,7 +62,7 @@ class Objective(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss of inputs x and targets y, (rows, T)."""
-        return self.loss(self.model.trunk(x), self.model.wte.weight, y, self.chunk)
+        return self.loss(self.model.trunk(x), self.model.unembedding, y, self.chunk)
 
 
 class Stepper:
