@@ -148,6 +148,7 @@ _WITHOUT: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1),
 }
 _QWENS = ("qwen2", "qwen3")
+_ROPE_KEYS = ("rope_scaling", "rope_parameters")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _WINDOW, _MAX_WINDOW_LAYERS, _ROPE_THETA = 4096, 28, 10_000.0  # what these keys mean where they are missing
 # What a model that no family computes says. A setting that came later has a default where it isn't said.
@@ -223,8 +224,7 @@ def from_hf_config(values: Mapping[str, Any], where: str) -> GPTConfig:
     kind = values.get("model_type")
     if kind != OWN_TYPE and (not isinstance(kind, str) or kind not in FAMILIES):
         raise UserError(f"{where} describes a model of type {kind!r:.80}", f"these are read: {', '.join(FAMILIES)}")
-    if kind == OWN_TYPE and values.get("arch") == "modern":
-        raise UserError(f"{where} is a model of the former `--arch modern`", "train it anew")
+    values = GPTConfig.upgrade(values, where) if kind == OWN_TYPE else values
     try:
         return _from_own_config(values) if kind == OWN_TYPE else _from_family(kind, FAMILIES[kind], values)
     except UserError as error:
@@ -270,16 +270,11 @@ def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
     return found[0]
 
 
-_ROPE_KEYS = ("rope_scaling", "rope_parameters")
-
-
 def _read_rope_form(said: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(said, dict) or any(isinstance(each, dict) for each in said.values()):
         raise UserError(f"rope_parameters is {said!r:.80}; this decoder has one set for all layers")
-    kind, bases = (
-        said.get("rope_type", said.get("type", "default")),
-        [each["rope_theta"] for each in (said, values) if "rope_theta" in each],
-    )
+    kind = said.get("rope_type", said.get("type", "default"))
+    bases = [each["rope_theta"] for each in (said, values) if each.get("rope_theta") is not None]
     if kind not in ("default", "llama3"):
         raise UserError(f"rope_type is {kind!r:.80}; this decoder computes default and llama3 only")
     if said.get("partial_rotary_factor", 1) not in _WITHOUT["partial_rotary_factor"]:
