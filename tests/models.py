@@ -2,32 +2,32 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpt.config import GPTConfig
+from gpt.config import Arch, GPTConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
 from gpt.decoding.logits import Token
 from gpt.device import Compute
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
-from gpt.runs import hf
+from gpt.runs import checkpoint
 from gpt.sample_config import SampleConfig
 
 if TYPE_CHECKING:
-    from transformers import GPT2LMHeadModel
+    from transformers import PreTrainedModel
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 EOT = 49
 PROMPTS = [[1, 2, 3], [4], list(range(12)), [9, 9, 9, 9], list(range(30)), [5, 6], [7]]
 
 
-def tiny_model(block_size: int = 16, positions: str = "learned", arch: str = "gpt2") -> GPT:
+def tiny_model(block_size: int = 16, positions: str = "learned", arch: Arch = "gpt2", **properties: Any) -> GPT:
     """A model of 50 ids, none of whose parameters has its initial value."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig.of(arch, 50, block_size, 2, 2, 16, positions=positions)).eval()  # type: ignore[arg-type]
+    model = GPT(GPTConfig.of(arch, 50, block_size, 2, 2, 16, positions=positions, **properties)).eval()
     for parameter in model.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return model
@@ -51,15 +51,10 @@ def batched(model: GPT, requests: list[Request], config: SampleConfig, rows: int
     return found
 
 
-def ours_with(theirs: "GPT2LMHeadModel", config: GPTConfig) -> GPT:
+def ours_with(theirs: "PreTrainedModel", config: GPTConfig) -> GPT:
     """Our model with the weights of one of transformers'."""
     model = GPT(config).eval()
-    state, table = {}, named_parameters(config)
-    for name, tensor in theirs.state_dict().items():
-        ours = hf.our_name(name)
-        if ours is not None and ours != hf.UNEMBEDDING:
-            state[ours] = tensor.t() if table[ours].is_matrix else tensor
-    model.load_state_dict(state)
+    model.load_state_dict(dict(checkpoint.from_stored(config, theirs.state_dict().__getitem__)))
     return model
 
 

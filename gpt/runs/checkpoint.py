@@ -1,6 +1,7 @@
 """Reads and writes checkpoint folders: weights and tokenizer in the layout of `gpt.runs.hf`, safetensors only."""
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def contents(
     }
     return {
         **tokenizer.files,
-        "config.json": to_json(hf.to_hf_config(config, eot)),
+        "config.json": to_json(hf.to_hf_config(config, eot, eot)),
         "generation_config.json": to_json({"bos_token_id": eot, "eos_token_id": eot}),
         folder.META: to_json(own),
         **(store or _weights)(config, arrays),
@@ -79,12 +80,11 @@ def contents(
 
 def _weights(config: GPTConfig, arrays: tensors.Arrays) -> Files:
     """The files of a model's weights."""
-    table = named_parameters(config)
     parts: list[dict[str, tensors.Array | tensors.Deferred]] = [{}]
-    for name, array in arrays.items():
+    for name, array in to_stored(config, arrays).items():
         if parts[-1] and tensors.nbytes(parts[-1]) + array.nbytes > MOST_BYTES:
             parts.append({})
-        parts[-1][hf.PREFIX + name] = array.T if table[name].is_matrix else array
+        parts[-1][name] = array
     if len(parts) == 1:
         return {MODEL: parts[0]}
     files = {f"model-{n:05}-of-{len(parts):05}.safetensors": part for n, part in enumerate(parts, 1)}
@@ -93,6 +93,35 @@ def _weights(config: GPTConfig, arrays: tensors.Arrays) -> Files:
         "weight_map": {name: file for file, part in files.items() for name in part},
     }
     return {**files, INDEX: to_json(index)}
+
+
+def to_stored(config: GPTConfig, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's arrays or tensors by the names that its layout has for them, as they are stored: views, or deferred."""
+    found: dict[str, Any] = {}
+    for name, together in _by_parameter(config):
+        rows = [each.rows for each in together.values() if each.rows is not None]
+        if not rows:
+            parts = [ours[name]]
+        elif isinstance(ours[name], tensors.Deferred):
+            parts = ours[name].split(rows)
+        else:
+            parts = [ours[name][each] for each in rows]
+        for (theirs, stored), part in zip(together.items(), parts, strict=True):
+            found[theirs] = part.T if stored.transposed else part
+    return found
+
+
+def from_stored(config: GPTConfig, get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yields each parameter by our name, of the tensors that ``get`` returns by their names in the layout. One that is
+    stored by itself is a view of that tensor."""
+    for name, together in _by_parameter(config):
+        parts = [get(theirs).t() if stored.transposed else get(theirs) for theirs, stored in together.items()]
+        yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _by_parameter(config: GPTConfig) -> Iterator[tuple[str, dict[str, hf.Stored]]]:
+    for name, some in itertools.groupby(hf.stored_tensors(config).items(), key=lambda item: item[1].ours):
+        yield name, dict(some)
 
 
 def fixed(model: GPT) -> dict[str, Tensor]:
@@ -140,7 +169,7 @@ def load(
         added, roles = adapter.tensors(path, config, said.rank)
         lora.merge(model, added, said.scale, roles)
     else:
-        model = _build(shape or config, open_tensors(path, config), device, dtype)
+        model = _build(shape or config, read_parameters(path, config), device, dtype)
     return Checkpoint(model, load_tokenizer(home, config, meta))
 
 
@@ -215,32 +244,28 @@ def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None])
         return
     config, _ = _describe(path)
     table = named_parameters(shape)
-
-    def keep(name: str, tensor: Tensor) -> Tensor:
-        if name not in table or not table[name].trained:
-            return tensor
-        whole = tensor.t() if table[name].is_matrix else tensor
-        put(name, (whole[: shape.block_size] if name == "wpe.weight" else whole).float())
-        return tensor if name == "wte.weight" else tensor[:0].clone()
-
-    open_tensors(path, config, keep)
+    for name, whole in read_parameters(path, config):
+        if table[name].trained:
+            put(name, (whole[: shape.block_size] if name == "wpe.weight" else whole).float())
 
 
-def open_tensors(
-    path: Path, config: GPTConfig, keep: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
-) -> dict[str, Tensor]:
-    """Reads every tensor by our name, as stored, or as ``keep`` returns it. Names, shapes and dtypes are compared with
-    the configuration first."""
+def read_parameters(path: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yields each parameter by our name, in the dtype of the files: a view of a mapped file where it is stored by
+    itself. Before any is read, names, shapes and dtypes of all are compared with the configuration."""
     files = _weight_files(path)
     _check_size(path, config)
-    unembedding = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)} if config.tied else {}
-    found = tensors.read(
-        files, hf.stored_shapes(config), "config.json", ours=hf.our_name, optional=unembedding, keep=keep
+    found = tensors.find(
+        files,
+        {name: each.shape for name, each in hf.stored_tensors(config).items()},
+        "config.json",
+        ours=lambda theirs: hf.full_name(theirs, config),
+        optional={hf.UNEMBEDDING: (config.vocab_size, config.n_embd)},
     )
-    other = found.pop(hf.UNEMBEDDING, None) if config.tied else None
-    if other is not None and not torch.equal(other, found["wte.weight"]):
-        raise UserError(f"{path}: its unembedding is not its embedding; this decoder ties them")
-    return found
+    for name, whole in from_stored(config, lambda theirs: found[theirs].mapped()):
+        other = found.get(hf.UNEMBEDDING) if config.tied and name == "wte.weight" else None
+        if other is not None and not torch.equal(other.mapped(), whole):
+            raise UserError(f"{path}: its unembedding is not its embedding; config.json says they are tied")
+        yield name, whole
 
 
 def _check_size(path: Path, config: GPTConfig) -> None:
@@ -253,19 +278,16 @@ def _check_size(path: Path, config: GPTConfig) -> None:
         )
 
 
-def _build(config: GPTConfig, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> GPT:
+def _build(config: GPTConfig, weights: Iterable[tuple[str, Tensor]], device: torch.device, dtype: torch.dtype) -> GPT:
     """Builds a model with these weights, for evaluation. Nothing is initialized only to be overwritten."""
     with torch.device("meta"):
         model = GPT(config)
-    if "wpe.weight" in weights:
-        weights["wpe.weight"] = weights["wpe.weight"][: config.block_size].clone()
+    state = {}
+    for name, tensor in weights:
+        whole = tensor[: config.block_size].clone() if name == "wpe.weight" else tensor
+        state[name] = whole.to(dtype).contiguous()
     if config.positions == "sinusoidal":
-        model.register_buffer("sine", weights.pop("wpe.weight").to(dtype), persistent=False)
-    table = named_parameters(config)
-    state = {
-        name: (tensor.t() if table[name].is_matrix else tensor).to(dtype).contiguous()
-        for name, tensor in weights.items()
-    }
+        model.register_buffer("sine", state.pop("wpe.weight"), persistent=False)
     if config.positions == "rotary":
         rope = rotary_table(min(config.block_size, ROPE_TABLE), config)
         model.register_buffer("rope", rope, persistent=False)
