@@ -627,7 +627,7 @@ class TrainConfig(TextConfig):
             if self.lora_rank is None and getattr(self, name) not in (None, False):
                 raise UserError(f"--{name.replace('_', '-')} needs --lora-rank", "8 is usual: --lora-rank 8")
         words = (*LORA_GROUPS, *LORA_ROLES)
-        for word in (self.lora_targets or "all").split(","):
+        for word in ("all" if self.lora_targets is None else self.lora_targets).split(","):
             if word not in words:
                 raise UserError(f'lora-targets: there is no "{word}"', did_you_mean(word, words))
 

@@ -1,8 +1,8 @@
 """Low-rank adapters (Hu et al. 2021): W is frozen, and the linear map computes W + s · B A, where B A has rank R.
 
 A map may be several matrices below each other: query, key and value; gate and up. Where the layout of the family stores
-them apart (`GPTConfig.layout`), each of these *parts* has an adapter of its own, as in PEFT. In memory the parts of a
-map share two tensors: ``a`` has their A below each other, (P R, in), and ``b`` their B, (rows of all parts, R).
+them apart (`GPTConfig.layout`), each of these M has an adapter of its own, as in PEFT. In memory those of a map share
+two tensors: ``a`` has their A below each other, (M R, in), and ``b`` their B, (rows of all, R).
 """
 
 import itertools
@@ -31,7 +31,7 @@ STORED_FUSED = ("gpt2", "gpt")  # layouts that store query, key and value as one
 
 
 @dataclass(frozen=True)
-class Part:
+class AdaptedMatrix:
     """Rows of a linear map that have an adapter of their own: those of one role, or of all roles of a map that is
     stored as one tensor."""
 
@@ -41,15 +41,15 @@ class Part:
 
 
 class LowRank(nn.Linear):
-    """A linear map with its own weights, frozen, and an adapter for each of its ``parts``."""
+    """A linear map with its own weights, frozen, and an adapter for each of its ``matrices``."""
 
-    def __init__(self, linear: nn.Linear, rank: int, scale: float, parts: Sequence[Part]) -> None:
+    def __init__(self, linear: nn.Linear, rank: int, scale: float, matrices: Sequence[AdaptedMatrix]) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would make new weights
         self.in_features, self.out_features, self.scale = linear.in_features, linear.out_features, scale
         self.weight, self.bias = linear.weight, linear.bias
-        self.rows = tuple((part.start, part.rows) for part in parts)
+        self.rows = tuple((each.start, each.rows) for each in matrices)
         device = linear.weight.device
-        self.a = nn.Parameter(torch.empty(len(parts) * rank, linear.in_features, device=device))
+        self.a = nn.Parameter(torch.empty(len(matrices) * rank, linear.in_features, device=device))
         self.b = nn.Parameter(
             torch.zeros(sum(n for _, n in self.rows), rank, device=device)
         )  # nothing changes at first
@@ -80,7 +80,7 @@ class _Adapted(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         flat = x.reshape(-1, x.size(-1)).to(dtype)
         a, wide = a.to(dtype), _spread(scale * b, rows, weight.size(0)).to(dtype)
-        low = flat @ a.t()  # (n, P R)
+        low = flat @ a.t()  # (n, M R)
         out = F.linear(flat, weight.to(dtype), None if bias is None else bias.to(dtype))
         out.addmm_(low, wide.t())
         ctx.save_for_backward(flat, low, weight, a, wide)
@@ -91,7 +91,7 @@ class _Adapted(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         flat, low, weight, a, wide = ctx.saved_tensors
         grad = grads[0].reshape(-1, weight.size(0)).to(flat.dtype)
-        back = grad @ wide  # (n, P R)
+        back = grad @ wide  # (n, M R)
         x = None
         if ctx.needs_input_grad[0]:
             x = (grad @ weight.to(grad.dtype)).addmm_(back, a).view(ctx.shape).to(ctx.dtype)
@@ -100,14 +100,14 @@ class _Adapted(torch.autograd.Function):
 
 
 def _spread(b: Tensor, rows: tuple[tuple[int, int], ...], outs: int) -> Tensor:
-    """The B of several parts, (rows of all, R), as one matrix (out, P R), which is 0 but for each part's rows and
-    columns."""
+    """The B of several matrices, (rows of all, R), as one (out, M R), which is 0 but for the rows and columns of
+    each."""
     if len(rows) == 1 and len(b) == outs:
         return b
     rank, at = b.size(1), 0
     wide = b.new_zeros(outs, len(rows) * rank)
-    for part, (start, n) in enumerate(rows):
-        wide[start : start + n, part * rank : (part + 1) * rank] = b[at : at + n]
+    for number, (start, n) in enumerate(rows):
+        wide[start : start + n, number * rank : (number + 1) * rank] = b[at : at + n]
         at += n
     return wide
 
@@ -115,7 +115,9 @@ def _spread(b: Tensor, rows: tuple[tuple[int, int], ...], outs: int) -> Tensor:
 def _gathered(wide: Tensor, rows: tuple[tuple[int, int], ...]) -> Tensor:
     """The opposite of `_spread`."""
     rank = wide.size(1) // len(rows)
-    return torch.cat([wide[start : start + n, part * rank : (part + 1) * rank] for part, (start, n) in enumerate(rows)])
+    return torch.cat(
+        [wide[start : start + n, number * rank : (number + 1) * rank] for number, (start, n) in enumerate(rows)]
+    )
 
 
 def adapt(model: GPT, rank: int, alpha: float, targets: str = "all") -> list[nn.Parameter]:
@@ -123,46 +125,46 @@ def adapt(model: GPT, rank: int, alpha: float, targets: str = "all") -> list[nn.
     torch's global generator."""
     model.requires_grad_(False)
     added = []
-    for name, parts in adapted(model.config, find_roles(targets, model.config)).items():
+    for name, matrices in adapted(model.config, find_roles(targets, model.config)).items():
         parent, _, child = name.rpartition(".")
-        adapter = LowRank(model.get_submodule(name), rank, alpha / rank, parts)  # type: ignore[arg-type]
+        adapter = LowRank(model.get_submodule(name), rank, alpha / rank, matrices)  # type: ignore[arg-type]
         setattr(model.get_submodule(parent), child, adapter)
         added += [adapter.a, adapter.b]
     return added
 
 
 def adapters(model: GPT) -> dict[str, Tensor]:
-    """The tensors of a model's adapters: ``h.0.attn.c_attn.a`` (P R, in), ``h.0.attn.c_attn.b`` (rows, R) …"""
+    """The tensors of a model's adapters: ``h.0.attn.c_attn.a`` (M R, in), ``h.0.attn.c_attn.b`` (rows, R) …"""
     return {name: p.detach() for name, p in model.named_parameters() if name.rpartition(".")[2] in ("a", "b")}
 
 
 def adapter_shapes(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[str, Shape]:
     """The shapes of `adapters` by name."""
     table, shapes = named_parameters(config), dict[str, Shape]()
-    for name, parts in adapted(config, roles).items():
+    for name, matrices in adapted(config, roles).items():
         ins = table[f"{name}.weight"].shape[1]
-        shapes |= {f"{name}.a": (len(parts) * rank, ins), f"{name}.b": (sum(part.rows for part in parts), rank)}
+        shapes |= {f"{name}.a": (len(matrices) * rank, ins), f"{name}.b": (sum(each.rows for each in matrices), rank)}
     return shapes
 
 
 @torch.no_grad()
 def merge(model: GPT, tensors: Mapping[str, Tensor], scale: float, roles: Sequence[str]) -> None:
     """Adds adapters, as `adapters` gives them, to the weights of a model that has none."""
-    for name, parts in adapted(model.config, roles).items():
+    for name, matrices in adapted(model.config, roles).items():
         weight = model.get_submodule(name).weight
         assert isinstance(weight, Tensor)
-        a, b = (tensors[f"{name}.{part}"].to(weight.device) for part in "ab")
-        rows = tuple((part.start, part.rows) for part in parts)
+        a, b = (tensors[f"{name}.{kind}"].to(weight.device) for kind in "ab")
+        rows = tuple((each.start, each.rows) for each in matrices)
         weight += scale * (_spread(b, rows, len(weight)) @ a)
 
 
-def adapted(config: GPTConfig, roles: Sequence[str]) -> dict[str, tuple[Part, ...]]:
-    """The linear maps that have adapters for these roles, by the names of their modules, each with its parts."""
+def adapted(config: GPTConfig, roles: Sequence[str]) -> dict[str, tuple[AdaptedMatrix, ...]]:
+    """The linear maps that have adapters for these roles, by the names of their modules, each with its matrices."""
     found = {}
     for name, p in named_parameters(config).items():
-        parts = tuple(part for part in _parts(p, config) if part.roles[0] in roles) if p.is_matrix else ()
-        if parts:
-            found[name.removesuffix(".weight")] = parts
+        matrices = tuple(each for each in _matrices(p, config) if each.roles[0] in roles) if p.is_matrix else ()
+        if matrices:
+            found[name.removesuffix(".weight")] = matrices
     return found
 
 
@@ -170,7 +172,7 @@ def find_roles(targets: str, config: GPTConfig) -> tuple[str, ...]:
     """The roles that ``--lora-targets`` names, of a model of this shape. Raises `UserError` for one that it does not
     have, and for one that is stored in one tensor with others that are not named."""
     asked = targets.split(",")
-    has = [part.roles for p in parameters(config) if p.is_matrix for part in _parts(p, config)]
+    has = [each.roles for p in parameters(config) if p.is_matrix for each in _matrices(p, config)]
     named = {role for word in asked for role in LORA_GROUPS.get(word, (word,))}
     missing = [word for word in asked if word not in LORA_GROUPS and word not in sum(has, ())]
     if missing:
@@ -184,10 +186,11 @@ def find_roles(targets: str, config: GPTConfig) -> tuple[str, ...]:
     return tuple(role for role in LORA_ROLES if role in named and role in sum(has, ()))
 
 
-def _parts(p: Parameter, config: GPTConfig) -> list[Part]:
-    """The parts of a linear map's weight: its fused matrices where they are stored apart, else all of it."""
+def _matrices(p: Parameter, config: GPTConfig) -> list[AdaptedMatrix]:
+    """The matrices of a linear map that have an adapter each: those fused in it where they are stored apart, else the
+    whole of it."""
     roles = tuple(_ROLES[name] for name in p.matrices)
     if not p.fused or config.layout in STORED_FUSED:
-        return [Part(roles, 0, p.shape[0])]
+        return [AdaptedMatrix(roles, 0, p.shape[0])]
     starts = itertools.accumulate(p.fused, initial=0)
-    return [Part((role,), start, rows) for role, start, rows in zip(roles, starts, p.fused, strict=False)]
+    return [AdaptedMatrix((role,), start, rows) for role, start, rows in zip(roles, starts, p.fused, strict=False)]

@@ -53,7 +53,7 @@ class _Frozen(torch.autograd.Function):
         scores = narrow.new_empty(min(chunk, len(x)), len(weight))
         exact = torch.empty_like(scores[:, :vocab_size], dtype=torch.promote_types(narrow.dtype, torch.float32))
         total = exact.new_zeros(())
-        for some, aims, into in zip(*(each.split(chunk) for each in (narrow, targets, grad)), strict=True):
+        for some, aims, into in zip(*(torch.split(each, chunk) for each in (narrow, targets, grad)), strict=True):
             counts, aim, n = (aims != IGNORED)[:, None], aims.clamp(min=0)[:, None], len(some)
             logits, log_p = scores[:n], exact[:n]
             torch.mm(some, weight.t(), out=logits)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,7 +94,9 @@ def read(path: Path) -> Adapter:
     for key in values.keys() - {*_WITHOUT, *_READ, *_IDLE}:
         if values[key]:
             raise UserError(f"{where}: {key:.80} is {values[key]!r:.80}, which is not known here")
-    rank, alpha, by_root = values.get("r"), values.get("lora_alpha"), values.get("use_rslora", False)
+    rank: Any = values.get("r")
+    alpha: Any = values.get("lora_alpha")
+    by_root = values.get("use_rslora", False)
     if type(rank) is not int or not 1 <= rank <= _MOST_RANK:
         raise UserError(f"{where} is damaged: an adapter of rank {rank!r:.80}")
     if type(alpha) not in (int, float) or not 0 <= alpha <= 1e12 or type(by_root) is not bool:
@@ -119,12 +122,13 @@ def _stored(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[str, _St
     """The tensors of adapters for these roles by PEFT's names, in the model's order, those of one of ours in theirs."""
     first = {(each.ours, each.rows.start if each.rows else 0): name for name, each in hf.stored_tensors(config).items()}
     shapes, found = lora.adapter_shapes(config, rank, roles), dict[str, _Stored]()
-    for ours, parts in lora.adapted(config, roles).items():
-        modules = [first[f"{ours}.weight", part.start].removesuffix(".weight") for part in parts]
-        for kind, sizes in (("a", [rank] * len(parts)), ("b", [part.rows for part in parts])):
+    for ours, matrices in lora.adapted(config, roles).items():
+        for kind in "ab":
             end, name = 0, f"{ours}.{kind}"
-            for module, part, rows in zip(modules, parts, sizes, strict=True):
-                place = _Stored(name, (rows, shapes[name][1]), slice(end, end := end + rows), part.roles)
+            for each in matrices:
+                rows = rank if kind == "a" else each.rows
+                place = _Stored(name, (rows, shapes[name][1]), slice(end, end := end + rows), each.roles)
+                module = first[f"{ours}.weight", each.start].removesuffix(".weight")
                 found[f"{_PREFIX}{module}.lora_{kind.upper()}.weight"] = place
     return found
 
@@ -149,7 +153,10 @@ def contents(adapter: Adapter, roles: Sequence[str], config: GPTConfig, ours: fi
         "bias": "none",
         "inference_mode": True,
     }
-    return {folder.ADAPTER: to_json(about), FILE: {name: ours[each.ours][each.rows] for name, each in stored.items()}}
+    return {
+        folder.ADAPTER: to_json(about),
+        FILE: {name: np.asarray(ours[each.ours])[each.rows] for name, each in stored.items()},
+    }
 
 
 def tensors(path: Path, config: GPTConfig, rank: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -171,4 +178,4 @@ def tensors(path: Path, config: GPTConfig, rank: int) -> tuple[dict[str, Tensor]
     joined: dict[str, list[Tensor]] = {}
     for name, each in stored.items():
         joined.setdefault(each.ours, []).append(found[name].float())
-    return {name: torch.cat(parts) for name, parts in joined.items()}, ordered
+    return {name: torch.cat(some) for name, some in joined.items()}, ordered

@@ -100,7 +100,7 @@ class Checkpointer:
         def files() -> Files:
             if self.metrics is not None:
                 self.metrics.sync()
-            whole = checkpoint.contents(recipe.model, weights, self.tokenizer, meta, store)
+            whole = checkpoint.contents(recipe.saved_model, weights, self.tokenizer, meta, store)
             return {**whole, STATE: about, TENSORS: rest}
 
         return files

@@ -1,6 +1,7 @@
 """Fine-tuning: the checkpoint that training starts from, adapters, and the defaults that differ."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ EPOCHS = 3.0  # passes over running text, and over pairs at least
 PAIR_EPOCHS = 20.0  # passes over pairs at most, within the two limits below
 PAIR_TOKENS = 2_000_000
 PAIR_FLOPS = 3e13  # on a CPU, as 6 a parameter and token
+CONTEXT = 1024  # tokens in training, where a model of rotary positions has a longer context
 STEPS, PAIR_STEPS = 100, 400  # batches shrink until the default length has so many steps
 
 
@@ -86,6 +88,15 @@ def _check_shape(config: TrainConfig, model: GPTConfig) -> None:
             "a context can be cut, not lengthened",
         )
     lora.find_roles(config.lora_targets or "all", model)
+
+
+def training_shape(config: TrainConfig, model: GPTConfig, note: Callable[[str], None]) -> GPTConfig:
+    """The shape in which a checkpoint is trained: with the context that was asked for, or at most `CONTEXT` of a long
+    one, which ``note`` is told."""
+    length = config.block_size or (min(CONTEXT, model.block_size) if model.positions == "rotary" else model.block_size)
+    if config.block_size is None and length < model.block_size:
+        note(f"trained on {length:,} tokens at once, of a context of {model.block_size:,} (--block-size)")
+    return replace(model, block_size=length)
 
 
 def usual_epochs(n_tokens: int, pairs: bool, model: GPTConfig, device: str) -> float:
