@@ -117,6 +117,22 @@ class GPTConfig:
                 raise UserError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         self._check_positions()
         self._check_window()
+        self._leave_out_defaults()
+
+    def _leave_out_defaults(self) -> None:
+        """Sets what follows from the rest to None: a checkpoint's ``config.json`` says all of it, and gives an equal
+        shape."""
+        windowed = any(self.windows)
+        usual = {
+            "n_kv_head": self.n_head,
+            "head_dim": self.n_embd / self.n_head,
+            "n_inner": self._usual_width(),
+            "window": None if windowed else self.window,
+            "window_layers": tuple(range(1, self.n_layer, 2)) if windowed else self.window_layers,
+        }
+        for name, value in usual.items():
+            if getattr(self, name) == value:
+                object.__setattr__(self, name, None)
 
     def _check_positions(self) -> None:
         paired = {"sinusoidal": ("n_embd", self.n_embd), "rotary": ("width of a head", self.head_size)}
@@ -163,9 +179,11 @@ class GPTConfig:
 
     @property
     def mlp_width(self) -> int:
-        """Width of the MLP's inside. With a gate there are three maps instead of two, each about 2/3 as large."""
-        if self.n_inner is not None:
-            return self.n_inner
+        """Width of the MLP's inside."""
+        return self.n_inner or self._usual_width()
+
+    def _usual_width(self) -> int:
+        """With a gate there are three maps instead of two, each about 2/3 as large."""
         if self.mlp == "gelu":
             return 4 * self.n_embd
         unit = 256 if self.n_embd >= WIDE else 32
@@ -193,7 +211,8 @@ class GPTConfig:
             case False, "qkv":
                 return "qwen2"
             case False, "none" if every or not windowed:
-                return "mistral" if windowed else "llama"
+                # A llama's heads share the width evenly, or transformers refuses it.
+                return "mistral" if windowed or self.n_embd % self.n_head else "llama"
         return "gpt"
 
 
