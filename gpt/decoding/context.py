@@ -175,7 +175,7 @@ class ContextPool:
         for at, context in enumerate(self.idle):
             if (context.rows, context.cache.room, context.compiled) == (rows, room, step):
                 return self.idle.pop(at)
-        self._shrink(beside=cache_bytes(self.model.config, rows * room, self.compute.dtype.itemsize))
+        self._shrink(beside=rows * cache_bytes(self.model.config, room, self.compute.dtype.itemsize))
         return None
 
     def _put(self, context: Context) -> None:
@@ -198,7 +198,7 @@ class ContextPool:
 
 def _check_room(model: GPT, compute: Compute, rows: int, room: int) -> None:
     """Raises `UserError` where keys and values do not fit into the device's memory."""
-    needed = cache_bytes(model.config, rows * room, compute.dtype.itemsize)
+    needed = rows * cache_bytes(model.config, room, compute.dtype.itemsize)
     if needed > compute.memory():
         raise UserError(
             f"keys and values of {rows:,} texts of {room:,} tokens take {needed / 1e9:,.1f} GB, and there are "
