@@ -137,7 +137,7 @@ class GPTConfig:
             raise UserError(f"window_layers is {layers!r:.80}; with a window it lists layers below {self.n_layer}")
 
     @classmethod
-    def of(cls, arch: Arch, *shape: int, **properties: Any) -> "GPTConfig":
+    def of(cls, arch: Arch, *shape: Any, **properties: Any) -> "GPTConfig":
         """The shape with the properties of an architecture, and further ones."""
         return cls(*shape, **ARCHITECTURES[arch] | properties)
 
@@ -227,11 +227,11 @@ def _preset(
 
 
 def _modern(*args: Any, **properties: Any) -> Preset:
-    return _preset(*args, arch="modern", **properties)
+    return _preset(*args, **{"arch": "modern"} | properties)
 
 
 def _llama(*args: Any, **properties: Any) -> Preset:
-    return _modern(*args, qk_norm=False, **properties)
+    return _modern(*args, **{"qk_norm": False} | properties)
 
 
 GPT2_VOCAB = 50_257

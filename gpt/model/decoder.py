@@ -11,6 +11,7 @@ vocab_size, H heads of D, K heads of keys and values.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -47,11 +48,49 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / √(mean(x²) + ε) · γ (Zhang and Sennrich 2019), computed in the dtype of γ, float32 in training."""
+    """x / √(mean(x²) + ε) · γ (Zhang and Sennrich 2019), computed in float32 or wider."""
+
+    eps: float
+    weight: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, C) → (…, C), of the dtype of x."""
-        return F.rms_norm(x.to(self.weight.dtype), self.normalized_shape, self.weight, self.eps).to(x.dtype)
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            out: Tensor = _RMSNormOnCPU.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+            return out
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps).to(x.dtype)
+
+
+class _RMSNormOnCPU(torch.autograd.Function):
+    """RMSNorm, which torch computes on a CPU by seven kernels going forward and more going back: at (16, 128, 256) 3 to
+    5 times as long as LayerNorm. Its gradient is LayerNorm's with a mean of 0, but for the term of the mean."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+        scale = scale.square_().div_(x.size(-1)).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        out: Tensor = (x * scale).mul_(weight).to(x.dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        grad, w = grads[0].to(scale.dtype), weight.to(scale.dtype)
+        dx, dw, _ = torch.ops.aten.native_layer_norm_backward(
+            grad,
+            x.to(scale.dtype),
+            w.shape,
+            torch.zeros_like(scale),
+            scale,
+            w,
+            None,
+            [True, ctx.needs_input_grad[1], False],
+        )
+        dx.addcmul_(scale, (grad @ w)[..., None], value=1 / x.size(-1))  # the mean of the gradient, taken off above
+        return dx.to(x.dtype), None if dw is None else dw.to(weight.dtype), None
 
 
 def make_norm(config: GPTConfig) -> nn.LayerNorm | RMSNorm:
