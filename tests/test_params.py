@@ -10,7 +10,13 @@ import pytest
 import torch
 from conftest import Gpt, one_line_of_what_and_what_next
 from transformers import (
-    LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
     Qwen3ForCausalLM,
 )  # fmt: skip
 
