@@ -206,12 +206,14 @@ class ShardedModel:
 
     def collect(self) -> None:
         """Moves the gradients of `model` to `own`, as the mean over all data ranks."""
-        pairs = zip(self.model.parameters(), self.own.parameters(), strict=True)
-        for p, own in pairs:
+        pairs = zip(self.model.parameters(), self.own.named_parameters(), strict=True)
+        for p, (name, own) in pairs:
             grad, p.grad = p.grad, None
             if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:
                 grad = grad.redistribute(placements=p.placements)
             own.grad = None if grad is None else _local(grad)
+            if own.grad is not None and self.grid.tensor > 1 and self.table[name].summed:
+                dist.all_reduce(own.grad, group=self.mesh["tensor"].get_group())
         if not self.grid.sharded and self.grid.data > 1:
             group = self.mesh["data"].get_group()
             for own in self.own.parameters():
