@@ -58,6 +58,7 @@ class Recipe:
     seed: Count
     lora_rank: Annotated[int, Within(0, 2**20)] = 0  # 0: no adapters, all weights are trained
     lora_alpha: Amount = 0.0
+    lora_targets: str = "all"
     merge_lora: bool = False
     ramp: Ramp | None = None
     loss_chunk: Count = 0  # positions whose logits exist at once; 0: all of a micro-batch
@@ -161,6 +162,7 @@ def resolve(
         sample_every=math.ceil(steps / 4) if config.sample_every is None else config.sample_every,
         lora_rank=config.lora_rank or 0,
         lora_alpha=2.0 * (config.lora_rank or 0) if config.lora_alpha is None else config.lora_alpha,
+        lora_targets=config.lora_targets or "all",
         ramp=batch.ramp,
         loss_chunk=batch.setup.loss_chunk,
         compile=_compiles(config, compute, 6 * breakdown(model).trainable * tokens),
