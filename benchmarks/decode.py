@@ -31,10 +31,10 @@ from transformers import (
 from benchmarks.results import machine, write_section
 from gpt.config import PRESETS, GPTConfig
 from gpt.decoding import logits as filters
-from gpt.decoding.bench import bandwidth_of, weight_bytes
+from gpt.decoding.bench import bandwidth_of
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
-from gpt.decoding.weights import prepare
+from gpt.decoding.weights import prepare, weight_bytes
 from gpt.device import Compute
 from gpt.model.decoder import GPT
 from gpt.model.params import cache_bytes

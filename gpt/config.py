@@ -289,10 +289,10 @@ PRESETS: dict[str, Preset] = {
     "gpt3-6.7b": _preset(32, 32, 4096, 2048, GPT2_VOCAB, 2_097_152, 1.2e-4),
     "gpt3-13b": _preset(40, 40, 5120, 2048, GPT2_VOCAB, 2_097_152, 1e-4, _13B),
     "gpt3-175b": _preset(96, 96, 12288, 2048, GPT2_VOCAB, 3_145_728, 6e-5),
-    "modern-5m": _modern(6, 4, 256, 256, 2048, 8192, 2e-3, "of `--arch modern`: for a book, on a laptop"),
-    "modern-16m": _modern(8, 6, 384, 512, 8192, 32_768, 1e-3, "the same, for tens of megabytes", n_kv_head=2),
-    "modern-41m": _modern(12, 8, 512, 1024, 16_384, 131_072, 1e-3, "the same, on a GPU", n_kv_head=4),
-    "modern-176m": _modern(24, 12, 768, 2048, 32_768, 524_288, 6e-4, "the same, for gigabytes", n_kv_head=4),
+    "modern-5m": _modern(6, 4, 256, 256, 2048, 8192, 2e-3, "for a book, on a laptop"),
+    "modern-16m": _modern(8, 6, 384, 512, 8192, 32_768, 1e-3, "for tens of megabytes", n_kv_head=2),
+    "modern-41m": _modern(12, 8, 512, 1024, 16_384, 131_072, 1e-3, "for hundreds of megabytes, on a GPU", n_kv_head=4),
+    "modern-176m": _modern(24, 12, 768, 2048, 32_768, 524_288, 6e-4, "for gigabytes, on a GPU", n_kv_head=4),
     # As their config.json says on the hub, from which the ids, and so the vocabularies, come too. Their batches and
     # rates are those of the GPT-3 model nearest in size.
     "smollm2-135m": _llama(

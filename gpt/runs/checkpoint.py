@@ -1,19 +1,22 @@
 """Reads and writes checkpoint folders: weights and tokenizer in the layout of `gpt.runs.hf`, safetensors only."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from gpt.config import GPT2_VOCAB, GPTConfig
 from gpt.errors import UserError
 from gpt.files import disk_errors, is_file_name, read_json, reading, side_by_side, to_json, whole_folder, write_pieces
 from gpt.model import lora
-from gpt.model.decoder import GPT, ROPE_TABLE, rotary_table
+from gpt.model.decoder import GPT, ROPE_TABLE, Linear, rotary_table
 from gpt.model.params import named_parameters, parameters
 from gpt.runs import adapter, folder, hf, tensors
 from gpt.text.tokenizer import Tokenizer, describe, gpt2_tokenizer
@@ -22,6 +25,7 @@ from gpt.text.tokenizer_files import RANKS, read_own, read_transformers, tokeniz
 FORMAT = 1
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_BYTES = 5_000_000_000  # of a file of weights; more are written as several with an index, as transformers does
+_PART = re.compile(r"h\.\d+|\w+")  # of a model: a block, or what is beside them
 Files = Mapping[str, bytes | tensors.Arrays]  # a checkpoint's, by name: bytes, or tensors to be written
 Store = Callable[[GPTConfig, tensors.Arrays], Files]  # the files that hold weights
 
@@ -149,13 +153,19 @@ def load(
     shape: GPTConfig | None = None,
     above: int = 0,
     dtype: torch.dtype = torch.float32,
+    finish: Callable[[nn.Module], object] | None = None,
 ) -> Checkpoint:
     """Loads the checkpoint at ``path``, ours or transformers', which is checked before anything is allocated from it.
 
     ``shape`` may differ from the checkpoint's own in dropout and by a shorter context, to which a table of positions is
     cut. An adapter is merged into the weights that it belongs to; ``above`` counts the adapters on top of this
-    checkpoint. Weights are read straight into ``dtype``, with an adapter into float32. Raises `UserError` for damage (a
-    checksum, a shape, a number), for a model of another kind, and for an adapter whose base is gone.
+    checkpoint. Weights are read straight into ``dtype``, with an adapter into float32.
+
+    With ``finish``, which is given each block once it is read and at last the model, weights that are stored as they
+    are needed stay in the file, mapped into memory, and the model is not to be trained.
+
+    Raises `UserError` for damage (a checksum, a shape, a number), for a model of another kind, and for an adapter whose
+    base is gone.
     """
     home = folder.home(path)
     config, meta = _describe(home)
@@ -168,8 +178,10 @@ def load(
         model = load(said.find_base(path), device, shape or config, above + 1).model
         added, roles = adapter.tensors(path, config, said.rank)
         lora.merge(model, added, said.scale, roles)
+        if finish is not None:
+            finish(model)
     else:
-        model = _build(shape or config, read_parameters(path, config), device, dtype)
+        model = _build(shape or config, partial(read_parameters, path, config), device, dtype, finish)
     return Checkpoint(model, load_tokenizer(home, config, meta))
 
 
@@ -278,18 +290,55 @@ def _check_size(path: Path, config: GPTConfig) -> None:
         )
 
 
-def _build(config: GPTConfig, weights: Iterable[tuple[str, Tensor]], device: torch.device, dtype: torch.dtype) -> GPT:
-    """Builds a model with these weights, for evaluation. Nothing is initialized only to be overwritten."""
+def _build(
+    config: GPTConfig,
+    read: Callable[[], Iterator[tuple[str, Tensor]]],
+    device: torch.device,
+    dtype: torch.dtype,
+    finish: Callable[[nn.Module], object] | None,
+) -> GPT:
+    """Builds a model with the weights that ``read`` yields, block by block, for evaluation. Nothing is initialized only
+    to be overwritten."""
     with torch.device("meta"):
         model = GPT(config)
-    state = {}
-    for name, tensor in weights:
-        whole = tensor[: config.block_size].clone() if name == "wpe.weight" else tensor
-        state[name] = whole.to(dtype).contiguous()
-    if config.positions == "sinusoidal":
-        model.register_buffer("sine", state.pop("wpe.weight"), persistent=False)
     if config.positions == "rotary":
         rope = rotary_table(min(config.block_size, ROPE_TABLE), config)
         model.register_buffer("rope", rope, persistent=False)
-    model.load_state_dict(state, assign=True)
-    return model.to(device).eval()
+    for name, some in itertools.groupby(read(), key=lambda item: _PART.match(item[0])[0]):  # type: ignore[index]
+        state = {}
+        for whole, tensor in some:
+            stored = tensor[: config.block_size] if name == "wpe" else tensor
+            state[whole.removeprefix(name + ".")] = _as_needed(stored, dtype, mapped=finish is not None)
+        if name == "wpe" and config.positions == "sinusoidal":
+            model.register_buffer("sine", state["weight"], persistent=False)
+            continue
+        part = model.get_submodule(name)
+        part.load_state_dict(state, assign=True)
+        part.to(device)
+        if finish is not None and name.startswith("h."):
+            finish(part)
+        if finish is not None and name == "wte" and config.tied:
+            model.lm_head = _unembedding(model.wte, finish)
+            if model.lm_head is not None:  # All of the mapping was read for it; a new one has only rows that are used.
+                part.load_state_dict({"weight": _as_needed(next(read())[1], dtype, mapped=True)}, assign=True)
+    model.to(device).eval()
+    if finish is not None:
+        finish(model)
+    return model
+
+
+def _unembedding(embedding: nn.Embedding, finish: Callable[[nn.Module], object]) -> nn.Module | None:
+    """What ``finish`` makes of the embedding as a linear map; None where that stays as it is."""
+    vocab, width = embedding.weight.shape
+    linear = Linear(width, vocab, bias=False, device="meta")
+    linear.weight = embedding.weight
+    holder = nn.Sequential(linear)
+    finish(holder)
+    return None if holder[0] is linear else holder[0]
+
+
+def _as_needed(tensor: Tensor, dtype: torch.dtype, mapped: bool) -> Tensor:
+    """A tensor of a mapped file in this dtype, with its numbers in order: a copy unless it may stay ``mapped``."""
+    if mapped:
+        return tensor.to(dtype).contiguous()
+    return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
