@@ -15,7 +15,7 @@ from gpt.device import Compute
 from gpt.errors import is_out_of_memory
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
-from gpt.model.params import breakdown
+from gpt.model.params import counts, multiplied
 
 Step = Callable[[Tensor, Tensor | None, KVCache], Tensor]  # what `GPT.stack` computes
 Module = TypeVar("Module", bound=nn.Module)
@@ -129,11 +129,12 @@ def prepare(model: Module, compute: Compute, *, int8: bool = False, packed: bool
 
 
 def weight_bytes(model: GPT, compute: Compute) -> int:
-    """The bytes of weights that a step reads: each matrix once, the embedding as the unembedding."""
-    parts = breakdown(model.config)
-    matrices = parts.total_weights - parts.tied
+    """The bytes of weights that a step reads: each matrix once, the unembedding among them, and not an embedding that
+    is another one."""
+    own = counts(model.config)
+    vectors = own["bias"] + own["norm"]
     size = 1 if any(isinstance(module, Int8Linear) for module in model.modules()) else compute.dtype.itemsize
-    return matrices * size + (parts.biases + parts.layer_norms) * compute.dtype.itemsize
+    return (multiplied(model.config) - vectors) * size + vectors * compute.dtype.itemsize
 
 
 def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:

@@ -25,9 +25,9 @@ from gpt.text.tokenizer_files import RANKS, read_own, read_transformers, tokeniz
 FORMAT = 1
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_BYTES = 5_000_000_000  # of a file of weights; more are written as several with an index, as transformers does
-MOST_ADAPTERS = 100  # on top of each other; one that names itself as its base would never end
 _PART = re.compile(r"h\.\d+|\w+")  # of a model: a block, or what is beside them
 Files = Mapping[str, bytes | tensors.Arrays]  # a checkpoint's, by name: bytes, or tensors to be written
+Store = Callable[[GPTConfig, tensors.Arrays], Files]  # the files that hold weights
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,10 @@ def contents(
     weights: Mapping[str, Tensor | tensors.Array | tensors.Deferred],
     tokenizer: TokenizerFiles,
     meta: Mapping[str, Any],
+    store: Store | None = None,
 ) -> Files:
-    """The files of a checkpoint by name. ``weights`` are a model's by our names, on the host, or its adapters alone if
-    ``meta`` describes an adapter (`gpt.runs.adapter`)."""
+    """The files of a checkpoint by name. ``weights`` are by our names, on the host: a model's, or what ``store`` makes
+    the files of (`gpt.runs.adapter`)."""
     eot = tokenizer.tokenizer.eot
     own = {
         "format": FORMAT,
@@ -77,7 +78,7 @@ def contents(
         "config.json": to_json(hf.to_hf_config(config, eot, eot)),
         "generation_config.json": to_json({"bos_token_id": eot, "eos_token_id": eot}),
         folder.META: to_json(own),
-        **({adapter.FILE: arrays} if "adapter" in meta else _weights(config, arrays)),
+        **(store or _weights)(config, arrays),
     }
 
 
@@ -166,18 +167,22 @@ def load(
     Raises `UserError` for damage (a checksum, a shape, a number), for a model of another kind, and for an adapter whose
     base is gone.
     """
-    config, meta = _describe(path)
+    home = folder.home(path)
+    config, meta = _describe(home)
     if adapter.is_adapter(path):
         said = adapter.read(path)
-        if above == MOST_ADAPTERS:
-            raise UserError(f"{path} ends a chain of more than {MOST_ADAPTERS} adapters", "use --merge-lora in between")
+        if above == folder.MOST_ADAPTERS:
+            raise UserError(
+                f"{path} ends a chain of more than {folder.MOST_ADAPTERS} adapters", "use --merge-lora in between"
+            )
         model = load(said.find_base(path), device, shape or config, above + 1).model
-        lora.merge(model, adapter.tensors(path, config, said.rank), said.scale)
+        added, roles = adapter.tensors(path, config, said.rank)
+        lora.merge(model, added, said.scale, roles)
         if finish is not None:
             finish(model)
     else:
         model = _build(shape or config, partial(read_parameters, path, config), device, dtype, finish)
-    return Checkpoint(model, load_tokenizer(path, config, meta))
+    return Checkpoint(model, load_tokenizer(home, config, meta))
 
 
 def peek(path: Path) -> tuple[GPTConfig, Tokenizer]:
@@ -185,12 +190,13 @@ def peek(path: Path) -> tuple[GPTConfig, Tokenizer]:
 
     Raises `UserError` as `load` does, for what can be seen without the weights.
     """
-    config, meta = _describe(path)
+    home = folder.home(path)
+    config, meta = _describe(home)
     if adapter.is_adapter(path):
         adapter.read(path).find_base(path)
     else:
         _weight_files(path)
-    return config, load_tokenizer(path, config, meta)
+    return config, load_tokenizer(home, config, meta)
 
 
 def _describe(path: Path) -> tuple[GPTConfig, dict[str, Any]]:
