@@ -12,10 +12,10 @@ import torch
 from gpt.bench_config import BenchConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
-from gpt.decoding.weights import Int8Linear, Step
+from gpt.decoding.weights import Step, weight_bytes
 from gpt.device import Compute
 from gpt.model.decoder import GPT
-from gpt.model.params import counts, multiplied, seen
+from gpt.model.params import seen
 from gpt.sample_config import SampleConfig
 
 _PROBE_BYTES = 2**29  # that are read to measure the memory's speed: far more than a cache holds
@@ -64,15 +64,6 @@ def _round(context: Context, prompts: list[list[int]], count: int) -> tuple[floa
         engine.add(Request(ids, config))
     first, *times = [_seconds(engine.step) for _ in range(count)]
     return first, statistics.mean(times[_WARM:] or times or [first])
-
-
-def weight_bytes(model: GPT, compute: Compute) -> int:
-    """The bytes of weights that a step reads: each matrix once, the unembedding among them, and not an embedding that
-    is another one."""
-    own = counts(model.config)
-    vectors = own["bias"] + own["norm"]
-    size = 1 if any(isinstance(module, Int8Linear) for module in model.modules()) else compute.dtype.itemsize
-    return (multiplied(model.config) - vectors) * size + vectors * compute.dtype.itemsize
 
 
 def _cached_bytes(model: GPT, positions: int, compute: Compute) -> int:

@@ -89,7 +89,7 @@ class _RMSNormOnCPU(torch.autograd.Function):
             None,
             [True, ctx.needs_input_grad[1], False],
         )
-        dx.addcmul_(scale, (grad @ w)[..., None], value=1 / x.size(-1))  # the mean of the gradient, taken off above
+        dx += (scale * (grad @ w)[..., None]).div_(x.size(-1))  # the mean of the gradient, taken off above
         return dx.to(x.dtype), None if dw is None else dw.to(weight.dtype), None
 
 
@@ -199,7 +199,7 @@ class GPT(nn.Module):
 
     wpe: nn.Embedding  # where positions are learned
     sine: Tensor  # where they are a fixed table
-    rope: Tensor | None  # where they are rotations: cosines and sines, (2, positions, D/2)
+    rope: Tensor | None  # where they are rotations: cosines and sines, (2, positions, D)
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class GPT(nn.Module):
         return out
 
     def rope_at(self, where: Where, reach: int) -> Tensor | None:
-        """The rotations of positions, (2, 1, T, D/2) or (2, B, 1, T, D/2); None where positions are not rotations. The
+        """The rotations of positions, (2, 1, T, D) or (2, B, 1, T, D); None where positions are not rotations. The
         table grows with ``reach``, since rotary positions may run on past the context."""
         if self.rope is None:
             return None
@@ -359,14 +359,16 @@ def visible(T: int, window: int | None, device: torch.device) -> Tensor:
 
 
 def rotary_table(positions: int, config: GPTConfig) -> Tensor:
-    """Cosines and sines of the angles by which each pair of a head's D numbers is rotated at each position, (2,
-    positions, D / 2): p / base^(2i / D) (Su et al. 2021, §3.2.2)."""
+    """Cosines and sines, (2, positions, D), of the angles by which each pair (i, i + D/2) of a head's D numbers is
+    rotated at each position: p / base^(2i / D) (Su et al. 2021, §3.2.2). The first half of the sines is negative: each
+    number is multiplied by its cosine, and its partner by its sine (`rotate`)."""
     width = config.head_size
     rates = config.rope_base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     if config.rope_scaling is not None:
         rates = _stretched(rates, config.rope_scaling)
     angle = torch.arange(positions, dtype=torch.float64)[:, None] * rates
-    return torch.stack([torch.cos(angle), torch.sin(angle)]).float()
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    return torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)]).float()
 
 
 def _stretched(rates: Tensor, scaling: RopeScaling) -> Tensor:
@@ -377,10 +379,9 @@ def _stretched(rates: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + D/2) of (B, H, T, D) by the angles of ``rope``, (2, 1, T, D/2) or (2, B, 1, T, D/2)."""
+    """Rotates the pairs (i, i + D/2) of (B, H, T, D) by the angles of ``rope``, (2, 1, T, D) or (2, B, 1, T, D)."""
     cos, sin = rope.to(x.dtype)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+    return x * cos + x.roll(x.size(-1) // 2, -1) * sin
 
 
 def sine_table(block_size: int, n_embd: int) -> Tensor:
