@@ -22,7 +22,8 @@ POINTS = 300  # of a curve
 SAMPLE_LINES = 8
 SHOWN = (  # of the settings of one run
     "text", "init", "tokenizer", "train_tokens", "preset", "norm", "mlp", "positions", "n_layer", "n_head", "n_kv_head",
-    "n_embd", "window", "block_size", "vocab_size", "dropout", "batch_tokens", "optimizer", "lr", "seed", "device", "dtype",
+    "n_embd", "window", "block_size", "vocab_size", "dropout", "batch_tokens", "optimizer", "lr", "seed", "device",
+    "dtype",
 )  # fmt: skip
 
 
