@@ -86,7 +86,7 @@ def vocabulary(tokenizer: "Tokenizer", longest: int, used: "Usage | None", as_js
 
 def _facts(tokenizer: "Tokenizer", used: "Usage | None") -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
-    left_out = tokenizer.vocab_size - len(tokenizer.ranks) - len(tokenizer.all_specials)
+    left_out = tokenizer.vocab_size - len(tokenizer.known)
     holes = f", {left_out:,} of them without a token" if left_out else ""
     table.add_row("name", Text(tokenizer.name))
     table.add_row("ids", f"{tokenizer.vocab_size:,}{holes}")
