@@ -6,6 +6,7 @@ read and write them as TOML (`gpt.settings`). Nothing here imports torch.
 """
 
 import codecs
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
@@ -137,9 +138,18 @@ class GPTConfig:
             raise UserError(f"window_layers is {layers!r:.80}; with a window it lists layers below {self.n_layer}")
 
     @classmethod
-    def of(cls, arch: Arch, *shape: int, **properties: Any) -> "GPTConfig":
+    def of(cls, arch: Arch, *shape: Any, **properties: Any) -> "GPTConfig":
         """The shape with the properties of an architecture, and further ones."""
         return cls(*shape, **ARCHITECTURES[arch] | properties)
+
+    @staticmethod
+    def upgrade(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Fields as an older version wrote them, in those of today. Raises `UserError`, which names ``where``, for a
+        model that this version does not compute."""
+        fields = dict(values)
+        if fields.pop("arch", "gpt2") != "gpt2":
+            raise UserError(f"{where} is of the former --arch modern, which is no longer computed", "train it anew")
+        return fields
 
     @property
     def head_size(self) -> int:
@@ -227,11 +237,11 @@ def _preset(
 
 
 def _modern(*args: Any, **properties: Any) -> Preset:
-    return _preset(*args, arch="modern", **properties)
+    return _preset(*args, **{"arch": "modern"} | properties)
 
 
 def _llama(*args: Any, **properties: Any) -> Preset:
-    return _modern(*args, qk_norm=False, **properties)
+    return _modern(*args, **{"qk_norm": False} | properties)
 
 
 GPT2_VOCAB = 50_257

@@ -99,10 +99,13 @@ Amount = Annotated[float, Within(0)]
 
 def checked(cls: type[T], values: Any, where: str) -> T:
     """A dataclass of numbers, words, lists and tables of these, and further dataclasses, from JSON that may be damaged:
-    every field of its type, every number finite, as float32 too, and within its bounds. Raises `UserError` naming
-    ``where``."""
+    every field of its type, every number finite, as float32 too, and within its bounds. A class may ``upgrade`` what
+    older versions wrote. Raises `UserError` naming ``where``."""
     if not isinstance(values, dict):
         raise UserError(f"{where} is damaged: no {cls.__name__} is in it")
+    upgrade = getattr(cls, "upgrade", None)
+    if upgrade is not None:
+        values = upgrade(values, where)
     hints = _hints(cls)  # type: ignore[arg-type]  # a class can be hashed
     found = {}
     for key, value in values.items():

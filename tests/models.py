@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpt.config import GPTConfig
+from gpt.config import Arch, GPTConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
 from gpt.decoding.logits import Token
@@ -24,10 +24,10 @@ EOT = 49
 PROMPTS = [[1, 2, 3], [4], list(range(12)), [9, 9, 9, 9], list(range(30)), [5, 6], [7]]
 
 
-def tiny_model(block_size: int = 16, positions: str = "learned", arch: str = "gpt2") -> GPT:
+def tiny_model(block_size: int = 16, positions: str = "learned", arch: Arch = "gpt2", **properties: Any) -> GPT:
     """A model of 50 ids, none of whose parameters has its initial value."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig.of(arch, 50, block_size, 2, 2, 16, positions=positions)).eval()  # type: ignore[arg-type]
+    model = GPT(GPTConfig.of(arch, 50, block_size, 2, 2, 16, positions=positions, **properties)).eval()
     for parameter in model.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return model

@@ -129,7 +129,7 @@ def test_rotary_sliding_computes_nothing_anew() -> None:
     seen = []
     model.register_forward_pre_hook(lambda *_: None)
     trunk = model.trunk
-    model.trunk = lambda idx, cache: seen.append(idx.numel()) or trunk(idx, cache)  # type: ignore[method-assign,func-returns-value]
+    model.trunk = lambda idx, *rest: seen.append(idx.numel()) or trunk(idx, *rest)  # type: ignore[method-assign,func-returns-value]
     for _ in range(40):
         context.step([[7]])
     assert seen == [1] * 40

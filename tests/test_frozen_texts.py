@@ -22,7 +22,7 @@ from gpt.text.tokenizer import bytes_tokenizer
 
 FROZEN = Path(__file__).with_name("frozen_texts.json")
 PROMPTS = ["", "Once upon", "ab ab ab ab ab", "a prompt that is longer than the context"]
-MODELS = [("gpt2", "learned"), ("gpt2", "sinusoidal"), ("gpt2", "rotary"), ("modern", "rotary"), ("modern", "learned")]
+MODELS = [("gpt2", "learned"), ("gpt2", "sinusoidal"), ("gpt2", "rotary"), ("modern", "rotary")]
 STOPS = ("v", "[z", '""', "0^", "e", "1")
 ENDS = ("<|endoftext|>=4",)
 SETTINGS: list[dict[str, Any]] = [

@@ -1,23 +1,22 @@
 """The decoder against transformers' GPT-2, and against the definitions."""
 
-import cmath
-import itertools
 import math
 from dataclasses import replace
-from typing import get_args
 
+import naive
 import pytest
 import torch
 from models import ours_with
+from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt.config import PRESETS, Arch, GPTConfig, Positions
+from gpt.config import PRESETS, GPTConfig, RopeScaling
 from gpt.errors import UserError
 from gpt.model import decoder
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT, sine_table
 from gpt.model.loss import bits_per_byte, tied_cross_entropy, token_losses
-from gpt.model.params import breakdown, counts, named_parameters
+from gpt.model.params import SLACK, breakdown, cache_bytes, counts, named_parameters
 from gpt.runs import hf
 
 SMALL = GPTConfig(vocab_size=97, block_size=24, n_layer=3, n_head=4, n_embd=32)
@@ -63,70 +62,190 @@ def test_position_sees_only_what_came_before() -> None:
     assert not torch.allclose(before[0, 10:], after[0, 10:])
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "modern"])
-@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])
-def test_cache_equals_no_cache(positions: str, arch: str) -> None:
-    config = GPTConfig.of(arch, 97, 24, 3, 4, 32, positions=positions)  # type: ignore[arg-type]
+SCALED = RopeScaling(8.0, 1.0, 4.0, 16)
+KINDS = {
+    "gpt2": GPTConfig(97, 150, 3, 4, 32),
+    "sinusoidal": GPTConfig(97, 150, 3, 4, 32, positions="sinusoidal"),
+    "windowed gpt2": GPTConfig(97, 150, 3, 4, 32, window=5),
+    "rotary gpt2": GPTConfig(97, 150, 3, 4, 32, positions="rotary", n_inner=40, tied=False),
+    "modern": GPTConfig.of("modern", 97, 150, 3, 4, 32),
+    "windowed modern": GPTConfig.of("modern", 97, 150, 4, 4, 32, n_kv_head=2, window=7),
+    "llama": GPTConfig.of("modern", 97, 150, 2, 6, 32, qk_norm=False, n_kv_head=3, head_dim=10, rope_scaling=SCALED),
+    "mistral": GPTConfig.of("modern", 97, 150, 2, 4, 32, qk_norm=False, n_kv_head=1, window=9, window_layers=(0, 1)),
+    "qwen2": GPTConfig.of("modern", 97, 150, 3, 4, 32, qk_norm=False, biases="qkv", window=1, window_layers=(2,)),
+    "qwen3": GPTConfig.of("modern", 97, 150, 2, 4, 32, n_kv_head=2, head_dim=16, rope_base=1e6, tied=False),
+}
+EACH_KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+def loud(config: GPTConfig) -> GPT:
+    """A model none of whose parameters has its initial value."""
     torch.manual_seed(4)
     model = GPT(config).eval()
-    idx = torch.randint(97, (2, 20))
-    cache = KVCache(config, 2, torch.device("cpu"), torch.float32)
+    for p in model.parameters():
+        p.data += 0.3 * torch.randn_like(p)
+    return model
+
+
+@EACH_KIND
+def test_logits_are_those_of_the_definition(kind: str) -> None:
+    model = loud(KINDS[kind])
+    idx = torch.randint(97, (1, 20))
+    with torch.no_grad():
+        expected = naive.logits(model, idx[0].tolist())
+        assert torch.allclose(model(idx)[0], expected, atol=2e-5)  # attends by torch's fused kernel
+        assert torch.allclose(torch.stack(patterns(model, idx)), torch.stack(patterns(model, idx)).tril())
+    assert torch.allclose(model(idx)[0], expected, atol=2e-5)  # attends plainly
+    assert torch.allclose(torch.func.functional_call(model.double(), {}, (idx,))[0].float(), expected, atol=2e-5)
+
+
+def patterns(model: GPT, idx: Tensor) -> list[Tensor]:
+    x, rope = model.embed(idx)
+    found = []
+    for layer, block in enumerate(model.h):
+        found.append(block.attn.pattern(block.ln_1(x), rope)[0])
+        x = block(x, layer, rope)
+    return found
+
+
+@EACH_KIND
+def test_cache_equals_no_cache(kind: str) -> None:
+    model = loud(KINDS[kind])
+    idx = torch.randint(97, (2, 150))
+    cache = KVCache(model.config, 2, torch.device("cpu"), torch.float32)
+    # A prompt, one step, several at once, more than a window's columns have room for, and steps again.
+    sizes = (7, 1, 6, 1, 5, 90, 1, 1, 38)
     with torch.no_grad():
         whole = model(idx)
-        # A prompt, one step, several at once, and steps again.
-        pieces = [model(part, cache) for part in (idx[:, :7], idx[:, 7:8], idx[:, 8:14], idx[:, 14:15], idx[:, 15:])]
-    assert torch.allclose(torch.cat(pieces, dim=1), whole, atol=1e-5)
-    assert cache.lengths.tolist() == [20, 20]
-    with pytest.raises(ValueError, match="25 positions"):
-        model(idx[:, :5], cache)
+        pieces = [model(part, cache) for part in idx.split(sizes, dim=1)]
+    assert torch.allclose(torch.cat(pieces, dim=1), whole, atol=1e-4)
+    assert cache.lengths.tolist() == [150, 150]
+    if kind != "mistral":  # some layer sees all of the context
+        with pytest.raises(ValueError, match="155 positions"):
+            model(idx[:, :5], cache)
+
+
+@EACH_KIND
+@pytest.mark.parametrize("fixed", [False, True])
+def test_rows_of_different_lengths_with_steps_taken_back(kind: str, fixed: bool) -> None:
+    """Prompts padded to one length, guesses that are taken back, and a row that becomes a copy of another."""
+    model, lengths = loud(KINDS[kind]), [3, 80, 110]
+    idx = torch.randint(97, (3, 150))
+    cache = KVCache(model.config, 3, torch.device("cpu"), torch.float32)
+    cache.fixed = fixed
+    with torch.no_grad():
+        whole = model(idx)
+        model.trunk(idx[:, :110], cache, lengths)
+        cache.lengths[:] = lengths
+        for step, guesses in enumerate([0, 3, 20, 0, 1, 30]):
+            junk = torch.randint(97, (3, guesses))
+            own = torch.stack([row[at : at + 1] for row, at in zip(idx, cache.lengths, strict=True)])
+            logits = model(torch.cat([own, junk], dim=1), cache)[:, 0]
+            cache.lengths -= guesses
+            expected = torch.stack([row[at - 1] for row, at in zip(whole, cache.lengths, strict=True)])
+            assert torch.allclose(logits, expected, atol=1e-4), step
+        cache.copy(1, 0)
+        idx[0] = idx[1]
+        cache.copy(2, 1, 0)
+        idx[1] = idx[2]
+        own = torch.stack([row[at : at + 1] for row, at in zip(idx, cache.lengths, strict=True)])
+        expected = torch.stack([row[at] for row, at in zip(model(idx), cache.lengths, strict=True)])
+        assert torch.allclose(model(own, cache)[:, 0], expected, atol=1e-4)
+
+
+@EACH_KIND
+def test_a_cache_takes_what_its_table_says(kind: str) -> None:
+    for room in (20, 100, 150):
+        cache = KVCache(KINDS[kind], 2, torch.device("cpu"), torch.float32, room)
+        assert cache.nbytes == 2 * cache_bytes(KINDS[kind], room, 4)
+
+
+def test_a_window_keeps_memory_small() -> None:
+    config = GPTConfig.of("modern", 97, 4096, 2, 2, 16, window=10)
+    dense = GPTConfig.of("modern", 97, 4096, 2, 2, 16)
+    assert cache_bytes(config, 4096, 4) == cache_bytes(dense, 4096, 4) / 2 * (1 + (10 + SLACK) / 4096)
+
+
+def test_past_the_context_each_layer_sees_its_window() -> None:
+    """Rotary positions run on: dense layers see the last block_size positions, windowed ones theirs."""
+    config = GPTConfig.of("modern", 97, 16, 2, 2, 16, window=4)
+    model = loud(config)
+    longer = GPT(replace(config, block_size=60, window=4)).eval()
+    longer.load_state_dict(model.state_dict())
+    idx = torch.randint(97, (1, 60))
+    cache = KVCache(config, 1, torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        got = torch.cat([model(idx[:, at : at + 1], cache) for at in range(60)], dim=1)
+        for block, window in zip(longer.h, (16, 4), strict=True):
+            block.attn.window = window
+        assert torch.allclose(got, longer(idx), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(4, 7, 16), (2, 3, 5, 8)])
+def test_rms_norm_is_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    ours = decoder.RMSNorm(shape[-1], eps=1e-3).to(dtype)
+    torch.nn.init.normal_(ours.weight)
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    expected = torch.nn.functional.rms_norm(x, shape[-1:], ours.weight, 1e-3)
+    assert torch.allclose(ours(x), expected, atol=1e-6)
+    weight = torch.randn_like(x)
+    for a, b in zip(
+        torch.autograd.grad((ours(x) * weight).sum(), (x, ours.weight)),
+        torch.autograd.grad((expected * weight).sum(), (x, ours.weight)),
+        strict=True,
+    ):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_rms_norm_of_bfloat16_rounds_once() -> None:
+    torch.manual_seed(0)
+    norm = decoder.RMSNorm(64, eps=1e-6)
+    x = torch.randn(5, 64).bfloat16().requires_grad_()
+    out = norm(x)
+    wide = x.detach().float().requires_grad_()
+    expected = torch.nn.functional.rms_norm(wide, (64,), norm.weight, 1e-6)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected.bfloat16())
+    out.sum().backward()
+    expected.sum().backward()
+    assert torch.allclose(x.grad.float(), wide.grad, atol=1e-2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 30])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+def test_plain_attention_with_shared_heads_is_the_fused_one(heads: tuple[int, int], window: int | None) -> None:
+    torch.manual_seed(0)
+    H, K = heads
+    q = torch.randn(9, H, 11, 8, requires_grad=True)
+    k, v = (torch.randn(9, K, 11, 8, requires_grad=True) for _ in "kv")
+    plain = decoder.attend(q, k, v, None, 0.0, window)
+    with torch.no_grad():
+        fused = decoder.attend(q, k, v, None, 0.0, window)
+    assert torch.allclose(plain, fused, atol=1e-5)
+    weight = torch.randn_like(plain)
+    sees = torch.ones(11, 11).tril().triu(1 - (window or 11)).bool()
+    whole = [t.repeat_interleave(H // K, dim=1) for t in (k, v)]
+    again = ((q @ whole[0].mT / 8**0.5).masked_fill(~sees, -math.inf)).softmax(-1) @ whole[1]
+    for a, b in zip(
+        torch.autograd.grad((plain * weight).sum(), (q, k, v)),
+        torch.autograd.grad((again * weight).sum(), (q, k, v)),
+        strict=True,
+    ):
+        assert torch.allclose(a, b, atol=1e-4)
 
 
 def test_plain_attention_is_the_fused_one() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(20, 2, 9, 8, requires_grad=True) for _ in range(3))
-    plain = decoder.attend(q, k, v, None, 0.0, None)
+    plain = decoder.attend(q, k, v, None)
     fused = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert torch.allclose(plain, fused, atol=1e-6)
     weight = torch.randn_like(plain)
     ours = torch.autograd.grad((plain * weight).sum(), (q, k, v))
     theirs = torch.autograd.grad((fused * weight).sum(), (q, k, v))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
-
-
-def test_rotary_positions_turn_pairs_by_their_angle() -> None:
-    """By complex numbers: the pair (i, i + D/2) at position p is multiplied by e^(i p / 10000^(2i/D))."""
-    x = torch.randn(1, 1, 5, 8, dtype=torch.float64)
-    turned = decoder.rotate(x, decoder.rotary_table(5, 8).double())
-    for p, i in itertools.product(range(5), range(4)):
-        by_hand = complex(x[0, 0, p, i], x[0, 0, p, i + 4]) * cmath.exp(1j * p / 10_000 ** (2 * i / 8))
-        assert complex(turned[0, 0, p, i], turned[0, 0, p, i + 4]) == pytest.approx(by_hand, abs=1e-6)
-
-
-def test_modern_is_what_it_says() -> None:
-    """One block, one position after the other, by its definition."""
-    config = GPTConfig.of("modern", 11, 6, 1, 2, 8)
-    torch.manual_seed(0)
-    model = GPT(config).eval()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.5)
-    idx = torch.randint(11, (1, 6))
-    block, norm = model.h[0], torch.nn.functional.layer_norm
-    x = model.wte.weight[idx[0]]
-    h = norm(x, (8,), block.ln_1.weight, block.ln_1.bias) @ block.attn.c_attn.weight.T
-    heads = []
-    for head in range(2):
-        q, k, v = (h[:, 8 * part + 4 * head : 8 * part + 4 * head + 4] for part in range(3))
-        q, k = (t / t.square().mean(-1, keepdim=True).add(torch.finfo(t.dtype).eps).sqrt() for t in (q, k))
-        rope = decoder.rotary_table(6, 4)
-        q, k = (decoder.rotate(t[None, None], rope)[0, 0] for t in (q, k))
-        scores = (decoder.QK_SCALE / 2 * q @ k.T).masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf)
-        heads.append(scores.softmax(-1) @ v)
-    x = x + torch.cat(heads, -1) @ block.attn.c_proj.weight.T
-    h = norm(x, (8,), block.ln_2.weight, block.ln_2.bias) @ block.mlp.c_fc.weight.T
-    x = x + h.clamp(min=0).square() @ block.mlp.c_proj.weight.T
-    logits = norm(x, (8,), model.ln_f.weight, model.ln_f.bias) @ model.wte.weight.T
-    with torch.no_grad():
-        assert torch.allclose(model(idx)[0], logits, atol=1e-5)
 
 
 def test_sine_table_is_the_papers() -> None:
@@ -200,43 +319,36 @@ def test_loss_equals_its_definition() -> None:
     assert bits_per_byte(math.log(2) * 80, 10) == pytest.approx(8)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("positions", get_args(Positions))
-@pytest.mark.parametrize("arch", get_args(Arch))
-def test_the_table_is_the_built_model(name: str, arch: Arch, positions: Positions) -> None:
+SHAPES = {name: preset.model for name, preset in PRESETS.items()} | KINDS
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_table_is_the_built_model(name: str) -> None:
     """Names in order, shapes, what is trained, and what each kind is; on the meta device, so that 175B fits too."""
-    config = replace(PRESETS[name].model, arch=arch, positions=positions)
+    config = SHAPES[name]
     with torch.device("meta"):
         model = GPT(config)
     table = named_parameters(config)
     built = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert list(built.items()) == [(name, p.shape) for name, p in table.items() if p.trained]
     fixed = {name: p.shape for name, p in table.items() if not p.trained}
-    assert fixed == ({"wpe.weight": tuple(model.sine.shape)} if positions == "sinusoidal" else {})
-    assert model.unembed(torch.empty(1, config.n_embd, device="meta")).shape == (1, config.vocab_size)  # it is tied
-    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    norms = {name for name, module in model.named_modules() if isinstance(module, torch.nn.LayerNorm)}
+    assert fixed == ({"wpe.weight": tuple(model.sine.shape)} if config.positions == "sinusoidal" else {})
+    assert model.unembed(torch.empty(1, config.n_embd, device="meta")).shape == (1, config.vocab_size)
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
+    norms = {n for n, module in model.named_modules() if isinstance(module, torch.nn.LayerNorm | decoder.RMSNorm)}
     assert {name.removesuffix(".weight") for name, p in table.items() if p.is_matrix} == linear
     assert {name for name, p in table.items() if p.kind == "bias"} == {f"{name}.bias" for name in linear} & set(built)
     assert {name.rpartition(".")[0] for name, p in table.items() if p.kind == "norm"} == norms
-    assert {p.name for p in table.values() if p.fused} == {"attn.c_attn.weight", "attn.c_attn.bias"} & {
-        p.name for p in table.values()
-    }
+    fused = {"attn.c_attn", *(["mlp.c_fc"] if config.mlp == "swiglu" else [])}
+    assert {p.name.rpartition(".")[0] for p in table.values() if p.fused} == fused
     assert all(sum(p.fused) == p.shape[0] for p in table.values() if p.fused)
-    assert sum(counts(config).values()) == sum(p.numel() for p in model.parameters()) == breakdown(config).trainable
-
-
-@pytest.mark.parametrize("positions", get_args(Positions))
-@pytest.mark.parametrize("arch", get_args(Arch))
-def test_breakdown_of_odd_shapes(positions: Positions, arch: Arch) -> None:
-    config = GPTConfig.of(arch, 101, 7, 3, 3, 18, positions=positions)
     parts = breakdown(config)
-    assert parts.trainable == sum(p.numel() for p in GPT(config).parameters())
+    assert sum(counts(config).values()) == sum(p.numel() for p in model.parameters()) == parts.trainable
     assert parts.trainable == parts.total_weights - parts.tied + parts.positions + parts.biases + parts.layer_norms
     assert parts.total_weights == sum(row.parameters for row in parts.rows)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.model.layout == "gpt2"])
 def test_breakdown_equals_transformers_count(name: str) -> None:
     """Every preset, 175B too: on the meta device nothing is allocated."""
     config = PRESETS[name].model

@@ -36,7 +36,7 @@ from gpt.training.parallel import ShardedMuon
 
 CPU = torch.device("cpu")
 TINY = GPTConfig(vocab_size=257, block_size=16, n_layer=2, n_head=4, n_embd=32)
-MODERN = GPTConfig.of("modern", vocab_size=257, block_size=16, n_layer=2, n_head=4, n_embd=32)
+MODERN = GPTConfig.of("modern", 257, 16, 2, 4, 32, n_kv_head=2, window=6, tied=False)
 
 
 def run_in(n: int, work: Callable[..., None], *args: Any) -> None:
@@ -161,7 +161,7 @@ def test_recomputing_changes_no_number(config: GPTConfig) -> None:
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            loss = tied_cross_entropy(model.trunk(idx), model.wte.weight, idx)
+            loss = tied_cross_entropy(model.trunk(idx), model.unembedding, idx)
         found.append((loss, torch.autograd.grad(loss, list(model.parameters())), sum(kept)))
     (loss, grads, kept_all), (again, anew, kept_some) = found
     assert torch.equal(loss, again)
@@ -178,7 +178,7 @@ def batches(steps: int, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]
 
 def learn(model: GPT, optimizer: Any, x: torch.Tensor, y: torch.Tensor, unless: bool) -> tuple[float, float]:
     """A step of one process."""
-    loss = tied_cross_entropy(model.trunk(x), model.wte.weight, y) / y.numel()
+    loss = tied_cross_entropy(model.trunk(x), model.unembedding, y) / y.numel()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step(skip=torch.tensor(unless))
@@ -192,7 +192,7 @@ def learn_together(sharded: ShardedModel, optimizer: Any, x: torch.Tensor, y: to
     mine = (each.chunk(grid.data)[sharded.rank // grid.tensor] for each in (x, y))
     for micro, (some, aims) in enumerate(zip(*(each.chunk(2) for each in mine), strict=True)):
         with sharded.no_sync() if micro == 0 else contextlib.nullcontext():
-            loss = tied_cross_entropy(sharded.model.trunk(some), sharded.model.wte.weight, aims) / y.numel()
+            loss = tied_cross_entropy(sharded.model.trunk(some), sharded.model.unembedding, aims) / y.numel()
             (loss * grid.data).backward()
         total += loss.detach()
     dist.all_reduce(total)
@@ -274,7 +274,7 @@ def read_by_others(folder: Path) -> None:
     plain.load_state_dict(torch.load(folder.with_suffix(".pt")))
     expected = plain(idx)
     torch.testing.assert_close(ours(idx), expected, atol=2e-3, rtol=1e-3)
-    if ours.config.arch == "gpt2":
+    if ours.config.layout == "gpt2":
         from transformers import AutoModelForCausalLM
 
         theirs = AutoModelForCausalLM.from_pretrained(folder).eval()(idx).logits
@@ -337,7 +337,7 @@ def test_175_billion_parameters_on_1024_processes() -> None:
         with FakeTensorMode(allow_non_fake_inputs=True):
             sharded.allocate(CPU)
             idx = torch.zeros(1, 32, dtype=torch.long)
-            tied_cross_entropy(sharded.model.trunk(idx), sharded.model.wte.weight, idx).backward()
+            tied_cross_entropy(sharded.model.trunk(idx), sharded.model.unembedding, idx).backward()
             sharded.collect()
             optimizer = make_optimizer(sharded.own, "adamw", 0.1)
             optimizer.step(skip=torch.tensor(False))

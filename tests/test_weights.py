@@ -138,8 +138,8 @@ def test_wide_weights_are_cast_at_each_product() -> None:
 
 def test_a_fixed_cache_computes_the_same() -> None:
     """What a compiled step needs: the same shapes every time, idle rows among them."""
-    for positions in ("learned", "rotary"):
-        model = tiny_model(40, positions)
+    for positions, window in (("learned", None), ("rotary", None), ("rotary", 6)):
+        model = tiny_model(40, positions, window=window)
         config = SampleConfig(max_tokens=60)
         requests = [Request(prompt, index=index) for index, prompt in enumerate(PROMPTS)]
         shapes: set[object] = set()
@@ -147,7 +147,7 @@ def test_a_fixed_cache_computes_the_same() -> None:
         def step(
             x: torch.Tensor, rope: torch.Tensor | None, cache: object, model: GPT = model, shapes: set[object] = shapes
         ) -> torch.Tensor:
-            shapes.add((x.shape, None if rope is None else rope.shape, cache.mask().shape))  # type: ignore[attr-defined]
+            shapes.add((x.shape, None if rope is None else rope.shape, cache.mask(1).shape))  # type: ignore[attr-defined]
             return model.stack(x, rope, cache)  # type: ignore[arg-type]
 
         found: list[list[int]] = [[] for _ in requests]

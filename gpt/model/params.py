@@ -30,6 +30,7 @@ class Parameter:
     unit: int = 1  # rows or columns along ``split`` that stay together: a head's
     fused: tuple[int, ...] = ()  # rows of each of the matrices that lie below each other: query, key, value; gate, up
     matrices: tuple[str, ...] = ()  # its rows of the GPT-3 table; of fused ones each its own
+    summed: bool = False  # whether a tensor-parallel rank has the gradient of its own heads' use alone
     trained: bool = True  # False for a fixed table of positions, which only checkpoints hold
 
     @property
@@ -100,7 +101,7 @@ def _linear(
 def _norm(name: str, width: int, config: GPTConfig | None = None, in_blocks: bool = True) -> list[Parameter]:
     """The weights of a norm, and the β of a LayerNorm; without a config it is an RMSNorm of queries or keys."""
     parts = ("weight", "bias") if config is not None and config.norm == "layernorm" else ("weight",)
-    return [Parameter(f"{name}.{part}", (width,), "norm", in_blocks) for part in parts]
+    return [Parameter(f"{name}.{part}", (width,), "norm", in_blocks, summed=config is None) for part in parts]
 
 
 def named_parameters(config: GPTConfig) -> dict[str, Parameter]:

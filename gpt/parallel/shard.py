@@ -26,7 +26,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 from gpt.config import GPTConfig
-from gpt.model.decoder import GPT, initialize
+from gpt.model.decoder import GPT, RMSNorm, initialize
 from gpt.model.params import Parameter, Shape, named_parameters
 from gpt.parallel import tensor as parallel
 
@@ -118,9 +118,9 @@ def drawn(config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             _alone(module).reset_parameters()
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm)):
+        if isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, RMSNorm)):
             alone = _alone(module)
-            if isinstance(alone, nn.LayerNorm):
+            if isinstance(alone, (nn.LayerNorm, RMSNorm)):
                 alone.reset_parameters()
             initialize(alone, name, config)
             yield from ((f"{name}.{each}", p.detach()) for each, p in alone.named_parameters())
@@ -206,12 +206,14 @@ class ShardedModel:
 
     def collect(self) -> None:
         """Moves the gradients of `model` to `own`, as the mean over all data ranks."""
-        pairs = zip(self.model.parameters(), self.own.parameters(), strict=True)
-        for p, own in pairs:
+        pairs = zip(self.model.parameters(), self.own.named_parameters(), strict=True)
+        for p, (name, own) in pairs:
             grad, p.grad = p.grad, None
             if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:
                 grad = grad.redistribute(placements=p.placements)
             own.grad = None if grad is None else _local(grad)
+            if own.grad is not None and self.grid.tensor > 1 and self.table[name].summed:
+                dist.all_reduce(own.grad, group=self.mesh["tensor"].get_group())
         if not self.grid.sharded and self.grid.data > 1:
             group = self.mesh["data"].get_group()
             for own in self.own.parameters():
@@ -241,8 +243,8 @@ def _fully_shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in model.h:
-        if dtype != torch.float32:  # as under autocast, LayerNorms are not narrowed
-            fully_shard([block.get_submodule("ln_1"), block.get_submodule("ln_2")], mesh=mesh)
+        if dtype != torch.float32:  # as under autocast, norms are not narrowed
+            fully_shard([each for each in block.modules() if isinstance(each, (nn.LayerNorm, RMSNorm))], mesh=mesh)
         fully_shard(block, mesh=mesh, mp_policy=narrow)
     fully_shard(model, mesh=mesh)
     register_fsdp_forward_method(model, "trunk")

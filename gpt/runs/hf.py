@@ -91,6 +91,7 @@ def from_hf_config(values: Mapping[str, Any], where: str) -> GPTConfig:
 
 
 def _from_own_config(values: Mapping[str, Any], where: str) -> GPTConfig:
+    values = GPTConfig.upgrade(values, where)
     missing = [name for name in (*_NAMES.values(), *_ALWAYS) if name not in values]
     if missing:
         raise UserError(f"{where} has no {missing[0]}")

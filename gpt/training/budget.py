@@ -66,7 +66,7 @@ def preset_for_minutes(
 ) -> TrainConfig:
     """``config`` with the preset for its ``minutes``, if it leaves that open; tells ``note`` why. Several ``processes``
     are taken to be so many times as fast as this one."""
-    shape = (config.n_layer, config.n_head, config.n_embd, config.block_size)
+    shape = (config.n_layer, config.n_head, config.n_kv_head, config.n_embd, config.block_size)
     if config.minutes is None or config.preset != "auto" or config.init is not None or any(shape):
         return config
     name, why = largest_preset(config.minutes, n_bytes, lambda name: processes * measured_rate(name, config, compute))
@@ -102,8 +102,9 @@ def measured_rate(name: str, config: TrainConfig, compute: Compute) -> float:
     preset = find_preset(name)
     V, T = preset.model.vocab_size, preset.model.block_size
     batch = max(T, min(preset.batch_tokens, TRIED) // T * T)
-    asked = TrainConfig(preset=name, arch=config.arch, positions=config.positions, optimizer=config.optimizer, steps=1)
-    recipe = resolve(replace(asked, batch_tokens=batch), compute, V, batch + 1, V, False, lambda text: None)
+    asked = TrainConfig(preset=name, steps=1, batch_tokens=batch)
+    like = {each: getattr(config, each) for each in ("arch", "positions", "window", "optimizer")}
+    recipe = resolve(replace(asked, **like), compute, V, batch + 1, V, False, lambda text: None)
     model = GPT(recipe.model).to(compute.device)
     optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype)
     stepper = Stepper(Single(model, optimizer, compute), recipe, lambda micro_batch: None)
