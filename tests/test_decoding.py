@@ -33,7 +33,7 @@ def without_cache(model: GPT, prompt: list[int], ids: list[int]) -> Iterator[flo
     """The log-probabilities of ``ids``, each from a whole forward of what the context holds: the end of the prompt, and
     half of the context each time that it is full."""
     size = model.config.block_size
-    window = (prompt or [EOT])[-size:]
+    window = prompt[-size:]
     for id in ids:
         with torch.no_grad():
             yield float(model(torch.tensor([window]))[0, -1].log_softmax(-1)[id])
@@ -41,7 +41,7 @@ def without_cache(model: GPT, prompt: list[int], ids: list[int]) -> Iterator[flo
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
-@pytest.mark.parametrize("prompt", [[], [3], list(range(15)), list(range(16)), list(range(40))])
+@pytest.mark.parametrize("prompt", [[EOT], [3], list(range(15)), list(range(16)), list(range(40))])
 def test_past_the_context_absolute_positions_go_on_from_its_last_half(prompt: list[int], positions: str) -> None:
     for size in (16, 1, 3):
         model = tiny_model(size, positions)
@@ -53,7 +53,7 @@ def test_past_the_context_absolute_positions_go_on_from_its_last_half(prompt: li
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
-@pytest.mark.parametrize("prompt", [[], [3], list(range(16)), list(range(40))])
+@pytest.mark.parametrize("prompt", [[EOT], [3], list(range(16)), list(range(40))])
 def test_past_the_context_rotary_positions_see_exactly_the_last_ones(
     prompt: list[int], arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +70,7 @@ def test_past_the_context_rotary_positions_see_exactly_the_last_ones(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=band, scale=scale)
 
     monkeypatch.setattr(decoder, "attend", banded)
-    ids = [*(prompt or [EOT])[-16:], *(token.id for token in found)]
+    ids = [*prompt[-16:], *(token.id for token in found)]
     with torch.no_grad():
         logprobs = whole(torch.tensor([ids]))[0].log_softmax(-1)
     expected = [float(logprobs[at - 1, ids[at]]) for at in range(len(ids) - 60, len(ids))]

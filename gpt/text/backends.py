@@ -7,7 +7,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
@@ -36,7 +36,7 @@ class ByteBPE(_Pickled):
     """A byte-level BPE that tiktoken runs. ``nfc``: text is normalized to NFC first, as Qwen's tokenizers do."""
 
     pattern: str
-    ranks: dict[bytes, int]  # a token's bytes → its id, which is also its rank in merging
+    ranks: dict[bytes, int] = field(repr=False)  # a token's bytes → its id, which is also its rank in merging
     nfc: bool = False
     adds_space = False  # before a text
 
@@ -141,7 +141,7 @@ def library() -> Any:
 class Library(_Pickled):
     """A ``tokenizer.json`` that the tokenizers library runs: any model, normalizer and pre-tokenizer that it has."""
 
-    data: bytes  # of the file
+    data: bytes = field(repr=False)  # of the file
 
     @property
     def pattern(self) -> str:

@@ -50,7 +50,7 @@ class Tokenizer:
     words: Mapping[str, int] = field(default_factory=dict)  # added tokens that get their ids in any text
     bos: int | None = None  # stands before a text, where the family has such a token
     more_ends: frozenset[int] = frozenset()  # further ids that end a text
-    files: Mapping[str, bytes] = field(default_factory=dict)  # of transformers', kept as they were
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # of transformers', kept as they were
 
     def __post_init__(self) -> None:
         ranks = self.backend.ranks if isinstance(self.backend, ByteBPE) else None
