@@ -3,19 +3,29 @@
 import json
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import vocabularies
+from conftest import Gpt, make_text, one_line_of_what_and_what_next, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import CPU, EOT, tiny_model
 from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import models
 
+from gpt import SampleConfig, load
+from gpt.decoding.context import Context
+from gpt.decoding.engine import Engine, Request
 from gpt.decoding.stream import TextStream
-from gpt.errors import UserError
-from gpt.text import tokenizer_files
+from gpt.errors import UserError, WorkError
+from gpt.text import backends, tokenizer_files
 from gpt.text.backends import ByteBPE
+from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenizer import Tokenizer
 
 TEXTS = [
@@ -165,3 +175,205 @@ def test_chat_template_in_a_file_of_its_own(folders: dict[str, Path], tmp_path: 
     found = tokenizer_files.find_tokenizer(str(tmp_path / "a"))
     assert found.chat_template == "{{ messages }}"
     assert tokenizer_files.tokenizer_files(found)["chat_template.jinja"] == b"{{ messages }}"
+
+
+# Through the program
+
+
+@pytest.mark.parametrize("form", ["llama3", "mistral"])
+def test_a_run_keeps_the_files_of_its_tokenizer(
+    form: str, folders: dict[str, Path], both: Both, gpt: Gpt, workdir: Path
+) -> None:
+    """From ``gpt tokenize`` to a checkpoint, whose prompts are transformers' and whose documents begin as the family's."""
+    transformers = pytest.importorskip("transformers")
+    ours = both(form)[0]
+    lines = [f"document {i}: it's 2024,  {WORDS} </s>" for i, WORDS in enumerate(make_text(60).split("."))]
+    Path("a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines * 30), encoding="utf-8")
+    for jobs in ("1", "2"):
+        done = gpt("tokenize", "a.jsonl", "--tokenizer", folders[form], "-o", f"tokens{jobs}", "--jobs", jobs)
+        assert done.code == 0, done.err
+    for path in Path("tokens1").iterdir():
+        assert path.read_bytes() == Path("tokens2", path.name).read_bytes(), path.name
+    documents = list(TokenFolder("tokens1").stream("train").documents)
+    assert documents[0][:].tolist() == ours.document(lines[0]).tolist()
+    assert documents[0][:1].tolist() == [ours.bos]
+    step = train(Path("tokens1"), steps=1, out="run", vocab_size=None)[0].checkpoint
+    for name, data in ours.files.items():
+        assert (step / name).read_bytes() == (folders[form] / name).read_bytes() == data
+    theirs = transformers.AutoTokenizer.from_pretrained(step)
+    model = load(str(step), device="cpu")
+    prompts = ["document 7", "", f"{ours.eot_token} x"]
+    config = SampleConfig(greedy=True, max_tokens=3, echo_logprobs=True, logprobs=0)
+    for piece in model.write_all(prompts, config):
+        if piece.sample is not None:
+            assert piece.sample.prompt_logprobs is not None
+            fed = [token.id for token in piece.sample.prompt_logprobs]
+            assert fed == theirs(prompts[piece.prompt]).input_ids
+
+
+def test_a_text_ends_with_any_of_its_ends() -> None:
+    model = tiny_model()
+    wanted = Request([1], SampleConfig(max_tokens=30), bias=((7, 100.0),))
+    engine = Engine(Context(model, CPU), {EOT, 7})
+    engine.add(wanted)
+    assert [(update.reason, [token.id for token in update.tokens]) for update in engine.run()] == [("eot", [7])]
+    config = SampleConfig(max_tokens=30, min_tokens=4)
+    engine.add(Request([1], config, bias=((7, 100.0), (EOT, 90.0), (8, 80.0))))
+    found = [token.id for update in engine.run() for token in update.tokens]
+    assert found == [8, 8, 8, 8, 7]
+    config = SampleConfig(max_tokens=30, beam=2)
+    engine = Engine(Context(model, CPU, 2), {EOT, 7})
+    engine.add(Request([1], config, bias=((7, 100.0),)))
+    assert list(engine.run())[-1].best[0].ids == [7]
+
+
+def test_show_says_what_begins_and_ends_a_text(folders: dict[str, Path], both: Both, gpt: Gpt) -> None:
+    shown = json.loads(gpt("tokenizer", "show", folders["mistral"], "--json").out)
+    ours = both("mistral")[0]
+    assert (shown["bos"], shown["ends"], shown["pattern"]) == (ours.bos, sorted(ours.ends), "")
+    assert "tokenizers library" in gpt("tokenizer", "show", folders["mistral"]).out
+    assert "tiktoken" in gpt("tokenizer", "show", folders["llama3"]).out
+    assert gpt("tokenizer", "encode", "it is", "--tokenizer", folders["mistral"]).out.split() == [
+        str(id) for id in ours.encode("it is")
+    ]
+    pieces = json.loads(gpt("tokenizer", "encode", "it's é☃", "--tokenizer", folders["mistral"], "--json").out)[
+        "pieces"
+    ]
+    assert len(pieces) == len(ours.encode("it's é☃"))
+
+
+# What is refused
+
+
+def test_sentencepiece_alone_is_refused_with_what_to_do(gpt: Gpt, workdir: Path) -> None:
+    Path("folder").mkdir()
+    Path("folder/tokenizer.model").write_bytes(b"\n")
+    done = gpt("tokenizer", "show", "folder")
+    one_line_of_what_and_what_next(done, "has its tokenizer as tokenizer.model alone")
+    assert "save_pretrained" in done.err
+
+
+def test_a_missing_library_is_one_line(folders: dict[str, Path], gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    done = gpt("tokenizer", "show", folders["mistral"])
+    one_line_of_what_and_what_next(done, "this tokenizer needs the package tokenizers", code=1)
+    assert "pip install 'gpt[hf]'" in done.err
+    qwen = tokenizer_files.find_tokenizer(str(folders["qwen"]))
+    assert qwen.decode(qwen.encode("é日本").tolist()) == "é日本"  # in NFC already
+    with pytest.raises(WorkError, match="needs the package tokenizers"):
+        qwen.encode("e\u0301")
+
+
+def test_the_older_pair_of_another_family_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = json.loads((folders["gpt2"] / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"] | {"<|endoftext|>": 900}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
+    found = tokenizer_files.find_tokenizer(str(tmp_path))
+    assert (found.eot, sorted(found.files)) == (900, ["merges.txt", "vocab.json"])
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(UserError, match="do not say how Qwen2Tokenizer cuts a text into words"):
+        tokenizer_files.find_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"type": "BPE", "vocab": {"a": "b"}, "merges": []}}, "cannot read the tokenizer.json"),
+        (
+            {"decoder": {"type": "Replace", "pattern": {"Regex": "a"}, "content": ""}},
+            "decoder .*Regex.* is not one that can be run here",
+        ),
+        ({"added_tokens": [{"content": "</s>"}]}, "is no tokenizer of the tokenizers library"),
+        ({"added_tokens": 5}, "is no tokenizer of the tokenizers library"),
+        ({"model": None}, "is no tokenizer of the tokenizers library"),
+        ({"normalizer": {"type": "Nothing"}}, "cannot read the tokenizer.json"),
+    ],
+)
+def test_forged_files(change: dict[str, Any], message: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(folders["llama2"], tmp_path / "a")
+    file = tmp_path / "a" / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | change), encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        tokenizer_files.find_tokenizer(str(tmp_path / "a"))
+
+
+def test_a_saved_folder_whose_files_are_changed_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    tokenizer_files.save_tokenizer(tokenizer_files.find_tokenizer(str(folders["llama2"])), tmp_path / "own")
+    file = tmp_path / "own" / "tokenizer.json"
+    file.write_bytes(file.read_bytes().replace(b'"\xe2\x96\x81th"', b'"\xe2\x96\x81tz"', 1) + b" ")
+    with pytest.raises(UserError, match="the fingerprint differs"):
+        tokenizer_files.find_tokenizer(str(tmp_path / "own"))
+
+
+# Why tiktoken gives the same ids
+
+
+def _random_vocabulary(random: Random) -> dict[bytes, int]:
+    tokens = [bytes([byte]) for byte in range(256)]
+    while len(tokens) < 276:
+        new = b"".join(random.choice([b"a", b"b", *tokens[256:]]) for _ in range(2))
+        if new not in tokens and len(new) < 12:
+            tokens.append(new)
+    later = tokens[256:]
+    random.shuffle(later)  # some are made of tokens with higher ids
+    return {token: id for id, token in enumerate([*tokens[:256], *later])}
+
+
+def test_merges_are_found_alike_wherever_the_condition_holds() -> None:
+    """Vocabularies of two letters, in which everything overlaps, with all or some of the pairs listed."""
+    random, characters, certain = Random(0), backends.byte_characters(), 0
+    for _ in range(150):
+        ranks = _random_vocabulary(random)
+        wanted = tokenizer_files.merging_pairs(ranks)
+        every = [
+            (token[:i], token[i:])
+            for token in sorted(ranks, key=ranks.__getitem__)
+            for i in random.sample(range(1, len(token)), len(token) - 1)
+            if token[:i] in ranks and token[i:] in ranks
+        ]
+        listed = [pair for pair in every if pair in wanted or random.random() < 0.5]
+        written = [tuple("".join(characters[byte] for byte in part) for part in pair) for pair in listed]
+        if random.random() < 0.1:
+            random.shuffle(written)
+        if not tokenizer_files._same_merges(ranks, written, whole=True):
+            continue
+        certain += 1
+        vocab = {"".join(characters[byte] for byte in token): id for token, id in ranks.items()}
+        theirs = HFTokenizer(models.BPE(vocab=vocab, merges=written, ignore_merges=True))
+        ours = ByteBPE(r"(?s:.+)", ranks)
+        for _ in range(40):
+            text = "".join(random.choices("ab", k=random.randint(1, 25)))
+            assert ours.encode(text, {}, False, False)[0].tolist() == theirs.encode(text).ids
+    assert certain > 100
+
+
+def _distinguishing() -> tuple[dict[bytes, int], list[tuple[str, str]]]:
+    """A vocabulary whose tokens tell whether a character shares a piece with the one before it."""
+    characters = backends.byte_characters()
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    for first in b"a1 !\n'":
+        for second in range(256):
+            ranks[bytes([first, second])] = len(ranks)
+    return ranks, [(characters[token[0]], characters[token[1]]) for token in ranks if len(token) == 2]
+
+
+@pytest.mark.parametrize("form", [pytest.param(form, marks=pytest.mark.slow) for form in vocabularies.TIKTOKEN])
+def test_both_regex_engines_know_the_same_characters(form: str, folders: dict[str, Path]) -> None:
+    """Every character, in places that tell letters, numbers, white space and contractions apart."""
+    values = json.loads((folders[form] / "tokenizer.json").read_text(encoding="utf-8"))
+    ranks, merges = _distinguishing()
+    characters = backends.byte_characters()
+    vocab = {"".join(characters[byte] for byte in token): id for token, id in ranks.items()}
+    theirs = HFTokenizer(models.BPE(vocab=vocab, merges=merges))
+    theirs.pre_tokenizer = HFTokenizer.from_str(json.dumps(values)).pre_tokenizer
+    pattern = tokenizer_files._pattern(values["pre_tokenizer"])
+    assert pattern is not None
+    ours = ByteBPE(pattern, ranks)
+    # Tolong Siki's digits and three more came with Unicode 17, which Rust's own tables know and the regex's do not.
+    new = {*range(0x11DE0, 0x11DEA), *range(0x16FF4, 0x16FF7)} if form == "smollm2" else set()
+    every = [chr(code) for code in range(0x33500) if not 0xD800 <= code < 0xE000 and code not in new]
+    for form_ in ("a{}", " {}", "1{}", "'{}", "'{}l", "{} "):
+        for start in range(0, len(every), 10_000):
+            texts = [form_.format(character) + "!" for character in every[start : start + 10_000]]
+            found = ours._encoding.encode_ordinary_batch(texts, num_threads=1)
+            assert found == [each.ids for each in theirs.encode_batch(texts)]
