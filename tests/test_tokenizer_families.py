@@ -371,8 +371,15 @@ def test_both_regex_engines_know_the_same_characters(form: str, folders: dict[st
     ours = ByteBPE(pattern, ranks)
     # Tolong Siki's digits and three more came with Unicode 17, which Rust's own tables know and the regex's do not.
     new = {*range(0x11DE0, 0x11DEA), *range(0x16FF4, 0x16FF7)} if form == "smollm2" else set()
-    every = [chr(code) for code in range(0x33500) if not 0xD800 <= code < 0xE000 and code not in new]
-    for form_ in ("a{}", " {}", "1{}", "'{}", "'{}l", "{} "):
+    codes = {
+        *range(0x3400),
+        *range(0x9FF0, 0xAC10),
+        *range(0xD790, 0xD800),
+        *range(0xE000, 0x17000),
+        *range(0x18D00, 0x20000),
+    }
+    every = list(map(chr, sorted(codes - new)))  # scripts of ten thousand like characters are left out
+    for form_ in ("a{}", " {}", "1{}", "'{}l"):
         for start in range(0, len(every), 10_000):
             texts = [form_.format(character) + "!" for character in every[start : start + 10_000]]
             found = ours._encoding.encode_ordinary_batch(texts, num_threads=1)
