@@ -31,14 +31,14 @@ from transformers import (
 from benchmarks.results import machine, write_section
 from gpt.config import PRESETS, GPTConfig
 from gpt.decoding import logits as filters
-from gpt.decoding.bench import bandwidth_of, weight_bytes
+from gpt.decoding.bench import bandwidth_of
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
-from gpt.decoding.weights import prepare
+from gpt.decoding.weights import prepare, weight_bytes
 from gpt.device import Compute
 from gpt.model.decoder import GPT
-from gpt.model.params import cache_bytes, named_parameters
-from gpt.runs import hf
+from gpt.model.params import cache_bytes
+from gpt.runs import checkpoint
 from gpt.sample_config import SampleConfig
 
 CPU = Compute(torch.device("cpu"), torch.float32)
@@ -50,7 +50,6 @@ def pair(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GP
     """Returns our model and transformers' with the same random weights."""
     torch.manual_seed(seed)
     model = GPT(config).eval()
-    table = named_parameters(config)
     for parameter in model.parameters():
         parameter.data += spread * torch.randn_like(parameter)
     theirs = GPT2LMHeadModel(
@@ -59,10 +58,7 @@ def pair(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GP
             n_head=config.n_head, bos_token_id=0, eos_token_id=0,
         )
     ).eval()  # fmt: skip
-    state = {
-        hf.PREFIX + name: tensor.t() if table[name].is_matrix else tensor for name, tensor in model.state_dict().items()
-    }
-    theirs.load_state_dict(state, strict=False)
+    theirs.load_state_dict(checkpoint.to_stored(config, model.state_dict()), strict=False)
     theirs.tie_weights()
     return model, theirs
 

@@ -32,20 +32,27 @@ def params(
     list_presets: Annotated[bool, option("--list", help="All presets.")] = False,
     n_layer: Annotated[int | None, option(help="Blocks.", rich_help_panel=_SHAPE)] = None,
     n_head: Annotated[int | None, option(help="Heads a block.", rich_help_panel=_SHAPE)] = None,
+    n_kv_head: Annotated[int | None, option(help="Heads of keys and values a block.", rich_help_panel=_SHAPE)] = None,
+    head_dim: Annotated[int | None, option(help="Width of a head.", rich_help_panel=_SHAPE)] = None,
     n_embd: Annotated[int | None, option(help="Width.", rich_help_panel=_SHAPE)] = None,
+    n_inner: Annotated[int | None, option(help="Width of the MLP's inside.", rich_help_panel=_SHAPE)] = None,
+    window: Annotated[int | None, option(help="Positions that layers 1, 3, 5 … see.", rich_help_panel=_SHAPE)] = None,
     block_size: Annotated[int | None, option(help="Context in tokens.", rich_help_panel=_SHAPE)] = None,
     vocab_size: Annotated[int | None, option(help="Ids.", rich_help_panel=_SHAPE)] = None,
     positions: Annotated[
         str | None, one_of(get_args(Positions), help="Learned count, the others do not.", rich_help_panel=_SHAPE)
     ] = None,
-    arch: Annotated[str | None, one_of(get_args(Arch), help="modern has no biases.", rich_help_panel=_SHAPE)] = None,
+    arch: Annotated[
+        str | None, one_of(get_args(Arch), help="Norms, MLP, positions, biases.", rich_help_panel=_SHAPE)
+    ] = None,
     out: OutPage = None,
     json: Json = False,
 ) -> None:
     """Show where every parameter sits, in the form of the GPT-3 table, and what training takes. Allocates nothing."""
     asked = {
-        "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd,
-        "block_size": block_size, "vocab_size": vocab_size, "positions": positions, "arch": arch,
+        "n_layer": n_layer, "n_head": n_head, "n_kv_head": n_kv_head, "head_dim": head_dim, "n_embd": n_embd,
+        "n_inner": n_inner, "window": window, "block_size": block_size, "vocab_size": vocab_size,
+        "positions": positions, "arch": arch,
     }  # fmt: skip
     shape: dict[str, object] = {key: value for key, value in asked.items() if value is not None}
     page.check_out(out, ".html")
@@ -101,10 +108,16 @@ def _shape(target: str | None, shape: dict[str, object]) -> tuple[str, GPTConfig
         from gpt.runs import folder, hf, hub
 
         remote = hub.is_remote(target)
-        config = hf.load_config(hub.fetch(target, weights=False) if remote else folder.find_checkpoint(target))
+        config = hf.load_config(
+            hub.fetch(target, weights=False) if remote else folder.home(folder.find_checkpoint(target))
+        )
     else:
         raise UserError(f'there is no preset, run or checkpoint "{target}"', did_you_mean(target, PRESETS))
-    return "custom" if shape else target, replace(config, **_properties(shape))
+    changed = _properties(shape)
+    if config.window_layers is not None and "n_layer" in shape:  # more or fewer layers, in the same order
+        windows, layers = config.windows, range(int(changed["n_layer"]))
+        changed["window_layers"] = tuple(layer for layer in layers if windows[layer % len(windows)])
+    return "custom" if shape else target, replace(config, **changed)
 
 
 def _properties(shape: dict[str, object]) -> dict[str, Any]:

@@ -15,6 +15,12 @@ from gpt.model.params import breakdown as count
 from . import render
 
 BAR = 20  # columns of the longest bar
+NORMS = {"layernorm": "LayerNorms, γ and β", "rmsnorm": "RMSNorms, γ"}
+BIASES = {
+    "all": "biases of the linear layers",
+    "qkv": "biases of queries, keys and values",
+    "none": "biases: the linear layers have none",
+}
 NAMES = "Value-Up is W_V and Value-Down is W_O in the usual names: a head's two factors of its value map."
 
 
@@ -61,11 +67,12 @@ def breakdown(shape: Shape) -> None:
     sums = Table(box=None, show_header=False, pad_edge=False)
     sums.add_column(justify="right")
     fixed = " (a fixed sine table has none)" if config.positions == "sinusoidal" else ""
-    sums.add_row(f"−{parts.tied:,}", "tied: the unembedding is the embedding transposed")
+    tied = "tied: the unembedding is the embedding transposed"
+    sums.add_row(f"−{parts.tied:,}", tied if config.tied else "not tied: the unembedding is a matrix of its own")
     if config.positions != "rotary":
         sums.add_row(f"+{parts.positions:,}", f"positions: {config.block_size:,} × {config.n_embd:,}{fixed}")
-    sums.add_row(f"+{parts.biases:,}", "biases of the linear layers")
-    sums.add_row(f"+{parts.layer_norms:,}", "LayerNorms, γ and β")
+    sums.add_row(f"+{parts.biases:,}", BIASES[config.biases])
+    sums.add_row(f"+{parts.layer_norms:,}", NORMS[config.norm])
     sums.add_row(Text(f"{parts.trainable:,}", "bold"), Text("trainable", "bold"))
     console.print(sums)
     console.print(Text(f"\n{NAMES}", "dim"))
@@ -74,21 +81,20 @@ def breakdown(shape: Shape) -> None:
 
 
 def side_by_side(shapes: Sequence[Shape]) -> None:
-    """Matrices down, models across, each with its share of the model's weights."""
+    """Matrices down, models across, each with its share of the model's weights. Models without a gate lack its row."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("Matrix")
     for shape in shapes:
         table.add_column(Text(shape.name), justify="right")
-    for at, row in enumerate(shapes[0].parts.rows):
-        cells = [(each.parts.rows[at].parameters, each.parts.total_weights) for each in shapes]
-        table.add_row(row.matrix, *(f"{size:,} {size / total:6.1%}" for size, total in cells))
+    for row in max((each.parts.rows for each in shapes), key=len):
+        table.add_row(row.matrix, *(_share(row.matrix, each.parts) for each in shapes))
     table.add_section()
     sums: dict[str, Callable[[Breakdown], str]] = {
         "Total weights": lambda parts: f"{parts.total_weights:,}",
         "tied": lambda parts: f"−{parts.tied:,}",
         "positions": lambda parts: f"+{parts.positions:,}",
         "biases": lambda parts: f"+{parts.biases:,}",
-        "LayerNorms": lambda parts: f"+{parts.layer_norms:,}",
+        "norms": lambda parts: f"+{parts.layer_norms:,}",
         "trainable": lambda parts: f"{parts.trainable:,}",
     }
     for name, said in sums.items():
@@ -97,6 +103,11 @@ def side_by_side(shapes: Sequence[Shape]) -> None:
     console = render.stdout()
     console.print(table)
     console.print(Text(NAMES, "dim"))
+
+
+def _share(matrix: str, parts: Breakdown) -> str:
+    sizes = [row.parameters for row in parts.rows if row.matrix == matrix]
+    return f"{sizes[0]:,} {sizes[0] / parts.total_weights:6.1%}" if sizes else "–" + 7 * " "
 
 
 def presets(all_presets: Mapping[str, Preset], as_json: bool) -> None:
@@ -110,10 +121,14 @@ def presets(all_presets: Mapping[str, Preset], as_json: bool) -> None:
     table.add_column("Preset")
     for column in ("layers", "heads", "width", "context", "ids", "parameters"):
         table.add_column(column, justify="right")
+    table.add_column("layout")
     table.add_column("")
     for name, preset in all_presets.items():
         c = preset.model
-        numbers = (c.n_layer, c.n_head, c.n_embd, c.block_size, c.vocab_size, count(c).trainable)
+        heads = f"{c.n_head}" if c.kv_heads == c.n_head else f"{c.n_head} ({c.kv_heads})"
+        numbers = (c.n_embd, c.block_size, c.vocab_size, count(c).trainable)
         remark = preset.note if preset.note.startswith("for") else ""
-        table.add_row(name, *(f"{number:,}" for number in numbers), Text(remark, "dim"))
-    render.stdout().print(table)
+        table.add_row(name, f"{c.n_layer}", heads, *(f"{n:,}" for n in numbers), c.layout, Text(remark, "dim"))
+    console = render.stdout()
+    console.print(table)
+    console.print(Text("In brackets: heads of keys and values, where these are fewer.", "dim"))

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from gpt.config import PRESETS, GPTConfig
 from gpt.model.memory import trunk
-from gpt.model.params import breakdown, cache_bytes, flops_per_token, flops_sampled, nearest_preset
+from gpt.model.params import breakdown, cache_bytes, flops_per_token, flops_sampled, nearest_preset, seen
 from gpt.model.plan import NODE, TrainingPlan, plans, trained_tokens
 from gpt.plan_config import PlanConfig
 
@@ -196,9 +196,12 @@ def _flops(cost: Cost) -> None:
     data = cost.data()["flops"]
     table = Table(box=None, show_header=False, pad_edge=False, title=Text("Floating-point operations", "bold"))
     table.title_justify = "left"
-    T = cost.config.block_size
-    table.add_row("a token trained on", f"{data['trained_token']:.3e}", f"6 N + 12·L·C·T, T = {T:,}")
-    table.add_row("a token sampled", f"{data['sampled_token']:.3e}", f"2 N + 4·L·C·T, after T = {T:,}")
+    config, T = cost.config, cost.config.block_size
+    width = "C" if config.n_head * config.head_size == config.n_embd else "H·D"
+    scores = f"S·{width}" if any(config.windows) else f"L·{width}·T"
+    windowed = f", S = {seen(config, T):,} positions that the layers see" if any(config.windows) else ""
+    table.add_row("a token trained on", f"{data['trained_token']:.3e}", f"6 N + 12·{scores}, T = {T:,}{windowed}")
+    table.add_row("a token sampled", f"{data['sampled_token']:.3e}", f"2 N + 4·{scores}, after T = {T:,}")
     table.add_row(f"{data['tokens']:,} tokens", f"{data['training']:.3e}", "all of the training")
     without = f"{data['training_without_scores']:.3e}"
     table.add_row("", without, "6 N alone, as the GPT-3 paper counts (its table D.1)")

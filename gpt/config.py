@@ -26,6 +26,9 @@ Compile = Literal["auto", "on", "off"]
 Optimizer = Literal["muon", "adamw"]
 
 MOST_THREADS = 4096
+# What a linear map of a block is for, by which adapters choose: `--lora-targets`; and words for several.
+LORA_ROLES = ("query", "key", "value", "output", "gate", "up", "down")
+LORA_GROUPS = {"all": LORA_ROLES, "attention": LORA_ROLES[:4], "mlp": LORA_ROLES[4:]}
 # Far above GPT-3's 12,288 × 96: a number from a file beyond these is damage or malice, not a model.
 LIMITS = {
     "vocab_size": 2**24, "block_size": 2**24, "n_layer": 2**14, "n_head": 2**14, "n_embd": 2**20,
@@ -117,6 +120,22 @@ class GPTConfig:
                 raise UserError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         self._check_positions()
         self._check_window()
+        self._leave_out_defaults()
+
+    def _leave_out_defaults(self) -> None:
+        """Sets what follows from the rest to None: a checkpoint's ``config.json`` says all of it, and gives an equal
+        shape."""
+        windowed = any(self.windows)
+        usual = {
+            "n_kv_head": self.n_head,
+            "head_dim": self.n_embd / self.n_head,
+            "n_inner": self._usual_width(),
+            "window": None if windowed else self.window,
+            "window_layers": tuple(range(1, self.n_layer, 2)) if windowed else self.window_layers,
+        }
+        for name, value in usual.items():
+            if getattr(self, name) == value:
+                object.__setattr__(self, name, None)
 
     def _check_positions(self) -> None:
         paired = {"sinusoidal": ("n_embd", self.n_embd), "rotary": ("width of a head", self.head_size)}
@@ -163,9 +182,11 @@ class GPTConfig:
 
     @property
     def mlp_width(self) -> int:
-        """Width of the MLP's inside. With a gate there are three maps instead of two, each about 2/3 as large."""
-        if self.n_inner is not None:
-            return self.n_inner
+        """Width of the MLP's inside."""
+        return self.n_inner or self._usual_width()
+
+    def _usual_width(self) -> int:
+        """With a gate there are three maps instead of two, each about 2/3 as large."""
         if self.mlp == "gelu":
             return 4 * self.n_embd
         unit = 256 if self.n_embd >= WIDE else 32
@@ -193,7 +214,8 @@ class GPTConfig:
             case False, "qkv":
                 return "qwen2"
             case False, "none" if every or not windowed:
-                return "mistral" if windowed else "llama"
+                # A llama's heads share the width evenly, or transformers refuses it.
+                return "mistral" if windowed or self.n_embd % self.n_head else "llama"
         return "gpt"
 
 
@@ -267,10 +289,10 @@ PRESETS: dict[str, Preset] = {
     "gpt3-6.7b": _preset(32, 32, 4096, 2048, GPT2_VOCAB, 2_097_152, 1.2e-4),
     "gpt3-13b": _preset(40, 40, 5120, 2048, GPT2_VOCAB, 2_097_152, 1e-4, _13B),
     "gpt3-175b": _preset(96, 96, 12288, 2048, GPT2_VOCAB, 3_145_728, 6e-5),
-    "modern-5m": _modern(6, 4, 256, 256, 2048, 8192, 2e-3, "of `--arch modern`: for a book, on a laptop"),
-    "modern-16m": _modern(8, 6, 384, 512, 8192, 32_768, 1e-3, "the same, for tens of megabytes", n_kv_head=2),
-    "modern-41m": _modern(12, 8, 512, 1024, 16_384, 131_072, 1e-3, "the same, on a GPU", n_kv_head=4),
-    "modern-176m": _modern(24, 12, 768, 2048, 32_768, 524_288, 6e-4, "the same, for gigabytes", n_kv_head=4),
+    "modern-5m": _modern(6, 4, 256, 256, 2048, 8192, 2e-3, "for a book, on a laptop"),
+    "modern-16m": _modern(8, 6, 384, 512, 8192, 32_768, 1e-3, "for tens of megabytes", n_kv_head=2),
+    "modern-41m": _modern(12, 8, 512, 1024, 16_384, 131_072, 1e-3, "for hundreds of megabytes, on a GPU", n_kv_head=4),
+    "modern-176m": _modern(24, 12, 768, 2048, 32_768, 524_288, 6e-4, "for gigabytes, on a GPU", n_kv_head=4),
     # As their config.json says on the hub, from which the ids, and so the vocabularies, come too. Their batches and
     # rates are those of the GPT-3 model nearest in size.
     "smollm2-135m": _llama(
@@ -479,6 +501,10 @@ class TrainConfig(TextConfig):
     lora_alpha: float | None = option(
         None, "With --lora-rank: adapters are scaled by alpha / rank.", panel=_TUNE, shown="twice the rank", low=0
     )
+    lora_targets: str | None = option(
+        None, "With --lora-rank: which linear maps have adapters: all, attention, mlp, or some of query, key, value, "
+        "output, gate, up and down, with commas between.", panel=_TUNE, shown="all",
+    )  # fmt: skip
     merge_lora: bool = option(
         False, "With --lora-rank: at the end also save the whole model, merged, in RUN/merged.", panel=_TUNE
     )
@@ -587,6 +613,9 @@ class TrainConfig(TextConfig):
                 raise UserError(f"{names} both {what}", "give one of them")
         if self.pairs and self.batch_ramp is not None:
             raise UserError("--batch-ramp is for running text, not for --pairs", "leave one of them out")
+        self._check_adapters()
+
+    def _check_adapters(self) -> None:
         if self.lora_rank is not None and self.init is None:
             raise UserError("--lora-rank needs --init", "adapters are made for a model: --init CHECKPOINT")
         if self.lora_rank is not None and (self.shard == "full" or self.tensor > 1):
@@ -594,9 +623,13 @@ class TrainConfig(TextConfig):
                 f"{'--shard full' if self.shard == 'full' else '--tensor'} is not for --lora-rank",
                 "adapters are few: leave it out, and each process has all weights",
             )
-        if self.lora_rank is None and (self.lora_alpha is not None or self.merge_lora):
-            name = "--merge-lora" if self.merge_lora else "--lora-alpha"
-            raise UserError(f"{name} needs --lora-rank", "8 is usual: --lora-rank 8")
+        for name in ("merge_lora", "lora_alpha", "lora_targets"):
+            if self.lora_rank is None and getattr(self, name) not in (None, False):
+                raise UserError(f"--{name.replace('_', '-')} needs --lora-rank", "8 is usual: --lora-rank 8")
+        words = (*LORA_GROUPS, *LORA_ROLES)
+        for word in ("all" if self.lora_targets is None else self.lora_targets).split(","):
+            if word not in words:
+                raise UserError(f'lora-targets: there is no "{word}"', did_you_mean(word, words))
 
     def new_model(self, preset: GPTConfig, vocab_size: int, block_size: int) -> GPTConfig:
         """The shape of a new model: the preset's, but for what was asked for."""

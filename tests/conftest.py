@@ -195,7 +195,7 @@ def state_of(run: Path) -> dict[str, "torch.Tensor"]:
     from gpt.runs import folder
 
     path = run / folder.checkpoints(run)[-1].name
-    weights = next(path / name for name in ("model.safetensors", "adapter.safetensors") if (path / name).exists())
+    weights = next(path / name for name in ("model.safetensors", "adapter_model.safetensors") if (path / name).exists())
     return load_file(weights) | load_file(path / "training.safetensors")
 
 

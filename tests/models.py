@@ -13,11 +13,11 @@ from gpt.decoding.logits import Token
 from gpt.device import Compute
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
-from gpt.runs import hf
+from gpt.runs import checkpoint
 from gpt.sample_config import SampleConfig
 
 if TYPE_CHECKING:
-    from transformers import GPT2LMHeadModel
+    from transformers import PreTrainedModel
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 EOT = 49
@@ -51,15 +51,10 @@ def batched(model: GPT, requests: list[Request], config: SampleConfig, rows: int
     return found
 
 
-def ours_with(theirs: "GPT2LMHeadModel", config: GPTConfig) -> GPT:
+def ours_with(theirs: "PreTrainedModel", config: GPTConfig) -> GPT:
     """Our model with the weights of one of transformers'."""
     model = GPT(config).eval()
-    state, table = {}, named_parameters(config)
-    for name, tensor in theirs.state_dict().items():
-        ours = hf.our_name(name)
-        if ours is not None and ours != hf.UNEMBEDDING:
-            state[ours] = tensor.t() if table[ours].is_matrix else tensor
-    model.load_state_dict(state)
+    model.load_state_dict(dict(checkpoint.from_stored(config, theirs.state_dict().__getitem__)))
     return model
 
 

@@ -16,8 +16,7 @@ from gpt.decoding.context import Context
 from gpt.decoding.engine import Request, generate
 from gpt.device import Compute
 from gpt.model.decoder import GPT
-from gpt.model.params import named_parameters
-from gpt.runs import hf
+from gpt.runs import checkpoint
 from gpt.sample_config import SampleConfig
 
 CPU = Compute(torch.device("cpu"), torch.float32)
@@ -28,7 +27,6 @@ def pair(vocab_size: int, seed: int, spread: float = 0.5) -> tuple[GPT, GPT2LMHe
     """The same random weights, here and in transformers; a larger spread makes likelier ids stand out."""
     torch.manual_seed(seed)
     config = GPTConfig(vocab_size, 64, 2, 2, 16)
-    table = named_parameters(config)
     model = GPT(config).eval()
     for parameter in model.parameters():
         parameter.data += spread * torch.randn_like(parameter)
@@ -37,10 +35,7 @@ def pair(vocab_size: int, seed: int, spread: float = 0.5) -> tuple[GPT, GPT2LMHe
             vocab_size=vocab_size, n_positions=64, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
         )
     ).eval()
-    state = {
-        hf.PREFIX + name: tensor.t() if table[name].is_matrix else tensor for name, tensor in model.state_dict().items()
-    }
-    missing = theirs.load_state_dict(state, strict=False)
+    missing = theirs.load_state_dict(checkpoint.to_stored(config, model.state_dict()), strict=False)
     assert missing.missing_keys == ["lm_head.weight"]
     theirs.tie_weights()
     return model, theirs

@@ -9,8 +9,8 @@ from conftest import Gpt
 
 from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, GPTConfig
-from gpt.decoding.bench import measure, weight_bytes
-from gpt.decoding.weights import prepare
+from gpt.decoding.bench import measure
+from gpt.decoding.weights import prepare, weight_bytes
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.decoder import GPT
@@ -75,7 +75,7 @@ def test_what_no_machine_holds_is_refused_at_once(gpt: Gpt, run_folder: Path, mo
         assert done.code == 2
         assert said in done.err
     monkeypatch.setattr(Compute, "memory", lambda self: 2**20)
-    kept = "keys and values of 65,536 texts of 32 tokens take 1.1 GB, and there are 0.0 GB"
+    kept = "keys and values of 65,536 texts of 32 tokens take 1.1 GB, and beside the weights there are 0.0 GB"
     for words in (
         ["bench", run_folder, "--batch", "65536", "-n", "24"],
         ["sample", "x", "-m", run_folder, "-N", "65536", "--batch", "65536", "-n", "31", "--seed", "1"],

@@ -69,7 +69,7 @@ def test_version(gpt: Gpt) -> None:
 # Options: frozen, so that adding or losing one is a decision
 
 OPTIONS = {
-    "train": "--init --pairs --lora-rank --lora-alpha --merge-lora "
+    "train": "--init --pairs --lora-rank --lora-alpha --lora-targets --merge-lora "
     "--out -o --preset --arch --positions --n-layer --n-head --n-embd --block-size --dropout --tokenizer --vocab-size "
     "--sample-bytes --val-fraction --val-text --field --split-on --encoding --errors --skip-bad --jobs --steps --epochs --minutes --batch-tokens --micro-batch --batch-ramp --optimizer --lr --warmup --warmup-tokens --schedule --decay --weight-decay "
     "--clip --eval-every --patience --save-every --keep --sample-every --log --device --nproc --threads --shard --tensor --recompute --dtype --compile --seed --resume --config --print-config "
@@ -80,7 +80,7 @@ OPTIONS = {
     "eval": "--field --split-on --encoding --errors --skip-bad --stride --split --tokens --json --quiet -q --device --dtype --threads",
     "tokenize": "--out -o --resume --part --tokenizer --vocab-size --sample-bytes --val-fraction --val-text --field "
     "--split-on --encoding --errors --skip-bad --jobs --seed --json --quiet -q",
-    "params": "--list --n-layer --n-head --n-embd --block-size --vocab-size --positions --arch --out -o --json "
+    "params": "--list --n-layer --n-head --n-kv-head --head-dim --n-embd --n-inner --window --block-size --vocab-size --positions --arch --out -o --json "
     "--memory --flops --time --kind --devices --tokens --mfu --dtype --optimizer --batch-tokens --micro-batch --shard "
     "--tensor --recompute",
     "report": "--out -o --json --quiet -q",
@@ -198,13 +198,15 @@ def test_precedence_option_environment_file_default(gpt: Gpt, workdir: Path, mon
 
 
 def test_positions_go_with_an_architecture(gpt: Gpt) -> None:
-    """As in training, where `modern` has no table of them."""
+    """As in training: `modern` has no table of them."""
 
     def positions(*words: str) -> int:
         return int(json.loads(gpt("params", "gpt2", "--json", *words).out)["positions"])
 
     assert positions("--arch", "modern") == 0
-    assert positions("--arch", "modern", "--positions", "learned") == positions() == 1024 * 768
+    assert positions() == 1024 * 768
+    refused = gpt("params", "gpt2", "--arch", "modern", "--positions", "learned")
+    one_line_of_what_and_what_next(refused, "learned positions do not go with the modern architecture")
 
 
 def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,9 @@ def test_a_shorter_context_cuts_the_table(workdir: Path, other: Path, positions:
     checkpoint.save(workdir / "base", model, checkpoint.TokenizerFiles(bytes_tokenizer(), config), {"step": 1})
     result, _ = heard_by(other, init="base", block_size=16, steps=1, lr=0.0, dropout=0.1)
     tuned = library.load(result.run).model
-    assert (tuned.config.block_size, tuned.config.dropout, tuned.config.layout) == (16, 0.1, config.layout)
+    context = 32 if positions == "rotary" else 16  # without a table it stays as it was
+    assert (tuned.config.block_size, tuned.config.dropout, tuned.config.layout) == (context, 0.1, config.layout)
+    assert json.loads((result.run / "run.json").read_text())["resolved"]["model"]["block_size"] == 16
     ids = torch.arange(16)[None]
     with torch.no_grad():
         assert torch.allclose(tuned(ids), model(ids), atol=1e-6)
@@ -101,6 +103,38 @@ def test_a_gpt2_folder_of_transformers(workdir: Path, other: Path) -> None:
     result, heard = heard_by(other, init="theirs", steps=8)
     assert result.val_loss < evals(heard)[0]
     assert GPT2LMHeadModel.from_pretrained(result.checkpoint).config.n_positions == 32
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_a_long_context_is_not_the_length_of_training(workdir: Path, rank: int | None) -> None:
+    """A llama is trained on 1,024 tokens at once, keeps its context, resumes, and is a model to transformers."""
+    from transformers import AutoModelForCausalLM
+
+    config = GPTConfig.of("modern", 257, 4096, 1, 2, 16, qk_norm=False)
+    model = GPT(config).eval()
+    checkpoint.save(workdir / "base", model, checkpoint.TokenizerFiles(bytes_tokenizer(), config), {"step": 1})
+    Path("long.txt").write_bytes(make_text(6000).encode())
+    result, heard = heard_by(
+        Path("long.txt"), init="base", steps=2, batch_tokens=1024, lora_rank=rank, merge_lora=bool(rank)
+    )
+    assert any(
+        "trained on 1,024 tokens at once, of a context of 4,096" in each.text
+        for each in heard
+        if isinstance(each, events.Note)
+    )
+    assert json.loads((result.run / "run.json").read_text())["resolved"]["model"]["block_size"] == 1024
+    assert library.resume(result.run, steps=3).steps == 3
+    tuned = library.load(result.run).model
+    assert tuned.config == config
+    theirs = AutoModelForCausalLM.from_pretrained(result.run / "merged" if rank else result.checkpoint)
+    ids = torch.arange(30)[None]
+    with torch.no_grad():
+        assert theirs.config.max_position_embeddings == 4096
+        if not rank:
+            tuned = library.load(result.checkpoint).model
+        assert torch.allclose(theirs.eval()(ids).logits, tuned(ids), atol=1e-4)
+    result, _ = heard_by(Path("long.txt"), init="base", steps=1, block_size=2048)
+    assert json.loads((result.run / "run.json").read_text())["resolved"]["model"]["block_size"] == 2048
 
 
 def test_the_usual_batch_and_rate_are_those_of_the_nearest_size() -> None:

@@ -298,10 +298,9 @@ def test_a_tensor_in_a_file_that_cannot_be(gpt: Gpt, run: Path, name: Any) -> No
 @pytest.mark.parametrize("base", ["a\0b", 300 * "x", 5000 * "x/", "\ud800", "hf:", "hf:a\0b", "/dev/zero", "lora:x"])
 def test_a_base_that_cannot_be(gpt: Gpt, made: Path, workdir: Path, base: str) -> None:
     shutil.copytree(made / "lora", "lora")
-    path = Path("lora") / folder.step_name(12) / "gpt.json"
+    path = Path("lora") / folder.step_name(12) / "adapter_config.json"
     said = json.loads(path.read_text())
-    said["adapter"]["base"] = base
-    path.write_text(json.dumps(said))
+    path.write_text(json.dumps(said | {"base_model_name_or_path": base}))
     forged._sign(folder.step_name(12))(Path("lora"))
     done = gpt("sample", "-m", "lora:step-12")
     assert done.code == 2

@@ -146,7 +146,8 @@ def test_fine_tuning_from_the_hub(there: Gpt, workdir: Path) -> None:
     done = there("train", "book.txt", "--init", "hf:me/tiny", "--lora-rank", "2", "--steps", "2", "--quiet")
     assert done.code == 0, done.err
     step = next((workdir / "runs/book-2").glob("step-*"))
-    assert json.loads((step / "gpt.json").read_text())["adapter"]["base"] == f"hf:me/tiny@{COMMIT}"
+    about = json.loads((step / "adapter_config.json").read_text())
+    assert (about["base_model_name_or_path"], about["revision"]) == ("me/tiny", COMMIT)
     assert there("sample", "ab", "-m", "runs/book-2", HF_HUB_OFFLINE="1").code == 0
 
 

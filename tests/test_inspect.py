@@ -43,7 +43,7 @@ def loud(config: GPTConfig, seed: int = 0) -> GPT:
 def test_patterns_and_residual_equal_transformers(heads: int) -> None:
     config = GPTConfig(vocab_size=97, block_size=24, n_layer=3, n_head=heads, n_embd=32)
     torch.manual_seed(1)
-    settings = GPT2Config.from_dict(hf.to_hf_config(config, 0), attn_implementation="eager")
+    settings = GPT2Config.from_dict(hf.to_hf_config(config, 0, 0), attn_implementation="eager")
     theirs = GPT2LMHeadModel(settings).eval()
     for parameter in theirs.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)

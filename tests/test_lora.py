@@ -1,21 +1,44 @@
-"""Adapters: they alone train and are saved, they come back with their base, and merged they compute the same."""
+"""Adapters: they alone train and are saved, they come back with their base, and merged they compute the same. PEFT
+loads ours and we load PEFT's."""
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from conftest import Gpt, make_text, one_line_of_what_and_what_next
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import gpt as library
 from gpt import events
-from gpt.config import GPTConfig
+from gpt.config import LORA_ROLES, GPTConfig
 from gpt.model import lora
 from gpt.model.decoder import GPT
-from gpt.runs import folder
+from gpt.model.loss import tied_cross_entropy
+from gpt.runs import adapter, checkpoint, folder, hf
+from gpt.text.tokenizer import bytes_tokenizer
+
+# PEFT asks transformers 5 by a former name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+CPU = torch.device("cpu")
+
+
+def _modern(**properties: Any) -> GPTConfig:
+    return GPTConfig.of("modern", 257, 32, 2, 4, 32, **{"n_kv_head": 2, "n_inner": 48, **properties})
+
+
+FAMILIES = {
+    "gpt2": GPTConfig(257, 32, 2, 4, 32),
+    "llama": _modern(qk_norm=False),
+    "mistral": _modern(qk_norm=False, window=8, window_layers=(0, 1), tied=False),
+    "qwen2": _modern(qk_norm=False, biases="qkv"),
+    "qwen3": _modern(head_dim=16),
+}
 
 LORA: dict[str, Any] = {"lora_rank": 4, "dtype": "float32", "sample_every": 0}
 WORDS = ("--lora-rank", "4", "--steps", "3", "--dtype", "float32")
@@ -34,46 +57,311 @@ def base(run_folder: Path, workdir: Path) -> Path:
     return Path(shutil.copytree(folder.find_checkpoint(str(run_folder)), workdir / "base"))
 
 
-def scrambled(config: GPTConfig, rank: int) -> GPT:
+def scramble(parameters: list[torch.nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.data.normal_(0, 0.2)
+
+
+def scrambled(config: GPTConfig, rank: int, targets: str = "all") -> GPT:
     """A model whose adapters do something."""
     torch.manual_seed(0)
     model = GPT(config)
-    for parameter in lora.adapt(model, rank, 2.0 * rank):
-        parameter.data.normal_(0, 0.2)
+    scramble(lora.adapt(model, rank, 2.0 * rank, targets))
     return model.eval()
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "modern"])
-def test_merged_weights_give_the_same_logits(arch: Any) -> None:
-    config = GPTConfig.of(arch, 50, 16, 2, 2, 16)
-    model = scrambled(config, 3)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("targets", ["all", "attention", "mlp"])
+def test_merged_weights_give_the_same_logits(family: str, targets: str) -> None:
+    config = FAMILIES[family]
+    model = scrambled(config, 3, targets)
     plain = GPT(config)
     plain.load_state_dict({name: p for name, p in model.state_dict().items() if not name.endswith((".a", ".b"))})
     ids = torch.arange(16)[None]
     with torch.no_grad():
         before = plain(ids)
-        lora.merge(plain, lora.adapters(model), 2.0)
+        lora.merge(plain, lora.adapters(model), 2.0, lora.find_roles(targets, config))
         assert torch.allclose(plain(ids), model(ids), atol=1e-5)
         assert not torch.allclose(before, model(ids), atol=1e-2)
 
 
-def test_a_map_is_w_and_a_scaled_product() -> None:
-    linear = torch.nn.Linear(5, 7)
-    adapted = lora.LowRank(linear, 2, 0.5)
-    x = torch.randn(3, 5)
+TWO = (lora.AdaptedMatrix(("query",), 0, 3), lora.AdaptedMatrix(("value",), 5, 2))
+
+
+@pytest.mark.parametrize("matrices", [(lora.AdaptedMatrix(("up",), 0, 7),), TWO])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_map_is_w_and_a_scaled_product(matrices: tuple[lora.AdaptedMatrix, ...], bias: bool) -> None:
+    """Forward and backward, against autograd through the weight that it stands for."""
+    linear = torch.nn.Linear(5, 7, bias).requires_grad_(False).double()
+    adapted = lora.LowRank(linear, 2, 0.5, matrices).double()
+    x = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
     assert torch.equal(adapted(x), linear(x))  # B is 0 at first
     adapted.b.data.normal_()
-    weight = linear.weight + 0.5 * adapted.b @ adapted.a
-    assert torch.allclose(adapted(x), x @ weight.T + linear.bias, atol=1e-6)
+
+    def naive(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        weight, at = linear.weight.clone(), 0
+        for number, each in enumerate(matrices):
+            rows = slice(each.start, each.start + each.rows)
+            weight[rows] = weight[rows] + 0.5 * b[at : at + each.rows] @ a[2 * number : 2 * number + 2]
+            at += each.rows
+        return torch.nn.functional.linear(x, weight, linear.bias)
+
+    assert torch.allclose(adapted(x), naive(x, adapted.a, adapted.b))
+    along = torch.randn(3, 4, 7, dtype=torch.float64)
+    ours = torch.autograd.grad((adapted(x) * along).sum(), (x, adapted.a, adapted.b))
+    theirs = torch.autograd.grad((naive(x, adapted.a, adapted.b) * along).sum(), (x, adapted.a, adapted.b))
+    assert all(torch.allclose(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def test_adapters_alone_train() -> None:
-    model = scrambled(GPTConfig(50, 16, 2, 2, 16), 3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_alone_train(family: str) -> None:
+    config = FAMILIES[family]
+    model = scrambled(config, 3)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == set(lora.adapters(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in lora.adapters(model).items()}
-    assert shapes == lora.adapter_shapes(model.config, 3)
+    assert shapes == lora.adapter_shapes(config, 3, LORA_ROLES)
     assert len(shapes) == 2 * 4 * 2
+    # An adapter for each tensor that is stored, of which a map of GPT-2 is one.
+    stored = [
+        name for name in hf.stored_tensors(config) if name.endswith(("_proj.weight", "c_attn.weight", "c_fc.weight"))
+    ]
+    assert sum(shape[0] // 3 for name, shape in shapes.items() if name.endswith(".a")) == len(stored)
+
+
+def test_a_frozen_map_in_bfloat16_keeps_its_dtype() -> None:
+    linear = torch.nn.Linear(8, 8).requires_grad_(False)
+    x = torch.randn(4, 8)
+    adapted = lora.LowRank(linear.bfloat16(), 2, 1.0, (lora.AdaptedMatrix(("up",), 0, 8),))
+    assert (adapted.a.dtype, adapted.b.dtype) == (torch.float32, torch.float32)
+    adapted.b.data.normal_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = adapted(x)
+    exact = x @ (linear.weight.float() + adapted.b @ adapted.a).T + linear.bias.float()
+    assert out.dtype == torch.bfloat16
+    assert torch.allclose(out.float(), exact, atol=0.05)
+    out.float().square().sum().backward()
+    assert adapted.a.grad is not None
+    assert adapted.a.grad.dtype == torch.float32
+
+
+# PEFT
+
+
+def theirs_at(path: Path) -> Any:
+    """The model of transformers' in a folder."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def base_of(config: GPTConfig, path: Path) -> Path:
+    torch.manual_seed(0)
+    files = checkpoint.TokenizerFiles(bytes_tokenizer(), config)
+    checkpoint.save(path, GPT(config), files, {"step": 1})
+    return path
+
+
+def write_adapter(model: GPT, base: Path, path: Path, rank: int, targets: str = "all") -> None:
+    """Writes a model's adapters, whose alpha is twice their rank, as a run does."""
+    about = adapter.Adapter(str(base), rank, 2.0 * rank, folder.weight_checksums(base))
+    store = partial(adapter.contents, about, lora.find_roles(targets, model.config))
+    files = checkpoint.TokenizerFiles(bytes_tokenizer(), model.config)
+    meta = {"step": 1, "adapter": {"sha256": about.sha256}}
+    checkpoint.write(path, checkpoint.contents(model.config, lora.adapters(model), files, meta, store))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("targets", ["all", "attention", "output,down", "query,value"])
+def test_peft_loads_ours(family: str, targets: str, workdir: Path) -> None:
+    config = FAMILIES[family]
+    if family == "gpt2" and targets == "query,value":
+        targets = "query,key,value"
+    base = base_of(config, workdir / "base")
+    model = checkpoint.load(base, CPU).model
+    scramble(lora.adapt(model, 3, 6.0, targets))
+    write_adapter(model, base, workdir / "adapter", 3, targets)
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        ours = model(ids)
+        theirs = peft.PeftModel.from_pretrained(theirs_at(base), workdir / "adapter")  # missing keys would be warned of
+        assert torch.allclose(theirs(ids).logits, ours, atol=1e-4)
+        assert torch.allclose(checkpoint.load(workdir / "adapter", CPU).model(ids), ours, atol=1e-5)
+        assert not torch.allclose(theirs_at(base)(ids).logits, ours, atol=1e-2)
+
+
+THEIR_TARGETS = {"gpt2": ["c_attn", "mlp.c_proj"], "llama": "all-linear", "qwen2": ["q_proj", "v_proj"]}
+
+
+def their_adapter(config: GPTConfig, workdir: Path, **settings: Any) -> tuple[Any, Path]:
+    """A model with adapters made by PEFT, and their folder."""
+    base = base_of(config, workdir / "base")
+    targets = THEIR_TARGETS.get(config.layout, ["o_proj", "gate_proj"])
+    given = {"r": 3, "lora_alpha": 7, "target_modules": targets, "init_lora_weights": False, **settings}
+    torch.manual_seed(1)
+    about = peft.LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=config.layout == "gpt2", **given)
+    theirs = peft.get_peft_model(theirs_at(base), about).eval()
+    theirs.save_pretrained(workdir / "theirs", save_embedding_layers=False)
+    return theirs, workdir / "theirs"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("by_root", [False, True])
+def test_we_load_pefts(family: str, by_root: bool, workdir: Path) -> None:
+    theirs, path = their_adapter(FAMILIES[family], workdir, use_rslora=by_root)
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        assert torch.allclose(library.load(path).model(ids), theirs(ids).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_pefts(family: str, workdir: Path) -> None:
+    config = FAMILIES[family]
+    base = base_of(config, workdir / "base")
+    model = checkpoint.load(base, CPU).model.train()
+    scramble(lora.adapt(model, 3, 6.0))
+    write_adapter(model, base, workdir / "adapter", 3)
+    theirs = peft.PeftModel.from_pretrained(theirs_at(base), workdir / "adapter", is_trainable=True)
+    ids = torch.randint(0, 257, (2, 17))
+    x, y = ids[:, :-1], ids[:, 1:].contiguous()
+    loss = tied_cross_entropy(model.trunk(x), model.unembedding, y)
+    loss.backward()
+    other = torch.nn.functional.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten(), reduction="sum")
+    other.backward()
+    assert loss.item() == pytest.approx(other.item(), rel=1e-5)
+    grads = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    about = adapter.Adapter(str(base), 3, 6.0, {})
+    stored = adapter.contents(about, lora.find_roles("all", config), config, grads)[adapter.FILE]
+    found = {name.replace(".default.", "."): p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    assert set(stored) == set(found)
+    for name, grad in stored.items():
+        assert torch.allclose(torch.from_numpy(grad), found[name], rtol=1e-3, atol=1e-4), name
+
+
+def test_a_folder_of_pefts_is_a_model(gpt: Gpt, workdir: Path, other: Path) -> None:
+    _, path = their_adapter(FAMILIES["llama"], workdir)
+    assert json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"] == str(workdir / "base")
+    assert gpt("sample", "the", "-m", path, "-n", "4").code == 0
+    assert json.loads(gpt("params", path, "--json").out)["config"]["n_embd"] == 32
+    assert gpt("eval", path, other).code == 0
+    result = library.train(other, init=path, steps=2, **LORA)
+    assert library.load(result.run).model.config.layout == "llama"
+    (path / "adapter_model.safetensors").rename(path / "adapter_model.bin")
+    one_line_of_what_and_what_next(gpt("sample", "-m", path), "has no adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("peft_type", "LOHA"),
+        ("use_dora", True),
+        ("rank_pattern", {"q_proj": 4}),
+        ("alpha_pattern", {"q_proj": 4}),
+        ("modules_to_save", ["lm_head"]),
+        ("bias", "all"),
+        ("layers_to_transform", [0]),
+        ("init_lora_weights", "pissa"),
+        ("trainable_token_indices", [1]),
+        ("lora_bias", True),
+        ("a_later_feature", "on"),
+        ("r", 2**30),
+        ("r", True),
+        ("lora_alpha", "8"),
+        ("lora_alpha", float("inf")),
+    ],
+)
+def test_adapters_that_compute_something_else(gpt: Gpt, workdir: Path, key: str, value: Any) -> None:
+    path = base_of(FAMILIES["llama"], workdir / "base")
+    model = checkpoint.load(path, CPU).model
+    lora.adapt(model, 3, 6.0)
+    write_adapter(model, path, workdir / "adapter", 3)
+    for name in ("gpt.json", "checksums.json", "config.json"):
+        (workdir / "adapter" / name).unlink()
+    about = workdir / "adapter" / "adapter_config.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {key: value}))
+    named = {"r": "rank", "lora_alpha": "scale"}.get(key, key)
+    done = gpt("sample", "-m", workdir / "adapter")
+    assert (done.code, done.err.count("error: ")) == (2, 1)
+    assert named in done.err
+
+
+def test_adapters_beside_other_parts(gpt: Gpt, workdir: Path) -> None:
+    _, path = their_adapter(FAMILIES["mistral"], workdir, target_modules=["q_proj", "lm_head"])
+    one_line_of_what_and_what_next(gpt("sample", "-m", path), "has a tensor base_model.model.lm_head.lora_A.weight")
+
+
+def test_a_missing_tensor(gpt: Gpt, workdir: Path) -> None:
+    _, path = their_adapter(FAMILIES["llama"], workdir)
+    arrays = load_file(path / "adapter_model.safetensors")
+    del arrays["base_model.model.model.layers.1.self_attn.k_proj.lora_B.weight"]
+    save_file(arrays, path / "adapter_model.safetensors")
+    assert "layers.1.self_attn.k_proj.lora_B.weight is missing" in gpt("sample", "-m", path).err
+
+
+def test_a_base_of_itself(gpt: Gpt, workdir: Path) -> None:
+    _, path = their_adapter(FAMILIES["llama"], workdir)
+    about = json.loads((path / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(path)}
+    (path / "adapter_config.json").write_text(json.dumps(about))
+    one_line_of_what_and_what_next(gpt("sample", "-m", path), "ends a chain of more than 100 adapters")
+
+
+# Roles
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "found"),
+    [
+        ("llama", "all", LORA_ROLES),
+        ("llama", "value,query", ("query", "value")),
+        ("qwen3", "attention,down", ("query", "key", "value", "output", "down")),
+        ("gpt2", "all", ("query", "key", "value", "output", "up", "down")),
+        ("gpt2", "mlp", ("up", "down")),
+        ("gpt2", "key,query,value", ("query", "key", "value")),
+    ],
+)
+def test_targets_by_role(family: str, targets: str, found: tuple[str, ...]) -> None:
+    assert lora.find_roles(targets, FAMILIES[family]) == found
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ("query", "query, key, value are one tensor in a gpt2"),
+        ("output,gate", "this model has no gate"),
+        ("q_proj", 'there is no "q_proj"'),
+        ("", 'there is no ""'),
+    ],
+)
+def test_targets_that_a_gpt2_does_not_have(gpt: Gpt, base: Path, other: Path, targets: str, message: str) -> None:
+    done = gpt("train", other, "--init", base, *WORDS, "--lora-targets", targets)
+    assert (done.code, done.err.count("error: ")) == (2, 1)
+    assert message in done.err
+    assert not Path("runs").exists()
+
+
+def test_targets_need_adapters(gpt: Gpt, base: Path, other: Path) -> None:
+    done = gpt("train", other, "--init", base, "--lora-targets", "mlp")
+    one_line_of_what_and_what_next(done, "--lora-targets needs --lora-rank")
+
+
+# Runs
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_a_run_with_targets(family: str, workdir: Path, other: Path) -> None:
+    base = base_of(FAMILIES[family], workdir / "base")
+    result = library.train(other, init=base, steps=4, lora_targets="mlp,output", merge_lora=True, **LORA)
+    record = json.loads((result.run / "run.json").read_text())
+    assert record["settings"]["lora_targets"] == record["resolved"]["lora_targets"] == "mlp,output"
+    names = load_file(result.checkpoint / "adapter_model.safetensors")
+    assert not any("q_proj" in name or "c_attn" in name for name in names)
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        tuned = library.load(result.run).model(ids)
+        assert torch.allclose(
+            peft.PeftModel.from_pretrained(theirs_at(base), result.checkpoint)(ids).logits, tuned, atol=1e-4
+        )
+        assert torch.allclose(theirs_at(result.run / "merged")(ids).logits, tuned, atol=1e-4)
+    longer = library.resume(result.run, steps=6)
+    assert longer.steps == 6
 
 
 def test_a_run_of_adapters(base: Path, other: Path) -> None:
@@ -84,10 +372,11 @@ def test_a_run_of_adapters(base: Path, other: Path) -> None:
     first = next(event.val_loss for event in heard if isinstance(event, events.EvalEvent))
     assert result.val_loss < first
     assert not (result.checkpoint / "model.safetensors").exists()
-    saved = load_file(result.checkpoint / "adapter.safetensors")
-    assert set(saved) == set(lora.adapter_shapes(library.load(base).model.config, 4))
-    record = json.loads((result.checkpoint / "gpt.json").read_text())["adapter"]
-    assert record == {"rank": 4, "alpha": 8.0, "base": str(base), "sha256": sums}
+    saved = load_file(result.checkpoint / "adapter_model.safetensors")
+    assert len(saved) == 2 * 4 * library.load(base).model.config.n_layer
+    assert json.loads((result.checkpoint / "gpt.json").read_text())["adapter"] == {"sha256": sums}
+    about = json.loads((result.checkpoint / "adapter_config.json").read_text())
+    assert (about["r"], about["lora_alpha"], about["base_model_name_or_path"]) == (4, 8.0, str(base))
     assert json.loads((result.run / "run.json").read_text())["resolved"]["optimizer"] == "adamw"
 
     tuned, merged = library.load(result.run), library.load(result.run / "merged")
@@ -96,7 +385,8 @@ def test_a_run_of_adapters(base: Path, other: Path) -> None:
         assert torch.allclose(tuned.model(ids), merged.model(ids), atol=1e-5)
         assert not torch.allclose(tuned.model(ids), library.load(base).model(ids), atol=1e-3)
     weights = load_file(base / "model.safetensors")
-    by_hand = weights["transformer.h.0.mlp.c_fc.weight"] + 2 * (saved["h.0.mlp.c_fc.b"] @ saved["h.0.mlp.c_fc.a"]).T
+    a, b = (saved[f"base_model.model.transformer.h.0.mlp.c_fc.lora_{each}.weight"] for each in "AB")
+    by_hand = weights["transformer.h.0.mlp.c_fc.weight"] + 2 * (b @ a).T
     assert torch.allclose(
         load_file(result.run / "merged" / "model.safetensors")["transformer.h.0.mlp.c_fc.weight"], by_hand, atol=1e-6
     )
@@ -135,10 +425,8 @@ def test_adapters_that_do_not_fit(gpt: Gpt, base: Path, other: Path) -> None:
     done = gpt("train", other, "--init", base, "--lora-rank", "33")
     one_line_of_what_and_what_next(done, "lora-rank 33 is more than the model's width, 32")
     result = library.train(other, init=base, steps=1, **LORA)
-    save_file({"x": torch.zeros(1)}, result.checkpoint / "adapter.safetensors")
+    save_file({"x": torch.zeros(1)}, result.checkpoint / "adapter_model.safetensors")
     one_line_of_what_and_what_next(gpt("sample", "-m", result.run), "its sha256 is not the one it was saved with")
     (result.checkpoint / "checksums.json").unlink()
     folder.write_checksums(result.checkpoint)
-    one_line_of_what_and_what_next(
-        gpt("sample", "-m", result.run), "has a tensor x that the model in config.json has no"
-    )
+    one_line_of_what_and_what_next(gpt("sample", "-m", result.run), "has a tensor x that an adapter to its base has no")

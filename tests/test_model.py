@@ -23,7 +23,7 @@ SMALL = GPTConfig(vocab_size=97, block_size=24, n_layer=3, n_head=4, n_embd=32)
 
 
 def theirs_of(config: GPTConfig) -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(GPT2Config.from_dict(hf.to_hf_config(config, 0))).eval()
+    return GPT2LMHeadModel(GPT2Config.from_dict(hf.to_hf_config(config, 0, 0))).eval()
 
 
 @pytest.mark.parametrize("heads", [1, 4])
@@ -353,7 +353,7 @@ def test_breakdown_equals_transformers_count(name: str) -> None:
     """Every preset, 175B too: on the meta device nothing is allocated."""
     config = PRESETS[name].model
     with torch.device("meta"):
-        theirs = GPT2LMHeadModel(GPT2Config.from_dict(hf.to_hf_config(config, 0)))
+        theirs = GPT2LMHeadModel(GPT2Config.from_dict(hf.to_hf_config(config, 0, 0)))
         ours = GPT(config)
     assert theirs.num_parameters() == breakdown(config).trainable == sum(p.numel() for p in ours.parameters())
 

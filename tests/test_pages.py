@@ -12,7 +12,7 @@ import torch
 from conftest import Gpt
 from gpt_cli import page as pages
 
-from gpt.config import GPTConfig
+from gpt.config import PRESETS, GPTConfig
 from gpt.decoding import logits as filters
 from gpt.model.decoder import GPT
 from gpt.text.tokenizer import bytes_tokenizer
@@ -394,4 +394,4 @@ def test_params(open_page: Any, gpt: Gpt, workdir: Path) -> None:
     assert page.locator("#compared tbody tr").count() == 2
     assert page.locator("#compared tbody td.number").first.inner_text() == "124,439,808"
     gpt("params", "--list", "-o", "all.html")
-    assert open_page(Path("all.html")).locator("#compared tbody tr").count() == 16
+    assert open_page(Path("all.html")).locator("#compared tbody tr").count() == len(PRESETS)

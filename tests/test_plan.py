@@ -209,7 +209,7 @@ def test_more_ways_hold_less() -> None:
 def test_cache_is_the_caches() -> None:
     config = replace(PRESETS["nano"].model, n_head=2)
     cache = KVCache(config, 3, torch.device("cpu"), torch.bfloat16)
-    assert cache_bytes(config, 3 * config.block_size, 2) == cache.nbytes
+    assert 3 * cache_bytes(config, config.block_size, 2) == cache.nbytes
 
 
 def test_every_kind_is_one_whose_peak_is_known() -> None:

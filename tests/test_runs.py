@@ -7,6 +7,7 @@ import stat
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,11 @@ from gpt.sample_config import SampleConfig
 from gpt.text import tokenizer, tokenizer_files
 
 CPU = torch.device("cpu")
+# Of a config.json of our own kind, written before a shape was a set of properties; and its arch.
+BEFORE = (
+    "architectures", "model_type", "vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "layer_norm_epsilon",
+    "dropout", "positions",
+)  # fmt: skip
 PROMPTS = [
     "the cat", "The dog sat", "in Zürich", "日本語", "naïve 🐕 dogs", "12345", "\n\n", " it’s raining", "WE'LL", "a\r\n\tb",
 ]  # fmt: skip
@@ -88,13 +94,13 @@ def test_transformers_reads_ours(tmp_path: Path, kind: str, positions: str) -> N
         assert torch.equal(loaded.model.state_dict()[name], tensor)
 
 
-@pytest.mark.parametrize(("arch", "positions"), [("modern", "rotary"), ("modern", "learned"), ("gpt2", "rotary")])
-def test_what_is_no_gpt2_says_so(tmp_path: Path, arch: str, positions: str) -> None:
+@pytest.mark.parametrize("properties", [{"positions": "rotary"}, {"window": 5}])
+def test_what_no_family_computes_says_so(tmp_path: Path, properties: dict[str, Any]) -> None:
     tok = tokenizer.bytes_tokenizer()
-    config = GPTConfig.of(arch, 257, 64, 2, 4, 32, dropout=0.1, positions=positions)  # type: ignore[arg-type]
+    config = GPTConfig(257, 64, 2, 4, 32, dropout=0.1, **properties)
     model = save_ours(tmp_path / "c", config, tok)
     said = json.loads((tmp_path / "c" / "config.json").read_text())
-    assert (said["model_type"], said["arch"], said["positions"]) == ("gpt", arch, positions)
+    assert (said["model_type"], said["positions"]) == ("gpt", config.positions)
     with pytest.raises(ValueError, match="gpt"):
         AutoConfig.from_pretrained(tmp_path / "c")
     loaded = checkpoint.load(tmp_path / "c", CPU)
@@ -102,10 +108,18 @@ def test_what_is_no_gpt2_says_so(tmp_path: Path, arch: str, positions: str) -> N
     idx = torch.randint(257, (2, 30))
     with torch.no_grad():
         assert torch.equal(loaded.model(idx), model(idx))
-    for key in ("arch", "n_head"):
+    for key in ("positions", "n_head"):
         (tmp_path / "c" / "config.json").write_text(json.dumps({k: v for k, v in said.items() if k != key}))
         with pytest.raises(UserError, match="has no "):
             hf.load_config(tmp_path / "c")
+    before = {key: value for key, value in said.items() if key in BEFORE}
+    (tmp_path / "c" / "config.json").write_text(json.dumps({**before, "arch": "gpt2"}))
+    if config.window is None:
+        assert hf.load_config(tmp_path / "c") == config
+    (tmp_path / "c" / "config.json").write_text(json.dumps({**before, "arch": "modern"}))
+    with pytest.raises(UserError, match="is of the former --arch modern") as error:
+        hf.load_config(tmp_path / "c")
+    assert error.value.hint == "train it anew"
 
 
 def test_a_trained_run_in_transformers(run_folder: Path) -> None:
@@ -207,11 +221,12 @@ def test_sharded_folder(gpt2_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama"}, "type 'llama', not gpt2"),
+        ({"model_type": "gemma"}, "type 'gemma'"),
+        ({"model_type": "llama"}, "has no max_position_embeddings, num_hidden_layers"),
         ({"activation_function": "relu"}, "activation_function is 'relu'"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings"),
-        ({"n_inner": 7}, "n_inner is 7"),
+        ({"tie_word_embeddings": False}, r"lm_head.weight is missing"),
+        ({"n_inner": 7}, "config.json asks for"),
         ({"n_layer": -3}, "n_layer is -3"),
         ({"n_layer": 10**9}, "n_layer is 1000000000"),
         ({"n_layer": 9000}, "config.json asks for"),
@@ -231,7 +246,7 @@ def test_other_kinds_and_hostile_numbers(gpt2_folder: Path, change: dict[str, ob
 
 
 def test_pickles_are_never_opened(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(hf.to_hf_config(GPTConfig(300, 8, 1, 1, 8), 299)))
+    (tmp_path / "config.json").write_text(json.dumps(hf.to_hf_config(GPTConfig(300, 8, 1, 1, 8), 299, 299)))
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
     with pytest.raises(UserError, match=r"no model\.safetensors") as error:
         gpt.load(tmp_path)
@@ -283,15 +298,6 @@ def test_weights_that_are_no_floats_are_refused(gpt2_folder: Path) -> None:
     save_file(weights, path)
     with pytest.raises(UserError, match="ln_1.bias is I32; F32, F16, BF16 can be read"):
         checkpoint.load(gpt2_folder, CPU)
-
-
-def test_two_files_must_name_one_arch(ours: Path) -> None:
-    meta = json.loads((ours / "gpt.json").read_text())
-    (ours / "gpt.json").write_text(json.dumps(meta | {"arch": "modern"}))
-    (ours / "checksums.json").unlink()
-    folder.write_checksums(ours)
-    with pytest.raises(UserError, match="gpt.json says 'modern', and config.json 'gpt2'"):
-        checkpoint.load(ours, CPU)
 
 
 @pytest.mark.parametrize("name", ["../../secret", "x" * 5000])

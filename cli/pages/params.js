@@ -1,8 +1,10 @@
 // Where parameters sit: a bar a matrix, and models side by side.
 const shapes = data.shapes;
 heading(shapes.length > 1 ? `Parameters of ${shapes.length} models` : `Parameters of ${shapes[0].name}`, data.names);
-const kinds = shapes[0].rows.map((row) => row.matrix);
-const colourOf = (matrix) => `var(--c${kinds.indexOf(matrix) % 8})`;
+// Models without a gate lack its row.
+const kinds = shapes.map((shape) => shape.rows).reduce((a, b) => b.length > a.length ? b : a).map((row) => row.matrix);
+const colourOf = (matrix) => `var(--c${kinds.indexOf(matrix)})`;
+const norms = { layernorm: "LayerNorms", rmsnorm: "RMSNorms" };
 
 if (shapes.length > 1) {
   const stacked = (shape) => el("div", { class: "stacked", role: "img",
@@ -26,7 +28,7 @@ for (const shape of shapes) {
       el("td", { class: "number" }, withCommas(row.parameters)), el("td", { class: "number" }, `${(100 * row.parameters / shape.total_weights).toFixed(1)} %`),
       el("td", {}, el("span", { class: "bar", style: `width:${(100 * row.parameters / most).toFixed(3)}%;background:${colourOf(row.matrix)}` }))))),
     )), el("p", {}, `${withCommas(shape.total_weights)} weights − ${withCommas(shape.tied)} tied + ${withCommas(shape.positions)} positions + ` +
-    `${withCommas(shape.biases)} biases + ${withCommas(shape.layer_norms)} LayerNorms = `, el("strong", {}, `${withCommas(shape.trainable)} trainable`)),
+    `${withCommas(shape.biases)} biases + ${withCommas(shape.layer_norms)} ${norms[shape.config.norm]} = `, el("strong", {}, `${withCommas(shape.trainable)} trainable`)),
     shape.note ? el("p", { class: "soft" }, shape.note + ".") : null);
   node.dataset.shape = shape.name;
   each.append(node);

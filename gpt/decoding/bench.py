@@ -12,10 +12,10 @@ import torch
 from gpt.bench_config import BenchConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
-from gpt.decoding.weights import Int8Linear, Step
+from gpt.decoding.weights import Step, weight_bytes
 from gpt.device import Compute
 from gpt.model.decoder import GPT
-from gpt.model.params import breakdown, cache_bytes
+from gpt.model.params import seen
 from gpt.sample_config import SampleConfig
 
 _PROBE_BYTES = 2**29  # that are read to measure the memory's speed: far more than a cache holds
@@ -44,9 +44,7 @@ def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None
     ids = torch.randint(model.config.vocab_size, (config.batch, prompt)).tolist()
     rounds = [_round(context, ids, new) for _ in range(config.rounds + 1)][1:]  # the first is warm-up
     first, each = (statistics.median(times) for times in zip(*rounds, strict=True))
-    read = weight_bytes(model, compute) + cache_bytes(
-        model.config, config.batch * (prompt + new // 2), compute.dtype.itemsize
-    )
+    read = weight_bytes(model, compute) + config.batch * _cached_bytes(model, prompt + new // 2, compute)
     bandwidth = bandwidth_of(compute)
     return DecodingSpeed(
         prefill_tokens_per_second=config.batch * prompt / first,
@@ -68,12 +66,10 @@ def _round(context: Context, prompts: list[list[int]], count: int) -> tuple[floa
     return first, statistics.mean(times[_WARM:] or times or [first])
 
 
-def weight_bytes(model: GPT, compute: Compute) -> int:
-    """The bytes of weights that a step reads: each matrix once, the embedding as the unembedding."""
-    parts = breakdown(model.config)
-    matrices = parts.total_weights - parts.tied
-    size = 1 if any(isinstance(module, Int8Linear) for module in model.modules()) else compute.dtype.itemsize
-    return matrices * size + (parts.biases + parts.layer_norms) * compute.dtype.itemsize
+def _cached_bytes(model: GPT, positions: int, compute: Compute) -> int:
+    """The bytes of keys and values that a step reads of a text."""
+    config = model.config
+    return 2 * config.kv_heads * config.head_size * seen(config, positions) * compute.dtype.itemsize
 
 
 def bandwidth_of(compute: Compute) -> float:

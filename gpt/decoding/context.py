@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gpt.decoding.weights import Step, compiled
+from gpt.decoding.weights import Step, compiled, weight_bytes
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.cache import KVCache
@@ -175,7 +175,7 @@ class ContextPool:
         for at, context in enumerate(self.idle):
             if (context.rows, context.cache.room, context.compiled) == (rows, room, step):
                 return self.idle.pop(at)
-        self._shrink(beside=cache_bytes(self.model.config, rows * room, self.compute.dtype.itemsize))
+        self._shrink(beside=rows * cache_bytes(self.model.config, room, self.compute.dtype.itemsize))
         return None
 
     def _put(self, context: Context) -> None:
@@ -197,12 +197,13 @@ class ContextPool:
 
 
 def _check_room(model: GPT, compute: Compute, rows: int, room: int) -> None:
-    """Raises `UserError` where keys and values do not fit into the device's memory."""
-    needed = cache_bytes(model.config, rows * room, compute.dtype.itemsize)
-    if needed > compute.memory():
+    """Raises `UserError` where keys and values do not fit into the device's memory beside the weights."""
+    needed = rows * cache_bytes(model.config, room, compute.dtype.itemsize)
+    left = max(0, compute.memory() - weight_bytes(model, compute))
+    if needed > left:
         raise UserError(
-            f"keys and values of {rows:,} texts of {room:,} tokens take {needed / 1e9:,.1f} GB, and there are "
-            f"{compute.memory() / 1e9:,.1f} GB",
+            f"keys and values of {rows:,} texts of {room:,} tokens take {needed / 1e9:,.1f} GB, and beside the weights "
+            f"there are {left / 1e9:,.1f} GB",
             "take a smaller --batch, or fewer beams or tokens",
         )
 

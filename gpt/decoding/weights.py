@@ -5,6 +5,7 @@ A model that has been prepared computes logits and nothing else: it is neither t
 
 import warnings
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.nn as nn
@@ -14,8 +15,10 @@ from gpt.device import Compute
 from gpt.errors import is_out_of_memory
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
+from gpt.model.params import counts, multiplied
 
 Step = Callable[[Tensor, Tensor | None, KVCache], Tensor]  # what `GPT.stack` computes
+Module = TypeVar("Module", bound=nn.Module)
 LEVELS = 127  # of int8, on either side of 0
 
 
@@ -102,10 +105,10 @@ def _pack(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
         return torch.ops.quantized.linear_prepack(rounded, None)  # type: ignore[no-any-return]
 
 
-def prepare(model: GPT, compute: Compute, *, int8: bool = False, packed: bool = True) -> GPT:
-    """Changes the model in place for fast steps, and returns it: weights in the dtype of ``compute``, each linear map
-    in the layout that the device reads fastest, or in int8, which keeps embedding, positions and LayerNorms as they
-    are. Without ``packed`` linear maps stay as they are, for a compiler to lay out."""
+def prepare(model: Module, compute: Compute, *, int8: bool = False, packed: bool = True) -> Module:
+    """Changes a model, or a part of one, in place for fast steps, and returns it: weights in the dtype of ``compute``,
+    each linear map in the layout that the device reads fastest, or in int8, which keeps embedding, positions and norms
+    as they are. Without ``packed`` linear maps stay as they are, for a compiler to lay out."""
     if compute.dtype != torch.float32:
         model.to(compute.dtype)
     kind: type[PackedLinear | Int8Linear]
@@ -120,9 +123,18 @@ def prepare(model: GPT, compute: Compute, *, int8: bool = False, packed: bool = 
             for name, child in list(parent.named_children()):
                 if isinstance(child, nn.Linear):
                     setattr(parent, name, kind(child.weight.detach(), child.bias))
-        if model.lm_head is None:
+        if isinstance(model, GPT) and model.lm_head is None:
             model.lm_head = kind(model.wte.weight.detach(), None)
     return model
+
+
+def weight_bytes(model: GPT, compute: Compute) -> int:
+    """The bytes of weights that a step reads: each matrix once, the unembedding among them, and not an embedding that
+    is another one."""
+    own = counts(model.config)
+    vectors = own["bias"] + own["norm"]
+    size = 1 if any(isinstance(module, Int8Linear) for module in model.modules()) else compute.dtype.itemsize
+    return (multiplied(model.config) - vectors) * size + vectors * compute.dtype.itemsize
 
 
 def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:

@@ -381,7 +381,8 @@ def _stretched(rates: Tensor, scaling: RopeScaling) -> Tensor:
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Rotates the pairs (i, i + D/2) of (B, H, T, D) by the angles of ``rope``, (2, 1, T, D) or (2, B, 1, T, D)."""
     cos, sin = rope.to(x.dtype)
-    return x * cos + x.roll(x.size(-1) // 2, -1) * sin
+    rotated: Tensor = x * cos + x.roll(x.size(-1) // 2, -1) * sin
+    return rotated
 
 
 def sine_table(block_size: int, n_embd: int) -> Tensor:

@@ -14,21 +14,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gpt.config import GPTConfig, Mlp
+from gpt.config import GPTConfig, Mlp, Norm
 from gpt.model.params import Kind, counts, parameters
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 # The decoder's and the loss's own, checked by a test: neither may be imported here, since they import torch.
 PLAIN_UP_TO = 512  # positions up to which a CPU attends plainly
+ROPE_TABLE = 8192  # positions of its first table of rotations
 ALIGNED = 64  # columns to a multiple of which a GPU's logits are filled up
-STATS = 8  # mean and deviation of a LayerNorm's position, float32
+STATS: dict[Norm, int] = {"layernorm": 8, "rmsnorm": 4}  # of a position: mean and deviation, or the latter, float32
 IDS = 8  # an id
 FLOAT = 4
 LOGITS = 12  # a logit in the backward pass: the log-softmax, the gradient of it and that of the logit, all float32
-# Numbers of the MLP's inside that an activation adds to what its input and output take, while its gradient is computed:
-# that of its input; of a square, with the three products that give its derivative.
-ACTIVATION_GRADIENT: dict[Mlp, int] = {"gelu": 1, "swiglu": 3}
-MUON_COPIES = 3.5  # of the stack of matrices that goes through the iteration at once, which the iteration holds
+# Numbers of the MLP's inside that it keeps for its gradient: before and after GELU; or the gate before and after SiLU,
+# what it is multiplied by, and the product.
+INSIDE: dict[Mlp, int] = {"gelu": 2, "swiglu": 4}
 MUON_GATHERED = 5.5  # of the matrices that a rank works on, where they came from others
 USABLE = 0.9  # of a GPU's memory; the rest is for CUDA's context, the buffers of cuBLAS and NCCL, and fragmentation
 SHARED = 0.25  # of a CPU's memory beside what stays there between steps: other programs want theirs
@@ -94,8 +94,9 @@ def training(config: GPTConfig, setup: Setup) -> Training:
     state = -(-optimizer_state(own, setup.optimizer) // setup.ways)
     activations, (whole, blocks) = trunk(config, setup), weight_copies(config, setup)
     loss = logits(config, setup)
-    table = FLOAT * own["embedding"]  # its gradient comes from the logits first, and from the ids last
+    table = FLOAT * own["embedding"]  # tied, its gradient comes from the logits first, and from the ids last
     one = positions * block(config, setup)
+    again = (one - positions * FLOAT * config.n_embd) * setup.recompute  # beside its input, which is kept
     layer = positions * _gradient(config, setup)  # while the gradient of a block is computed
     if setup.shard or setup.recompute:
         layer += blocks if setup.shard else -(-blocks // config.n_layer)
@@ -106,9 +107,12 @@ def training(config: GPTConfig, setup: Setup) -> Training:
     kept = parameters + state + _constants(config) + snapshot * (setup.device == "cpu")
     forward = kept + whole + waiting + activations + blocks * stay
     ahead = 0 if stay or setup.shard else blocks + loss * 2 // 3  # in the forward pass; two of three logits
-    behind = table * setup.accumulates + max(one + layer, (2 + setup.shard) * table)
+    if config.tied:
+        behind = table * setup.accumulates + max(one + layer, (2 + setup.shard) * table)
+    else:
+        behind = max(one + layer, (setup.accumulates + setup.shard) * table)
     moments = {
-        "loss": forward + max(loss, table + one * setup.recompute + layer, ahead),
+        "loss": forward + max(loss, table + again + layer, ahead),
         "backward": kept + whole + gradients + behind,
         "update": kept + gradients + _update(config, setup),
     }
@@ -122,24 +126,25 @@ def optimizer_state(own: Mapping[Kind, int], optimizer: str) -> int:
 
 
 def trunk(config: GPTConfig, setup: Setup) -> int:
-    """Bytes that autograd keeps of a micro-batch, from the ids to the last LayerNorm: what the blocks keep, or, where
-    they are computed again, their inputs alone."""
+    """Bytes that autograd keeps of a micro-batch, from the ids to the last norm: what the blocks keep, or, where they
+    are computed again, their inputs alone."""
     C = config.n_embd
     dropped = _mask(config, setup, FLOAT) * C  # the embedding's
     each = FLOAT * C if setup.recompute else block(config, setup)
-    last = FLOAT * C + STATS
-    return setup.micro_batch * config.block_size * (config.n_layer * each + dropped + last + 2 * IDS)
+    last = FLOAT * C + STATS[config.norm]
+    kept = setup.micro_batch * config.block_size * (config.n_layer * each + dropped + last + 2 * IDS)
+    return kept + (0 if setup.recompute else _tables(config, setup))
 
 
 def block(config: GPTConfig, setup: Setup) -> int:
     """Bytes a position that a block leaves for its gradient.
 
-    Two LayerNorms keep their input, float32, with its mean and deviation. Each linear map keeps its input in the dtype
-    of products, the MLP's activation its own. Dropout keeps a mask of each branch."""
+    Two norms keep their input, float32, with its statistics. Each linear map keeps its input in the dtype of products,
+    the MLP's activation its own. Dropout keeps a mask of each branch."""
     C, s, t = config.n_embd, setup.width, setup.tensor
-    norms = 2 * (FLOAT * C + STATS)
-    inputs = s * (C + C // t + C)  # of c_attn, c_proj, c_fc
-    mlp = 2 * s * (config.mlp_width // t)  # before and after its activation
+    norms = 2 * (FLOAT * C + STATS[config.norm])
+    inputs = s * (C + config.n_head * config.head_size // t + C)  # of c_attn, c_proj, c_fc
+    mlp = INSIDE[config.mlp] * s * (config.mlp_width // t)
     masks = 2 * _mask(config, setup, s) * C
     return norms + inputs + mlp + masks + _heads(config, setup) // t
 
@@ -151,25 +156,40 @@ def _mask(config: GPTConfig, setup: Setup, width: int) -> int:
 
 def _heads(config: GPTConfig, setup: Setup) -> int:
     """Bytes a position that all heads keep of queries, keys, values and scores."""
-    C, H, T, s = config.n_embd, config.n_head, config.block_size, setup.width
-    K = config.kv_heads * config.head_size  # width of the keys, and of the values
-    copied = setup.device == "cpu" and (T <= PLAIN_UP_TO or config.dropout > 0)  # no fused attention
-    kept = s * (C + 2 * K)  # queries, keys, values
-    if copied and T > PLAIN_UP_TO:  # torch's attention that is not fused: in float32
-        # Copies of queries and keys, and values, in float32 a view of all three.
-        kept = FLOAT * (C + 2 * K if setup.autocast else 2 * C + 3 * K)
-        scores = 3 * FLOAT * H * T
-    elif copied:  # the pattern, and under dropout what it is multiplied by and what comes of that
-        scores = s * H * T * (3 if config.dropout else 1)
-    else:
-        scores = FLOAT * H  # the logarithm of the sum of each row
-        if config.qk_norm or config.positions == "rotary":
-            # Queries and keys of their own, beside what they were made from; the output in another order.
-            kept += s * (C + K + C)
-    if config.qk_norm:  # what was normalized: in float32, or as it lies in queries, keys and values side by side
-        kept += FLOAT * (C + K) if setup.autocast else s * (C + 2 * K) * copied
-        kept += FLOAT * (H + config.kv_heads)
-    return kept + scores
+    H, K, T, s = config.n_head, config.kv_heads, config.block_size, setup.width
+    q, k = H * config.head_size, K * config.head_size  # widths of queries; of keys, and of values
+    viewed = True  # whether values are a view of what c_attn gave, which thus stays whole
+    match _kernel(config, setup):
+        case "plain":  # the pattern, and under dropout what it is multiplied by and what comes of that
+            scores = s * H * T * (3 if config.dropout else 1)
+            copies, viewed = s * (q + 2 * k), K == 1
+        case "torch's":  # in float32, with keys and values for every query
+            scores, copies, viewed = 3 * FLOAT * H * T, 3 * FLOAT * q, False
+        case _:
+            scores = FLOAT * H  # the logarithm of the sum of each row
+            # Normalized or rotated queries and keys are their own, and the output lies in another order.
+            copies = s * (q + k + q) * (config.qk_norm or config.positions == "rotary")
+    if config.qk_norm:  # what was normalized: on a CPU as c_attn gave it, else in float32
+        cpu = setup.device == "cpu"
+        viewed |= cpu
+        copies += FLOAT * (H + K + (q + k) * (setup.autocast and not cpu))
+    return scores + copies + s * (q + 2 * k) * viewed
+
+
+def _kernel(config: GPTConfig, setup: Setup) -> Literal["plain", "torch's", "fused"]:
+    """How attention is computed: fused, or on a CPU our own way, or under dropout torch's that is not fused."""
+    if setup.device == "cuda":
+        return "fused"
+    return "plain" if config.block_size <= PLAIN_UP_TO else "torch's" if config.dropout else "fused"
+
+
+def _tables(config: GPTConfig, setup: Setup) -> int:
+    """Bytes that blocks keep for all sequences alike: rotations, in the dtype of products; of windowed layers, where
+    attention is fused, the masks that are added to scores."""
+    T, s = config.block_size, setup.width
+    rotations = 2 * s * T * config.head_size * (config.positions == "rotary" and setup.autocast)
+    windowed = sum(window is not None and window < T for window in config.windows)
+    return config.n_layer * rotations + windowed * s * T * T * (_kernel(config, setup) == "fused")
 
 
 def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
@@ -184,7 +204,7 @@ def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
     if not setup.shard:
         return 0, s * blocks if setup.autocast else 0
     one = blocks // config.n_layer
-    return FLOAT * (own["embedding"] + own["positions"]), one * (3 * s + FLOAT)
+    return FLOAT * (own["embedding"] + own["positions"] + own["unembedding"]), one * (3 * s + FLOAT)
 
 
 def logits(config: GPTConfig, setup: Setup) -> int:
@@ -209,41 +229,47 @@ def logits(config: GPTConfig, setup: Setup) -> int:
 
 def _gradient(config: GPTConfig, setup: Setup) -> int:
     """Bytes a position that the backward pass of a block adds at most to what was kept, which it frees meanwhile:
-    the gradient of the MLP's inside before its activation, where that after it takes the place of what the second map
-    kept; of a square, with the three products that give its derivative; and the residual stream's, in the dtype of
-    products."""
-    s = setup.width
-    inside = ACTIVATION_GRADIENT[config.mlp] * s * (config.mlp_width // setup.tensor)
-    return inside + (s * config.n_embd if setup.autocast else 0)
+    the gradient of what the MLP's second map kept, with the residual stream's in the dtype of products; or those of
+    both factors of a gated inside, when the former has taken the place of what was kept."""
+    inside = setup.width * (config.mlp_width // setup.tensor)
+    gate = 2 * inside * (config.mlp == "swiglu")
+    return max(inside + setup.width * config.n_embd * setup.autocast, gate)
 
 
 def _update(config: GPTConfig, setup: Setup) -> int:
     """Bytes that an optimizer's step works in. AdamW's is one kernel. Muon holds all updates, the gradients of its
-    larger group once more, and the iteration's copies of the largest stack of matrices of one shape; where ranks have
-    parts, these are whole matrices, as they arrived, put together, and stacked."""
+    largest group once more, and of a stack of matrices of one shape what the iteration holds, a matrix before and after
+    and its square twice, beside both results of the stack before; where ranks have parts, these are whole matrices, as
+    they arrived, put together, and stacked."""
     if setup.optimizer == "adamw":
         return 0
     s, holders = setup.width, setup.ways * setup.tensor
     matrices = [p for p in parameters(config) if p.is_matrix]
     numbers = counts(config, setup.tensor)["linear"]
-    fused = sum(p.numel for p in matrices if p.fused) * config.n_layer // setup.tensor
-    updates = FLOAT * (numbers + max(fused, numbers - fused)) / setup.ways
+    groups = Counter[tuple[int, ...]]()
+    for p in matrices:
+        groups[p.fused] += p.numel * config.n_layer // setup.tensor
+    updates = FLOAT * (numbers + max(groups.values())) / setup.ways
     if holders > 1:
         one = max(p.numel for p in matrices)
         return round(updates + s * MUON_GATHERED * -(-config.n_layer // holders) * one)
-    stacks = Counter[tuple[int, ...]]()  # numbers by shape, of either orientation
+    stacks = Counter[tuple[int, int]]()  # numbers by shape, of either orientation
     for p in matrices:
         for outs in p.fused or p.shape[:1]:
-            stacks[tuple(sorted((outs, p.shape[1])))] += outs * p.shape[1] * config.n_layer
-    # Each rank takes a share of the stack, in the narrower dtype, and gathers the others'.
-    copies = setup.autocast + max(MUON_COPIES / setup.data, (1 + 1 / setup.data) * (setup.data > 1))
-    return round(updates + s * copies * max(stacks.values()))
+            stacks[min(outs, p.shape[1]), max(outs, p.shape[1])] += outs * p.shape[1] * config.n_layer
+    most, before = 0.0, 0
+    for (rows, columns), n in stacks.items():
+        # Each rank takes a share of the stack, in the narrower dtype, and gathers the others'.
+        shared = max((2 + 2 * rows / columns) / setup.data, (1 + 1 / setup.data) * (setup.data > 1))
+        most, before = max(most, n * (setup.autocast + shared) + 2 * before), n
+    return round(updates + s * most)
 
 
 def _constants(config: GPTConfig) -> int:
-    """Bytes of fixed tables of positions."""
-    tables = {"sinusoidal": config.n_embd, "rotary": config.head_size}
-    return FLOAT * config.block_size * tables.get(config.positions, 0)
+    """Bytes of fixed tables of positions; that of rotations is twice as long where it had to grow."""
+    T = config.block_size
+    rotations = config.head_size * (T if T <= ROPE_TABLE else 2 * T)
+    return FLOAT * {"sinusoidal": config.n_embd * T, "rotary": rotations}.get(config.positions, 0)
 
 
 def room(config: GPTConfig, setup: Setup, memory: int) -> int:

@@ -141,7 +141,7 @@ class Breakdown:
     tied: int  # what tying the unembedding to the embedding saves; 0 where it is not tied
     positions: int  # the trained table of positions; 0 for a fixed one
     biases: int  # of the linear layers
-    layer_norms: int  # γ and β of every LayerNorm; γ of every RMSNorm
+    layer_norms: int  # of every norm: γ and β of LayerNorms, γ of RMSNorms
 
     @property
     def trainable(self) -> int:
@@ -190,26 +190,31 @@ def flops_per_token(config: GPTConfig, context: int, adapters: int = 0) -> int:
     does not change this number. With ``adapters``, as many parameters are trained and the rest is not: it needs no
     gradients of its own, 4 N.
     """
-    n = _multiplied(config)
-    return (4 * n + 6 * adapters if adapters else 6 * n) + 12 * _seen(config, context)
+    n = multiplied(config)
+    return (4 * n + 6 * adapters if adapters else 6 * n) + 12 * _scores(config, context)
 
 
 def flops_sampled(config: GPTConfig, context: int) -> int:
     """Floating-point operations that computing one more position needs after ``context`` of them in the cache:
     2 N + 4·L·C·T, the forward pass's part of `flops_per_token`."""
-    return 2 * _multiplied(config) + 4 * _seen(config, context)
+    return 2 * multiplied(config) + 4 * _scores(config, context)
 
 
-def _multiplied(config: GPTConfig) -> int:
+def multiplied(config: GPTConfig) -> int:
     """Parameters that a position is multiplied by: all but the table of positions, and an untied embedding."""
     own = counts(config)
     return sum(own.values()) - own["positions"] - (0 if config.tied else own["embedding"])
 
 
-def _seen(config: GPTConfig, context: int) -> int:
-    """Numbers of all layers' keys that a position at the end of ``context`` meets: L·C·T where every layer is dense and
-    heads share the width."""
-    return config.n_head * config.head_size * sum(min(context, window or context) for window in config.windows)
+def _scores(config: GPTConfig, context: int) -> int:
+    """Products of a query's and a key's number at the end of ``context``, in all heads and layers: L·C·T where every
+    layer is dense and heads share the width."""
+    return config.n_head * config.head_size * seen(config, context)
+
+
+def seen(config: GPTConfig, context: int) -> int:
+    """Positions that the last one of ``context`` sees, summed over the layers."""
+    return sum(min(context, window or context) for window in config.windows)
 
 
 def cache_columns(window: int | None, positions: int) -> int:

@@ -46,8 +46,9 @@ def plans(config: GPTConfig, asked: PlanConfig, batch_tokens: int) -> list[Train
     """The first way that fits for 1, 2, 4 … devices, up to all that there are; where none does, the one that needs
     least. Devices that cannot share the sequences of a step evenly are left out. Raises `UserError` where all are."""
     if asked.tensor is not None and config.kv_heads % asked.tensor:
+        of_keys = "" if config.kv_heads == config.n_head else " of keys and values"
         raise UserError(
-            f"the model's {config.kv_heads} heads cannot be shared evenly by {asked.tensor} ranks",
+            f"the model's {config.kv_heads} heads{of_keys} cannot be shared evenly by {asked.tensor} ranks",
             "take one of " + ", ".join(map(str, divisors(config.kv_heads))),
         )
     rows = step_rows(config, asked.batch_tokens or batch_tokens, asked.batch_tokens is not None)

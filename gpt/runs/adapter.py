@@ -1,35 +1,68 @@
-"""Checkpoints of adapters alone: ``adapter.safetensors``, and in ``gpt.json`` the weights that they belong to."""
+"""Checkpoints of adapters alone, in PEFT's layout: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
+``gpt.json`` adds the checksums of the weights that ours belong to; PEFT's own folders have none.
+"""
+
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from gpt.config import GPTConfig
+from gpt.config import LORA_ROLES, GPTConfig
 from gpt.errors import UserError
-from gpt.files import read_json
+from gpt.files import read_json, to_json
 from gpt.model import lora
-from gpt.runs import folder, hub
+from gpt.runs import folder, hf, hub
 from gpt.runs import tensors as files
-from gpt.settings import checked
 
-FILE = "adapter.safetensors"
+FILE = "adapter_model.safetensors"
+_MOST_RANK = 2**20
+_PREFIX = "base_model.model."  # before every name
+# What PEFT may say, and what of it leaves W + s · B A as it is; the first is what a missing key means.
+_WITHOUT: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    **dict.fromkeys(("use_dora", "lora_bias", "use_qalora", "ensure_weight_tying"), (False, None)),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({}, None)),
+    **dict.fromkeys(
+        (
+            "modules_to_save", "layers_to_transform", "layers_pattern", "layer_replication", "trainable_token_indices",
+            "target_parameters", "alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config",
+            "monteclora_config", "megatron_config",
+        ),
+        (None, [], {}),
+    ),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base's weights
+}  # fmt: skip
+# What decides nothing once adapters are trained.
+_READ = ("base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "target_modules", "fan_in_fan_out")
+_IDLE = (
+    "task_type", "auto_mapping", "peft_version", "inference_mode", "exclude_modules", "lora_dropout",
+    "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config",
+    "qalora_group_size", "runtime_config",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's entry in ``gpt.json``. ``base`` is a folder, or ``hf:NAME@COMMIT``; ``sha256`` are the checksums of
-    the base's weights by file."""
+    """The adapters of a checkpoint. ``base`` is a folder, or ``hf:NAME@COMMIT``; ``sha256`` are the checksums of the
+    base's weights by file, where they are known."""
 
+    base: str
     rank: int
     alpha: float
-    base: str
     sha256: dict[str, str]
+    by_root: bool = False  # whether B A is scaled by α/√R, as in rsLoRA (Kalajdzievski 2023)
 
     @property
     def scale(self) -> float:
         """The factor of B A."""
-        return self.alpha / self.rank
+        return self.alpha / (math.sqrt(self.rank) if self.by_root else self.rank)
 
     def find_base(self, path: Path) -> Path:
         """Finds the folder of the weights that the adapter at ``path`` belongs to. Raises `UserError` where they are
@@ -38,27 +71,111 @@ class Adapter:
         base = hub.fetch(self.base) if hub.is_remote(self.base) else Path(self.base)
         if not folder.is_checkpoint(base):
             raise UserError(f"{path} is an adapter to {self.base}, which is not there", hint)
-        if folder.weight_checksums(base) != self.sha256:
+        if self.sha256 and folder.weight_checksums(base) != self.sha256:
             raise UserError(f"{path} is an adapter to {self.base}, whose weights are others now", hint)
         return base
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a checkpoint holds adapters alone."""
-    return (path / FILE).is_file()
+    """Whether a checkpoint holds adapters alone. Raises `UserError` for those of before PEFT's layout."""
+    if (path / "adapter.safetensors").is_file():
+        raise UserError(f"{path} has adapters in the layout of a former version", "train them anew")
+    return (path / folder.ADAPTER).is_file()
 
 
 def read(path: Path) -> Adapter:
-    """Reads an adapter's entry in ``gpt.json``. Raises `UserError` where it is missing or damaged."""
-    said = read_json(path / folder.META).get("adapter")
-    if not isinstance(said, dict):
+    """Reads the description of adapters. Raises `UserError` where it is damaged, and for adapters that are more than a
+    product of two matrices beside linear maps of the blocks."""
+    where = path / folder.ADAPTER
+    values = read_json(where)
+    for key, allowed in _WITHOUT.items():
+        if values.get(key, allowed[0]) not in allowed:
+            raise UserError(f"{where}: {key} is {values[key]!r:.80}; adapters with {allowed[0]!r} alone are read")
+    for key in values.keys() - {*_WITHOUT, *_READ, *_IDLE}:
+        if values[key]:
+            raise UserError(f"{where}: {key:.80} is {values[key]!r:.80}, which is not known here")
+    rank: Any = values.get("r")
+    alpha: Any = values.get("lora_alpha")
+    by_root = values.get("use_rslora", False)
+    if type(rank) is not int or not 1 <= rank <= _MOST_RANK:
+        raise UserError(f"{where} is damaged: an adapter of rank {rank!r:.80}")
+    if type(alpha) not in (int, float) or not 0 <= alpha <= 1e12 or type(by_root) is not bool:
+        raise UserError(f"{where} is damaged: a scale of {alpha!r:.80}")
+    meta = read_json(path / folder.META).get("adapter") if (path / folder.META).is_file() else {}
+    sums = meta.get("sha256", {}) if isinstance(meta, dict) else None
+    if not isinstance(sums, dict):
         raise UserError(f"{path / folder.META} does not say what its adapter belongs to")
-    adapter = checked(Adapter, said, str(path / folder.META))
-    if adapter.rank < 1:
-        raise UserError(f"{path / folder.META} is damaged: an adapter of rank {adapter.rank}")
-    return adapter
+    return Adapter(folder.base_of(path), rank, float(alpha), sums, by_root)
 
 
-def tensors(path: Path, config: GPTConfig, rank: int) -> dict[str, Tensor]:
-    """Reads the tensors of the adapters at ``path``; their names and shapes are compared with the model's first."""
-    return files.read([path / FILE], lora.adapter_shapes(config, rank), "the model in config.json")
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of a file of adapters: rows of one of ours."""
+
+    ours: str
+    shape: tuple[int, int]
+    rows: slice
+    roles: tuple[str, ...]
+
+
+def _stored(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[str, _Stored]:
+    """The tensors of adapters for these roles by PEFT's names, in the model's order, those of one of ours in theirs."""
+    first = {(each.ours, each.rows.start if each.rows else 0): name for name, each in hf.stored_tensors(config).items()}
+    shapes, found = lora.adapter_shapes(config, rank, roles), dict[str, _Stored]()
+    for ours, matrices in lora.adapted(config, roles).items():
+        for kind in "ab":
+            end, name = 0, f"{ours}.{kind}"
+            for each in matrices:
+                rows = rank if kind == "a" else each.rows
+                place = _Stored(name, (rows, shapes[name][1]), slice(end, end := end + rows), each.roles)
+                module = first[f"{ours}.weight", each.start].removesuffix(".weight")
+                found[f"{_PREFIX}{module}.lora_{kind.upper()}.weight"] = place
+    return found
+
+
+def contents(adapter: Adapter, roles: Sequence[str], config: GPTConfig, ours: files.Arrays) -> dict[str, Any]:
+    """The files of adapters by name: what describes them, and their arrays by PEFT's names."""
+    stored = _stored(config, adapter.rank, roles)
+    modules = [name.removeprefix(_PREFIX).partition(".lora_")[0] for name in stored]
+    # As in "attn.c_proj" and "mlp.c_proj".
+    targets = dict.fromkeys(".".join(module.split(".")[-2:]) for module in modules)
+    where, _, revision = adapter.base.partition("@") if hub.is_remote(adapter.base) else (adapter.base, "", "")
+    about = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": where.removeprefix(hub.PREFIX),
+        "revision": revision or None,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "use_rslora": adapter.by_root,
+        "target_modules": list(targets),
+        "fan_in_fan_out": config.layout in lora.STORED_FUSED,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    return {
+        folder.ADAPTER: to_json(about),
+        FILE: {name: np.asarray(ours[each.ours])[each.rows] for name, each in stored.items()},
+    }
+
+
+def tensors(path: Path, config: GPTConfig, rank: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Reads the tensors of the adapters at ``path``, by our names, in float32, and returns them with their roles. Names
+    and shapes are compared with the model's first. Raises `UserError` where some are missing."""
+    if not (path / FILE).is_file():
+        pickled = any(path.glob("*.bin"))
+        hint = "it holds pickles, which are never opened: save it as safetensors first" if pickled else ""
+        raise UserError(f"{path} has no {FILE}", hint)
+    possible = _stored(config, rank, LORA_ROLES)
+    shapes = {name: each.shape for name, each in possible.items()}
+    found = files.read([path / FILE], {}, "an adapter to its base", optional=shapes)
+    roles = {role for name in found for role in possible[name].roles}
+    ordered = tuple(role for role in LORA_ROLES if role in roles)
+    stored = _stored(config, rank, ordered)
+    missing = [name for name in stored if name not in found]
+    if missing or not stored:
+        raise UserError(f"{path / FILE} is damaged: the tensor {(missing or ['of any adapter'])[0]} is missing")
+    joined: dict[str, list[Tensor]] = {}
+    for name, each in stored.items():
+        joined.setdefault(each.ours, []).append(found[name].float())
+    return {name: torch.cat(some) for name, some in joined.items()}, ordered

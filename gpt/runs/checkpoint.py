@@ -1,18 +1,22 @@
 """Reads and writes checkpoint folders: weights and tokenizer in the layout of `gpt.runs.hf`, safetensors only."""
 
-from collections.abc import Callable, Mapping
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from gpt.config import GPT2_VOCAB, GPTConfig
 from gpt.errors import UserError
 from gpt.files import disk_errors, is_file_name, read_json, reading, side_by_side, to_json, whole_folder, write_pieces
 from gpt.model import lora
-from gpt.model.decoder import GPT, ROPE_TABLE, rotary_table
+from gpt.model.decoder import GPT, ROPE_TABLE, Linear, rotary_table
 from gpt.model.params import named_parameters, parameters
 from gpt.runs import adapter, folder, hf, tensors
 from gpt.text.tokenizer import Tokenizer, describe, gpt2_tokenizer
@@ -21,8 +25,9 @@ from gpt.text.tokenizer_files import has_own, read_own, read_transformers, token
 FORMAT = 1
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_BYTES = 5_000_000_000  # of a file of weights; more are written as several with an index, as transformers does
-MOST_ADAPTERS = 100  # on top of each other; one that names itself as its base would never end
+_PART = re.compile(r"h\.\d+|\w+")  # of a model: a block, or what is beside them
 Files = Mapping[str, bytes | tensors.Arrays]  # a checkpoint's, by name: bytes, or tensors to be written
+Store = Callable[[GPTConfig, tensors.Arrays], Files]  # the files that hold weights
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,10 @@ def contents(
     weights: Mapping[str, Tensor | tensors.Array | tensors.Deferred],
     tokenizer: TokenizerFiles,
     meta: Mapping[str, Any],
+    store: Store | None = None,
 ) -> Files:
-    """The files of a checkpoint by name. ``weights`` are a model's by our names, on the host, or its adapters alone if
-    ``meta`` describes an adapter (`gpt.runs.adapter`)."""
+    """The files of a checkpoint by name. ``weights`` are by our names, on the host: a model's, or what ``store`` makes
+    the files of (`gpt.runs.adapter`)."""
     eot = tokenizer.tokenizer.eot
     own = {
         "format": FORMAT,
@@ -69,21 +75,20 @@ def contents(
     }
     return {
         **tokenizer.files,
-        "config.json": to_json(hf.to_hf_config(config, eot)),
+        "config.json": to_json(hf.to_hf_config(config, eot, eot)),
         "generation_config.json": to_json({"bos_token_id": eot, "eos_token_id": eot}),
         folder.META: to_json(own),
-        **({adapter.FILE: arrays} if "adapter" in meta else _weights(config, arrays)),
+        **(store or _weights)(config, arrays),
     }
 
 
 def _weights(config: GPTConfig, arrays: tensors.Arrays) -> Files:
     """The files of a model's weights."""
-    table = named_parameters(config)
     parts: list[dict[str, tensors.Array | tensors.Deferred]] = [{}]
-    for name, array in arrays.items():
+    for name, array in to_stored(config, arrays).items():
         if parts[-1] and tensors.nbytes(parts[-1]) + array.nbytes > MOST_BYTES:
             parts.append({})
-        parts[-1][hf.PREFIX + name] = array.T if table[name].is_matrix else array
+        parts[-1][name] = array
     if len(parts) == 1:
         return {MODEL: parts[0]}
     files = {f"model-{n:05}-of-{len(parts):05}.safetensors": part for n, part in enumerate(parts, 1)}
@@ -92,6 +97,35 @@ def _weights(config: GPTConfig, arrays: tensors.Arrays) -> Files:
         "weight_map": {name: file for file, part in files.items() for name in part},
     }
     return {**files, INDEX: to_json(index)}
+
+
+def to_stored(config: GPTConfig, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's arrays or tensors by the names that its layout has for them, as they are stored: views, or deferred."""
+    found: dict[str, Any] = {}
+    for name, together in _by_parameter(config):
+        rows = [each.rows for each in together.values() if each.rows is not None]
+        if not rows:
+            parts = [ours[name]]
+        elif isinstance(ours[name], tensors.Deferred):
+            parts = ours[name].split(rows)
+        else:
+            parts = [ours[name][each] for each in rows]
+        for (theirs, stored), part in zip(together.items(), parts, strict=True):
+            found[theirs] = part.T if stored.transposed else part
+    return found
+
+
+def from_stored(config: GPTConfig, get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yields each parameter by our name, of the tensors that ``get`` returns by their names in the layout. One that is
+    stored by itself is a view of that tensor."""
+    for name, together in _by_parameter(config):
+        parts = [get(theirs).t() if stored.transposed else get(theirs) for theirs, stored in together.items()]
+        yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _by_parameter(config: GPTConfig) -> Iterator[tuple[str, dict[str, hf.Stored]]]:
+    for name, some in itertools.groupby(hf.stored_tensors(config).items(), key=lambda item: item[1].ours):
+        yield name, dict(some)
 
 
 def fixed(model: GPT) -> dict[str, Tensor]:
@@ -119,24 +153,36 @@ def load(
     shape: GPTConfig | None = None,
     above: int = 0,
     dtype: torch.dtype = torch.float32,
+    finish: Callable[[nn.Module], object] | None = None,
 ) -> Checkpoint:
     """Loads the checkpoint at ``path``, ours or transformers', which is checked before anything is allocated from it.
 
     ``shape`` may differ from the checkpoint's own in dropout and by a shorter context, to which a table of positions is
     cut. An adapter is merged into the weights that it belongs to; ``above`` counts the adapters on top of this
-    checkpoint. Weights are read straight into ``dtype``, with an adapter into float32. Raises `UserError` for damage (a
-    checksum, a shape, a number), for a model of another kind, and for an adapter whose base is gone.
+    checkpoint. Weights are read straight into ``dtype``, with an adapter into float32.
+
+    With ``finish``, which is given each block once it is read and at last the model, weights that are stored as they
+    are needed stay in the file, mapped into memory, and the model is not to be trained.
+
+    Raises `UserError` for damage (a checksum, a shape, a number), for a model of another kind, and for an adapter whose
+    base is gone.
     """
-    config, meta = _describe(path)
+    home = folder.home(path)
+    config, meta = _describe(home)
     if adapter.is_adapter(path):
         said = adapter.read(path)
-        if above == MOST_ADAPTERS:
-            raise UserError(f"{path} ends a chain of more than {MOST_ADAPTERS} adapters", "use --merge-lora in between")
+        if above == folder.MOST_ADAPTERS:
+            raise UserError(
+                f"{path} ends a chain of more than {folder.MOST_ADAPTERS} adapters", "use --merge-lora in between"
+            )
         model = load(said.find_base(path), device, shape or config, above + 1).model
-        lora.merge(model, adapter.tensors(path, config, said.rank), said.scale)
+        added, roles = adapter.tensors(path, config, said.rank)
+        lora.merge(model, added, said.scale, roles)
+        if finish is not None:
+            finish(model)
     else:
-        model = _build(shape or config, open_tensors(path, config), device, dtype)
-    return Checkpoint(model, load_tokenizer(path, config, meta))
+        model = _build(shape or config, partial(read_parameters, path, config), device, dtype, finish)
+    return Checkpoint(model, load_tokenizer(home, config, meta))
 
 
 def peek(path: Path) -> tuple[GPTConfig, Tokenizer]:
@@ -144,12 +190,13 @@ def peek(path: Path) -> tuple[GPTConfig, Tokenizer]:
 
     Raises `UserError` as `load` does, for what can be seen without the weights.
     """
-    config, meta = _describe(path)
+    home = folder.home(path)
+    config, meta = _describe(home)
     if adapter.is_adapter(path):
         adapter.read(path).find_base(path)
     else:
         _weight_files(path)
-    return config, load_tokenizer(path, config, meta)
+    return config, load_tokenizer(home, config, meta)
 
 
 def _describe(path: Path) -> tuple[GPTConfig, dict[str, Any]]:
@@ -209,32 +256,28 @@ def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None])
         return
     config, _ = _describe(path)
     table = named_parameters(shape)
-
-    def keep(name: str, tensor: Tensor) -> Tensor:
-        if name not in table or not table[name].trained:
-            return tensor
-        whole = tensor.t() if table[name].is_matrix else tensor
-        put(name, (whole[: shape.block_size] if name == "wpe.weight" else whole).float())
-        return tensor if name == "wte.weight" else tensor[:0].clone()
-
-    open_tensors(path, config, keep)
+    for name, whole in read_parameters(path, config):
+        if table[name].trained:
+            put(name, (whole[: shape.block_size] if name == "wpe.weight" else whole).float())
 
 
-def open_tensors(
-    path: Path, config: GPTConfig, keep: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
-) -> dict[str, Tensor]:
-    """Reads every tensor by our name, as stored, or as ``keep`` returns it. Names, shapes and dtypes are compared with
-    the configuration first."""
+def read_parameters(path: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yields each parameter by our name, in the dtype of the files: a view of a mapped file where it is stored by
+    itself. Before any is read, names, shapes and dtypes of all are compared with the configuration."""
     files = _weight_files(path)
     _check_size(path, config)
-    unembedding = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)} if config.tied else {}
-    found = tensors.read(
-        files, hf.stored_shapes(config), "config.json", ours=hf.our_name, optional=unembedding, keep=keep
+    found = tensors.find(
+        files,
+        {name: each.shape for name, each in hf.stored_tensors(config).items()},
+        "config.json",
+        ours=lambda theirs: hf.full_name(theirs, config),
+        optional={hf.UNEMBEDDING: (config.vocab_size, config.n_embd)},
     )
-    other = found.pop(hf.UNEMBEDDING, None) if config.tied else None
-    if other is not None and not torch.equal(other, found["wte.weight"]):
-        raise UserError(f"{path}: its unembedding is not its embedding; this decoder ties them")
-    return found
+    for name, whole in from_stored(config, lambda theirs: found[theirs].mapped()):
+        other = found.get(hf.UNEMBEDDING) if config.tied and name == "wte.weight" else None
+        if other is not None and not torch.equal(other.mapped(), whole):
+            raise UserError(f"{path}: its unembedding is not its embedding; config.json says they are tied")
+        yield name, whole
 
 
 def _check_size(path: Path, config: GPTConfig) -> None:
@@ -247,21 +290,55 @@ def _check_size(path: Path, config: GPTConfig) -> None:
         )
 
 
-def _build(config: GPTConfig, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> GPT:
-    """Builds a model with these weights, for evaluation. Nothing is initialized only to be overwritten."""
+def _build(
+    config: GPTConfig,
+    read: Callable[[], Iterator[tuple[str, Tensor]]],
+    device: torch.device,
+    dtype: torch.dtype,
+    finish: Callable[[nn.Module], object] | None,
+) -> GPT:
+    """Builds a model with the weights that ``read`` yields, block by block, for evaluation. Nothing is initialized only
+    to be overwritten."""
     with torch.device("meta"):
         model = GPT(config)
-    if "wpe.weight" in weights:
-        weights["wpe.weight"] = weights["wpe.weight"][: config.block_size].clone()
-    if config.positions == "sinusoidal":
-        model.register_buffer("sine", weights.pop("wpe.weight").to(dtype), persistent=False)
-    table = named_parameters(config)
-    state = {
-        name: (tensor.t() if table[name].is_matrix else tensor).to(dtype).contiguous()
-        for name, tensor in weights.items()
-    }
     if config.positions == "rotary":
         rope = rotary_table(min(config.block_size, ROPE_TABLE), config)
         model.register_buffer("rope", rope, persistent=False)
-    model.load_state_dict(state, assign=True)
-    return model.to(device).eval()
+    for name, some in itertools.groupby(read(), key=lambda item: _PART.match(item[0])[0]):  # type: ignore[index]
+        state = {}
+        for whole, tensor in some:
+            stored = tensor[: config.block_size] if name == "wpe" else tensor
+            state[whole.removeprefix(name + ".")] = _as_needed(stored, dtype, mapped=finish is not None)
+        if name == "wpe" and config.positions == "sinusoidal":
+            model.register_buffer("sine", state["weight"], persistent=False)
+            continue
+        part = model.get_submodule(name)
+        part.load_state_dict(state, assign=True)
+        part.to(device)
+        if finish is not None and name.startswith("h."):
+            finish(part)
+        if finish is not None and name == "wte" and config.tied:
+            model.lm_head = _unembedding(model.wte, finish)
+            if model.lm_head is not None:  # All of the mapping was read for it; a new one has only rows that are used.
+                part.load_state_dict({"weight": _as_needed(next(read())[1], dtype, mapped=True)}, assign=True)
+    model.to(device).eval()
+    if finish is not None:
+        finish(model)
+    return model
+
+
+def _unembedding(embedding: nn.Embedding, finish: Callable[[nn.Module], object]) -> nn.Module | None:
+    """What ``finish`` makes of the embedding as a linear map; None where that stays as it is."""
+    vocab, width = embedding.weight.shape
+    linear = Linear(width, vocab, bias=False, device="meta")
+    linear.weight = embedding.weight
+    holder = nn.Sequential(linear)
+    finish(holder)
+    return None if holder[0] is linear else holder[0]
+
+
+def _as_needed(tensor: Tensor, dtype: torch.dtype, mapped: bool) -> Tensor:
+    """A tensor of a mapped file in this dtype, with its numbers in order: a copy unless it may stay ``mapped``."""
+    if mapped:
+        return tensor.to(dtype).contiguous()
+    return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)

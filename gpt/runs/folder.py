@@ -23,12 +23,15 @@ RUNS = "runs"
 METRICS = "metrics.jsonl"
 CHECKSUMS = "checksums.json"
 META = "gpt.json"
+ADAPTER = "adapter_config.json"  # of adapters, in PEFT's layout
+MOST_ADAPTERS = 100  # on top of each other; one that names itself as its base would never end
 LONGEST_NAME = 60  # characters, of a file of a checkpoint: no system takes more than 255 bytes
 TRAINING = ("training.json", "training.safetensors")  # for resuming alone; older checkpoints lose it
 KEPT = "checkpoints saved before, if any, are whole"
 HINT = "take another checkpoint of the run, or copy this one anew"
 _STEP = re.compile(r"step-(\d{6,12})")
 _PART = re.compile(r"(.+):(best|latest|step-\d+)")
+_HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -192,8 +195,33 @@ def can_resume(path: Path) -> bool:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder looks like a checkpoint, ours or transformers'. Raises `UserError` where it cannot be read."""
-    return _has(path, "config.json")
+    """Whether a folder looks like a checkpoint, ours, transformers' or PEFT's. Raises `UserError` where it cannot be
+    read."""
+    return _has(path, "config.json") or _has(path, ADAPTER)
+
+
+def base_of(path: Path) -> str:
+    """The model that the adapters at ``path`` belong to: a folder, or ``hf:NAME@REVISION``. Raises `UserError` where
+    that is not said."""
+    values = read_json(path / ADAPTER)
+    name, revision = values.get("base_model_name_or_path"), values.get("revision")
+    if not isinstance(name, str) or not name or not isinstance(revision, str | None):
+        raise UserError(f"{path / ADAPTER} does not say what its adapter belongs to")
+    if not _HUB_NAME.fullmatch(name) or Path(name).is_dir():
+        return name
+    return f"{hub.PREFIX}{name}" + (f"@{revision}" if revision else "")
+
+
+def home(path: Path) -> Path:
+    """The folder that has the shape and the tokenizer of a checkpoint: itself, or of PEFT's adapters, which have none,
+    their base. Raises `UserError` where there is none."""
+    here = path
+    for _ in range(MOST_ADAPTERS):
+        if not _has(here, ADAPTER) or _has(here, "config.json"):
+            return here
+        base = base_of(here)
+        here = hub.fetch(base) if hub.is_remote(base) else Path(base)
+    raise UserError(f"{path} ends a chain of more than {MOST_ADAPTERS} adapters", "merge some of them")
 
 
 def is_run(path: Path) -> bool:

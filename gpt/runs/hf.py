@@ -1,108 +1,318 @@
-"""The GPT-2 layout of transformers: ``config.json``, and names and shapes of the weights as they are stored.
+"""Layouts of checkpoints, as families of transformers have them: ``config.json``, and names and shapes of the weights.
 
-A checkpoint of ours is such a folder, and such a folder is a checkpoint to us; nothing is exported. One of another
-architecture has the same layout and says in ``config.json`` that it is no GPT-2.
+A checkpoint of ours is such a folder, and such a folder is a checkpoint to us; nothing is exported. A model that no
+family computes has GPT-2's names and says in ``config.json`` that it is no GPT-2.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from gpt.config import GPTConfig, RopeScaling
+from gpt.config import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.errors import UserError
 from gpt.files import read_json
 from gpt.model.params import Shape, named_parameters
 from gpt.runs import folder
 from gpt.settings import checked
 
-PREFIX = "transformer."  # before every name but the unembedding's, in what transformers saves today
 UNEMBEDDING = "lm_head.weight"
-OWN_TYPE = "gpt"  # of models that are no GPT-2
-BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks that older versions saved
-
-# What GPT-2's configuration may say and this decoder computes; anything else would silently give other logits.
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,),
+OWN_TYPE = "gpt"  # of models that no family computes
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # that older versions saved
+_GPT2 = "transformer."  # before every name but the unembedding's, in what transformers saves today
+_LLAMA = "model."
+_LLAMA_NAMES = {
+    "wte": ("embed_tokens",),
+    "ln_1": ("input_layernorm",),
+    "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.q_norm": ("self_attn.q_norm",),
+    "attn.k_norm": ("self_attn.k_norm",),
+    "attn.c_proj": ("self_attn.o_proj",),
+    "ln_2": ("post_attention_layernorm",),
+    "mlp.c_fc": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.c_proj": ("mlp.down_proj",),
+    "ln_f": ("norm",),
 }
-_NAMES = {
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a checkpoint's files: a parameter, or some of its rows where several are fused into one."""
+
+    ours: str
+    shape: Shape  # as it is stored
+    rows: slice | None = None  # of ours; None: all
+    transposed: bool = False  # stored as (in, out)
+
+
+def stored_tensors(config: GPTConfig) -> dict[str, Stored]:
+    """Every tensor of a checkpoint by its name in the files, in the model's order; fused rows in theirs."""
+    found: dict[str, Stored] = {}
+    for name, p in named_parameters(config).items():
+        if name == UNEMBEDDING:
+            found[name] = Stored(name, p.shape)
+        elif config.layout in (OWN_TYPE, "gpt2"):
+            found[_GPT2 + name] = Stored(name, p.shape[:: -1 if p.is_matrix else 1], transposed=p.is_matrix)
+        else:
+            module, _, kind = p.name.rpartition(".")
+            theirs = _LLAMA_NAMES[module]
+            prefix = _LLAMA + name.removesuffix(p.name).replace("h.", "layers.")
+            end = 0
+            for each, rows in zip(theirs, p.fused or p.shape[:1], strict=True):
+                part = slice(end, end := end + rows) if p.fused else None
+                found[f"{prefix}{each}.{kind}"] = Stored(name, (rows, *p.shape[1:]), part)
+    return found
+
+
+def full_name(theirs: str, config: GPTConfig) -> str | None:
+    """A tensor's name with the prefix that files of a model without its unembedding leave out; None for a buffer that
+    carries no weight."""
+    if theirs.endswith(_BUFFERS):
+        return None
+    prefix = _GPT2 if config.layout in (OWN_TYPE, "gpt2") else _LLAMA
+    return theirs if theirs == UNEMBEDDING else prefix + theirs.removeprefix(prefix)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model that transformers computes as this decoder does."""
+
+    architecture: str  # its class in transformers
+    names: Mapping[str, str]  # of a property's key in ``config.json``, by ours
+    properties: Mapping[str, Any]  # that all of its models have
+    # What missing keys mean; those of a shape are never missing.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    # What keys may say, since anything else gives other logits. The first is written, and what a missing key means.
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+_SHAPE = {
     "vocab_size": "vocab_size",
-    "block_size": "n_positions",
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "n_embd": "n_embd",
-    "layer_norm_epsilon": "layer_norm_epsilon",
+    "block_size": "max_position_embeddings",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "n_inner": "intermediate_size",
+    "n_kv_head": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "dropout": "attention_dropout",
+    "tied": "tie_word_embeddings",
 }
-# What a model that is no GPT-2 says beside these. A setting that came later has a default where it isn't said.
-_ALWAYS = ("positions", "dropout")
-_OWN = dict.fromkeys([*_ALWAYS, *(each.name for each in fields(GPTConfig) if each.name not in _NAMES)])
+_REQUIRED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
+_SAME = {"rms_norm_eps": 1e-6, "attention_dropout": 0.0, "tie_word_embeddings": False}
+_QWEN3 = ARCHITECTURES["modern"]
+_LLAMA_PROPERTIES = {**_QWEN3, "qk_norm": False}
+_SILU = {"hidden_act": ("silu", "swish")}
+FAMILIES = {
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd", "n_inner", "layer_norm_epsilon")}
+        | {"block_size": "n_positions", "dropout": "resid_pdrop", "tied": "tie_word_embeddings"},
+        ARCHITECTURES["gpt2"],
+        {"n_inner": None, "layer_norm_epsilon": 1e-5, "resid_pdrop": 0.1, "tie_word_embeddings": True},
+        {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+        },
+    ),
+    "llama": Family(
+        "LlamaForCausalLM", _SHAPE, _LLAMA_PROPERTIES, {**_SAME, "num_key_value_heads": None, "head_dim": None},
+        {**_SILU, "attention_bias": (False,), "mlp_bias": (False,)},
+    ),
+    "mistral": Family(
+        "MistralForCausalLM", _SHAPE, _LLAMA_PROPERTIES, {**_SAME, "num_key_value_heads": 8, "head_dim": None},
+        _SILU,
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", _SHAPE, {**_LLAMA_PROPERTIES, "biases": "qkv"},
+        {**_SAME, "num_key_value_heads": 32, "head_dim": None}, _SILU,
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", _SHAPE, _QWEN3, {**_SAME, "num_key_value_heads": 32, "head_dim": 128},
+        {**_SILU, "attention_bias": (False,)},
+    ),
+}  # fmt: skip
+# Of other families, or of changes to these: what leaves the computation as it is.
+_WITHOUT: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (None, 0)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logit_softcapping"), (None, 0)),
+    **dict.fromkeys(("residual_multiplier", "embedding_multiplier", "logits_scaling", "logit_scale"), (None, 1)),
+    **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar", "scale_emb", "scale_depth"), (None,)),
+    **dict.fromkeys(("quantization_config", "compression_config", "clip_qkv", "no_rope_layers"), (None,)),
+    **dict.fromkeys(("alibi", "use_qk_norm", "qk_layernorm", "use_mrope", "parallel_residual"), (None, False)),
+    **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "use_bidirectional_attention"), (None, False)),
+    "dual_chunk_attention_config": (None,),
+    "is_causal": (None, True),
+    "partial_rotary_factor": (None, 1),
+}
+_QWENS = ("qwen2", "qwen3")
+_ROPE_KEYS = ("rope_scaling", "rope_parameters")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_WINDOW, _MAX_WINDOW_LAYERS, _ROPE_THETA = 4096, 28, 10_000.0  # what these keys mean where they are missing
+# What a model that no family computes says. A setting that came later has a default where it isn't said.
+_OWN = {each.name: each.name for each in fields(GPTConfig)} | {"block_size": "n_positions"}
+_OWN_REQUIRED = (*_REQUIRED, "layer_norm_epsilon", "positions", "dropout")
 
 
-def to_hf_config(config: GPTConfig, eot: int) -> dict[str, Any]:
-    """``config.json``, for `transformers.GPT2LMHeadModel` where it is a GPT-2. A sine table is stored as ``wpe``, as a
+def to_hf_config(config: GPTConfig, bos: int, eos: int | list[int]) -> dict[str, Any]:
+    """``config.json``, for the family of transformers that computes the same. A sine table is stored as ``wpe``, as a
     learned one is."""
-    values = {theirs: getattr(config, ours) for ours, theirs in _NAMES.items()}
-    if config.layout != "gpt2":
-        own = {name: value for name, value in asdict(config).items() if name in _OWN}
-        return {"architectures": ["GPT"], "model_type": OWN_TYPE, **values, **own, "dtype": "float32"}
-    fixed = {key: allowed[0] for key, allowed in _FIXED.items()}
+    if config.layout == OWN_TYPE:
+        own = {_OWN[name]: value for name, value in asdict(config).items()}
+        return {"architectures": ["GPT"], "model_type": OWN_TYPE, **own, "dtype": "float32"}
+    family = FAMILIES[config.layout]
+    values = {theirs: getattr(config, ours) for ours, theirs in family.names.items()}
+    if config.layout == "gpt2":
+        values |= {"attn_pdrop": config.dropout, "embd_pdrop": config.dropout}
+    else:
+        values |= {
+            "intermediate_size": config.mlp_width, "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_size, **_say_rope(config), **_say_window(config),
+        }  # fmt: skip
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
+        "architectures": [family.architecture],
+        "model_type": config.layout,
         **values,
-        **fixed,
-        "attn_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
-        "resid_pdrop": config.dropout,
+        **{key: allowed[0] for key, allowed in family.fixed.items()},
         "initializer_range": 0.02,
-        "bos_token_id": eot,
-        "eos_token_id": eot,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
         "dtype": "float32",
     }
 
 
+def _say_rope(config: GPTConfig) -> dict[str, Any]:
+    """The rotary frequencies in the words of transformers 5, and in those of before, which others read."""
+    scaling = None
+    if config.rope_scaling is not None:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": config.rope_scaling.factor,
+            "low_freq_factor": config.rope_scaling.low,
+            "high_freq_factor": config.rope_scaling.high,
+            "original_max_position_embeddings": config.rope_scaling.original,
+        }
+    return {
+        "rope_theta": config.rope_base,
+        "rope_scaling": scaling,
+        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_base},
+    }
+
+
+def _say_window(config: GPTConfig) -> dict[str, Any]:
+    windows, windowed = config.windows, any(config.windows)
+    window = config.window if windowed else None
+    if config.layout == "mistral":
+        return {"sliding_window": window}
+    if config.layout not in _QWENS:
+        return {}
+    # Readers that know no layer_types have a window from a layer on, where that is what there is.
+    first = next((at for at, each in enumerate(windows) if each), len(windows))
+    return {
+        "use_sliding_window": windowed,
+        "sliding_window": window,
+        "max_window_layers": first if all(windows[first:]) else len(windows),
+        "layer_types": [_SLIDING if each else _FULL for each in windows],
+    }
+
+
 def from_hf_config(values: Mapping[str, Any], where: str) -> GPTConfig:
-    """The shape in a ``config.json`` of transformers. Raises `UserError` for another kind of model, a GPT-2 that
-    computes what this decoder does not, or a number that is none."""
+    """The shape in a ``config.json`` of transformers. Raises `UserError` for another kind of model, one that computes
+    what this decoder does not, or a number that is none."""
     kind = values.get("model_type")
-    if kind == OWN_TYPE:
-        return _from_own_config(values, where)
-    if kind != "gpt2":
-        raise UserError(f"{where} describes a model of type {kind!r}, not gpt2", "give a GPT-2 checkpoint")
-    for key, allowed in _FIXED.items():
+    if kind != OWN_TYPE and (not isinstance(kind, str) or kind not in FAMILIES):
+        raise UserError(f"{where} describes a model of type {kind!r:.80}", f"these are read: {', '.join(FAMILIES)}")
+    values = GPTConfig.upgrade(values, where) if kind == OWN_TYPE else values
+    try:
+        return _from_own_config(values) if kind == OWN_TYPE else _from_family(kind, FAMILIES[kind], values)
+    except UserError as error:
+        raise UserError(f"{where}: {error.message}", error.hint) from None
+
+
+def _from_family(kind: str, family: Family, values: Mapping[str, Any]) -> GPTConfig:
+    for key, allowed in (_WITHOUT | dict(family.fixed)).items():
         if values.get(key, allowed[0]) not in allowed:
-            raise UserError(f"{where}: {key} is {values[key]!r}; this decoder computes {allowed[0]!r} only")
-    missing = [theirs for theirs in ("vocab_size", "n_layer", "n_head", "n_embd") if theirs not in values]
-    if missing or not ("n_positions" in values or "n_ctx" in values):
-        raise UserError(f"{where} has no {', '.join(missing) or 'n_positions'}")
-    found = {ours: values[theirs] for ours, theirs in _NAMES.items() if theirs in values}
-    found.setdefault("block_size", values.get("n_ctx"))
-    try:
-        config = GPTConfig(**found, dropout=values.get("resid_pdrop", 0.0))
-    except UserError as error:
-        raise UserError(f"{where}: {error.message}", error.hint) from None
-    if values.get("n_inner") not in (None, 4 * config.n_embd):
-        raise UserError(f"{where}: n_inner is {values['n_inner']!r}; this decoder's MLP is 4 × n_embd wide")
-    return config
+            raise UserError(f"{key} is {values[key]!r:.80}; this decoder computes {allowed[0]!r} only")
+    if kind == "gpt2" and "n_positions" not in values:
+        values = {**values, **({"n_positions": values["n_ctx"]} if "n_ctx" in values else {})}
+    values = {**family.defaults, **values}
+    _require(values, [theirs for theirs in family.names.values() if theirs not in family.defaults])
+    found = {ours: values[theirs] for ours, theirs in family.names.items() if theirs in values}
+    if kind == "gpt2":
+        return GPTConfig(**{**family.properties, **found})
+    config = GPTConfig(**{**family.properties, **found, **_read_rope(values)})
+    window, layers = _read_window(kind, values, config.n_layer)
+    return replace(config, window=window, window_layers=layers if window else None)
 
 
-def _from_own_config(values: Mapping[str, Any], where: str) -> GPTConfig:
-    values = GPTConfig.upgrade(values, where)
-    missing = [name for name in (*_NAMES.values(), *_ALWAYS) if name not in values]
+def _from_own_config(values: Mapping[str, Any]) -> GPTConfig:
+    _require(values, [_OWN[name] for name in _OWN_REQUIRED])
+    found = {ours: values[theirs] for ours, theirs in _OWN.items() if theirs in values}
+    if isinstance(found.get("rope_scaling"), dict):
+        found["rope_scaling"] = checked(RopeScaling, found["rope_scaling"], "rope_scaling")
+    return GPTConfig(**found)
+
+
+def _require(values: Mapping[str, Any], names: list[str]) -> None:
+    missing = [name for name in names if name not in values]
     if missing:
-        raise UserError(f"{where} has no {missing[0]}")
-    found = {ours: values[theirs] for ours, theirs in _NAMES.items()}
-    try:
-        own = {name: values[name] for name in _OWN if name in values}
-        if isinstance(own.get("rope_scaling"), dict):
-            own["rope_scaling"] = checked(RopeScaling, own["rope_scaling"], where)
-        return GPTConfig(**found, **own)
-    except UserError as error:
-        raise UserError(f"{where}: {error.message}", error.hint) from None
+        raise UserError(f"it has no {', '.join(missing)}")
+
+
+def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary frequencies, of which there are two forms; a file may have both, where they say the same."""
+    said = [{}] if not any(map(values.get, _ROPE_KEYS)) else [values[key] for key in _ROPE_KEYS if values.get(key)]
+    found = [_read_rope_form(each, values) for each in said]
+    if found[0] != found[-1]:
+        raise UserError("rope_scaling and rope_parameters contradict each other")
+    return found[0]
+
+
+def _read_rope_form(said: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(said, dict) or any(isinstance(each, dict) for each in said.values()):
+        raise UserError(f"rope_parameters is {said!r:.80}; this decoder has one set for all layers")
+    kind = said.get("rope_type", said.get("type", "default"))
+    bases = [each["rope_theta"] for each in (said, values) if each.get("rope_theta") is not None]
+    if kind not in ("default", "llama3"):
+        raise UserError(f"rope_type is {kind!r:.80}; this decoder computes default and llama3 only")
+    if said.get("partial_rotary_factor", 1) not in _WITHOUT["partial_rotary_factor"]:
+        raise UserError(f"partial_rotary_factor is {said['partial_rotary_factor']!r:.80}; this decoder computes 1 only")
+    if any(each != bases[0] for each in bases):
+        raise UserError(f"rope_theta is {bases[0]!r:.80} and {bases[1]!r:.80}")
+    base = bases[0] if bases else _ROPE_THETA
+    if kind == "default":
+        return {"rope_base": base}
+    _require(said, ["factor", "low_freq_factor", "high_freq_factor"])
+    original = "original_max_position_embeddings"
+    length = values.get(original, said.get(original, values["max_position_embeddings"]))
+    scaling = RopeScaling(said["factor"], said["low_freq_factor"], said["high_freq_factor"], length)
+    return {"rope_base": base, "rope_scaling": scaling}
+
+
+def _read_window(kind: str, values: Mapping[str, Any], n_layer: int) -> tuple[Any, tuple[int, ...]]:
+    """The window, None for none, and the layers that have it."""
+    window, layers, types = values.get("sliding_window", _WINDOW), tuple(range(n_layer)), values.get("layer_types")
+    if kind in _QWENS:
+        if (used := values.get("use_sliding_window", False)) not in (True, False):
+            raise UserError(f"use_sliding_window is {used!r:.80}; it must be true or false")
+        first = values.get("max_window_layers", _MAX_WINDOW_LAYERS)
+        if type(first) is not int or first < 0:
+            raise UserError(f"max_window_layers is {first!r:.80}; it must be a whole number")
+        window, layers = window if used else None, layers[first:]
+    elif kind == "llama":
+        window = values.get("sliding_window")
+        if window is not None:
+            raise UserError(f"sliding_window is {window!r:.80}; a llama has none")
+    if types is None:
+        return window, layers
+    if not isinstance(types, list) or len(types) != n_layer or any(each not in (_FULL, _SLIDING) for each in types):
+        raise UserError(f"layer_types is {types!r:.80}; it must name {_FULL} or {_SLIDING} for each layer")
+    windowed = tuple(at for at, each in enumerate(types) if each == _SLIDING)
+    if (windowed and window is None) or (kind == "mistral" and window is not None and windowed != layers):
+        raise UserError("layer_types and sliding_window contradict each other")
+    return window, windowed
 
 
 def load_config(path: Path) -> GPTConfig:
@@ -113,14 +323,3 @@ def load_config(path: Path) -> GPTConfig:
     ):  # GPT-2's layout has no word for a table that is fixed
         config = replace(config, positions=read_json(path / folder.META).get("positions", ""))
     return config
-
-
-def our_name(theirs: str) -> str | None:
-    """Removes transformers' prefix from a tensor's name; None for a buffer that carries no weight."""
-    name = theirs.removeprefix(PREFIX)
-    return None if name.endswith(BUFFERS) else name
-
-
-def stored_shapes(config: GPTConfig) -> dict[str, Shape]:
-    """Every tensor of a checkpoint by our name, with its shape as it is stored: (in, out) for linear weights."""
-    return {name: p.shape[::-1] if p.is_matrix else p.shape for name, p in named_parameters(config).items()}

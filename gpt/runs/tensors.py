@@ -7,6 +7,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,17 @@ class Deferred:
         """Transposed."""
         return Deferred(self.shape[::-1], lambda: self.get().T)
 
+    def split(self, rows: Sequence[slice]) -> "list[Deferred]":
+        """Some of its rows each. It is gathered for the first of them that is written and freed after the last."""
+        held: list[Array] = []
+
+        def get(some: slice) -> Array:
+            if not held:
+                held.extend([self.get()] * len(rows))
+            return held.pop()[some]
+
+        return [Deferred((some.stop - some.start, *self.shape[1:]), partial(get, some)) for some in rows]
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return self.get()
 
@@ -77,7 +89,22 @@ def nbytes(tensors: Arrays) -> int:
     return sum(array.nbytes for array in tensors.values()) + 128 * len(tensors)
 
 
-def read(
+@dataclass(frozen=True)
+class Found:
+    """A tensor in a file, by its name there."""
+
+    file: Path
+    name: str
+
+    def mapped(self) -> Tensor:
+        """The tensor as it is stored, read from the disk where it is looked at. It has a mapping of its own, which ends
+        with it: what was read of a file is not kept in memory for the rest of it."""
+        with _opened(self.file) as opened:
+            tensor: Tensor = opened.get_tensor(self.name)
+            return tensor
+
+
+def find(
     files: Sequence[Path],
     expected: Shapes,
     where: str,
@@ -85,28 +112,41 @@ def read(
     ours: Callable[[str], str | None] = lambda name: name,
     dtypes: Sequence[str] = WEIGHTS,
     optional: Shapes | None = None,
-    keep: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
-) -> dict[str, Tensor]:
-    """Reads the tensors of some files one after the other: by the name that ``ours`` gives them (None: left out), as
-    they are stored, or as ``keep`` returns each of them.
+) -> dict[str, Found]:
+    """Finds the tensors of some files, by the name that ``ours`` gives them (None: left out), and reads none.
 
-    Before any is read, the names, shapes and dtypes of all are compared with what is ``expected`` or ``optional``, and
-    the lengths of headers with that: nothing is allocated by a file's word alone. Raises `UserError`; ``where`` names
-    the source of what is expected.
+    The names, shapes and dtypes of all are compared with what is ``expected`` or ``optional``, and the lengths of
+    headers with that: nothing is allocated by a file's word alone. Raises `UserError`; ``where`` names the source of
+    what is expected.
     """
     shapes = {**(optional or {}), **expected}
-    found = [name for file in files for name in _check(file, shapes, where, ours, dtypes)]
+    found: dict[str, Found] = {}
+    for file in files:
+        found |= _check(file, shapes, where, ours, dtypes)
     missing = sorted(set(expected) - set(found))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(f"{files[0].parent}: the tensor {missing[0]}{more} is missing from the weights")
+    return found
+
+
+def read(
+    files: Sequence[Path],
+    expected: Shapes,
+    where: str,
+    *,
+    dtypes: Sequence[str] = WEIGHTS,
+    optional: Shapes | None = None,
+    keep: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+) -> dict[str, Tensor]:
+    """Reads the tensors of some files one after the other, as they are stored, or as ``keep`` returns each of them,
+    once `find` has checked all. Raises `UserError`."""
+    find(files, expected, where, dtypes=dtypes, optional=optional)
     tensors: dict[str, Tensor] = {}
     for file in files:
         with _opened(file) as opened:
-            for theirs in opened.keys():  # noqa: SIM118
-                name = ours(theirs)
-                if name is not None:
-                    tensors[name] = keep(name, opened.get_tensor(theirs))
+            for name in opened.keys():  # noqa: SIM118
+                tensors[name] = keep(name, opened.get_tensor(name))
     return tensors
 
 
@@ -121,15 +161,15 @@ def _opened(file: Path) -> Iterator[Any]:
 
 def _check(
     file: Path, shapes: Shapes, where: str, ours: Callable[[str], str | None], dtypes: Sequence[str]
-) -> list[str]:
-    """Checks the header of a file against ``shapes``, and returns the names in it."""
+) -> dict[str, Found]:
+    """Checks the header of a file against ``shapes``, and returns what it has."""
     with reading(file), open_regular(file) as opened_file:
         start = opened_file.read(_LENGTH.size)
         size = os.fstat(opened_file.fileno()).st_size
     length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else size
     if length > min(size - _LENGTH.size, _HEADER_ROOM + _HEADER_EACH * len(shapes)):
         raise UserError(f"{file} is damaged or no safetensors file: its header has {length:,} bytes", HINT)
-    names = []
+    found: dict[str, Found] = {}
     with _opened(file) as opened:
         for theirs in opened.keys():  # noqa: SIM118
             name = ours(theirs)
@@ -144,5 +184,5 @@ def _check(
                 )
             if tensor.get_dtype() not in dtypes:
                 raise UserError(f"{file}: {theirs} is {tensor.get_dtype()}; {', '.join(dtypes)} can be read")
-            names.append(name)
-    return names
+            found[name] = Found(file, theirs)
+    return found

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from gpt.errors import WorkError
 from gpt.files import FULL, disk_errors
-from gpt.runs import checkpoint, folder
+from gpt.model.lora import find_roles
+from gpt.runs import adapter, checkpoint, folder
 from gpt.runs.checkpoint import Files
 from gpt.training.budget import TimeBudget
 from gpt.training.context import RunContext
@@ -82,8 +84,11 @@ class Checkpointer:
             "tokens_seen": recipe.tokens(state.step),
             "val_loss": state.measured_loss if state.measured_step == state.step else None,
         }
+        store: checkpoint.Store | None = None
         if run.init and recipe.lora_rank:
-            meta["adapter"] = run.init.adapter(recipe.lora_rank, recipe.lora_alpha)
+            meta["adapter"] = {"sha256": run.init.sha256}
+            roles = find_roles(recipe.lora_targets, recipe.model)
+            store = partial(adapter.contents, run.init.adapter(recipe.lora_rank, recipe.lora_alpha), roles)
         full = {name: self.parallel.full_tensor(name, tensor) for name, tensor in snapshot.tensors.items()}
         weights = {name.removeprefix(WEIGHT): tensor for name, tensor in full.items() if name.startswith(WEIGHT)}
         weights = weights if "adapter" in meta else {**self.fixed, **weights}
@@ -95,7 +100,8 @@ class Checkpointer:
         def files() -> Files:
             if self.metrics is not None:
                 self.metrics.sync()
-            return {**checkpoint.contents(recipe.model, weights, self.tokenizer, meta), STATE: about, TENSORS: rest}
+            whole = checkpoint.contents(recipe.saved_model, weights, self.tokenizer, meta, store)
+            return {**whole, STATE: about, TENSORS: rest}
 
         return files
 

@@ -1,7 +1,8 @@
 """Fine-tuning: the checkpoint that training starts from, adapters, and the defaults that differ."""
 
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ EPOCHS = 3.0  # passes over running text, and over pairs at least
 PAIR_EPOCHS = 20.0  # passes over pairs at most, within the two limits below
 PAIR_TOKENS = 2_000_000
 PAIR_FLOPS = 3e13  # on a CPU, as 6 a parameter and token
+CONTEXT = 1024  # tokens in training, where a model of rotary positions has a longer context
 STEPS, PAIR_STEPS = 100, 400  # batches shrink until the default length has so many steps
 
 
@@ -39,20 +41,20 @@ class InitCheckpoint:
     tokenizer: Tokenizer
     sha256: dict[str, str]
 
-    def load(self, shape: GPTConfig, device: torch.device) -> GPT:
+    def load(self, shape: GPTConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> GPT:
         """Loads its weights as ``shape``, which is its own but for another dropout or a shorter context."""
-        return checkpoint.load(self.path, device, shape).model.train()
+        return checkpoint.load(self.path, device, shape, dtype=dtype).model.to(dtype).train()
 
     def record(self) -> StartRecord:
         """Its entry in ``run.json``."""
         return StartRecord(self.asked, str(self.path.absolute()), self.sha256)
 
-    def adapter(self, rank: int, alpha: float) -> dict[str, object]:
-        """The entry in a checkpoint of adapters to it."""
+    def adapter(self, rank: int, alpha: float) -> Adapter:
+        """The description of adapters to it."""
         base = str(self.path.absolute())
         if hub.is_remote(self.asked):  # the cache may be emptied: a commit can be fetched again
             base = f"{self.asked.partition('@')[0]}@{self.path.name}"
-        return asdict(Adapter(rank, alpha, base, self.sha256))
+        return Adapter(base, rank, alpha, self.sha256)
 
 
 def find_init(config: TrainConfig) -> InitCheckpoint | None:
@@ -85,6 +87,16 @@ def _check_shape(config: TrainConfig, model: GPTConfig) -> None:
             f"block-size {config.block_size:,} is more than the {model.block_size:,} of {config.init}",
             "a context can be cut, not lengthened",
         )
+    lora.find_roles(config.lora_targets or "all", model)
+
+
+def training_shape(config: TrainConfig, model: GPTConfig, note: Callable[[str], None]) -> GPTConfig:
+    """The shape in which a checkpoint is trained: with the context that was asked for, or at most `CONTEXT` of a long
+    one, which ``note`` is told."""
+    length = config.block_size or (min(CONTEXT, model.block_size) if model.positions == "rotary" else model.block_size)
+    if config.block_size is None and length < model.block_size:
+        note(f"trained on {length:,} tokens at once, of a context of {model.block_size:,} (--block-size)")
+    return replace(model, block_size=length)
 
 
 def usual_epochs(n_tokens: int, pairs: bool, model: GPTConfig, device: str) -> float:
@@ -101,7 +113,13 @@ def tuned(preset: Preset, tokens: float, steps: int) -> Preset:
     return replace(preset, batch_tokens=max(1, min(preset.batch_tokens, round(tokens / steps))))
 
 
-def add_adapters(model: GPT, rank: int, alpha: float, weight_decay: float) -> Optimizers:
+def frozen_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of weights below adapters, where products are computed in ``dtype``: bfloat16 stays bfloat16, at half
+    the memory; float16 would overflow in what is not a product."""
+    return dtype if dtype == torch.bfloat16 else torch.float32
+
+
+def add_adapters(model: GPT, rank: int, alpha: float, targets: str, weight_decay: float) -> Optimizers:
     """Adds adapters to a model, and returns an optimizer of them alone. Raises `UserError` for a rank above its
     width."""
     if rank > model.config.n_embd:
@@ -109,5 +127,5 @@ def add_adapters(model: GPT, rank: int, alpha: float, weight_decay: float) -> Op
             f"lora-rank {rank} is more than the model's width, {model.config.n_embd}",
             "adapters are thin: 4 to 64 is usual",
         )
-    added = lora.adapt(model, rank, alpha)
+    added = lora.adapt(model, rank, alpha, targets)
     return Optimizers([AdamW(added, lr=0.0, betas=BETAS, weight_decay=weight_decay, fused=True)])

@@ -76,7 +76,7 @@ class Trainer:
         if self.recipe.compile:
             self.compile()
         self.batches = self.data.batches(self.recipe)
-        self.tokenizer_files = checkpoint.TokenizerFiles(self.data.tokenizer, self.recipe.model)
+        self.tokenizer_files = checkpoint.TokenizerFiles(self.data.tokenizer, self.recipe.saved_model)
         self.state = self.initial_state()
         self.spikes = LossSpikeDetector(self.recipe.model.vocab_size, self.state)
         self.pending: Pending | None = None  # the step that a GPU may still compute

@@ -300,10 +300,13 @@ def parallelize(
     if path is not None and not recipe.lora_rank:
         model = checkpoint.load(path, compute.device, recipe.model).model.train()
     else:
-        model = init.load(recipe.model, compute.device) if init else GPT(recipe.model).to(compute.device)
+        dtype = finetune.frozen_dtype(compute.dtype) if recipe.lora_rank else torch.float32
+        model = init.load(recipe.model, compute.device, dtype) if init else GPT(recipe.model).to(compute.device)
     model.recompute = recipe.recompute
     if recipe.lora_rank:
-        optimizer = finetune.add_adapters(model, recipe.lora_rank, recipe.lora_alpha, recipe.weight_decay)
+        optimizer = finetune.add_adapters(
+            model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_targets, recipe.weight_decay
+        )
     else:
         optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype, world)
     return (Replicated if world.size > 1 else Single)(model, optimizer, compute, world)

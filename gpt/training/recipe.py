@@ -58,13 +58,21 @@ class Recipe:
     seed: Count
     lora_rank: Annotated[int, Within(0, 2**20)] = 0  # 0: no adapters, all weights are trained
     lora_alpha: Amount = 0.0
+    lora_targets: str = "all"
     merge_lora: bool = False
     ramp: Ramp | None = None
     loss_chunk: Count = 0  # positions whose logits exist at once; 0: all of a micro-batch
     compile: bool = False
     shard: Literal["none", "full"] = "none"  # whether weights, gradients and moments are sharded over processes
     tensor: Annotated[int, Within(1, 1024)] = 1  # tensor-parallel processes, which share each sequence
+    context: Count = 0  # of the saved model, if it is longer than in training; 0: the same
     recompute: bool = False  # whether activations of blocks are recomputed in the backward pass
+
+    @property
+    def saved_model(self) -> GPTConfig:
+        """The shape that checkpoints say. Rotary positions have no table that a shorter context would cut, so the model
+        keeps the one that it had before fine-tuning."""
+        return replace(self.model, block_size=max(self.context, self.model.block_size))
 
     @property
     def is_sharded(self) -> bool:
@@ -124,6 +132,8 @@ def resolve(
 
     Tells ``note`` what it had to change. Raises `UserError` for settings that contradict each other or the text.
     """
+    context = start.block_size if start is not None and start.positions == "rotary" else 0
+    start = start and finetune.training_shape(config, start, note)
     name = preset_name(config, n_bytes, compute.device.type) if start is None else nearest_preset(start)
     preset = find_preset(name) if start is None else replace(find_preset(name), model=start)
     model = _model(config, preset, 2**63 if pairs else n_tokens, vocab_size, note)
@@ -161,9 +171,11 @@ def resolve(
         sample_every=math.ceil(steps / 4) if config.sample_every is None else config.sample_every,
         lora_rank=config.lora_rank or 0,
         lora_alpha=2.0 * (config.lora_rank or 0) if config.lora_alpha is None else config.lora_alpha,
+        lora_targets=config.lora_targets or "all",
         ramp=batch.ramp,
         loss_chunk=batch.setup.loss_chunk,
         compile=_compiles(config, compute, 6 * breakdown(model).trainable * tokens),
+        context=context,
         **as_asked,
     )
 

@@ -348,7 +348,7 @@ def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
             f"fine-tune from them: gpt train TEXT --init {run}",
         )
     path = folder.newest_whole(run, note, training=True)
-    if checkpoint.peek(path)[0] != read_saved(path).recipe.model:
+    if checkpoint.peek(path)[0] != read_saved(path).recipe.saved_model:
         raise UserError(f"{path} is damaged: its training state is of a model of another shape", folder.HINT)
     return path.name
 

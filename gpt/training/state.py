@@ -181,7 +181,9 @@ def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
     if not whole or not all(name in found for name in drawn if name != _RANDOM + "cuda"):
         raise UserError(f"{path / TENSORS} is damaged: not all of the training state is in it")
     if adapter.is_adapter(path):
-        added = adapter.tensors(path, saved.recipe.model, saved.recipe.lora_rank)
+        added, _ = adapter.tensors(path, saved.recipe.model, saved.recipe.lora_rank)
+        if {name: tuple(each.shape) for name, each in added.items()} != parallel.shapes:
+            raise UserError(f"{path} is damaged: its adapters are not those of its training state", folder.HINT)
         found |= {WEIGHT + name: tensor for name, tensor in added.items()}
     scaling = asdict(saved.scaling) if saved.scaling else {}
     return Snapshot(saved.state, saved.draws, scaling, found)

@@ -417,7 +417,7 @@ def read_all(path: Path) -> None:
 
     folder.verify_checksums(path, training=True)
     saved = read_saved(path)
-    if checkpoint.peek(path)[0] != saved.recipe.model:
+    if checkpoint.peek(path)[0] != saved.recipe.saved_model:
         raise UserError("another shape")
     model = checkpoint.load(path, torch.device("cpu"), saved.recipe.model).model
     optimizer = make_optimizer(model, saved.recipe.optimizer, saved.recipe.weight_decay)
