@@ -187,7 +187,7 @@ def _masks(ids: Ints) -> Masks:
 def probe_ids(tokenizer: Tokenizer, block_size: int) -> Ints:
     """Returns random ids that come twice, at most ``block_size``, always the same ones. Induction heads show on them
     (Olsson et al. 2022, "In-context Learning and Induction Heads")."""
-    known = np.array(sorted(tokenizer.ranks.values()), np.int64)
+    known = np.array(sorted(tokenizer.backend.pieces), np.int64)
     once = np.random.default_rng(0).choice(known, max(1, min(PROBE_TOKENS, block_size // 2)), replace=False)
     return np.tile(once, 2)[:block_size]
 
@@ -295,7 +295,7 @@ class Embeddings:
         norms = np.linalg.norm(table, axis=1, keepdims=True)
         self.rows: Floats = table / np.maximum(norms, 1e-30)
         known = np.zeros(len(table), np.bool_)
-        known[[*tokenizer.ranks.values(), *tokenizer.all_specials.values()]] = True
+        known[tokenizer.known] = True
         self.usable = known & (norms[:, 0] > 0)  # ids without a token, and rows that never were, are near nothing
 
     def find(self, word: str) -> Word:
@@ -305,7 +305,7 @@ class Embeddings:
             raise UserError("a word is empty", "name a word that has letters")
         check_text("a word", word)
         forms = [word] if word[0].isspace() else [" " + word, word]
-        found = [Word(form, self.tokenizer.encode(form).tolist()) for form in forms]
+        found = [Word(form, self.tokenizer.encode(form, continues=True).tolist()) for form in forms]
         return min(found, key=lambda each: len(each.ids))
 
     def vector(self, word: Word) -> Floats:

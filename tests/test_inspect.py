@@ -15,6 +15,7 @@ from gpt.config import GPTConfig, RopeScaling
 from gpt.errors import UserError
 from gpt.model.decoder import GPT, rotate
 from gpt.runs import hf
+from gpt.text.backends import ByteBPE
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
 
 SMALL = GPTConfig(vocab_size=97, block_size=24, n_layer=3, n_head=4, n_embd=32)
@@ -253,8 +254,8 @@ def words() -> tuple[GPT, Tokenizer]:
     queen."""
     base = bytes_tokenizer()
     tokens = [b" k", b" m", b" w", b" q", b"bo", b" b", b" bo"]
-    ranks = {**base.ranks, **{token: 256 + at for at, token in enumerate(tokens)}}
-    tokenizer = Tokenizer("words", base.pattern, ranks, len(ranks))
+    ranks = {**base.backend.ranks, **{token: 256 + at for at, token in enumerate(tokens)}}
+    tokenizer = Tokenizer("words", ByteBPE(base.pattern, ranks), len(ranks))
     model = loud(GPTConfig(270, 8, 1, 1, 8), seed=3)  # 6 ids more than there are tokens
     table = 0.1 * torch.randn(270, 8, generator=torch.Generator().manual_seed(0))
     royal, male = torch.eye(8)[0], torch.eye(8)[1]
