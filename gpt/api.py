@@ -156,7 +156,7 @@ def load(
     note: Callable[[str], None] = lambda text: None,
     sampling: SampleConfig | None = None,
 ) -> LanguageModel:
-    """Loads the model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, a GPT-2
+    """Loads the model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, a
     folder of transformers; None: the newest run's best. Raises `UserError` where there is none, or it is damaged. If
     the latest checkpoint is damaged, ``note`` says so and the one before is loaded.
 

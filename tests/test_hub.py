@@ -125,7 +125,9 @@ def test_a_model_from_the_hub(there: Gpt, gpt: Gpt, server: Hub, workdir: Path) 
     assert done.code == 0, done.err
     assert done.out == gpt("sample", "ab", "-m", server.folder, *SAMPLE[4:]).out
     fetched = {path.name for path in (workdir / "cache").rglob("snapshots/*/*")}
-    assert fetched == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert fetched == {
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+    }  # fmt: skip
     assert not any(".bin" in path for path in server.asked)
     server.asked.clear()
     assert there(*SAMPLE, HF_HUB_OFFLINE="1").out == done.out  # from the cache
