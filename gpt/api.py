@@ -103,7 +103,7 @@ class LanguageModel:
         self, texts: Sequence[str], stride: int | None = None, on_window: OnWindow | None = None
     ) -> Evaluation:
         """Measures the loss over documents in every usual unit."""
-        documents = Encoded(self.tokenizer.encode(text).astype(np.int64) for text in texts)
+        documents = Encoded(self.tokenizer.document(text).astype(np.int64) for text in texts)
         return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window)
 
     def evaluate_files(

@@ -39,7 +39,7 @@ PROMPTS = [
 
 def greedy_ids(loaded: gpt.LanguageModel, ids: list[int], count: int) -> list[int]:
     config = SampleConfig(greedy=True, max_tokens=count, ignore_eot=True)
-    return [token.id for token in generate(Context(loaded.model, loaded.compute), ids, config, loaded.tokenizer.eot)]
+    return [token.id for token in generate(Context(loaded.model, loaded.compute), ids, config, loaded.tokenizer.ends)]
 
 
 def assert_equal_to_transformers(path: Path) -> None:
