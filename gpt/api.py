@@ -64,7 +64,7 @@ class LanguageModel:
     @functools.cached_property
     def contexts(self) -> ContextPool:
         """The caches in which it generates, kept from call to call."""
-        return ContextPool(self.model, self.compute, self.note)
+        return ContextPool(self.model, self.compute, self.note, self.tokenizer.vocab_size)
 
     def write(self, prompt: str = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0) -> Writing:
         """Returns a sample, or the best text of a search, to iterate over while it is generated. It depends on the

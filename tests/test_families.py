@@ -4,13 +4,15 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Gpt, one_line_of_what_and_what_next, slow
+import vocabularies
+from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow
 from models import CPU, engine_of, ours_with
 from safetensors.torch import load_file, save_file
 
@@ -150,6 +152,41 @@ def test_config_of_a_preset_comes_back(preset: str) -> None:
     theirs = kind.from_dict(said)
     for written in (theirs.to_dict(), theirs.to_diff_dict()):
         assert hf.from_hf_config(json.loads(json.dumps(written, default=str)), "it") == config
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "ends"),
+    [
+        ("qwen3", "qwen", ["<|im_end|>", "<|endoftext|>"]),
+        slow("llama", "llama3", ["<|end_of_text|>", "<|eot_id|>"]),
+        slow("qwen2", "qwen", ["<|im_end|>"]),
+        slow("mistral", "mistral", ["</s>"]),
+        slow("gpt2", "gpt2", ["<|endoftext|>"]),
+    ],
+)
+def test_fine_tuned_and_saved_again(gpt: Gpt, workdir: Path, family: str, form: str, ends: list[str]) -> None:
+    """From a folder of transformers to one: its family, its tokenizer, and the ids that begin and end a text."""
+    whole = json.loads((vocabularies.write(form, Path("theirs")) / "tokenizer.json").read_text())
+    size = len(whole["model"]["vocab"])
+    config = replace(shape_of(family, 1), vocab_size=size + 40, window=None, window_layers=None)
+    torch.manual_seed(0)
+    kind = getattr(transformers, hf.FAMILIES[config.layout].architecture)
+    added = {each["content"]: each["id"] for each in whole["added_tokens"]}
+    eos = [added[word] for word in ends]
+    kind(kind.config_class.from_dict(hf.to_hf_config(config, 0, eos))).save_pretrained("theirs")
+    Path("book.txt").write_bytes(make_text(800).encode())
+    done = gpt("train", "book.txt", "--init", "theirs", "--steps", "2", "-o", "run", "--quiet", "--device", "cpu")
+    assert done.code == 0, done.err
+    saved = Path("run/step-000002")
+    assert json.loads((saved / "config.json").read_text())["model_type"] == config.layout
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
+    ours = library.load(saved, device="cpu")
+    said = theirs.generation_config.eos_token_id
+    assert set(eos) == set(said if isinstance(said, list) else [said])
+    ids = ours.tokenizer.prompt("the cat sat")
+    assert transformers.AutoTokenizer.from_pretrained(saved)("the cat sat")["input_ids"] == ids
+    with torch.no_grad():
+        assert torch.allclose(ours.model(torch.tensor([ids])), theirs(torch.tensor([ids])).logits, atol=1e-4)
 
 
 # What is missing means what it means to transformers

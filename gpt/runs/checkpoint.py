@@ -62,11 +62,13 @@ def contents(
 ) -> Files:
     """The files of a checkpoint by name. ``weights`` are by our names, on the host: a model's, or what ``store`` makes
     the files of (`gpt.runs.adapter`)."""
-    eot = tokenizer.tokenizer.eot
+    of = tokenizer.tokenizer
+    bos = of.eot if of.bos is None else of.bos
+    eos = [of.eot, *sorted(of.more_ends)] if of.more_ends else of.eot
     own = {
         "format": FORMAT,
         "positions": config.positions,
-        "tokenizer": describe(tokenizer.tokenizer),
+        "tokenizer": describe(of),
         **meta,
     }
     arrays = {
@@ -75,8 +77,8 @@ def contents(
     }
     return {
         **tokenizer.files,
-        "config.json": to_json(hf.to_hf_config(config, eot, eot)),
-        "generation_config.json": to_json({"bos_token_id": eot, "eos_token_id": eot}),
+        "config.json": to_json(hf.to_hf_config(config, bos, eos)),
+        "generation_config.json": to_json({"bos_token_id": bos, "eos_token_id": eos}),
         folder.META: to_json(own),
         **(store or _weights)(config, arrays),
     }

@@ -1,7 +1,7 @@
 """Fetches models from the Hugging Face hub, or from the server in ``HF_ENDPOINT``: ``hf:NAME`` → a checkpoint folder.
 
-Only configuration, safetensors (weights or adapters) and tokenizer are fetched, never pickles. Files lie in the cache that transformers uses
-too, one folder a commit; what is there is not fetched again, and is found without a network.
+Only configuration, safetensors (weights or adapters) and tokenizer are fetched, never pickles. Files lie in the cache
+that transformers uses too, one folder a commit; what is there is not fetched again, and is found without a network.
 """
 
 import sys
