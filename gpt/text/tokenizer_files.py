@@ -367,8 +367,6 @@ def _tokenizer(
     eot = specials.get(END_OF_TEXT, -1)
     eot = eot if eot in ends else ends[0]
     words_of = {id: word for word, id in specials.items()}
-    if eot not in words_of:
-        raise UserError(f"{where}: the token {eot}, which ends a text, is none of its special tokens")
     others = {word: id for word, id in specials.items() if id != eot}
     return Tokenizer("bpe", backend, eot, words_of[eot], others, words, bos, frozenset(ends) - {eot})
 
@@ -380,7 +378,7 @@ def _ends(settings: Mapping[str, Any], added: Mapping[str, int]) -> list[int]:
         ids = said if isinstance(said, list) else [said]
         if not all(type(id) is int and 0 <= id < LIMITS["vocab_size"] for id in ids):
             raise UserError(f"eos_token_id is {said!r}, which is no id", "mend the model's generation_config.json")
-        return list(ids)
+        return [id for id in ids if id in added.values()]  # config.json may have GPT-2's id beside another vocabulary
     word = _content(settings.get("eos_token"))
     return [added[word]] if word in added else []
 
