@@ -152,9 +152,10 @@ class GPTConfig:
         layers = self.window_layers
         if layers is None:
             return
-        object.__setattr__(self, "window_layers", tuple(layers))  # from JSON it comes as a list
-        if self.window is None or not all(type(at) is int and 0 <= at < self.n_layer for at in layers):
+        listed = isinstance(layers, (list, tuple)) and all(type(at) is int and 0 <= at < self.n_layer for at in layers)
+        if self.window is None or not listed:
             raise UserError(f"window_layers is {layers!r:.80}; with a window it lists layers below {self.n_layer}")
+        object.__setattr__(self, "window_layers", tuple(layers))  # from JSON it comes as a list
 
     @classmethod
     def of(cls, arch: Arch, *shape: Any, **properties: Any) -> "GPTConfig":

@@ -306,6 +306,33 @@ def test_what_is_not_computed_is_refused(family: str, change: dict[str, Any], me
     assert len(error.value.message) < 300
 
 
+FORGED = [
+    None, True, False, 0, 1, -1, 3, 10**40, 1.5, float("nan"), float("inf"), "", "x", "llama3", [], [1], [[]], {},
+    {"a": {"b": [1]}}, {"rope_type": "llama3"}, {"rope_type": []}, {"type": {}}, ["full_attention"] * 3,
+    ["sliding_attention"] * 28, "1" * 10_000, {"x" * 10_000: 1},
+]  # fmt: skip
+
+
+def test_a_forged_config_is_read_or_refused() -> None:
+    presets = ("gpt2", "smollm2-135m", "qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b", "mistral-7b")
+    shapes = [PRESETS[name].model for name in presets] + [GPTConfig(97, 24, 3, 4, 32, positions="rotary", window=5)]
+    good = [json.dumps(hf.to_hf_config(shape, 0, 0)) for shape in shapes]
+    chance, outcomes = random.Random(0), {"read": 0, "refused": 0}
+    for _ in range(4000):
+        said = json.loads(chance.choice(good))
+        place = said
+        key = chance.choice([*said, *hf._WITHOUT, "layer_types", "window_layers", "original_max_position_embeddings"])
+        if isinstance(said.get(key), dict) and chance.random() < 0.7:
+            place, key = said[key], chance.choice([*said[key], "type", "partial_rotary_factor"])
+        place[key] = chance.choice(FORGED)
+        try:
+            hf.from_hf_config(said, "it")
+            outcomes["read"] += 1
+        except UserError:
+            outcomes["refused"] += 1
+    assert min(outcomes.values()) > 1000
+
+
 def test_a_family_that_is_not_read_is_told_which_are(gpt: Gpt, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", **LEAST}))
     (tmp_path / "model.safetensors").write_bytes(b"")
