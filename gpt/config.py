@@ -612,6 +612,8 @@ class TrainConfig(TextConfig):
             if getattr(self, one) is not None and getattr(self, other) is not None:
                 names = f"--{one} and --{other}".replace("_", "-")
                 raise UserError(f"{names} both {what}", "give one of them")
+        if self.arch == "modern" and self.positions not in (None, "rotary"):
+            raise UserError(f"--positions {self.positions} does not go with --arch modern", "its positions are rotary")
         if self.pairs and self.batch_ramp is not None:
             raise UserError("--batch-ramp is for running text, not for --pairs", "leave one of them out")
         self._check_adapters()
