@@ -67,7 +67,7 @@ def ours(model: GPT, prompts: list[list[int]], new: int, beam: int = 0) -> list[
     """Generates as `gpt sample` does, without the tokenizer: greedily, or the best of ``beam`` beams."""
     config = SampleConfig(greedy=not beam, beam=beam, max_tokens=new, ignore_eot=True)
     context = Context(model, CPU, len(prompts) * max(1, beam), len(prompts[0]) + new)
-    engine, found = Engine(context, eot=0), [list[int]() for _ in prompts]
+    engine, found = Engine(context, ends=()), [list[int]() for _ in prompts]
     for prompt in prompts:
         engine.add(Request(prompt, config))
     for event in engine.run():
@@ -218,7 +218,7 @@ def _beams_equal(
     model: GPT, theirs: GPT2LMHeadModel, prompt: list[int], eot: int, new: int, how: dict[str, Any]
 ) -> bool:
     config = SampleConfig(**how, n_best=how["beam"], max_tokens=new)
-    engine = Engine(Context(model, CPU, config.beam), eot)
+    engine = Engine(Context(model, CPU, config.beam), {eot})
     engine.add(Request(prompt, config))
     *_, event = engine.run()
     best = event.best

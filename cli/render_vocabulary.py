@@ -61,6 +61,8 @@ def vocabulary(tokenizer: "Tokenizer", longest: int, used: "Usage | None", as_js
             "vocab_size": tokenizer.vocab_size,
             "end_of_text": tokenizer.eot,
             "specials": dict(tokenizer.specials),
+            "bos": tokenizer.bos,
+            "ends": sorted(tokenizer.ends),
             "pattern": tokenizer.pattern,
             "fingerprint": tokenizer.fingerprint,
             "longest": [{"id": id, "bytes": len(token), "text": vocabulary.visible(token)} for id, token in tokens],
@@ -86,20 +88,31 @@ def vocabulary(tokenizer: "Tokenizer", longest: int, used: "Usage | None", as_js
 
 def _facts(tokenizer: "Tokenizer", used: "Usage | None") -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
-    left_out = tokenizer.vocab_size - len(tokenizer.ranks) - len(tokenizer.all_specials)
+    left_out = tokenizer.vocab_size - len(tokenizer.known)
     holes = f", {left_out:,} of them without a token" if left_out else ""
     table.add_row("name", Text(tokenizer.name))
     table.add_row("ids", f"{tokenizer.vocab_size:,}{holes}")
     for word, id in list(tokenizer.all_specials.items())[:20]:
-        table.add_row("special", Text(f"{id}  {word}"))
+        table.add_row("special", Text(f"{id}  {word}{_role(tokenizer, id)}"))
     if len(tokenizer.all_specials) > 20:
         table.add_row("", f"and {len(tokenizer.all_specials) - 20:,} more")
-    table.add_row("pattern", Text(tokenizer.pattern))
+    if tokenizer.words:
+        table.add_row("added", Text(", ".join(list(tokenizer.words)[:20])))
+    table.add_row("run by", "tiktoken" if tokenizer.pattern else "the tokenizers library")
+    if tokenizer.pattern:
+        table.add_row("pattern", Text(tokenizer.pattern))
     table.add_row("fingerprint", tokenizer.fingerprint)
     if used is not None:
         table.add_row("text", f"{used.bytes:,} bytes, {used.tokens:,} tokens: {used.bytes_per_token:.2f} bytes a token")
         table.add_row("ids used", f"{used.ids_used:,} ({used.ids_used / tokenizer.vocab_size:.1%})")
     return table
+
+
+def _role(tokenizer: "Tokenizer", id: int) -> str:
+    """Says whether a special token begins or ends a text, where that isn't plain."""
+    if id == tokenizer.bos:
+        return "  begins a text"
+    return "  ends a text" if id in tokenizer.ends and (tokenizer.specials or tokenizer.bos is not None) else ""
 
 
 def _lengths(counts: dict[str, int]) -> Table:

@@ -487,8 +487,8 @@ class TrainConfig(TextConfig):
         low=0,
     )
     init: str | None = option(
-        None, "Start from the weights and tokenizer of a model: a run, RUN:latest, a checkpoint, a GPT-2 folder of "
-        "transformers, or hf:NAME from the hub. Shape and vocabulary are its own.",
+        None, "Start from the weights and tokenizer of a model: a run, RUN:latest, a checkpoint, a folder of "
+        "transformers or PEFT, or hf:NAME from the hub. Shape and vocabulary are its own.",
         panel=_TUNE, shown="none",
     )  # fmt: skip
     pairs: bool = option(

@@ -254,7 +254,8 @@ def count_text(tokenizer: Tokenizer, documents: Iterable[Document]) -> tuple[int
     for ids in documents:
         decoder, inside = codecs.getincrementaldecoder("utf-8")("replace"), False
         for start in range(0, len(ids), TEXT_AT_ONCE):
-            data = tokenizer.decode_bytes(ids[start : start + TEXT_AT_ONCE].tolist())
+            part = ids[start : start + TEXT_AT_ONCE].tolist()
+            data = tokenizer.decode_bytes(part) if start else tokenizer.document_bytes(part)
             n_bytes += len(data)
             text = decoder.decode(data, final=start + TEXT_AT_ONCE >= len(ids))
             n_words += len(text.split()) - (inside and bool(text) and not text[0].isspace())

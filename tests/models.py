@@ -37,7 +37,7 @@ def engine_of(
     context: Context, requests: Iterable[Request], config: SampleConfig, seed: int = 0, eot: int = EOT
 ) -> Engine:
     """An engine with these requests, all with the same settings."""
-    engine = Engine(context, eot)
+    engine = Engine(context, {eot})
     for request in requests:
         engine.add(replace(request, config=config, seed=seed))
     return engine

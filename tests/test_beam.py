@@ -143,9 +143,9 @@ def test_so_many_beams_that_nothing_is_lost_equals_brute_force(seed: int, penalt
 def test_one_beam_is_greedy(number: int, early: str) -> None:
     model, _ = pair(30, number, 0.3)
     endless = SampleConfig(greedy=True, max_tokens=12, ignore_eot=True)
-    eot = [token.id for token in generate(Context(model, CPU), [1, 2], endless, 0)][number]  # it comes, some time
+    eot = [token.id for token in generate(Context(model, CPU), [1, 2], endless, ())][number]  # it comes, some time
     [(agreed, [best])] = search(model, [[1, 2]], eot, beam=1, max_tokens=12, early_stopping=early)
-    greedy = list(generate(Context(model, CPU), [1, 2], SampleConfig(greedy=True, max_tokens=12), eot))
+    greedy = list(generate(Context(model, CPU), [1, 2], SampleConfig(greedy=True, max_tokens=12), {eot}))
     assert best.ids == agreed == [token.id for token in greedy]
     assert [token.logprob for token in best.tokens] == pytest.approx([token.logprob for token in greedy], abs=1e-5)
 
@@ -219,7 +219,7 @@ def test_a_prompt_s_log_probabilities_are_of_what_the_context_keeps() -> None:
 
 
 def test_what_is_excluded_is_no_way_on() -> None:
-    found = Search(SampleConfig(beam=3, max_tokens=3), eot=9)
+    found = Search(SampleConfig(beam=3, max_tokens=3), ends={9})
     logprobs = torch.zeros(1, 4).log_softmax(-1)
     assert found.advance(logprobs, torch.tensor([[-1.0, -math.inf, -math.inf, -math.inf]])) == [0]
     assert [each.ids for each in found.live] == [[0]]
@@ -227,7 +227,7 @@ def test_what_is_excluded_is_no_way_on() -> None:
 
 def test_what_cannot_become_better_than_what_has_ended_is_not_gone_on_with() -> None:
     even = torch.zeros(1, 2).log_softmax(-1)
-    found = Search(SampleConfig(beam=2, max_tokens=9, length_penalty=0.0), eot=0)
+    found = Search(SampleConfig(beam=2, max_tokens=9, length_penalty=0.0), ends={0})
     found.advance(even, torch.tensor([[-1.0, 0.0]]))  # one ends at -1, one lives at 0
     assert not found.done
     found.advance(even, torch.tensor([[-1.0, -1.0]]))  # another ends at -1, and one lives at -1: no better
@@ -236,7 +236,7 @@ def test_what_cannot_become_better_than_what_has_ended_is_not_gone_on_with() -> 
 
 def test_under_a_penalty_below_0_length_is_no_hope() -> None:
     """Scores are sums times lengths: the longest length would make what lives look hopeless."""
-    found = Search(SampleConfig(beam=2, max_tokens=9, length_penalty=-1.0, early_stopping="never"), eot=0)
+    found = Search(SampleConfig(beam=2, max_tokens=9, length_penalty=-1.0, early_stopping="never"), ends={0})
     even = torch.zeros(1, 2).log_softmax(-1)
     found.advance(even, torch.tensor([[-1.0, 0.0]]))
     found.advance(even, torch.tensor([[-0.45, -0.4]]))
@@ -254,7 +254,7 @@ def test_a_score_of_a_long_text_under_a_large_penalty(penalty: float) -> None:
     """A power of the length may be larger, or smaller, than a float can be."""
     even = torch.zeros(1, 2).log_softmax(-1)
     for length in (1, 10, 5000):
-        found = Search(SampleConfig(beam=2, max_tokens=9999, length_penalty=penalty), eot=0)
+        found = Search(SampleConfig(beam=2, max_tokens=9999, length_penalty=penalty), ends={0})
         found.advance(even, torch.tensor([[-1.0, -2.0]]))
         token = found.live[0].tokens[0]
         found.live = [Hypothesis((token,) * length, -1.0 * length)]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gpt.errors import UserError
 from gpt.text import boundaries
+from gpt.text.backends import ByteBPE
 from gpt.text.boundaries import GPT2_PATTERN, cuts, last_boundary
 from gpt.text.tokenizer import Tokenizer, learn_tokenizer
 
@@ -49,7 +50,7 @@ def ranks() -> dict[bytes, int]:
         for space in (" ", "\n", "\t ", " \n", "./", "!\n", "12", "か。")
         for length in range(1, 20)
     )
-    return learn_tokenizer([make_text(), (runs + "e\u0301\u0301 it's WE'LL 'll o'\n/\n") * 3], 700).ranks
+    return learn_tokenizer([make_text(), (runs + "e\u0301\u0301 it's WE'LL 'll o'\n/\n") * 3], 700).backend.ranks
 
 
 # Tokens of all lengths of a run, so that every cut inside one shows.
@@ -59,7 +60,7 @@ LONG_RANKS = {token: rank for rank, token in enumerate([*BYTES, *RUNS_OF])}
 
 def tokenizers(ranks: dict[bytes, int], pattern: str) -> Iterator[Tokenizer]:
     for each in (ranks, BYTES):
-        yield Tokenizer("test", pattern, each, len(each))
+        yield Tokenizer("test", ByteBPE(pattern, each), len(each))
 
 
 HARD = st.text(
@@ -132,7 +133,7 @@ def test_a_document_without_a_place_to_cut_does_not_fill_the_memory(monkeypatch:
 
 def test_a_pattern_that_is_none() -> None:
     with pytest.raises(UserError, match="is not valid"):
-        Tokenizer("test", "[", BYTES, 256).encode("text")
+        Tokenizer("test", ByteBPE("[", BYTES), 256).encode("text")
 
 
 @pytest.fixture
@@ -166,8 +167,8 @@ def test_cuts_change_no_id_but_inside_long_pieces(
     assert bounds == sorted(set(bounds)) or not text
     for each in tokenizers(ranks, PATTERNS[name]):
         parts = [text[a:b] for a, b in pairwise(bounds)]
-        ids = [id for part in parts for id in each._encoding.encode_ordinary(part)]
-        assert ids == each._encoding.encode_ordinary(text)
+        ids = [id for part in parts for id in each.backend._encoding.encode_ordinary(part)]
+        assert ids == each.backend._encoding.encode_ordinary(text)
 
 
 @settings(max_examples=80, deadline=None)
@@ -177,7 +178,7 @@ def test_long_pieces_are_cut_at_the_same_places_in_parts_and_in_the_whole(
     name: str, runs: list[str], size: int
 ) -> None:
     text = "".join(runs) * 4
-    each = Tokenizer("test", PATTERNS[name], LONG_RANKS, len(LONG_RANKS))
+    each = Tokenizer("test", ByteBPE(PATTERNS[name], LONG_RANKS), len(LONG_RANKS))
     with pytest.MonkeyPatch.context() as patch:
         for limit, least in {"LONG_SPACE": 16, "LONG_SPACE_PIECE": 64, "LONG_PIECE": 64}.items():
             patch.setattr(boundaries, limit, least)
@@ -193,7 +194,7 @@ def test_long_pieces_are_cut_at_the_same_places_in_parts_and_in_the_whole(
 def test_no_part_ends_within_white_space_after_a_piece_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, least in {"LONG_SPACE": 16, "LONG_SPACE_PIECE": 64, "LONG_PIECE": 64}.items():
         monkeypatch.setattr(boundaries, limit, least)
-    each = Tokenizer("test", PATTERNS["cl100k"], LONG_RANKS, len(LONG_RANKS))
+    each = Tokenizer("test", ByteBPE(PATTERNS["cl100k"], LONG_RANKS), len(LONG_RANKS))
     for spaces, marks in (("\t\t\t", 33), ("\t\t", 34)):
         text = ("\r\n" * 47 + spaces + "\x1c" * marks) * 4
         chunks = [text[i : i + 7] for i in range(0, len(text), 7)]
@@ -225,7 +226,7 @@ MILLION = 1_100_000
 
 @pytest.mark.parametrize("name", ["gpt2", slow("cl100k"), slow("o200k")])
 def test_millions_of_one_character_take_linear_time_and_no_stack(name: str) -> None:
-    each = Tokenizer("test", PATTERNS[name], BYTES, 256)
+    each = Tokenizer("test", ByteBPE(PATTERNS[name], BYTES), 256)
     started = time.monotonic()
     for run in (" ", "\n", "\t \n ", "a", "^", "7"):
         for text in ("!" + run * MILLION, "\n" + run * MILLION + "  9"):
@@ -235,7 +236,7 @@ def test_millions_of_one_character_take_linear_time_and_no_stack(name: str) -> N
 
 
 def test_what_the_engine_cannot_do_is_said() -> None:
-    hopeless = Tokenizer("test", r"(?:a|b)+(?!c)|[\s\S]", BYTES, 256)
+    hopeless = Tokenizer("test", ByteBPE(r"(?:a|b)+(?!c)|[\s\S]", BYTES), 256)
     with pytest.raises(UserError, match="fails on a text of 3,000,001 characters"):
         hopeless.encode("a" * 3_000_000 + "c")
 
@@ -248,8 +249,8 @@ def test_a_panic_of_the_engine_is_said_too() -> None:
         def encode_to_numpy(self, text: str, **_: object) -> None:
             raise PanicException("called `Result::unwrap()` on an `Err` value")
 
-    each = Tokenizer("test", GPT2_PATTERN, BYTES, 256)
-    each.__dict__["_encoding"] = Encoding()
+    each = Tokenizer("test", ByteBPE(GPT2_PATTERN, BYTES), 256)
+    each.backend.__dict__["_encoding"] = Encoding()
     with pytest.raises(UserError, match="fails on a text of 3 characters"):
         each.encode("abc")
 
@@ -257,9 +258,9 @@ def test_a_panic_of_the_engine_is_said_too() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "cl100k", "o200k"])
 def test_cuts_cost_next_to_nothing(name: str) -> None:
     text = make_text(400_000)
-    each = Tokenizer("test", PATTERNS[name], BYTES, 256)
+    each = Tokenizer("test", ByteBPE(PATTERNS[name], BYTES), 256)
     started = time.perf_counter()
-    each._encode(text)
+    each.encode(text)
     encoded = time.perf_counter()
     assert cuts(text, PATTERNS[name]) == ([], 0)
     assert time.perf_counter() - encoded < 0.1 * (encoded - started)

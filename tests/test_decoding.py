@@ -26,14 +26,14 @@ from gpt.text.tokenizer import bytes_tokenizer
 
 
 def ids_of(model: GPT, prompt: list[int], config: SampleConfig, **seed: int) -> list[int]:
-    return [token.id for token in generate(Context(model, CPU), prompt, config, eot=EOT, **seed)]
+    return [token.id for token in generate(Context(model, CPU), prompt, config, ends={EOT}, **seed)]
 
 
 def without_cache(model: GPT, prompt: list[int], ids: list[int]) -> Iterator[float]:
     """The log-probabilities of ``ids``, each from a whole forward of what the context holds: the end of the prompt, and
     half of the context each time that it is full."""
     size = model.config.block_size
-    window = (prompt or [EOT])[-size:]
+    window = prompt[-size:]
     for id in ids:
         with torch.no_grad():
             yield float(model(torch.tensor([window]))[0, -1].log_softmax(-1)[id])
@@ -41,26 +41,26 @@ def without_cache(model: GPT, prompt: list[int], ids: list[int]) -> Iterator[flo
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
-@pytest.mark.parametrize("prompt", [[], [3], list(range(15)), list(range(16)), list(range(40))])
+@pytest.mark.parametrize("prompt", [[EOT], [3], list(range(15)), list(range(16)), list(range(40))])
 def test_past_the_context_absolute_positions_go_on_from_its_last_half(prompt: list[int], positions: str) -> None:
     for size in (16, 1, 3):
         model = tiny_model(size, positions)
         config = SampleConfig(temperature=1.5, max_tokens=60, ignore_eot=True)
-        found = list(generate(Context(model, CPU), prompt, config, EOT, seed=4))
+        found = list(generate(Context(model, CPU), prompt, config, {EOT}, seed=4))
         assert len({token.id for token in found}) > 5
         expected = list(without_cache(model, prompt, [token.id for token in found]))
         assert [token.logprob for token in found] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
-@pytest.mark.parametrize("prompt", [[], [3], list(range(16)), list(range(40))])
+@pytest.mark.parametrize("prompt", [[EOT], [3], list(range(16)), list(range(40))])
 def test_past_the_context_rotary_positions_see_exactly_the_last_ones(
     prompt: list[int], arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against one forward over everything, in which a mask shows each position the 16 up to itself."""
     model = tiny_model(16, "rotary", arch)
     config = SampleConfig(temperature=1.5, max_tokens=60, ignore_eot=True)
-    found = list(generate(Context(model, CPU), prompt, config, EOT, seed=4))
+    found = list(generate(Context(model, CPU), prompt, config, {EOT}, seed=4))
     assert len({token.id for token in found}) > 5
     whole = tiny_model(128, "rotary", arch)
 
@@ -70,7 +70,7 @@ def test_past_the_context_rotary_positions_see_exactly_the_last_ones(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=band, scale=scale)
 
     monkeypatch.setattr(decoder, "attend", banded)
-    ids = [*(prompt or [EOT])[-16:], *(token.id for token in found)]
+    ids = [*prompt[-16:], *(token.id for token in found)]
     with torch.no_grad():
         logprobs = whole(torch.tensor([ids]))[0].log_softmax(-1)
     expected = [float(logprobs[at - 1, ids[at]]) for at in range(len(ids) - 60, len(ids))]
@@ -147,7 +147,7 @@ def test_batched_equals_one_by_one(rows: int, positions: str, more: dict[str, ob
     requests = [Request(prompt, index=index) for index, prompt in enumerate(PROMPTS)]
     found = batched(model, requests, config, rows, seed=3)
     for request, tokens in zip(requests, found, strict=True):
-        alone = list(generate(Context(model, CPU), request.ids, config, EOT, seed=3, index=request.index))
+        alone = list(generate(Context(model, CPU), request.ids, config, {EOT}, seed=3, index=request.index))
         assert [token.id for token in tokens] == [token.id for token in alone]
         assert [token.logprob for token in tokens] == pytest.approx([token.logprob for token in alone], abs=1e-4)
     if not more:
@@ -202,7 +202,7 @@ def test_end_of_text_ends_unless_told_otherwise() -> None:
 def test_logprob_is_the_models_own() -> None:
     model = tiny_model(64)
     config = SampleConfig(temperature=0.5, top_k=3, max_tokens=12, ignore_eot=True)
-    tokens = list(generate(Context(model, CPU), [1, 2], config, eot=EOT, seed=3))
+    tokens = list(generate(Context(model, CPU), [1, 2], config, ends={EOT}, seed=3))
     ids = [1, 2] + [token.id for token in tokens]
     with torch.no_grad():
         logprobs = model(torch.tensor([ids])).log_softmax(-1)[0]
@@ -260,7 +260,7 @@ def test_samples_that_stop_early_leave_others_as_they_are() -> None:
 def test_without_a_prompt_a_text_begins_as_a_document_does() -> None:
     config, some = SampleConfig(max_tokens=9, ignore_eot=True), writer(SampleConfig())
     [sample] = samples(config, [""])
-    begun = generate(Context(some.model, CPU), [some.tokenizer.eot], config, some.tokenizer.eot, seed=3)
+    begun = generate(Context(some.model, CPU), [some.tokenizer.eot], config, some.tokenizer.ends, seed=3)
     assert sample.tokens == [token.id for token in begun]
 
 

@@ -38,7 +38,7 @@ def told(events: list[Update]) -> Any:
 
 
 def alone(model: GPT, request: Request) -> list[Update]:
-    engine = Engine(Context(model, CPU, request.width), EOT)
+    engine = Engine(Context(model, CPU, request.width), {EOT})
     engine.add(request)
     return list(engine.run())
 
@@ -49,7 +49,7 @@ def test_what_runs_beside_a_request_changes_nothing_of_it(positions: str, fixed:
     """They come one after the other while others run, more than there are rows; some are cancelled."""
     model, rng = tiny_model(24, positions), random.Random(0)
     context = Context(model, CPU, 5, step=model.stack if fixed else None)  # as a compiled step is called
-    engine = Engine(context, EOT)
+    engine = Engine(context, {EOT})
     requests: list[Request] = []
     events: dict[int, list[Update]] = {}
     cancelled: set[int] = set()
@@ -74,7 +74,7 @@ def test_what_runs_beside_a_request_changes_nothing_of_it(positions: str, fixed:
 
 
 def test_first_come_first_served_and_a_cancelled_row_is_free_in_the_next_step() -> None:
-    engine = Engine(Context(tiny_model(), CPU, 3), EOT)
+    engine = Engine(Context(tiny_model(), CPU, 3), {EOT})
     config = SampleConfig(greedy=True, ignore_eot=True, max_tokens=50)
     for settings in ({}, {}, {"greedy": False, "beam": 2}, {}):
         engine.add(Request([1, 2], SampleConfig(**{**vars(config), **settings})))
@@ -99,7 +99,7 @@ def test_an_error_ends_its_request_alone(how: dict[str, Any]) -> None:
         model.wte.weight[7] = torch.nan
     good = Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((7, -1e9),))
     expected = told(alone(model, good))
-    engine = Engine(Context(model, CPU, 4), EOT)
+    engine = Engine(Context(model, CPU, 4), {EOT})
     bad = Request([5, 7, 5, 5, 5], SampleConfig(**{"max_tokens": 8, **how}))
     numbers = [engine.add(request) for request in (good, bad, good, bad, good, good)]
     events: dict[int, list[Update]] = {}
@@ -114,7 +114,7 @@ def test_an_error_ends_its_request_alone(how: dict[str, Any]) -> None:
 
 
 def test_what_the_model_cannot_serve_is_refused_before_it_runs() -> None:
-    engine = Engine(Context(tiny_model(), CPU, 2, 8), EOT)
+    engine = Engine(Context(tiny_model(), CPU, 2, 8), {EOT})
     for request in (
         Request([1, 2], SampleConfig(max_tokens=7)), Request([1] * 9, SampleConfig(max_tokens=0)),
         Request([]), Request([50]), Request([-1, 3]), Request([1], bias=((99, 1.0),)), Request([1], SampleConfig(beam=3)),
@@ -136,7 +136,7 @@ def test_a_search_that_narrows_and_widens_keeps_to_its_rows(seed: int) -> None:
     config = SampleConfig(beam=5, n_best=5, max_tokens=9, early_stopping="never", length_penalty=2.0, ignore_eot=True)
     found = []
     for rows in (5, 9):
-        engine = Engine(Context(model, CPU, rows), 0)
+        engine = Engine(Context(model, CPU, rows), {0})
         engine.add(Request([1], config, stops=stops))
         found.append(told(list(engine.run())))
     assert found[0] == found[1]

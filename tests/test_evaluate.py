@@ -43,7 +43,7 @@ def test_exact_is_what_greedy_decoding_writes() -> None:
     torch.nn.init.normal_(model.wte.weight)  # so that it repeats no single id
     prompts = [[1, 2, 3], [4], [5, 6], [7, 8]]
     greedy = SampleConfig(greedy=True, max_tokens=4)
-    ids = [[*p, *(token.id for token in generate(Context(model.eval(), CPU), p, greedy, eot=19))] for p in prompts]
+    ids = [[*p, *(token.id for token in generate(Context(model.eval(), CPU), p, greedy, {19}))] for p in prompts]
     ids[1][3] = (ids[1][3] + 1) % 20  # in the middle
     ids[2][-1] = (ids[2][-1] + 1) % 20
     found = [

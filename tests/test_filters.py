@@ -65,7 +65,7 @@ def test_what_looks_back_equals_transformers(
     assert torch.equal(filters.exclude(logits[0], filters.repeats(past, n)), theirs[0])
     if bias:
         theirs = SequenceBiasLogitsProcessor({(id,): value for id, value in bias.items()})(ids, logits.clone())
-        ours = filters.Filters(SampleConfig(), 0, list(bias.items())).shape(logits, [past], [0])
+        ours = filters.Filters(SampleConfig(), {0}, list(bias.items())).shape(logits, [past], [0])
         assert torch.allclose(ours, theirs, atol=1e-6)
 
 
@@ -84,7 +84,7 @@ def test_all_in_the_stated_order_equals_transformers(seed: int) -> None:
         MinPLogitsWarper(0.05),
     ):
         theirs = step(torch.tensor(past), theirs)
-    each = filters.Filters(config, 49, [(7, 2.0)])
+    each = filters.Filters(config, {49}, [(7, 2.0)])
     ours = each.keep(each.shape(logits, past, [0, 0]))
     assert torch.equal(ours > -math.inf, theirs > -math.inf)
     assert torch.allclose(ours.softmax(-1), theirs.softmax(-1), atol=1e-6)
@@ -105,7 +105,7 @@ def test_something_is_always_left(
 ) -> None:
     config = SampleConfig(temperature=t, top_k=k, top_p=p, min_p=m, no_repeat_ngram=n, min_tokens=1)
     past = [id % len(values) for id in past]
-    each = filters.Filters(config, 0)
+    each = filters.Filters(config, {0})
     shaped = each.shape(torch.tensor([values]), [past], [0])
     chosen = int(each.choose(shaped, [3])[0])
     assert shaped[0, chosen] > -math.inf
@@ -147,7 +147,7 @@ def test_filters_at_their_edges() -> None:
 
 def draws(logits: Tensor, config: SampleConfig, count: int) -> list[int]:
     keys = [filters.step_key(filters.key_of(1, number, []), number % 7) for number in range(count)]
-    return filters.Filters(config, 0).choose(logits.expand(count, -1), keys).tolist()
+    return filters.Filters(config, {0}).choose(logits.expand(count, -1), keys).tolist()
 
 
 def test_draws_follow_the_distribution() -> None:

@@ -39,7 +39,7 @@ PROMPTS = [
 
 def greedy_ids(loaded: gpt.LanguageModel, ids: list[int], count: int) -> list[int]:
     config = SampleConfig(greedy=True, max_tokens=count, ignore_eot=True)
-    return [token.id for token in generate(Context(loaded.model, loaded.compute), ids, config, loaded.tokenizer.eot)]
+    return [token.id for token in generate(Context(loaded.model, loaded.compute), ids, config, loaded.tokenizer.ends)]
 
 
 def assert_equal_to_transformers(path: Path) -> None:
@@ -184,8 +184,7 @@ def test_transformers_folder_with_its_own_tokenizer(tmp_path: Path) -> None:
     values = json.loads(path.read_text(encoding="utf-8"))
     values["model"]["merges"].pop(3)
     path.write_text(json.dumps(values), encoding="utf-8")
-    with pytest.raises(UserError, match="its merges are not those that its tokens imply"):
-        gpt.load(tmp_path / "c")
+    assert_equal_to_transformers(tmp_path / "c")  # by the tokenizers library
 
 
 def test_older_files_buffers_prefix_and_unembedding(gpt2_folder: Path) -> None:

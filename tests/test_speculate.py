@@ -65,7 +65,7 @@ def test_guesses_stay_within_the_room_that_there_is() -> None:
     for event in engine_of(Context(model, CPU, 3, room), map(Request, prompts), config, seed=3).run():
         found[event.number] += [token.id for token in event.tokens]
     for prompt, ids in zip(prompts, found, strict=True):
-        plain = generate(Context(model, CPU), prompt, replace(config, speculate=0), EOT, seed=3)
+        plain = generate(Context(model, CPU), prompt, replace(config, speculate=0), {EOT}, seed=3)
         assert ids == [token.id for token in plain]
 
 

@@ -123,7 +123,8 @@ def test_show(gpt: Gpt, book: Path) -> None:
     assert "9–16" in done.out
     assert "Most frequent" not in done.out
     values = json.loads(gpt("tokenizer", "show", "vocab", "--longest", "3", "--json").out)
-    assert list(values) == ["name", "vocab_size", "end_of_text", "specials", "pattern", "fingerprint", "longest"]
+    keys = ["name", "vocab_size", "end_of_text", "specials", "bos", "ends", "pattern", "fingerprint", "longest"]
+    assert list(values) == keys
     sizes = [token["bytes"] for token in values["longest"]]
     assert sizes == sorted(sizes, reverse=True)
     assert len(sizes) == 3
@@ -133,8 +134,8 @@ def test_show(gpt: Gpt, book: Path) -> None:
 def test_show_with_text_counts_it(gpt: Gpt, book: Path) -> None:
     Path("small.txt").write_text("aab\n")
     values = json.loads(gpt("tokenizer", "show", "bytes", "small.txt", "--json").out)
-    assert list(values)[7:] == ["bytes", "tokens", "bytes_per_token", "ids_used"]
-    assert [values[key] for key in list(values)[7:]] == [4, 4, 1.0, 3]
+    assert list(values)[9:] == ["bytes", "tokens", "bytes_per_token", "ids_used"]
+    assert [values[key] for key in list(values)[9:]] == [4, 4, 1.0, 3]
     shown = gpt("tokenizer", "show", "bytes", "small.txt", "book.txt").out
     assert "Most frequent" in shown
     assert '"\\n"' in shown  # escaped, not printed

@@ -1,7 +1,7 @@
 """Beam search: the likeliest texts side by side, a step at a time, ranked and ended as transformers does."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,9 +33,9 @@ class Hypothesis:
 class Search:
     """A beam search after one prompt: at most ``config.beam`` hypotheses live, and as many have ended."""
 
-    def __init__(self, config: SampleConfig, eot: int, stops: Stops | None = None) -> None:
+    def __init__(self, config: SampleConfig, ends: Collection[int], stops: Stops | None = None) -> None:
         self.config = config
-        self.eot = eot
+        self.ends = ends
         self.stops = stops
         self.live = [Hypothesis((), 0.0)]
         self.ended: list[Hypothesis] = []  # best first
@@ -85,7 +85,7 @@ class Search:
         return sorted(ways, key=lambda way: -way[0])[:count]
 
     def _reason(self, tokens: Sequence[Token]) -> str | None:
-        if tokens[-1].id == self.eot and not self.config.ignore_eot:
+        if tokens[-1].id in self.ends and not self.config.ignore_eot:
             return "eot"
         if self.stops is not None and self.stops([token.id for token in tokens]):
             return "stop"

@@ -59,7 +59,7 @@ def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None
 
 def _round(context: Context, prompts: list[list[int]], count: int) -> tuple[float, float]:
     """Seconds to the first tokens, and for each step after."""
-    engine, config = Engine(context, eot=0), SampleConfig(greedy=True, max_tokens=count, ignore_eot=True)
+    engine, config = Engine(context, ends=()), SampleConfig(greedy=True, max_tokens=count, ignore_eot=True)
     for ids in prompts:
         engine.add(Request(ids, config))
     first, *times = [_seconds(engine.step) for _ in range(count)]

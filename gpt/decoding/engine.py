@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -75,12 +75,12 @@ class _Job:
     reason: str | None = None
     error: UserError | None = None
 
-    def take(self, token: Token, eot: int) -> None:
+    def take(self, token: Token, ends: Collection[int]) -> None:
         """Appends a token, which may be the last."""
         config = self.request.config
         self.tokens.append(token)
         self.count += 1
-        if token.id == eot and not config.ignore_eot:
+        if token.id in ends and not config.ignore_eot:
             self.end("eot")
         elif self.count == config.max_tokens:
             self.end("length")
@@ -114,16 +114,17 @@ class _Row:
 
 
 class Engine:
-    """Generates for many requests at once, each with settings of its own, which come and go between steps.
+    """Generates for many requests at once, each with settings of its own, which come and go between steps. A text ends
+    with any of the ids ``ends``.
 
     Requests wait until the context has rows for them, first come, first served. Tokens depend on the request alone and
     not on what runs beside it, up to the rounding of sums (docs/sampling.md). An error that is one request's own, such
     as NaN logits, ends that request with an update; an error that `step` raises ends the engine.
     """
 
-    def __init__(self, context: Context, eot: int) -> None:
+    def __init__(self, context: Context, ends: Collection[int]) -> None:
         self.context = context
-        self.eot = eot
+        self.ends = ends
         self._number = 0  # of the next request
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []
@@ -144,12 +145,12 @@ class Engine:
         or the context cannot serve."""
         self._check(request)
         config = request.config
-        filters = Filters(config, self.eot, request.bias)
+        filters = Filters(config, self.ends, request.bias)
         for job in (*self._running, *self._waiting):
             if job.filters.key == filters.key:  # rows with the same filters are filtered together
                 filters = job.filters
                 break
-        search = Search(config, self.eot, request.stops) if config.beam else None
+        search = Search(config, self.ends, request.stops) if config.beam else None
         key = key_of(request.seed, request.index, request.ids)
         self._waiting.append(_Job(self._number, request, filters, search, key))
         self._number += 1
@@ -311,7 +312,7 @@ class Engine:
             if math.isnan(token.logprob or 0.0):
                 self._fail(row.job, no_logits())
             else:
-                row.job.take(token, self.eot)
+                row.job.take(token, self.ends)
 
     def _past(self, row: _Row, t: int) -> Sequence[int]:
         """Returns the ids of a row, with the first ``t`` guesses of this step."""
@@ -373,12 +374,12 @@ def prompt_tokens(context: Context, x: Tensor, ids: Sequence[int], top: int) -> 
 
 
 def generate(
-    context: Context, prompt: Sequence[int], config: SampleConfig, eot: int, seed: int = 0, index: int = 0
+    context: Context, prompt: Sequence[int], config: SampleConfig, ends: Collection[int], seed: int = 0, index: int = 0
 ) -> Iterator[Token]:
-    """Yields tokens after ``prompt`` until ``max_tokens`` or end-of-text, which is yielded last. An empty prompt starts
-    from end-of-text, as a document does. Raises `NotANumber` where the logits are NaN."""
-    engine = Engine(context, eot)
-    engine.add(Request(prompt or [eot], config, seed, index))
+    """Yields tokens after ``prompt``, one id at least, until ``max_tokens`` or one of ``ends``, which is yielded last.
+    Raises `NotANumber` where the logits are NaN."""
+    engine = Engine(context, ends)
+    engine.add(Request(prompt, config, seed, index))
     for update in engine.run():
         if update.error is not None:
             raise update.error

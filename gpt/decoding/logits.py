@@ -4,7 +4,7 @@ What a filter excludes becomes -inf; one id always stays.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,9 +121,9 @@ class Filters:
     """The filters of a request, in the order that `SampleConfig` states. ``bias``: ids and what is added to their
     logits. Requests whose ``key`` is the same have the same filters."""
 
-    def __init__(self, config: SampleConfig, eot: int, bias: Sequence[tuple[int, float]] = ()) -> None:
+    def __init__(self, config: SampleConfig, ends: Collection[int], bias: Sequence[tuple[int, float]] = ()) -> None:
         self.config = config
-        self.eot = eot
+        self.ends = ends
         self.bias = list(bias)
         self.key = (config.choice, *self.bias)
         self.draws, self.looks_back = config.draws, config.looks_back
@@ -143,7 +143,7 @@ class Filters:
     def _row(self, logits: Tensor, past: Sequence[int], count: int) -> Tensor:
         logits = penalize(logits, past, self.config.repetition_penalty)
         without = repeats(past, self.config.no_repeat_ngram)
-        return exclude(logits, [*without, self.eot] if count < self.config.min_tokens else without)
+        return exclude(logits, [*without, *self.ends] if count < self.config.min_tokens else without)
 
     def keep(self, logits: Tensor) -> Tensor:
         """Applies temperature, top-k, top-p and min-p to shaped logits (N, V)."""

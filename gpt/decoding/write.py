@@ -54,7 +54,7 @@ class _Text:
         self.pieces: list[str] = []
         self.tokens: list[Token] = []
         self.prompt: Sequence[Token] | None = None
-        self._hidden = None if config.ignore_eot else tokenizer.eot
+        self._hidden = frozenset() if config.ignore_eot else tokenizer.ends
 
     def push(self, tokens: Iterable[Token]) -> str:
         """Takes tokens, up to the one that completes a stop text. Returns the text that they add."""
@@ -63,7 +63,7 @@ class _Text:
             if self.stream.stopped:
                 break
             self.tokens.append(token)
-            if token.id != self._hidden:
+            if token.id not in self._hidden:
                 self.pieces.append(self.stream.push(token.id))
                 shown += self.pieces[-1]
         return shown
@@ -88,7 +88,7 @@ class TextGenerator:
         self._stops = self._ends_with_stop if config.stop else None
 
     def _token(self, word: str) -> int:
-        ids = self.tokenizer.encode(word, specials=True).tolist()
+        ids = self.tokenizer.encode(word, specials=True, continues=True).tolist()
         if len(ids) != 1:
             parts = " ".join(repr(self.tokenizer.decode([id])) for id in ids)
             raise UserError(f'bias: "{word}" is {len(ids)} tokens: {parts}', "name one token; a space before it counts")
@@ -99,7 +99,7 @@ class TextGenerator:
     ) -> Iterator[Piece]:
         """Yields samples ``indices`` of each prompt, or its beams, a piece at a time, one text after the other: while
         one is yielded, those after it are computed meanwhile. Texts that are ``done`` (prompt, index) are left out."""
-        ids = [self.tokenizer.encode(prompt).tolist() or [self.tokenizer.eot] for prompt in prompts]
+        ids = [self.tokenizer.prompt(prompt) for prompt in prompts]
         wanted: Iterator[tuple[int, int]]
         if self.config.beam:  # a prompt's texts come together
             best = range(self.config.n_best)
@@ -117,7 +117,7 @@ class TextGenerator:
         texts: dict[int, _Text] = {}
         turns = _Turns()
         with self.contexts.lease(*self._shape(prompts, count)) as context:
-            engine = Engine(context, self.tokenizer.eot)
+            engine = Engine(context, self.tokenizer.ends)
             while True:
                 while engine.free >= max(1, self.config.beam) and (next_one := next(wanted, None)):
                     number, index = next_one

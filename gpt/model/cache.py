@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -96,44 +97,45 @@ class KVCache:
         else (B, T) of them. ``counts`` says how many of a row's T are its own; the others are padding."""
         start = int(self.lengths[0])
         self.reach = int(self.lengths.max()) + T
-        alike = bool((self.lengths == start).all()) and not (self.fixed and T == 1)
-        if alike:
+        if (self.lengths == start).all() and not (self.fixed and T == 1):
             self.where = slice(start, start + T)
         else:
-            positions = torch.from_numpy(self.lengths)[:, None] + torch.arange(T)  # (B, T)
-            self.where = positions.to(self.keys[0].device)
+            self.where = (torch.from_numpy(self.lengths)[:, None] + torch.arange(T)).to(self.keys[0].device)
         ends = self.lengths + (T if counts is None else np.asarray(counts, np.int64))
-        self._spans = {window: self._span(window, T, alike, ends) for window in self.columns}
+        self._spans = {window: self._span(window, T, ends) for window in self.columns}
         return self.where
 
-    def _span(self, window: int, T: int, alike: bool, ends: np.ndarray) -> _Span:
-        start, columns, device = int(self.lengths[0]), self.columns[window], self.keys[0].device
-        if alike and self.reach <= columns:
-            first = max(0, start + 1 - window) if T == 1 else 0
-            mask = None
-            if T > 1 and (start > 0 or window < T):
-                new, seen = (
-                    torch.arange(start, start + T, device=device)[:, None],
-                    torch.arange(start + T, device=device),
-                )
-                mask = (seen <= new) & (seen > new - window)  # (T, start + T)
-            return _Span(slice(start, start + T), slice(first, start + T), mask)
+    def _span(self, window: int, T: int, ends: npt.NDArray[np.int64]) -> _Span:
+        """Places T positions in layers of a window; ``ends`` are the rows' lengths without padding."""
+        columns, device = self.columns[window], self.keys[0].device
+        if isinstance(self.where, slice) and self.reach <= columns:
+            start, end = self.where.start, self.where.stop
+            if T == 1:
+                return _Span(self.where, slice(max(0, end - window), end), None)
+            if start == 0 and window >= T:
+                return _Span(self.where, slice(0, end), None)
+            seen = torch.arange(end, device=device)[None]
+            return _Span(self.where, slice(0, end), _sees(seen[:, start:], seen, window)[0, 0])
         if window == self.room and T > 1 and self.reach > self.room:
             raise ValueError(f"{self.reach} positions at once; there is room for {self.room}")
-        starts = torch.from_numpy(self.lengths).to(device)[:, None]  # (B, 1)
-        new = starts + torch.arange(T, device=device)  # (B, T)
+        new = self.where  # (B, T)
+        if isinstance(new, slice):
+            new = torch.arange(new.start, new.stop, device=device).expand(len(self.lengths), -1)
         if columns - window >= T - 1 or self.reach <= columns:
-            end = columns if self.fixed and T == 1 else min(self.reach, columns)
-            rows = torch.arange(len(starts), device=device)[:, None]
-            held = _newest(starts + T, columns)[:, :end]
-            return _Span((rows, new % columns), slice(0, end), _sees(new, held, window))
+            seen = torch.arange(columns if self.fixed and T == 1 else min(self.reach, columns), device=device)
+            if window == columns:  # a column that is not seen yet lies after the position
+                mask = (seen <= new[..., None])[:, None]
+            else:
+                mask = _sees(new, _newest(new[:, -1:], columns)[:, : len(seen)], window)
+            rows = torch.arange(len(new), device=device)[:, None]
+            return _Span((rows, new % columns), slice(0, len(seen)), mask)
         # More positions than there are columns to spare: they see what was there and each other, and the last stay.
-        kept = _newest(torch.from_numpy(ends).to(device)[:, None], columns)  # (B, columns)
+        kept = _newest(torch.from_numpy(ends - 1).to(device)[:, None], columns)  # (B, columns)
         if (self.lengths == 0).all():
             mask = _sees(new[:1], new[:1], window)[0, 0]
             return _Span(slice(0, 0), slice(0, 0), mask, kept.clamp(min=0), fresh=True)
-        held = _newest(starts, columns)
-        index = torch.where(kept >= starts, kept - starts + columns, torch.arange(columns, device=device))
+        held = _newest(new[:, :1] - 1, columns)
+        index = torch.where(kept >= new[:, :1], kept - new[:, :1] + columns, torch.arange(columns, device=device))
         return _Span(slice(0, 0), slice(0, 0), _sees(new, torch.cat([held, new], dim=1), window), index)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,11 +163,10 @@ class KVCache:
         self.lengths[target] = end
 
 
-def _newest(ends: Tensor, columns: int) -> Tensor:
-    """The position that lies in each column, (B, columns), after ``ends`` positions, (B, 1); below 0 where there is
-    none: the newest one that is congruent to the column."""
-    last = ends - 1
-    return last - (last - torch.arange(columns, device=ends.device)) % columns
+def _newest(last: Tensor, columns: int) -> Tensor:
+    """The position that lies in each column, (B, columns), once all up to ``last``, (B, 1), are stored: the newest one
+    that is congruent to the column; below 0 where there is none."""
+    return last - (last - torch.arange(columns, device=last.device)) % columns
 
 
 def _sees(new: Tensor, held: Tensor, window: int) -> Tensor:

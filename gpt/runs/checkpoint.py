@@ -20,7 +20,7 @@ from gpt.model.decoder import GPT, ROPE_TABLE, Linear, rotary_table
 from gpt.model.params import named_parameters, parameters
 from gpt.runs import adapter, folder, hf, tensors
 from gpt.text.tokenizer import Tokenizer, describe, gpt2_tokenizer
-from gpt.text.tokenizer_files import RANKS, read_own, read_transformers, tokenizer_files
+from gpt.text.tokenizer_files import has_own, read_own, read_transformers, tokenizer_files
 
 FORMAT = 1
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -212,10 +212,10 @@ def _describe(path: Path) -> tuple[GPTConfig, dict[str, Any]]:
 
 
 def load_tokenizer(path: Path, config: GPTConfig, meta: Mapping[str, Any]) -> Tokenizer:
-    """Loads the tokenizer beside the weights: ours, or a byte-level BPE of transformers'. A folder without one and with
+    """Loads the tokenizer beside the weights: ours, or one of transformers'. A folder without one and with
     50,257 ids means GPT-2's. Raises `UserError` where its size is not the model's."""
     path, tokenizer = folder.home(path), None
-    if (path / RANKS).exists() and meta:
+    if meta and has_own(path, meta.get("tokenizer")):
         tokenizer = read_own(path, meta.get("tokenizer"), str(path / folder.META))
     else:
         tokenizer = read_transformers(path)

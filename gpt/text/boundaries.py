@@ -17,6 +17,9 @@ from gpt.errors import UserError
 # regex engine from backtracking.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
+# The same after each digit is cut off by itself, as in SmolLM2's vocabulary: white space before a digit ends a part.
+DIGITS_PATTERN = r"""'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}++| ?[^\s\p{L}\p{N}]++|\s++(?=\p{N}|$)|\s+(?!\S)|\s"""
+
 # A run of white space this long overflows the regex engine's stack if something follows it (tiktoken 0.14: at a
 # million). The patterns give its last character to the text after it, so a cut before that changes no id.
 LONG_SPACE = 10_000
@@ -55,6 +58,7 @@ _MARKS, _SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _FAMILIES = {  # patterns, without the + of possessive quantifiers; digits may come in groups of any length
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s": _GPT2_RULES,
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": _GPT2_RULES,
+    r"'(?:[sdmt]|ll|ve|re)|\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N}|$)|\s+(?!\S)|\s": _GPT2_RULES,
     rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|\s+$|\s*[\r\n]|\s+(?!\S)|\s": _CL100K_RULES,
     rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|\s*[\r\n]|\s+(?!\S)|\s+": _CL100K_RULES,  # minbpe's
     rf"{_CONTRACTION}|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACE}": _CL100K_RULES,  # Llama 3's and Qwen's
@@ -85,6 +89,14 @@ def _compiled(pattern: str) -> Any:
     return regex.compile(pattern)
 
 
+def is_known(pattern: str) -> bool:
+    """Whether a pattern is of known form: its pieces join to the whole text, and it means the same to tiktoken's regex
+    engine and to the tokenizers library's (tests/test_tokenizer_files.py compares them)."""
+    # The library's engine reads {1,3}+ as ({1,3})+, and $ as the end of a line, to which only a + lets it go back.
+    alike = not re.search(r"\d\}\+|\$", pattern.replace(r"\s++$", ""))
+    return alike and _rules(pattern) is not None
+
+
 def last_boundary(text: str, pattern: str, start: int = 0, end: int | None = None) -> int:
     """Returns the largest position found, between ``start`` and ``end`` and neither of these, at which ``text`` may be
     cut; 0 where there is none. Whatever follows the cut, the ids of both sides are those of the whole."""
@@ -106,12 +118,16 @@ def _space_cuts(text: str, pattern: str) -> Iterator[int]:
     """Cuts between the pieces of each long run of white space that something follows.
 
     The last character of a run belongs to the piece after it. In some patterns a piece of white space ends with its
-    last line end, and the rest of the run is another piece.
+    last line end, and the rest of the run is another piece. In SmolLM2's a run before a digit is a piece: it is cut
+    at its end, and not at all before what may be a digit to the regex engine.
     """
+    digits = pattern == DIGITS_PATTERN
     by_line = _rules(pattern) is not _GPT2_RULES
     for start, end in _long_runs(text):
         line = max(text.rfind("\r", start, end), text.rfind("\n", start, end)) + 1 if by_line else 0
-        if line < end:
+        if digits and not re.match(f"[{_LETTERS}{_OTHERS}]", text[end]):
+            yield from [end] if text[end] in "0123456789" else []
+        elif line < end:
             yield from {line, end - 1} if line > start else {end - 1}
 
 

@@ -39,7 +39,7 @@ class Item:
 
 @dataclass
 class EncodedItem:
-    """An item's ids by side, with end-of-text before each document, and the offsets of the documents."""
+    """An item's ids by side, with `Tokenizer.opening` before each document, and the offsets of the documents."""
 
     ids: dict[Side, Ids]
     offsets: dict[Side, Offsets]
@@ -50,7 +50,7 @@ class EncodedItem:
 def encode(tokenizer: Tokenizer, item: Item) -> EncodedItem:
     """Encodes the texts of an item."""
     dtype = id_type(tokenizer.vocab_size)
-    eot = np.array([tokenizer.eot], dtype)
+    opening = np.array(tokenizer.opening, dtype)
     parts: dict[Side, list[Ids]] = {"train": [], "val": []}
     offsets: dict[Side, list[int]] = {"train": [], "val": []}
     lengths: dict[Side, int] = {"train": 0, "val": 0}
@@ -58,10 +58,10 @@ def encode(tokenizer: Tokenizer, item: Item) -> EncodedItem:
     for text, start, side in zip(item.texts, item.begins, item.sides, strict=True):
         if start:
             offsets[side].append(lengths[side])
-            parts[side].append(eot)
+            parts[side].append(opening)
         ids, cut = tokenizer.encode_counted(text)
         parts[side].append(ids.astype(dtype))
-        lengths[side] += len(ids) + start
+        lengths[side] += len(ids) + start * len(opening)
         cuts += cut
     return EncodedItem(
         {side: np.concatenate(of_side) for side, of_side in parts.items() if of_side},
@@ -127,7 +127,7 @@ class Encoders:
         if self.pool is None:
             return ((end, encode(tokenizer, item)) for item, end in items)
         for _ in range(self.jobs):
-            self.tokenizers.put(replace(tokenizer))  # a copy without cached properties
+            self.tokenizers.put(replace(tokenizer))  # without cached properties
         submitted = ((end, self._submit(item)) for item, end in items)
         return _results(deque(islice(submitted, 2 * self.jobs + self.AHEAD)), submitted)
 

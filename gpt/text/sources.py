@@ -21,7 +21,7 @@ from gpt.text import catalogue
 from gpt.text.documents import Skipped
 from gpt.text.download import OnBytes, ignore
 from gpt.text.token_folder import is_token_folder
-from gpt.text.tokenizer_files import RANKS
+from gpt.text.tokenizer_files import RANKS, WHOLE
 from gpt.text.unpack import ByteStream, Source, reason, spool
 
 DEFAULT = "pydocs"  # the corpus to read where no text is given
@@ -97,7 +97,7 @@ def _folder(folder: str, skipped: Skipped | None) -> list[Source]:
 def _is_tokens(folder: str) -> bool:
     """Whether a folder is a token folder. Other folders may have a manifest.json too."""
     with contextlib.suppress(PermissionError):  # an error where the folder is listed
-        return Path(folder, RANKS).is_file() and is_token_folder(folder)
+        return any(Path(folder, name).is_file() for name in (RANKS, WHOLE)) and is_token_folder(folder)
     return False
 
 

@@ -1,6 +1,6 @@
-"""Text ↔ ids. Every tokenizer is a byte-level BPE that tiktoken runs: GPT-2's, plain bytes, or a learnt one.
+"""Text ↔ ids: GPT-2's vocabulary, plain bytes, a learnt one, or that of a model of transformers.
 
-``<|endoftext|>`` always has an id, stands before each document, and is ordinary text when a text contains it.
+End-of-text stands before each document, and is ordinary text when a document contains it.
 """
 
 import base64
@@ -8,22 +8,22 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import tiktoken
 
 from gpt.config import LIMITS
 from gpt.errors import UserError, WorkError
 from gpt.files import cache_dir
-from gpt.text.boundaries import GPT2_PATTERN, SPACES, cuts
+from gpt.text.backends import ByteBPE, Ids, Library, split
+from gpt.text.boundaries import GPT2_PATTERN, SPACES
 
 END_OF_TEXT = "<|endoftext|>"
+CHAT_TEMPLATE = "chat_template.jinja"
 GPT2_FINGERPRINT = "278c76e956a0d28755e8cb07656cc21c373520d95c7af18e9db55b9938d6c5fb"
 LONGEST_LEARNT = 64  # characters of a token; longer ones would be lines of dashes, and slow to merge
 
@@ -37,31 +37,57 @@ def _run(kind: str, least: int) -> re.Pattern[str]:
 
 _LEARNT_RUNS = [_run(kind, LONGEST_LEARNT + 1) for kind in (r"[^\W_]", _OTHERS, f"[{SPACES}]")]
 
-Ids = npt.NDArray[np.uint32]
-
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A vocabulary, and the pattern that cuts a text into pieces before merging."""
+    """A vocabulary, how text becomes ids of it, and which of them begin and end a text."""
 
     name: str
-    pattern: str
-    ranks: dict[bytes, int]  # a token's bytes → its id, which is also its rank in merging
+    backend: ByteBPE | Library
     eot: int  # the id of end-of-text
     eot_token: str = END_OF_TEXT
     specials: Mapping[str, int] = field(default_factory=dict)  # further special tokens, which merging never makes
+    words: Mapping[str, int] = field(default_factory=dict)  # added tokens that get their ids in any text
+    bos: int | None = None  # stands before a text, where the family has such a token
+    more_ends: frozenset[int] = frozenset()  # further ids that end a text
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # of transformers', kept as they were
 
     def __post_init__(self) -> None:
-        missing = sum(bytes([byte]) not in self.ranks for byte in range(256))
+        ranks = self.backend.ranks if isinstance(self.backend, ByteBPE) else None
+        missing = sum(bytes([byte]) not in ranks for byte in range(256)) if ranks is not None else 0
         if missing:
             raise UserError(f"the tokenizer {self.name} has no token for {missing} of the 256 bytes")
-        if self.eot_token in self.specials or "" in self.all_specials:
+        words = [self.eot_token, *self.specials, *self.words]
+        if len(set(words)) != len(words) or "" in words:
             raise UserError(f"the special tokens of the tokenizer {self.name} are not different words")
-        ids = [*self.ranks.values(), *self.all_specials.values()]
+        ids = [*self.backend.pieces, *self._added.values()]
         if not all(type(id) is int and 0 <= id < LIMITS["vocab_size"] for id in ids):
             raise UserError(f"the ids of the tokenizer {self.name} are not numbers from 0 to {LIMITS['vocab_size']:,}")
-        if len(set(ids)) != len(ids):
-            raise UserError(f"the tokenizer {self.name} has {len(ids):,} tokens and {len(set(ids)):,} ids")
+        count = len(self._added) + len(self.backend.pieces if ranks is None else ranks)
+        if len(set(ids)) != count:
+            raise UserError(f"the tokenizer {self.name} has {count:,} tokens and {len(set(ids)):,} ids")
+        for id in (*self.ends, *([] if self.bos is None else [self.bos])):
+            if id not in self._bytes:
+                raise UserError(f"the tokenizer {self.name} has no token {id}, which begins or ends a text")
+
+    @property
+    def _added(self) -> dict[str, int]:
+        return {**self.all_specials, **self.words}
+
+    @property
+    def pattern(self) -> str:
+        """The pattern that cuts a text into pieces before merging; empty where none is known."""
+        return self.backend.pattern
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids that end a text."""
+        return self.more_ends | {self.eot}
+
+    @property
+    def opening(self) -> list[int]:
+        """The ids that stand before a document in a stream: end-of-text, and what begins a text."""
+        return [self.eot] if self.bos is None else [self.eot, self.bos]
 
     @cached_property
     def all_specials(self) -> dict[str, int]:
@@ -69,63 +95,66 @@ class Tokenizer:
         return {self.eot_token: self.eot, **self.specials}
 
     @cached_property
-    def vocab_size(self) -> int:
-        """The highest id plus one: the number of ids, special tokens included, if no id is unused."""
-        return 1 + max(*self.ranks.values(), *self.all_specials.values())
+    def _bytes(self) -> dict[int, bytes]:
+        return {**self.backend.pieces, **{id: word.encode("utf-8", "replace") for word, id in self._added.items()}}
 
     @cached_property
-    def _encoding(self) -> tiktoken.Encoding:
-        try:
-            return tiktoken.Encoding(
-                self.name, pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens=self.all_specials
-            )
-        except ValueError as error:
-            raise UserError(f"the pattern of the tokenizer {self.name} is not valid: {error}") from None
+    def vocab_size(self) -> int:
+        """The highest id plus one: the number of ids, special tokens included, if no id is unused."""
+        return 1 + max(self._bytes)
 
-    def encode(self, text: str, specials: bool = False) -> Ids:
-        """Returns the ids of ``text``, uint32. With ``specials``, special tokens get their ids; else they are text."""
-        if not specials:
-            return self.encode_counted(text)[0]
-        words = sorted(self.all_specials, key=len, reverse=True)
-        parts = re.split(f"({'|'.join(map(re.escape, words))})", text)
-        return np.concatenate(
-            [
-                np.array([self.all_specials[part]], np.uint32) if i % 2 else self.encode_counted(part)[0]
-                for i, part in enumerate(parts)
-            ]
-        )
+    @property
+    def known(self) -> list[int]:
+        """The ids that have a token."""
+        return sorted(self._bytes)
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The template with which a chat becomes text (Jinja), if the family has one."""
+        if CHAT_TEMPLATE in self.files:
+            return self.files[CHAT_TEMPLATE].decode("utf-8", "replace")
+        said = json.loads(self.files.get("tokenizer_config.json", b"{}")).get("chat_template")
+        if isinstance(said, list):  # several, each with its name
+            named = [each for each in said if isinstance(each, dict)]
+            said = next((each.get("template") for each in named if each.get("name") == "default"), None)
+        return said if isinstance(said, str) else None
+
+    def encode(self, text: str, specials: bool = False, continues: bool = False) -> Ids:
+        """Returns the ids of ``text``, uint32. With ``specials``, special tokens get their ids; else they are text.
+        ``continues``: the text follows another one, so that no space is put before it."""
+        return self.backend.encode(text, self._added if specials else self.words, specials, continues)[0]
 
     def encode_counted(self, text: str) -> tuple[Ids, int]:
         """Returns the ids of ``text``, without special tokens, and the number of cuts in pieces that were too long."""
-        places, cut = cuts(text, self.pattern)
-        ids = [self._encode(part) for part in _cut(text, places)]
-        return np.concatenate(ids) if len(ids) != 1 else ids[0], cut
+        return self.backend.encode(text, self.words, False, False)
 
-    def _encode(self, text: str) -> Ids:
-        try:
-            return self._encoding.encode_to_numpy(text, disallowed_special=())
-        except BaseException as error:  # a panic of pyo3 is no Exception
-            if type(error).__name__ != "PanicException" and "Regex error" not in str(error):
-                raise
-            raise UserError(
-                f"the pattern of the tokenizer {self.name} fails on a text of {len(text):,} characters: {error}",
-                "take another --tokenizer, or break up the long runs of one kind of character in the text",
-            ) from None
+    def prompt(self, text: str) -> list[int]:
+        """Returns the ids from which a text is continued, one at least: those that transformers gives, where its files
+        are kept. Special tokens in a prompt get their ids then; under a vocabulary of ours they are text."""
+        ids: list[int] = self.encode(text, specials=bool(self.files)).tolist()
+        return ([] if self.bos is None else [self.bos]) + ids or [self.eot]
+
+    def document(self, text: str) -> Ids:
+        """Returns the ids of a document by itself, without the end-of-text before it."""
+        ids = self.encode(text)
+        return ids if self.bos is None else np.concatenate([np.array([self.bos], np.uint32), ids])
+
+    def document_bytes(self, ids: Sequence[int]) -> bytes:
+        """Returns the bytes of a document's ids, or of its first ones, without what was put before its text."""
+        if self.bos is not None and list(ids[:1]) == [self.bos]:
+            ids = ids[1:]
+        return self.decode_bytes(ids).removeprefix(b" " if self.backend.adds_space else b"")
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Returns the bytes of ``ids``, exactly; none for an unused id of the vocabulary. Raises `UserError` for an id
-        outside it."""
+        """Returns the bytes of ``ids``, one token's after the other's; none for an unused id of the vocabulary. Raises
+        `UserError` for an id outside it."""
         try:
-            return self._encoding.decode_bytes(ids)
-        except (KeyError, OverflowError):
+            return b"".join(map(self._bytes.__getitem__, ids))
+        except KeyError:
             bad = next((id for id in ids if not 0 <= id < self.vocab_size), None)
             if bad is not None:
                 raise UserError(f"id {bad} is outside the vocabulary of {self.vocab_size:,}") from None
-            return self._encoding.decode_bytes([id for id in ids if id in self._known])
-
-    @cached_property
-    def _known(self) -> frozenset[int]:
-        return frozenset([*self.ranks.values(), *self.all_specials.values()])
+            return b"".join(self._bytes.get(id, b"") for id in ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of ``ids``; invalid UTF-8 becomes U+FFFD."""
@@ -135,10 +164,23 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """A sha256 over all that decides which ids a text gets."""
         digest = hashlib.sha256(f"{self.pattern}\0{self.eot}\0{self.eot_token}\0".encode())
-        digest.update(to_tiktoken(self.ranks))
+        digest.update(self.backend.data if isinstance(self.backend, Library) else to_tiktoken(self.backend.ranks))
         if self.specials:
             digest.update(json.dumps(sorted(self.specials.items())).encode())
+        further = _further(self)
+        if further:
+            digest.update(json.dumps(further, sort_keys=True).encode())
         return digest.hexdigest()
+
+
+def _further(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns what files record, beside all else, of a tokenizer that has more than ours have."""
+    found = {
+        "nfc": isinstance(tokenizer.backend, ByteBPE) and tokenizer.backend.nfc,
+        "words": dict(tokenizer.words),
+        "bos": tokenizer.bos,
+    }
+    return {key: value for key, value in found.items() if value not in (False, None, {})}
 
 
 def _every(text: str, runs: Iterable[re.Pattern[str]], length: int) -> set[int]:
@@ -147,14 +189,9 @@ def _every(text: str, runs: Iterable[re.Pattern[str]], length: int) -> set[int]:
     return {cut for match in found for cut in range(match.start() + length, match.end(), length)}
 
 
-def _cut(text: str, cuts: Iterable[int]) -> Iterator[str]:
-    for start, end in pairwise([0, *sorted(cuts), len(text)]):
-        yield text[start:end]
-
-
 def bytes_tokenizer() -> Tokenizer:
     """Returns the tokenizer of the 256 bytes and end-of-text: 257 ids."""
-    return Tokenizer("bytes", GPT2_PATTERN, {bytes([byte]): byte for byte in range(256)}, 256)
+    return Tokenizer("bytes", ByteBPE(GPT2_PATTERN, {bytes([byte]): byte for byte in range(256)}), 256)
 
 
 def learn_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[str] = ()) -> Tokenizer:
@@ -182,11 +219,11 @@ def learn_tokenizer_up_to(texts: Iterable[str], vocab_size: int, specials: Seque
 
     check_specials(specials)
     learner = rustbpe.Tokenizer()
-    pieces = (piece for text in texts for piece in _cut(text, _every(text, _LEARNT_RUNS, LONGEST_LEARNT)))
+    pieces = (piece for text in texts for piece in split(text, _every(text, _LEARNT_RUNS, LONGEST_LEARNT)))
     learner.train_from_iterator(pieces, max(256, vocab_size - 1 - len(specials)), pattern=GPT2_PATTERN)
     ranks = {bytes(token): rank for token, rank in learner.get_mergeable_ranks()}
     further = {special: id for id, special in enumerate(specials, len(ranks) + 1)}
-    return Tokenizer("bpe", GPT2_PATTERN, ranks, len(ranks), specials=further)
+    return Tokenizer("bpe", ByteBPE(GPT2_PATTERN, ranks), len(ranks), specials=further)
 
 
 def check_specials(specials: Sequence[str]) -> None:
@@ -235,7 +272,7 @@ def named_tokenizer(name: str) -> Tokenizer:
     for word, id in encoding._special_tokens.items():
         if word != END_OF_TEXT and id not in specials.values():  # o200k_harmony has a second word for an id
             specials[word] = id
-    return Tokenizer(name, pattern, dict(encoding._mergeable_ranks), encoding.eot_token, specials=specials)
+    return Tokenizer(name, ByteBPE(pattern, dict(encoding._mergeable_ranks)), encoding.eot_token, specials=specials)
 
 
 def _fetched(name: str) -> tiktoken.Encoding:
@@ -286,6 +323,7 @@ def auto_vocab_size(n_bytes: int) -> int:
 
 def describe(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns what files record of a tokenizer beside its ranks."""
+    library = isinstance(tokenizer.backend, Library)
     return {
         "name": tokenizer.name,
         "pattern": tokenizer.pattern,
@@ -293,4 +331,8 @@ def describe(tokenizer: Tokenizer) -> dict[str, Any]:
         "eot_token": tokenizer.eot_token,
         "specials": dict(tokenizer.specials),
         "fingerprint": tokenizer.fingerprint,
+        **({"library": True} if library else {}),
+        **_further(tokenizer),
+        **({"more_ends": sorted(tokenizer.more_ends)} if tokenizer.more_ends else {}),
+        **({"files": sorted(tokenizer.files)} if tokenizer.files else {}),
     }

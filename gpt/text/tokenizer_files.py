@@ -2,12 +2,13 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from gpt.config import LIMITS
 from gpt.errors import UserError, did_you_mean
 from gpt.files import (
     JSON_LIMIT,
@@ -20,8 +21,10 @@ from gpt.files import (
     whole_folder,
     write_file,
 )
-from gpt.text.boundaries import GPT2_PATTERN
+from gpt.text.backends import BYTES, ByteBPE, Library, byte_characters, steps
+from gpt.text.boundaries import DIGITS_PATTERN, GPT2_PATTERN, is_known
 from gpt.text.tokenizer import (
+    CHAT_TEMPLATE,
     END_OF_TEXT,
     GPT2_FINGERPRINT,
     Tokenizer,
@@ -33,6 +36,11 @@ from gpt.text.tokenizer import (
 )
 
 FORMAT = 1
+NEVER = 2**63  # a rank
+WHOLE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_BESIDE = (TOKENIZER_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE, "added_tokens.json")
+_WHOLE_KEPT = (WHOLE, *_BESIDE)
+KEPT = (*_WHOLE_KEPT, "vocab.json", "merges.txt")  # files of transformers' that are saved again as they are
 RANKS = "tokenizer.tiktoken"
 NEW = "give another place with --out"
 _DESCRIBED = ("gpt.json", "manifest.json")  # describe the tokenizer beside its ranks
@@ -72,32 +80,53 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _in_folder(folder: Path) -> Tokenizer | None:
-    if (folder / RANKS).is_file():
-        for name in _DESCRIBED:
-            said = read_json(folder / name).get("tokenizer") if (folder / name).is_file() else None
-            if said is not None:
-                return read_own(folder, said, str(folder / name))
+    for name in _DESCRIBED:
+        said = read_json(folder / name).get("tokenizer") if (folder / name).is_file() else None
+        if said is not None and has_own(folder, said):
+            return read_own(folder, said, str(folder / name))
     return read_transformers(folder)
 
 
 def _in_file(path: Path) -> Tokenizer:
     if path.name == RANKS:
         return find_tokenizer(str(path.absolute().parent))
+    if path.name == WHOLE and (found := read_transformers(path.absolute().parent)):
+        return found
     if path.suffix == ".json":
-        return from_tokenizer_json(read_json(path), str(path))
+        return from_tokenizer_json(read_json(path), str(path), {WHOLE: read_regular(path, JSON_LIMIT)})
     raise UserError(f"{path} is no tokenizer", f"a tokenizer is a tokenizer.json, or a folder with one or with {RANKS}")
 
 
+def has_own(folder: Path, said: Any) -> bool:
+    """Whether a folder has the file of a tokenizer of which `describe` ``said`` this."""
+    return (folder / (WHOLE if isinstance(said, dict) and said.get("library") else RANKS)).is_file()
+
+
 def read_own(folder: Path, said: Any, where: str) -> Tokenizer:
-    """Reads a tokenizer: the ranks in ``folder``, and what `describe` ``said`` of it in the file ``where``.
+    """Reads a tokenizer: its files in ``folder``, and what `describe` ``said`` of it in the file ``where``.
 
     Raises `UserError` where one does not fit the other.
     """
-    file = folder / RANKS
-    ranks = from_tiktoken(read_regular(file, JSON_LIMIT), str(file))
     try:
-        specials = dict(said.get("specials", {}))
-        tokenizer = Tokenizer(said["name"], said["pattern"], ranks, said["eot"], said["eot_token"], specials)
+        files = _kept(folder, [name for name in KEPT if name in said.get("files", [])])
+        file = folder / (WHOLE if said.get("library") else RANKS)
+        backend: ByteBPE | Library
+        if said.get("library"):
+            backend = Library(_json_bytes(file))
+        else:
+            ranks = from_tiktoken(read_regular(file, JSON_LIMIT), str(file))
+            backend = ByteBPE(said["pattern"], ranks, bool(said.get("nfc", False)))
+        tokenizer = Tokenizer(
+            said["name"],
+            backend,
+            said["eot"],
+            said["eot_token"],
+            dict(said.get("specials", {})),
+            dict(said.get("words", {})),
+            said.get("bos"),
+            frozenset(said.get("more_ends", [])),
+            files,
+        )
         fits = tokenizer.fingerprint == said["fingerprint"]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"{where} does not describe its tokenizer") from None
@@ -106,23 +135,51 @@ def read_own(folder: Path, said: Any, where: str) -> Tokenizer:
     return tokenizer
 
 
+def _kept(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Reads those of transformers' files that are kept as they are. Raises `UserError` for one that is too large or no
+    JSON."""
+    return {name: _json_bytes(folder / name) for name in names if (folder / name).is_file()}
+
+
+def _json_bytes(path: Path) -> bytes:
+    if path.suffix == ".json":
+        read_json(path)
+    return read_regular(path, JSON_LIMIT)
+
+
 def read_transformers(folder: Path) -> Tokenizer | None:
     """Reads the tokenizer in a folder of transformers'; None where there is none."""
-    whole, vocab, merges = folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt"
+    whole, vocab, merges = folder / WHOLE, folder / "vocab.json", folder / "merges.txt"
     if whole.is_file():
-        return from_tokenizer_json(read_json(whole), str(whole))
+        return from_tokenizer_json(read_json(whole), str(whole), _kept(folder, _WHOLE_KEPT), _settings(folder))
     if vocab.is_file() and merges.is_file():
         text = read_regular(merges, JSON_LIMIT).decode("utf-8", "replace")
-        return from_vocab_and_merges(read_json(vocab), text, str(vocab))
+        return from_vocab_and_merges(read_json(vocab), text, str(vocab), _kept(folder, KEPT[1:]), _settings(folder))
+    if (folder / "tokenizer.model").is_file():
+        raise UserError(
+            f"{folder} has its tokenizer as tokenizer.model alone, which is not read here",
+            f"write a tokenizer.json: AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})",
+        )
     return None
 
 
+def _settings(folder: Path) -> list[dict[str, Any]]:
+    """Returns the configurations that say which tokens begin and end a text, each empty where there is none:
+    generation_config.json, config.json and tokenizer_config.json."""
+    names = ("generation_config.json", "config.json", TOKENIZER_CONFIG)
+    return [read_json(folder / name) if (folder / name).is_file() else {} for name in names]
+
+
 def tokenizer_files(tokenizer: Tokenizer, block_size: int | None = None) -> dict[str, bytes]:
-    """Returns names and contents of the files that tiktoken, the tokenizers library and transformers read."""
+    """Returns names and contents of the files that tiktoken, the tokenizers library and transformers read: those that
+    were kept, or ones made for a vocabulary of ours."""
+    ranks = {RANKS: to_tiktoken(tokenizer.backend.ranks)} if isinstance(tokenizer.backend, ByteBPE) else {}
+    if tokenizer.files:
+        return {**tokenizer.files, **ranks}
     return {
-        "tokenizer.json": json.dumps(to_tokenizer_json(tokenizer), ensure_ascii=False).encode(),
-        "tokenizer_config.json": to_json(to_tokenizer_config(tokenizer, block_size)),
-        RANKS: to_tiktoken(tokenizer.ranks),
+        WHOLE: json.dumps(to_tokenizer_json(tokenizer), ensure_ascii=False).encode(),
+        TOKENIZER_CONFIG: to_json(to_tokenizer_config(tokenizer, block_size)),
+        **ranks,
     }
 
 
@@ -141,29 +198,26 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
                 write_file(beside / name, data)
 
 
-def byte_characters() -> dict[int, str]:
-    """Returns the printable character that GPT-2's files write for each byte: itself if printable and no space,
-    else the next free one from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
-
-
 def merging_pairs(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Returns the pairs that make tokens of two bytes or more, in merging order: what is left of a token's bytes when
-    all merges of lower rank are done. tiktoken merges the pair of the lowest rank, so these pairs mean the same."""
+    """Returns the pair that makes each token of two bytes or more, in the order of ranks: what is left of its bytes
+    before its last merge. A token that its own bytes never become has none.
+
+    tiktoken merges the neighbors that make the token of the lowest rank, the leftmost first. Two neighbors ``a`` and
+    ``b`` about to be merged anywhere have seen the same merges between their ends as the bytes of ``a + b`` by
+    themselves, so that no other pair ever makes this token: these pairs alone mean the same as all ranks.
+    """
     pairs = []
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+    for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) > 1:
             parts = [token[i : i + 1] for i in range(len(token))]
-            joined = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
-            while len(parts) > 2 and (least := min(joined)) < rank:
+            joined = [ranks.get(a + b, NEVER) for a, b in pairwise(parts)]
+            while len(parts) > 2 and (least := min(joined)) < NEVER:
                 at = joined.index(least)
                 parts[at : at + 2] = [parts[at] + parts[at + 1]]
                 del joined[at]
                 for i in range(max(0, at - 1), min(at + 1, len(joined))):
-                    joined[i] = ranks.get(parts[i] + parts[i + 1], rank)
-            if len(parts) == 2:  # others cannot be reached by merging
+                    joined[i] = ranks.get(parts[i] + parts[i + 1], NEVER)
+            if len(parts) == 2:
                 pairs.append((parts[0], parts[1]))
     return pairs
 
@@ -175,7 +229,9 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     def written(token: bytes) -> str:
         return token.decode("latin-1").translate(characters)
 
-    by_rank = sorted(tokenizer.ranks.items(), key=lambda item: item[1])
+    assert isinstance(tokenizer.backend, ByteBPE) and not tokenizer.backend.nfc
+    ranks = tokenizer.backend.ranks
+    by_rank = sorted(ranks.items(), key=lambda item: item[1])
     level: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     pre = level
     if tokenizer.pattern != GPT2_PATTERN:
@@ -190,7 +246,7 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
         }
         for word, id in sorted(tokenizer.all_specials.items(), key=lambda item: item[1])
     ]  # fmt: skip
-    pairs = merging_pairs(tokenizer.ranks)
+    pairs = merging_pairs(ranks)
     return {
         "version": "1.0",
         "truncation": None,
@@ -209,7 +265,7 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             # As tiktoken does, where some token is reached by no merge: a whole piece that is a token is that token.
-            "ignore_merges": len(pairs) < sum(len(token) > 1 for token in tokenizer.ranks),
+            "ignore_merges": len(pairs) < sum(len(token) > 1 for token in ranks),
             "vocab": {written(token): rank for token, rank in by_rank} | tokenizer.all_specials,
             "merges": [f"{written(a)} {written(b)}" for a, b in pairs],
         },
@@ -233,92 +289,193 @@ def to_tokenizer_config(tokenizer: Tokenizer, block_size: int | None) -> dict[st
     }
 
 
-def from_tokenizer_json(values: Mapping[str, Any], where: str) -> Tokenizer:
-    """Reads a ``tokenizer.json``, if it is a byte-level BPE that tiktoken can run with the same ids.
+def from_tokenizer_json(
+    values: Mapping[str, Any],
+    where: str,
+    files: Mapping[str, bytes] | None = None,
+    settings: Sequence[Mapping[str, Any]] = ({}, {}, {}),
+) -> Tokenizer:
+    """Reads a ``tokenizer.json``: tiktoken runs a byte-level BPE for which it is certain to give the same ids, the
+    tokenizers library anything else. ``files`` are kept; ``settings``: see `_settings`.
 
-    Raises `UserError` naming a part that tiktoken cannot run.
+    Raises `UserError` for one that the library cannot run either.
     """
+    data = (files or {}).get(WHOLE) or json.dumps(values).encode()
     try:
-        model = values["model"]
-        if model.get("type", "BPE") != "BPE" or values.get("normalizer") is not None:
-            raise UserError(f"{where}: only a byte-level BPE without normalizer can be run here")
-        pairs = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
-        added = {token["content"]: token["id"] for token in values.get("added_tokens") or []}
-        plain = [token["content"] for token in values.get("added_tokens") or [] if not token.get("special")]
-        if plain:
-            raise UserError(f"{where}: its token {plain[0]!r} is found in ordinary text before merging")
-        pattern = _pattern(values.get("pre_tokenizer"), where)
-        return _from_vocab(model["vocab"], pairs, added, pattern, where, bool(model.get("ignore_merges")))
+        added = [token for token in values.get("added_tokens") or [] if token["content"]]
+        specials = {token["content"]: token["id"] for token in added if token.get("special")}
+        words = {token["content"]: token["id"] for token in added if not token.get("special")}
+        backend: ByteBPE | Library = _byte_bpe(values, added) or _library(values, data)
+        if isinstance(backend, ByteBPE) and END_OF_TEXT in values["model"]["vocab"]:
+            specials[END_OF_TEXT] = values["model"]["vocab"][END_OF_TEXT]
+        tokenizer = _tokenizer(backend, specials, words, _bos(values, settings[-1], specials), settings, where)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{where} is no tokenizer of the tokenizers library: {type(error).__name__} {error}") from None
+    return _named(tokenizer, files)
 
 
-def from_vocab_and_merges(vocab: Mapping[str, int], merges_text: str, where: str) -> Tokenizer:
-    """Reads the older pair ``vocab.json`` and ``merges.txt``, with GPT-2's pattern."""
-    lines = [line for line in merges_text.split("\n") if line and not line.startswith("#version")]
-    return _from_vocab(vocab, [tuple(line.split(" ")) for line in lines], {}, GPT2_PATTERN, where)
-
-
-def _pattern(pre: Any, where: str) -> str:
-    """Returns the pattern of a pre-tokenizer: ByteLevel's own, or a Split before it."""
-    steps = pre.get("pretokenizers", []) if isinstance(pre, dict) and pre.get("type") == "Sequence" else [pre]
-    kinds = [step.get("type") if isinstance(step, dict) else None for step in steps]
-    if kinds == ["ByteLevel"] and not steps[0].get("add_prefix_space") and steps[0].get("use_regex", True):
-        return GPT2_PATTERN
-    if kinds == ["Split", "ByteLevel"] and not steps[1].get("add_prefix_space") and not steps[1].get("use_regex", True):
-        regex = steps[0].get("pattern", {}).get("Regex")
-        if isinstance(regex, str) and steps[0].get("behavior") == "Isolated" and not steps[0].get("invert"):
-            return regex
-    raise UserError(f"{where}: its pre-tokenizer {json.dumps(pre)[:120]} is not one that can be run here")
-
-
-def _from_vocab(
+def from_vocab_and_merges(
     vocab: Mapping[str, int],
-    pairs: list[tuple[str, ...]],
-    added: Mapping[str, int],
-    pattern: str,
+    merges_text: str,
     where: str,
-    whole: bool = False,
+    files: Mapping[str, bytes] | None = None,
+    settings: Sequence[Mapping[str, Any]] = ({}, {}, {}),
 ) -> Tokenizer:
-    """Makes a tokenizer. ``whole``: a piece that is a token needs no merges, as in tiktoken."""
-    characters = byte_characters()
-    bytes_of = {character: byte for byte, character in characters.items()}
-    specials = {**{k: v for k, v in vocab.items() if k == END_OF_TEXT}, **added}
-    eot_token = END_OF_TEXT if END_OF_TEXT in specials else next(iter(specials), "")
-    if eot_token != END_OF_TEXT and len(specials) != 1:
-        raise UserError(f"{where} has {len(specials)} special tokens, and none is {END_OF_TEXT}: which ends a text?")
+    """Reads the older pair ``vocab.json`` and ``merges.txt``, with GPT-2's pattern."""
+    kind = settings[-1].get("tokenizer_class")
+    if kind not in (None, "GPT2Tokenizer", "GPT2TokenizerFast"):
+        hint = "write a tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        raise UserError(f"{where} and merges.txt do not say how {kind} cuts a text into words", hint)
+    lines = [line for line in merges_text.split("\n") if line and not line.startswith("#version")]
     try:
-        ranks = {bytes(bytes_of[c] for c in token): rank for token, rank in vocab.items() if token not in specials}
-        in_order = [ranks[bytes(bytes_of[c] for c in "".join(pair))] for pair in pairs]
-    except (KeyError, TypeError):
-        raise UserError(f"{where}: its tokens are not written in GPT-2's byte characters") from None
-    if not all(type(rank) is int for rank in ranks.values()) or in_order != sorted(in_order):
-        raise UserError(f"{where}: its merges are in another order than its ids; tiktoken cannot run such a vocabulary")
-    eot = specials.pop(eot_token)
-    tokenizer = Tokenizer("bpe", pattern, ranks, eot, eot_token, specials)
+        ranks = _ranks({token: id for token, id in vocab.items() if token != END_OF_TEXT})
+        if ranks is None or not _same_merges(ranks, [tuple(line.split(" ")) for line in lines], whole=False):
+            hint = "write a tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            raise UserError(f"{where}: tiktoken cannot run its merges", hint)
+        specials = {END_OF_TEXT: vocab[END_OF_TEXT]} if END_OF_TEXT in vocab else {}
+        tokenizer = _tokenizer(ByteBPE(GPT2_PATTERN, ranks), specials, {}, None, settings, where)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{where} is no vocabulary of a byte-level BPE: {type(error).__name__} {error}") from None
+    return _named(tokenizer, files)
+
+
+def _named(tokenizer: Tokenizer, files: Mapping[str, bytes] | None) -> Tokenizer:
+    """GPT-2's own tokenizer needs no files of others."""
     if tokenizer.fingerprint == GPT2_FINGERPRINT:
         return replace(tokenizer, name="gpt2")
-    _check_merges(ranks, pairs, where, whole)
-    _check_pattern(tokenizer, where)
-    return tokenizer
+    return replace(tokenizer, files=files or {})
 
 
-def _check_merges(ranks: Mapping[bytes, int], pairs: list[tuple[str, ...]], where: str, whole: bool) -> None:
-    """tiktoken merges whatever pair makes a token and takes a piece that is a token whole, the tokenizers library
-    merges the listed pairs alone: raises `UserError` where that is not the same."""
-    characters = byte_characters()
-    written = [
-        ("".join(map(characters.__getitem__, a)), "".join(map(characters.__getitem__, b)))
-        for a, b in merging_pairs(ranks)
-    ]
-    if written != pairs or not (whole or len(pairs) == sum(len(token) > 1 for token in ranks)):
-        raise UserError(
-            f"{where}: its merges are not those that its tokens imply; tiktoken cannot run such a vocabulary"
-        )
+def _tokenizer(
+    backend: ByteBPE | Library,
+    specials: Mapping[str, int],
+    words: Mapping[str, int],
+    bos: int | None,
+    settings: Sequence[Mapping[str, Any]],
+    where: str,
+) -> Tokenizer:
+    """Makes a tokenizer. A text ends with the tokens that the first of ``settings`` names that names any, of which
+    ``<|endoftext|>`` is the main one if it is among them."""
+    ends = next((found for each in settings if (found := _ends(each, {**specials, **words}))), [])
+    if not ends:
+        if END_OF_TEXT not in specials and len(specials) != 1:
+            hint = 'name it in tokenizer_config.json: "eos_token"'
+            raise UserError(
+                f"{where} has {len(specials)} special tokens, and none is {END_OF_TEXT}: which ends a text?", hint
+            )
+        ends = [specials[END_OF_TEXT]] if END_OF_TEXT in specials else list(specials.values())
+    eot = specials.get(END_OF_TEXT, -1)
+    eot = eot if eot in ends else ends[0]
+    words_of = {id: word for word, id in specials.items()}
+    others = {word: id for word, id in specials.items() if id != eot}
+    return Tokenizer("bpe", backend, eot, words_of[eot], others, words, bos, frozenset(ends) - {eot})
 
 
-def _check_pattern(tokenizer: Tokenizer, where: str) -> None:
-    """Raises `UserError` for a pattern that misses some characters: tiktoken drops what is between its pieces."""
-    text = "Words, 12345 and it's!\r\n\n  \t_é日½ \u0301\u200d🐕 /\x00\x1c\u00a0"
-    if tokenizer.decode(tokenizer.encode(text).tolist()) != text:
-        raise UserError(f"{where}: its pattern {tokenizer.pattern[:80]!r} passes over parts of a text")
+def _ends(settings: Mapping[str, Any], added: Mapping[str, int]) -> list[int]:
+    """Returns the ids that end a text, as a configuration names them: by id, by ids or as a word."""
+    said = settings.get("eos_token_id")
+    if said is not None:
+        ids = said if isinstance(said, list) else [said]
+        if not all(type(id) is int and 0 <= id < LIMITS["vocab_size"] for id in ids):
+            raise UserError(f"eos_token_id is {said!r}, which is no id", "mend the model's generation_config.json")
+        return [id for id in ids if id in added.values()]  # config.json may have GPT-2's id beside another vocabulary
+    word = _content(settings.get("eos_token"))
+    return [added[word]] if word in added else []
+
+
+def _content(token: Any) -> str:
+    """Returns a token's text, which may stand alone or with the token's properties."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else ""
+
+
+def _bos(values: Mapping[str, Any], config: Mapping[str, Any], specials: Mapping[str, int]) -> int | None:
+    """Returns the token that stands before a text: transformers takes ``add_bos_token`` where it is said, else the
+    post-processor's template."""
+    if "add_bos_token" in config or "add_eos_token" in config:
+        return specials.get(_content(config.get("bos_token"))) if config.get("add_bos_token") else None
+    for step in steps(values.get("post_processor"), "processors"):
+        if step.get("type") == "TemplateProcessing":
+            first = step["single"][0].get("SpecialToken")
+            return None if first is None else int(step["special_tokens"][first["id"]]["ids"][0])
+    return None
+
+
+def _library(values: Mapping[str, Any], data: bytes) -> Library:
+    if values["model"].get("dropout"):
+        raise UserError("a tokenizer with dropout gives other ids each time")
+    return Library(data)
+
+
+def _byte_bpe(values: Mapping[str, Any], added: Sequence[Mapping[str, Any]]) -> ByteBPE | None:
+    """Returns a byte-level BPE for which tiktoken is certain to give the ids that the library gives; else None."""
+    model = values["model"]
+    normalizers = [step.get("type") for step in steps(values.get("normalizer"), "normalizers")]
+    pattern = _pattern(values.get("pre_tokenizer"))
+    odd = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    flags = ("single_word", "lstrip", "rstrip", *(["normalized"] if normalizers else []))
+    if (
+        model.get("type", "BPE") != "BPE"
+        or "merges" not in model
+        or any(model.get(key) for key in odd)
+        or normalizers not in ([], ["NFC"])
+        or pattern is None
+        or any(token.get(flag) for token in added for flag in flags)
+        or len({bool(token.get("normalized")) for token in added}) > 1  # else some are found before others
+    ):
+        return None
+    contents = {token["content"] for token in added} | {END_OF_TEXT}
+    ranks = _ranks({token: id for token, id in model["vocab"].items() if token not in contents})
+    pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
+    if ranks is None or not _same_merges(ranks, pairs, whole=bool(model.get("ignore_merges"))):
+        return None
+    return ByteBPE(pattern, ranks, nfc=bool(normalizers))
+
+
+def _ranks(vocab: Mapping[str, int]) -> dict[bytes, int] | None:
+    """Returns tokens that are written in GPT-2's byte characters as bytes; None where some are not, or one of the 256
+    bytes has no token."""
+    try:
+        ranks = {bytes(map(BYTES.__getitem__, token)): id for token, id in vocab.items()}
+    except KeyError:
+        return None
+    whole = all(bytes([byte]) in ranks for byte in range(256)) and b"" not in ranks
+    return ranks if whole and all(type(id) is int for id in ranks.values()) else None
+
+
+def _same_merges(ranks: Mapping[bytes, int], pairs: Sequence[tuple[str, ...]], whole: bool) -> bool:
+    """Whether the library, which merges the listed ``pairs`` in their order, gives the ids that tiktoken gives.
+
+    It does if the list is in the order of the ids that it makes and has every pair of `merging_pairs`: as long as both
+    have done the same, the neighbors of the lowest id are one of these pairs for both, and others in the list that
+    make this id never stand side by side then. ``whole``: a piece that is a token needs no merges, as in tiktoken;
+    without it, each token must be what its bytes merge to.
+    """
+    try:
+        listed = [(bytes(map(BYTES.__getitem__, a)), bytes(map(BYTES.__getitem__, b))) for a, b in pairs]
+        made = [ranks[a + b] for a, b in listed]
+    except (KeyError, ValueError):
+        return False
+    wanted = merging_pairs(ranks)
+    reached = whole or len(wanted) == sum(len(token) > 1 for token in ranks)
+    return reached and made == sorted(made) and set(wanted) <= set(listed)
+
+
+def _pattern(pre: Any) -> str | None:
+    """Returns the pattern of a pre-tokenizer, in tiktoken's spelling: ByteLevel's own, the same after digits are cut
+    off one by one, or a Split of known form; else None."""
+    found = steps(pre, "pretokenizers")
+    kinds = [step.get("type") for step in found]
+    if not kinds or kinds[-1] != "ByteLevel" or found[-1].get("add_prefix_space", True):
+        return None
+    own = found[-1].get("use_regex", True)
+    if kinds == ["ByteLevel"] and own:
+        return GPT2_PATTERN
+    if kinds == ["Digits", "ByteLevel"] and own and found[0].get("individual_digits"):
+        return DIGITS_PATTERN
+    if kinds == ["Split", "ByteLevel"] and not own:
+        regex = found[0].get("pattern", {}).get("Regex")
+        isolated = found[0].get("behavior") == "Isolated" and not found[0].get("invert")
+        if isinstance(regex, str) and isolated and is_known(regex):
+            return regex
+    return None

@@ -64,7 +64,7 @@ _BINS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, None))  # bytes per token
 
 def lengths(tokenizer: Tokenizer) -> dict[str, int]:
     """Returns the number of tokens of 1, 2, 3–4, 5–8, 9–16, 17 and more bytes, without special tokens."""
-    sizes = [len(token) for token in tokenizer.ranks]
+    sizes = [len(token) for token in tokenizer.backend.pieces.values()]
     return {
         f"{low}+" if high is None else f"{low}–{high}" if high > low else f"{low}": sum(
             low <= size and (high is None or size <= high) for size in sizes
@@ -75,8 +75,7 @@ def lengths(tokenizer: Tokenizer) -> dict[str, int]:
 
 def longest(tokenizer: Tokenizer, count: int) -> list[tuple[int, bytes]]:
     """Returns ids and bytes of the longest tokens, longest first, then by id."""
-    ordered = sorted(tokenizer.ranks.items(), key=lambda item: (-len(item[0]), item[1]))
-    return [(id, token) for token, id in ordered[:count]]
+    return sorted(tokenizer.backend.pieces.items(), key=lambda item: (-len(item[1]), item[0]))[:count]
 
 
 def visible(token: bytes) -> str:

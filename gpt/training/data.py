@@ -2,8 +2,8 @@
 completion.
 
 A row of pairs is ids(prompt) + ids(completion) + end-of-text, padded to the longest of its step. Sampling starts from
-the same ids: the prompt's, or end-of-text if there are none, and the prompt is encoded apart from what follows. Only
-the completion's ids and the end-of-text count as targets.
+the same ids (`Tokenizer.prompt`), and the prompt is encoded apart from what follows. Only the completion's ids and the
+end-of-text count as targets.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -189,13 +189,13 @@ class PairSet:
     """Encoded pairs: the ids of each, how many of its targets do not count, and where it was read."""
 
     def __init__(self, pairs: Sequence[Pair], tokenizer: Tokenizer) -> None:
-        eot = np.array([tokenizer.eot])
         self.ids: list[Int64s] = []
         self.skipped: list[int] = []
         self.where = [pair.where for pair in pairs]
         for pair in pairs:
-            prompt = tokenizer.encode(pair.prompt) if pair.prompt else eot
-            self.ids.append(np.concatenate([prompt, tokenizer.encode(pair.completion), eot]).astype(np.int64))
+            prompt = tokenizer.prompt(pair.prompt)
+            completion = tokenizer.encode(pair.completion, continues=True).tolist()
+            self.ids.append(np.array([*prompt, *completion, tokenizer.eot], np.int64))
             self.skipped.append(len(prompt) - 1)
 
     def __len__(self) -> int:

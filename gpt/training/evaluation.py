@@ -101,12 +101,12 @@ def _sample_lines(run: RunContext, parallel: Parallel, model: GPT, compute: Comp
     training = model.training
     model.eval()
     tokenizer, prompt = run.data.tokenizer, run.data.prompt
-    given = tokenizer.encode(prompt).tolist()
+    given = tokenizer.prompt(prompt)
     how = dataclasses.replace(SAMPLE, greedy=True) if prompt else SAMPLE
     try:
-        drawn = generate(Context(model, compute), given, how, tokenizer.eot, seed)
+        drawn = generate(Context(model, compute), given, how, tokenizer.ends, seed)
         tokens = parallel.until_stopped(run.session.stop, drawn)
-        ids = [token.id for token in tokens if token.id != tokenizer.eot]
+        ids = [token.id for token in tokens if token.id not in tokenizer.ends]
     except NotANumber as error:  # the loss decides whether the run continues
         run.session.warn(f"there is no sample: {error.message}")
         return ""

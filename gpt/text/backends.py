@@ -1,0 +1,276 @@
+"""Two ways to turn text into ids: a byte-level BPE that tiktoken runs, or a tokenizer.json that the library runs.
+
+Neither knows which tokens begin or end a text; `gpt.text.tokenizer` does.
+"""
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache, cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tiktoken
+
+from gpt.errors import UserError, WorkError
+from gpt.text.boundaries import cuts
+
+Ids = npt.NDArray[np.uint32]
+HINT = "take another --tokenizer, or break up the long runs of one kind of character in the text"
+NEEDS_LIBRARY = "pip install 'gpt[hf]'"
+
+
+class _Pickled:
+    """Pickles the fields of a dataclass alone, without what it has cached."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class ByteBPE(_Pickled):
+    """A byte-level BPE that tiktoken runs. ``nfc``: text is normalized to NFC first, as Qwen's tokenizers do."""
+
+    pattern: str
+    ranks: dict[bytes, int] = field(repr=False)  # a token's bytes → its id, which is also its rank in merging
+    nfc: bool = False
+    adds_space = False  # before a text
+
+    @cached_property
+    def pieces(self) -> dict[int, bytes]:
+        """The bytes of each token."""
+        return {id: token for token, id in self.ranks.items()}
+
+    @cached_property
+    def _encoding(self) -> tiktoken.Encoding:
+        try:
+            return tiktoken.Encoding("gpt", pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens={})
+        except ValueError as error:
+            raise UserError(f"the tokenizer's pattern is not valid: {error}") from None
+
+    def encode(self, text: str, added: Mapping[str, int], specials: bool, continues: bool) -> tuple[Ids, int]:
+        """Returns the ids of ``text`` and the number of cuts in pieces that were too long.
+
+        The words ``added`` get their ids wherever they stand; ``specials``: special tokens are among them.
+        ``continues``: the text follows another one, so that no space is put before it.
+        """
+        if not added:
+            return self._encode(text)
+        words = sorted(added, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, words))})", text)
+        ids, count = [], 0
+        for i, part in enumerate(parts):
+            if i % 2:
+                ids.append(np.array([added[part]], np.uint32))
+            elif part or len(parts) == 1:
+                found, cut = self._encode(part)
+                ids.append(found)
+                count += cut
+        return np.concatenate(ids), count
+
+    def _encode(self, text: str) -> tuple[Ids, int]:
+        text = nfc(text) if self.nfc else text
+        places, cut = cuts(text, self.pattern)
+        ids = [self._merge(part) for part in split(text, places)]
+        return np.concatenate(ids) if len(ids) != 1 else ids[0], cut
+
+    def _merge(self, text: str) -> Ids:
+        try:
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except BaseException as error:  # a panic of pyo3 is no Exception
+            if type(error).__name__ != "PanicException" and "Regex error" not in str(error):
+                raise
+            message = f"the tokenizer's pattern fails on a text of {len(text):,} characters: {error}"
+            raise UserError(message, HINT) from None
+
+
+def split(text: str, cuts: Iterable[int]) -> Iterator[str]:
+    """Yields the parts of ``text`` between ``cuts``."""
+    for start, end in pairwise([0, *sorted(cuts), len(text)]):
+        yield text[start:end]
+
+
+_COMPOSED = re.compile("[\u0300-\U0010ffff]")  # all others are in NFC whatever stands beside them
+
+
+@cache
+def _unassigned() -> re.Pattern[str]:
+    """Finds a character that this Python's version of Unicode does not know."""
+    return re.compile(f"[{''.join(_unassigned_ranges())}]")
+
+
+def _unassigned_ranges() -> Iterator[str]:
+    start = None
+    for code in range(0x300, 0x110001):
+        missing = code < 0x110000 and unicodedata.category(chr(code)) == "Cn"
+        if missing and start is None:
+            start = code
+        elif not missing and start is not None:
+            yield f"\\U{start:08x}-\\U{code - 1:08x}"
+            start = None
+
+
+def nfc(text: str) -> str:
+    """Returns ``text`` in NFC as the tokenizers library has it, whatever its version of Unicode.
+
+    A text of characters that Unicode knows here, in NFC by that version, is so by every other: normal forms are
+    stable (UAX 15), and what an older version does not know, it leaves alone. Any other text is normalized by the
+    library itself. Raises `WorkError` where that is missing.
+    """
+    if not _COMPOSED.search(text):
+        return text
+    if unicodedata.is_normalized("NFC", text) and not _unassigned().search(text):
+        return text
+    return str(library().normalizers.NFC().normalize_str(text))
+
+
+def library() -> Any:
+    """Returns the tokenizers library. Raises `WorkError` where it is missing."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise WorkError("this tokenizer needs the package tokenizers", NEEDS_LIBRARY) from None
+    return tokenizers
+
+
+@dataclass(frozen=True)
+class Library(_Pickled):
+    """A ``tokenizer.json`` that the tokenizers library runs: any model, normalizer and pre-tokenizer that it has."""
+
+    data: bytes = field(repr=False)  # of the file
+
+    @property
+    def pattern(self) -> str:
+        """None is known: a document is encoded whole."""
+        return ""
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """The file's contents."""
+        values: dict[str, Any] = json.loads(self.data)
+        return values
+
+    @cached_property
+    def adds_space(self) -> bool:
+        """Whether a space is put before a text."""
+        return list(self.encode("a", {}, False, False)[0]) != list(self.encode("a", {}, False, True)[0])
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return _made(self.values)
+
+    @cached_property
+    def _continuing(self) -> Any:
+        return _made(without_prefix(self.values))
+
+    @cached_property
+    def pieces(self) -> dict[int, bytes]:
+        """The bytes of each token, added ones left out."""
+        added = {token["id"] for token in self.values.get("added_tokens") or []}
+        vocab = self._tokenizer.get_vocab(with_added_tokens=False)
+        steps = _decoders(self.values.get("decoder"))
+        return {id: token_bytes(token, steps) for token, id in vocab.items() if id not in added}
+
+    def encode(self, text: str, added: Mapping[str, int], specials: bool, continues: bool) -> tuple[Ids, int]:
+        """Returns what `ByteBPE.encode` does. The library knows the words ``added`` itself."""
+        tokenizer = self._continuing if continues else self._tokenizer
+        tokenizer.encode_special_tokens = not specials
+        try:
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+        except BaseException as error:  # a panic of pyo3 is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+                raise
+            message = f"the tokenizer fails on a text of {len(text):,} characters: {error}"
+            raise UserError(message, HINT) from None
+        return np.array(ids, np.uint32), 0
+
+
+def _made(values: Mapping[str, Any]) -> Any:
+    library_ = library()
+    plain = json.dumps({**values, "truncation": None, "padding": None, "post_processor": None})
+    try:
+        return library_.Tokenizer.from_str(plain)
+    except BaseException as error:  # a panic of pyo3 is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        raise UserError(f"the tokenizers library cannot read the tokenizer.json: {error}") from None
+
+
+def without_prefix(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a ``tokenizer.json`` that puts no space before a text."""
+    found = dict(values)
+    normalizers = steps(values.get("normalizer"), "normalizers")
+    kept = [step for step in normalizers if step.get("type") != "Prepend"]
+    found["normalizer"] = {"type": "Sequence", "normalizers": kept} if kept else None
+    changed: list[dict[str, Any]] = []
+    for step in steps(values.get("pre_tokenizer"), "pretokenizers"):
+        if step.get("type") == "Metaspace":
+            step = {key: value for key, value in step.items() if key != "add_prefix_space"}
+            step["prepend_scheme"] = "never"
+        elif step.get("type") == "ByteLevel":
+            step = {**step, "add_prefix_space": False}
+        changed.append(step)
+    found["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": changed} if changed else None
+    return found
+
+
+def steps(part: Any, key: str) -> list[dict[str, Any]]:
+    """Returns the steps of a normalizer, pre-tokenizer or decoder, those in a Sequence one by one."""
+    if not isinstance(part, dict):
+        return []
+    if part.get("type") != "Sequence":
+        return [part]
+    return [step for each in part.get(key) or [] for step in steps(each, key)]
+
+
+Step = tuple[str, str, str]  # the type of a decoder, what it replaces, by what
+
+
+def _decoders(decoder: Any) -> list[Step]:
+    """Returns what a decoder does to each token. Raises `UserError` for a kind that works on the whole text alone."""
+    found: list[Step] = []
+    for step in steps(decoder, "decoders"):
+        kind = step.get("type")
+        if kind in ("ByteLevel", "ByteFallback"):
+            found.append((kind, "", ""))
+        elif kind == "Metaspace":
+            found.append(("Replace", step.get("replacement", "\u2581"), " "))
+        elif kind == "WordPiece":
+            found.append(("WordPiece", step.get("prefix", "##"), ""))
+        elif kind == "Replace" and isinstance(step.get("pattern", {}).get("String"), str):
+            found.append(("Replace", step["pattern"]["String"], step["content"]))
+        elif kind not in ("Fuse", "Strip"):  # Strip takes the space before a whole text away; a piece keeps it
+            raise UserError(f"the tokenizer's decoder {json.dumps(step)[:120]} is not one that can be run here")
+    return found
+
+
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+def token_bytes(token: str, steps: Iterable[Step]) -> bytes:
+    """Returns the bytes of a token as the library writes it."""
+    for kind, old, new in steps:
+        if kind == "Replace":
+            token = token.replace(old, new)
+        elif kind == "WordPiece":
+            token = token[len(old) :] if token.startswith(old) else f" {token}"
+        elif kind == "ByteFallback" and (found := _BYTE.fullmatch(token)):
+            return bytes([int(found[1], 16)])
+        elif kind == "ByteLevel" and all(character in BYTES for character in token):
+            return bytes(BYTES[character] for character in token)
+    return token.encode("utf-8", "replace")
+
+
+def byte_characters() -> dict[int, str]:
+    """Returns the printable character that GPT-2's files write for each byte: itself if printable and no space,
+    else the next free one from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
+
+
+BYTES = {character: byte for byte, character in byte_characters().items()}

@@ -1,0 +1,159 @@
+"""Small tokenizers in the forms of well-known families, as folders of transformers'."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from conftest import make_text
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+QWEN = LLAMA3.replace("{1,3}", "")
+TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
+
+
+def _texts() -> list[str]:
+    spaced = "".join(f"{space * n}word\n" for space in (" ", "\t", "\n") for n in range(1, 12))
+    return [make_text(400), spaced * 3, "Zürich naïve 日本語 12 345 2024 🐕 it's WE'LL we've d'accord " * 9]
+
+
+def _byte_level(size: int, specials: list[str], pre: list[Any]) -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Sequence(pre) if len(pre) > 1 else pre[0]
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator(_texts(), trainer)
+    made.add_special_tokens([AddedToken(word, normalized=False) for word in specials])
+    return made
+
+
+def _split(pattern: str) -> list[Any]:
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+
+
+def _opening(made: Tokenizer, word: str) -> None:
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{word} $A", pair=f"{word} $A {word} $B", special_tokens=[(word, made.token_to_id(word))]
+    )
+
+
+def gpt2() -> tuple[Tokenizer, dict[str, Any]]:
+    made = _byte_level(600, ["<|endoftext|>"], [pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    return made, {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
+
+
+def llama3() -> tuple[Tokenizer, dict[str, Any]]:
+    """All pairs that make a token are listed, and whole pieces need no merges."""
+    made = _byte_level(700, ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"], _split(LLAMA3))
+    values = json.loads(made.to_str())
+    vocab = values["model"]["vocab"]
+    every = [
+        ([token[:i], token[i:]], id)
+        for token, id in sorted(vocab.items(), key=lambda item: item[1])
+        for i in range(1, len(token))
+        if token[:i] in vocab and token[i:] in vocab and id >= 256
+    ]
+    values["model"] |= {"merges": [pair for pair, _ in every], "ignore_merges": True}
+    made = Tokenizer.from_str(json.dumps(values))
+    _opening(made, "<|begin_of_text|>")
+    return made, {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": "<|eot_id|>",
+        "chat_template": TEMPLATE,
+    }
+
+
+def qwen() -> tuple[Tokenizer, dict[str, Any]]:
+    made = _byte_level(700, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], _split(QWEN))
+    made.normalizer = normalizers.NFC()
+    made.add_tokens([AddedToken("<think>", normalized=False, special=False)])
+    return made, {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "add_bos_token": False,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": TEMPLATE,
+    }
+
+
+def smollm2() -> tuple[Tokenizer, dict[str, Any]]:
+    pre = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    made = _byte_level(700, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], pre)
+    return made, {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|endoftext|>",
+    }
+
+
+def _sentences(legacy: bool) -> Tokenizer:
+    """SentencePiece's BPE with byte fallback: the marker ▁ stands for a space."""
+    made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=["<unk>", "<s>", "</s>", *bytes_], limit_alphabet=60, show_progress=False
+    )
+    made.train_from_iterator(_texts(), trainer)
+    values = json.loads(made.to_str())
+    values["added_tokens"] = values["added_tokens"][:3]
+    if legacy:
+        prepend = {"type": "Prepend", "prepend": "▁"}
+        replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        values |= {"normalizer": {"type": "Sequence", "normalizers": [prepend, replace]}, "pre_tokenizer": None}
+    else:
+        values["pre_tokenizer"] |= {"prepend_scheme": "first", "split": False}
+    made = Tokenizer.from_str(json.dumps(values))
+    strip = decoders.Strip(content=" ", left=1)
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    _opening(made, "<s>")
+    return made
+
+
+def llama2() -> tuple[Tokenizer, dict[str, Any]]:
+    return _sentences(legacy=True), {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"
+    }  # fmt: skip
+
+
+def mistral() -> tuple[Tokenizer, dict[str, Any]]:
+    return _sentences(legacy=False), {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"
+    }  # fmt: skip
+
+
+def unigram() -> tuple[Tokenizer, dict[str, Any]]:
+    made = Tokenizer(models.Unigram())
+    made.normalizer = normalizers.NFKC()
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    made.train_from_iterator(_texts(), trainer)
+    return made, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+FORMS: dict[str, Callable[[], tuple[Tokenizer, dict[str, Any]]]] = {
+    each.__name__: each for each in (gpt2, llama3, qwen, smollm2, llama2, mistral, unigram)
+}
+TIKTOKEN = ("gpt2", "llama3", "qwen", "smollm2")  # run by tiktoken
+MODEL_TYPES = {"gpt2": "gpt2", "qwen": "qwen3", "mistral": "mistral"}
+
+
+def write(form: str, folder: Path) -> Path:
+    """Writes a form's files into ``folder``."""
+    made, config = FORMS[form]()
+    folder.mkdir(parents=True)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps({"model_type": MODEL_TYPES.get(form, "llama")}), encoding="utf-8")
+    return folder
