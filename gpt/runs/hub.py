@@ -10,9 +10,9 @@ from pathlib import Path
 from gpt.errors import UserError, WorkError
 
 PREFIX = "hf:"
-CONFIG = ["config.json"]
+CONFIG = ["config.json", "adapter_config.json"]  # a model's, or that of adapters to one
 FILES = [
-    *CONFIG, "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors",
+    *CONFIG, "adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors",
     "tokenizer.json", "vocab.json", "merges.txt",
 ]  # fmt: skip
 
@@ -32,7 +32,7 @@ def fetch(model: str, weights: bool = True) -> Path:
     if not name or name.count("/") > 1:
         raise UserError(f'"{model}" names no model of the hub', "hf:OWNER/NAME, such as hf:openai-community/gpt2")
     folder = Path(_snapshot(name, revision or "main", FILES if weights else CONFIG))
-    if not (folder / "config.json").is_file():
+    if not any((folder / name).is_file() for name in CONFIG):
         raise UserError(f"{model} has no config.json: it is no model of transformers", "take a GPT-2")
     if weights and not any(folder.glob("*.safetensors")):
         raise UserError(
