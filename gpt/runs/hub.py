@@ -12,8 +12,8 @@ from gpt.errors import UserError, WorkError
 PREFIX = "hf:"
 CONFIG = ["config.json", "adapter_config.json"]  # a model's, or that of adapters to one
 FILES = [
-    *CONFIG, "adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors",
-    "tokenizer.json", "vocab.json", "merges.txt",
+    *CONFIG, "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors",
+    "adapter_model.safetensors", "tokenizer.json", "vocab.json", "merges.txt",
 ]  # fmt: skip
 
 
