@@ -62,7 +62,9 @@ def contents(
 ) -> Files:
     """The files of a checkpoint by name. ``weights`` are by our names, on the host: a model's, or what ``store`` makes
     the files of (`gpt.runs.adapter`)."""
-    eot = tokenizer.tokenizer.eot
+    words = tokenizer.tokenizer
+    bos = words.eot if words.bos is None else words.bos
+    eos = [words.eot, *sorted(words.more_ends)] if words.more_ends else words.eot
     own = {
         "format": FORMAT,
         "positions": config.positions,
@@ -75,8 +77,8 @@ def contents(
     }
     return {
         **tokenizer.files,
-        "config.json": to_json(hf.to_hf_config(config, eot, eot)),
-        "generation_config.json": to_json({"bos_token_id": eot, "eos_token_id": eot}),
+        "config.json": to_json(hf.to_hf_config(config, bos, eos)),
+        "generation_config.json": to_json({"bos_token_id": bos, "eos_token_id": eos}),
         folder.META: to_json(own),
         **(store or _weights)(config, arrays),
     }

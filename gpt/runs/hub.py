@@ -13,7 +13,8 @@ PREFIX = "hf:"
 CONFIG = ["config.json"]
 FILES = [
     *CONFIG, "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors",
-    "tokenizer.json", "vocab.json", "merges.txt",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "vocab.json", "merges.txt", "generation_config.json",
 ]  # fmt: skip
 
 
