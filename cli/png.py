@@ -80,6 +80,8 @@ def attention(look: "Look", tokenizer: "Tokenizer", model: str) -> bytes:
     for at, layer in enumerate(look.layers):
         y = top + at * (side + gap)
         draw.text((10, y + side // 2 - 8), f"layer {layer}", SOFT, _font(12))
+        if (window := look.windows[at]) is not None:
+            draw.text((10, y + side // 2 + 8), f"window {window:,}", SOFT, _font(10))
         for column, head in enumerate(look.heads):
             x = left + column * (side + 8)
             image.paste(_map(look.patterns[at, column], 96), (x, y))
@@ -96,7 +98,8 @@ def _one_head(look: "Look", tokenizer: "Tokenizer", model: str) -> bytes:
     cell, left, top = picture.width // len(look.ids), 120, 150
     image, draw = _canvas(left + picture.width + 12, top + picture.height + 12)
     kind = mostly(look.here, look.probe, 0, 0)
-    draw.text((10, 8), f"layer {look.layers[0]}, head {look.heads[0]}: {model}", TEXT, _font(15))
+    window = f", window {look.windows[0]:,}" if look.windows[0] else ""
+    draw.text((10, 8), f"layer {look.layers[0]}{window}, head {look.heads[0]}: {model}", TEXT, _font(15))
     draw.text((10, 30), f"mostly {KINDS[kind]}" if kind else "no one kind of key", SOFT, _font(12))
     image.paste(picture, (left, top))
     draw.rectangle((left - 1, top - 1, left + picture.width, top + picture.height), outline=LINE)

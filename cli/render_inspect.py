@@ -66,12 +66,15 @@ def _heads(look: "Look") -> Table:
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
     table.add_column("layer", justify="right")
+    if any(look.windows):
+        table.add_column("window", justify="right")
     for head in look.heads:
         table.add_column(str(head), justify="right")
     for at, layer in enumerate(look.layers):
         kinds = [inspect.mostly(look.here, look.probe, at, column) for column in range(len(look.heads))]
         letters = [Text(LETTERS[kind], COLOURS[kind]) if kind else Text("-", "dim") for kind in kinds]
-        table.add_row(str(layer), *letters)
+        window = [str(look.windows[at] or "-")] if any(look.windows) else []
+        table.add_row(str(layer), *window, *letters)
     said = "  ".join(f"{LETTERS[kind]} {what}" for kind, what in inspect.KINDS.items())
     table.caption = Text(f"what heads mostly attend to:  {said}  - no one kind", "dim")
     return table
@@ -83,7 +86,9 @@ def heat(look: "Look", tokenizer: "Tokenizer", at: int, column: int, console: Co
 
     kind = mostly(look.here, look.probe, at, column)
     does = f": mostly {KINDS[kind]}" if kind else ""
-    console.print(Text(f"\nlayer {look.layers[at]}, head {look.heads[column]}{does}", "bold"))
+    window = look.windows[at]
+    sees = "" if window is None else f" (sees the last {counted(window, 'token')})"
+    console.print(Text(f"\nlayer {look.layers[at]}{sees}, head {look.heads[column]}{does}", "bold"))
     fit = min(MOST, console.width - LABEL - 2)
     T = len(look.ids)
     first = max(0, T - fit)
@@ -94,7 +99,9 @@ def heat(look: "Look", tokenizer: "Tokenizer", at: int, column: int, console: Co
     for query in range(first, T):
         label = shown(token_text(tokenizer, int(look.ids[query])))
         line = Text(f"{_fit(label, LABEL)} ")
-        for key in range(first, query + 1):
+        start = first if window is None else max(first, query - window + 1)
+        line.append(wide * (start - first) * " ")
+        for key in range(start, query + 1):
             line.append_text(_cell(float(pattern[query, key]), wide, console))
         console.print(line, no_wrap=True)
 

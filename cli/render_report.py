@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 POINTS = 300  # of a curve
 SAMPLE_LINES = 8
 SHOWN = (  # of the settings of one run
-    "text", "init", "tokenizer", "train_tokens", "preset", "arch", "positions", "n_layer", "n_head", "n_embd",
-    "block_size", "vocab_size", "dropout", "batch_tokens", "optimizer", "lr", "seed", "device", "dtype",
+    "text", "init", "tokenizer", "train_tokens", "preset", "norm", "mlp", "positions", "n_layer", "n_head", "n_kv_head",
+    "n_embd", "window", "block_size", "vocab_size", "dropout", "batch_tokens", "optimizer", "lr", "seed", "device",
+    "dtype",
 )  # fmt: skip
 
 

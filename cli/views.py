@@ -45,7 +45,7 @@ def attention_data(look: inspect.Look, tokenizer: "Tokenizer", model: str, promp
         "heads": look.heads,
         "patterns": _rounded(look.patterns),  # layer, head, query, key
         "scores": _scores(look),
-        "chance": {"prompt": look.here.chance, "probe": look.probe.chance},
+        "chance": _chance(look, 0),
         "lens": [
             [
                 [
@@ -60,6 +60,14 @@ def attention_data(look: inspect.Look, tokenizer: "Tokenizer", model: str, promp
             {"token": int(id), "text": text(id), "logit": float(logits[id]), "probability": float(probabilities[id])}
             for id in best
         ],
+    }
+
+
+def _chance(look: inspect.Look, at: int) -> Tree:
+    """Returns the shares that even attention would give in the layer at this place."""
+    return {
+        name: {kind: None if even is None else float(even[at]) for kind, even in measured.chance.items()}
+        for name, measured in (("prompt", look.here), ("probe", look.probe))
     }
 
 
@@ -78,10 +86,12 @@ def _scores(look: inspect.Look) -> list[Tree]:
                 {
                     "layer": layer,
                     "head": head,
+                    "window": look.windows[at],
                     "mostly": inspect.mostly(look.here, look.probe, at, column),
                     "entropy": round(float(look.here.entropy[at, column]), 6),
                     "distance": round(float(look.here.distance[at, column]), 6),
                     **own,
+                    "chance": _chance(look, at),
                 }
             )
     return found
@@ -107,7 +117,7 @@ def attention_page(look: inspect.Look, tokenizer: "Tokenizer", model: str) -> Tr
         "patterns": packed(np.rint(lower * 65535).astype(np.uint16)),
         "kinds": inspect.KINDS,
         "scores": _scores(look),
-        "chance": {"prompt": look.here.chance, "probe": look.probe.chance},
+        "windows": look.windows,
         "lens": {"ids": look.lens.ids.tolist(), "probabilities": _rounded(look.lens.probabilities, 5)},
         "texts": _texts(tokenizer, np.concatenate([look.lens.ids.ravel(), best])),
         "next": {"logits": packed(look.logits.astype(np.float32))},
@@ -154,7 +164,7 @@ def positions_data(found: inspect.Positions, model: str) -> Tree:
     return {
         "model": model,
         "positions": found.kind,
-        "block_size": len(found.similarity),
+        "block_size": found.block_size,
         "similarity": _rounded(found.similarity),
         "table": None if found.table is None else found.table.astype(np.float64).tolist(),
     }
@@ -170,7 +180,7 @@ def positions_page(found: inspect.Positions, model: str) -> Tree:
     return {
         "model": model,
         "kind": found.kind,
-        "block_size": len(found.similarity),
+        "block_size": found.block_size,
         "n_embd": 0 if found.table is None else found.table.shape[1],
         "similarity": _rounded(found.similarity[:4096], 5),
         "table": table,

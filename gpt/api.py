@@ -23,7 +23,7 @@ from gpt.errors import UserError, did_you_mean
 from gpt.evaluate import Encoded, Evaluation, OnWindow, evaluate
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
-from gpt.runs import checkpoint, folder, hf
+from gpt.runs import adapter, checkpoint, folder, hf
 from gpt.sample_config import Dtype, SampleConfig
 from gpt.settings import from_dict
 from gpt.text.corpus import Listener, open_corpus
@@ -167,7 +167,7 @@ def load(
     found = folder.find_checkpoint(None if path is None else str(path), note)
     int8 = dtype == "int8"
     compute = _pick(device, dtype)
-    compute = _fitted(found, compute, dtype, sampling is not None, note)
+    compute = _fitted(found, compute, dtype, sampling is not None and not adapter.is_adapter(found), note)
     finish: Callable[[nn.Module], object] = lambda part: None
     if sampling is not None or int8:
         packed = sampling is not None and sampling.compile != "on"
@@ -180,15 +180,15 @@ def load(
     return LanguageModel(loaded.model, loaded.tokenizer, compute, found, note)
 
 
-def _fitted(path: Path, compute: Compute, dtype: str, sampling: bool, note: Callable[[str], None]) -> Compute:
-    """Chooses bfloat16 for a model whose float32 weights the memory cannot hold, if the dtype is free. Raises
-    `UserError` where the weights do not fit."""
-    parameters, memory = breakdown(hf.load_config(path)).trainable, compute.memory()
-    if sampling and dtype == "auto" and 4 * parameters > memory:
+def _fitted(path: Path, compute: Compute, dtype: str, narrow: bool, note: Callable[[str], None]) -> Compute:
+    """Chooses bfloat16 for a model whose float32 weights the memory cannot hold, if the dtype is free and weights are
+    read in ``narrow`` ones at all. Raises `UserError` where the weights do not fit."""
+    parameters, memory = breakdown(hf.load_config(folder.home(path))).trainable, compute.memory()
+    if narrow and dtype == "auto" and 4 * parameters > memory:
         note(f"float32 weights take {4 * parameters / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} GB: bfloat16")
         compute = replace(compute, dtype=torch.bfloat16)
-    size = compute.dtype.itemsize if sampling else 4
-    if (1 if dtype == "int8" else size) * parameters > memory:
+    size = compute.dtype.itemsize if narrow else 4
+    if (1 if narrow and dtype == "int8" else size) * parameters > memory:
         raise UserError(
             f"the weights of {path} take {size * parameters / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} GB",
             "sample in --dtype bfloat16 or int8, or take a smaller model",

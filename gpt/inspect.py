@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gpt.errors import NotANumber, UserError, check_text
-from gpt.model.decoder import GPT, Attention
+from gpt.model.decoder import GPT, Attention, rotary_table
+from gpt.peaks import host_memory
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.vocabulary import visible
 
@@ -31,6 +32,7 @@ KINDS = {
 }
 CLEAR = 0.25  # the lift from which on a head is said to do something
 PROBE_TOKENS = 50  # random ids, which come twice
+MOST_ROTATIONS = 2**17  # positions whose rotations are compared at most
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,11 @@ def lens(model: GPT, residual: Tensor, top: int = 5) -> Lens:
 @dataclass(frozen=True)
 class HeadScores:
     """The share of attention that heads (layers, H) give to each kind of keys: the mean over all queries that have such
-    a key. ``chance`` is the share that uniform attention would give; None where no query has such a key."""
+    a key. ``chance`` is the share that uniform attention would give, in a windowed layer over its window. None where no
+    query has such a key."""
 
     scores: dict[str, Floats | None]
-    chance: dict[str, float | None]
+    chance: dict[str, Floats | None]  # (layers)
     entropy: Floats  # (layers, H), bits: the mean of a query's
     distance: Floats  # (layers, H), tokens: how far back attention goes on average
 
@@ -137,25 +140,29 @@ class HeadScores:
         score, chance = self.scores[kind], self.chance[kind]
         if score is None or chance is None:
             return None
-        lifted: Floats = (score - chance) / (1 - chance)
+        lifted: Floats = (score - chance[:, None]) / np.maximum(
+            1 - chance[:, None], 1e-9
+        )  # a window of 1 is all chance
         return lifted
 
 
-def head_scores(patterns: Floats, ids: Ints) -> HeadScores:
-    """Scores heads by their patterns (layers, H, T, T) over ids (T)."""
+def head_scores(patterns: Floats, ids: Ints, windows: Sequence[int | None] | None = None) -> HeadScores:
+    """Scores heads by their patterns (layers, H, T, T) over ids (T). ``windows``: each layer's; None: all are dense."""
     T = len(ids)
-    seen = np.arange(1, T + 1)
+    reach = np.array([min(window or T, T) for window in windows or [None] * len(patterns)])[:, None, None]
+    back = np.arange(T)[:, None] - np.arange(T)
+    seen = (back >= 0) & (back < reach)  # (layers, T, T)
     scores: dict[str, Floats | None] = {}
-    chance: dict[str, float | None] = {}
+    chance: dict[str, Floats | None] = {}
     for kind, mask in _masks(ids).items():
         having = mask.any(axis=1)
         scores[kind] = chance[kind] = None
         if having.any():
             scores[kind] = (patterns * mask).sum(axis=-1)[..., having].mean(axis=-1)
-            chance[kind] = float((mask.sum(axis=1) / seen)[having].mean())
+            even = (mask & seen).sum(axis=-1) / seen.sum(axis=-1)
+            chance[kind] = even[:, having].mean(axis=-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         bits = np.where(patterns > 0, -patterns * np.log2(patterns), 0).sum(axis=-1)
-    back = np.arange(T)[:, None] - np.arange(T)
     return HeadScores(scores, chance, bits.mean(axis=-1), (patterns * back).sum(axis=-1).mean(axis=-1))
 
 
@@ -207,6 +214,7 @@ class Look:
     dropped: int  # how many ids of its beginning did not fit
     layers: list[int]
     heads: list[int]
+    windows: list[int | None]  # of the layers
     patterns: Floats  # (len(layers), len(heads), T, T)
     here: HeadScores  # over the prompt
     probe: HeadScores  # over random tokens that come twice
@@ -219,7 +227,8 @@ def look(
 ) -> Look:
     """Inspects how a model reads ids, in every head or in one ``layer`` or ``head`` of each layer.
 
-    Raises `UserError` for a layer or head that the model has not, and where there are no ids.
+    Raises `UserError` for a layer or head that the model has not, where there are no ids, and where the patterns would
+    not fit into memory.
     """
     config = model.config
     layers, heads = _chosen("layer", layer, config.n_layer), _chosen("head", head, config.n_head)
@@ -227,6 +236,14 @@ def look(
     if not len(whole):
         raise UserError("there is no prompt to look at", 'give one: --prompt "Once upon a time"')
     kept = whole[-config.block_size :]
+    windows = [config.windows[at] for at in layers]
+    needed = 4 * len(layers) * config.n_head * len(kept) ** 2
+    if needed > host_memory():
+        raise UserError(
+            f"the patterns of {len(kept):,} tokens take {needed / 1e9:,.1f} GB, and there are "
+            f"{host_memory() / 1e9:,.1f} GB",
+            "take a shorter prompt, or one --layer",
+        )
     seen = trace(model, kept, layers)
     patterns = seen.patterns[:, heads]
     probe = trace(model, probe_ids(tokenizer, config.block_size), layers)
@@ -235,9 +252,10 @@ def look(
         dropped=len(whole) - len(kept),
         layers=layers,
         heads=heads,
+        windows=windows,
         patterns=patterns,
-        here=head_scores(patterns, kept),
-        probe=head_scores(probe.patterns[:, heads], probe.ids),
+        here=head_scores(patterns, kept, windows),
+        probe=head_scores(probe.patterns[:, heads], probe.ids, windows),
         lens=lens(model, seen.residual),
         logits=seen.logits[-1].cpu().numpy(),
     )
@@ -269,7 +287,7 @@ class Near:
 
 
 class Embeddings:
-    """The rows of the embedding, which the unembedding shares, at unit length."""
+    """The rows of the embedding at unit length."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -343,8 +361,9 @@ class Positions:
     positions the score of two equal vectors whose pairs of numbers have the same weight."""
 
     kind: str  # learned, sinusoidal or rotary
+    block_size: int
     table: Floats | None  # (block_size, C), added to the embedding; None for rotary positions
-    similarity: Floats  # (block_size)
+    similarity: Floats  # (block_size); of rotary positions `MOST_ROTATIONS` at most
 
 
 @torch.inference_mode()
@@ -352,9 +371,8 @@ def positions(model: GPT) -> Positions:
     """Measures the table of positions, or the rotations."""
     table = model.position_table()
     if table is None:
-        assert model.rope is not None
-        cosines = model.rope[0, : model.config.block_size].float()
-        return Positions(model.config.positions, None, cosines.mean(dim=-1).cpu().numpy())
+        cosines, _ = rotary_table(min(model.config.block_size, MOST_ROTATIONS), model.config)
+        return Positions(model.config.positions, model.config.block_size, None, cosines.mean(dim=-1).numpy())
     rows = _numbers("numbers of the table of positions", table.detach().float()).cpu()
     unit = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
     size = len(unit)
@@ -362,4 +380,4 @@ def positions(model: GPT) -> Positions:
     spectrum = torch.fft.rfft(unit.double(), n=2 * size, dim=0).abs().square().sum(dim=1)
     sums = torch.fft.irfft(spectrum, n=2 * size)[:size]
     similarity = sums / torch.arange(size, 0, -1)
-    return Positions(model.config.positions, rows.numpy(), similarity.float().numpy())
+    return Positions(model.config.positions, size, rows.numpy(), similarity.float().numpy())

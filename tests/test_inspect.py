@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from models import ours_with
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt import inspect
-from gpt.config import GPTConfig
+from gpt.config import GPTConfig, RopeScaling
 from gpt.errors import UserError
 from gpt.model.decoder import GPT, rotate
 from gpt.runs import hf
@@ -23,7 +24,8 @@ SHAPES = [
     GPTConfig(97, 24, 2, 2, 32, positions="sinusoidal"),
     GPTConfig(97, 24, 2, 2, 32, positions="rotary"),
     GPTConfig.of("modern", 97, 24, 3, 4, 32),
-    GPTConfig.of("modern", 97, 24, 2, 2, 32),
+    GPTConfig.of("modern", 97, 24, 3, 4, 32, n_kv_head=2, head_dim=16, window=5),
+    GPTConfig(97, 24, 2, 2, 32, window=3, tied=False),
 ]
 
 
@@ -57,7 +59,7 @@ def test_patterns_and_residual_equal_transformers(heads: int) -> None:
     assert torch.allclose(seen.logits, said.logits[0], atol=1e-4)
 
 
-@pytest.mark.parametrize("config", SHAPES, ids=lambda c: f"{c.arch}-{c.positions}")
+@pytest.mark.parametrize("config", SHAPES, ids=lambda c: f"{c.norm}-{c.positions}-{c.window}")
 def test_patterns_give_what_the_model_attends(config: GPTConfig) -> None:
     """Patterns times values, through the output matrix, are what each attention adds, whatever computed it."""
     model = loud(config)
@@ -76,11 +78,15 @@ def test_patterns_give_what_the_model_attends(config: GPTConfig) -> None:
     seen = inspect.trace(model, ids.numpy())
     assert torch.equal(seen.logits, logits[0])
     for pattern, (v, out, c_proj) in zip(seen.patterns, said, strict=True):
-        y = (torch.from_numpy(pattern)[None] @ v).transpose(1, 2).reshape(out.shape)
+        v = v.repeat_interleave(len(pattern) // v.size(1), dim=1)  # heads share them
+        y = (torch.from_numpy(pattern)[None] @ v).transpose(1, 2).flatten(2)
         with torch.no_grad():
             assert torch.allclose(c_proj(y), out, atol=1e-4)
     assert np.allclose(seen.patterns.sum(axis=-1), 1, atol=1e-5)
     assert not np.triu(seen.patterns, 1).any()
+    back = np.arange(20)[:, None] - np.arange(20)
+    for pattern, window in zip(seen.patterns, config.windows, strict=True):
+        assert ((pattern > 0) == ((back >= 0) & (back < (window or 20)))).all()
     assert np.ptp(seen.patterns[:, :, -1], axis=1).max() > 0.05  # heads do differ
 
 
@@ -105,7 +111,7 @@ def test_only_the_layers_that_were_asked_for() -> None:
     assert np.array_equal(some.patterns, whole.patterns[[2, 0]])
 
 
-@pytest.mark.parametrize("config", SHAPES[::3], ids=lambda c: c.arch)
+@pytest.mark.parametrize("config", SHAPES[::3], ids=lambda c: c.norm)
 def test_lens_ends_as_the_model_does(config: GPTConfig) -> None:
     model = loud(config)
     seen = inspect.trace(model, list(range(12)))
@@ -155,6 +161,19 @@ def test_scores_are_their_definitions() -> None:
     assert alone.entropy[0, 0] == pytest.approx(np.mean(bits), abs=1e-5)
     back = [sum((q - k) * patterns[0, 0, q, k] for k in range(q + 1)) for q in range(11)]
     assert alone.distance[0, 0] == pytest.approx(np.mean(back), abs=1e-5)
+
+
+def test_chance_in_a_window_is_that_of_the_window() -> None:
+    ids = [3, 1, 4, 1, 5, 3, 1, 4, 2, 2, 2]
+    patterns = np.zeros((2, 1, 11, 11), np.float32)
+    for layer, window in enumerate((None, 3)):
+        for query in range(11):  # even attention
+            keys = range(0 if window is None else max(0, query - window + 1), query + 1)
+            patterns[layer, 0, query, list(keys)] = 1 / len(keys)
+    found = inspect.head_scores(patterns, np.array(ids), [None, 3])
+    for kind in inspect.KINDS:
+        assert found.lift(kind)[:, 0] == pytest.approx(0, abs=1e-6)  # type: ignore[index]
+    assert inspect.mostly(found, found, 1, 0) is None
 
 
 def one_kind(kind: str, ids: list[int]) -> np.ndarray:
@@ -324,11 +343,27 @@ def test_similarity_of_places_is_the_mean_cosine(kind: str) -> None:
         assert found.similarity[distance] == pytest.approx(float(pairs.mean()), abs=1e-5)
 
 
-def test_similarity_of_rotary_places_is_a_score() -> None:
-    model = loud(GPTConfig(97, 13, 1, 2, 16, positions="rotary"))
+@pytest.mark.parametrize("scaling", [None, RopeScaling(8.0, 1.0, 4.0, 8)])
+def test_similarity_of_rotary_places_is_a_score(scaling: RopeScaling | None) -> None:
+    model = loud(GPTConfig(97, 13, 1, 2, 16, positions="rotary", rope_base=500.0, rope_scaling=scaling))
     found = inspect.positions(model)
     assert found.table is None
     ones = torch.ones(1, 1, 13, 8) / math.sqrt(8)
     assert model.rope is not None
     turned = rotate(ones, model.rope)[0, 0]
     assert np.allclose(found.similarity, (turned @ turned[0]).numpy(), atol=1e-5)
+
+
+def test_a_long_context_is_compared_beyond_the_models_table() -> None:
+    config = GPTConfig(9, 131_072, 1, 1, 4, positions="rotary")
+    model = GPT(config)
+    assert len(inspect.positions(model).similarity) == 131_072
+    assert model.rope is not None and model.rope.size(1) == 8192  # as it was
+    assert len(inspect.positions(GPT(replace(config, block_size=2**20))).similarity) == inspect.MOST_ROTATIONS
+
+
+def test_patterns_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "host_memory", lambda: 1000)
+    with pytest.raises(UserError, match=r"the patterns of 12 tokens take 0\.0 GB, and there are 0\.0 GB") as wrong:
+        inspect.look(loud(GPTConfig(257, 16, 2, 2, 32)), list(range(12)), bytes_tokenizer())
+    assert wrong.value.hint == "take a shorter prompt, or one --layer"

@@ -381,3 +381,34 @@ def test_both_regex_engines_know_the_same_characters(form: str, folders: dict[st
             texts = [form_.format(character) + "!" for character in every[start : start + 10_000]]
             found = ours._encoding.encode_ordinary_batch(texts, num_threads=1)
             assert found == [each.ids for each in theirs.encode_batch(texts)]
+
+
+def test_fine_tuned_it_is_still_the_familys(folders: dict[str, Path], gpt: Gpt, workdir: Path) -> None:
+    """A tiny Llama with its own tokenizer, through ``gpt train --init`` into a folder of transformers'."""
+    transformers = pytest.importorskip("transformers")
+    shutil.copytree(folders["llama3"], "llama")
+    before = transformers.AutoTokenizer.from_pretrained("llama")
+    config = transformers.LlamaConfig(
+        vocab_size=len(before) + 7, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True,
+        bos_token_id=before.bos_token_id, eos_token_id=before.eos_token_id,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained("llama")
+    pairs = [{"prompt": f"<|begin_of_text|>what is {i}?", "completion": f" it is {i}."} for i in range(40)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    done = gpt(
+        "train", "pairs.jsonl", "--pairs", "--init", "llama", "--steps", "1", "-o", "run", "--device", "cpu", "--quiet"
+    )
+    assert done.code == 0, done.err
+    [step] = Path("run").glob("step-*")
+    after = transformers.AutoTokenizer.from_pretrained(step)
+    assert before.get_vocab() == after.get_vocab()
+    assert before.special_tokens_map == after.special_tokens_map
+    assert [before(text).input_ids for text in TEXTS] == [after(text).input_ids for text in TEXTS]
+    chat = [{"role": "user", "content": "hi"}]
+    assert before.apply_chat_template(chat, tokenize=False) == after.apply_chat_template(chat, tokenize=False)
+    assert json.loads((step / "generation_config.json").read_text()) == {
+        "bos_token_id": before.bos_token_id, "eos_token_id": before.eos_token_id
+    }  # fmt: skip
+    line = json.loads(gpt("sample", "what is 7?", "-m", "run", "-n", "5", "-t", "3", "--json", "--device", "cpu").out)
+    assert isinstance(line["text"], str)

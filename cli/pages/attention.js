@@ -23,10 +23,13 @@ function pattern(layer, head) {
 const share = (layer, head, query, key) => key > query ? 0 : pattern(layer, head)[query * (query + 1) / 2 + key];
 const scoreOf = (layer, head) => data.scores[layer * H + head];
 
+const windowOf = (layer) => layer === AVERAGE ? null : data.windows[layer];
+const layerName = (layer) => `layer ${data.layers[layer]}` + (windowOf(layer) ? `, window ${withCommas(windowOf(layer))}` : "");
+
 function nameOf(layer, head) {
   if (layer === AVERAGE) return "average of all heads";
-  if (head === AVERAGE) return `layer ${data.layers[layer]}, average of its heads`;
-  return `layer ${data.layers[layer]}, head ${data.heads[head]}`;
+  if (head === AVERAGE) return `${layerName(layer)}, average of its heads`;
+  return `${layerName(layer)}, head ${data.heads[head]}`;
 }
 const NAMES = { previous: "previous token", first: "first token", itself: "itself", same: "same token", matching: "matching earlier pattern" };
 function doing(layer, head) {
@@ -91,8 +94,8 @@ function drawBig() {
   const cell = Math.max(4, Math.min(26, Math.floor(620 / T))), labels = cell >= 9, font = Math.min(13, cell);
   const margin = labels ? 108 : 26, size = margin + cell * T + 4;
   const context = context2d(big, size, size);
-  const values = pattern(state.layer, state.head);
-  for (let q = 0; q < T; q++) for (let k = 0; k <= q; k++) {
+  const values = pattern(state.layer, state.head), seen = windowOf(state.layer) || T;
+  for (let q = 0; q < T; q++) for (let k = Math.max(0, q - seen + 1); k <= q; k++) {
     context.fillStyle = rgb(ramp(values[q * (q + 1) / 2 + k]));
     context.fillRect(margin + k * cell, margin + q * cell, cell, cell);
   }
@@ -160,8 +163,8 @@ function showFacts() {
   const own = scoreOf(state.layer, state.head);
   const rows = Object.keys(data.kinds).map((kind) => el("tr", { class: own.mostly === kind ? "differs" : "" },
     el("th", { scope: "row" }, data.kinds[kind]),
-    el("td", { class: "number" }, short(own.prompt[kind])), el("td", { class: "number" }, short(data.chance.prompt[kind])),
-    el("td", { class: "number" }, short(own.probe[kind])), el("td", { class: "number" }, short(data.chance.probe[kind]))));
+    el("td", { class: "number" }, short(own.prompt[kind])), el("td", { class: "number" }, short(own.chance.prompt[kind])),
+    el("td", { class: "number" }, short(own.probe[kind])), el("td", { class: "number" }, short(own.chance.probe[kind]))));
   facts.replaceChildren(
     el("p", {}, "Mostly: ", el("strong", { id: "mostly" }, doing(state.layer, state.head)),
       `; entropy ${own.entropy.toFixed(2)} bits, ${own.distance.toFixed(1)} tokens back on average`),
@@ -190,7 +193,7 @@ heading("Attention", `${data.model}: ${T} token${T === 1 ? "" : "s"}` + (data.dr
 for (let l = -1; l < L; l++) {
   if (l === AVERAGE && L * H === 1) continue;
   const row = l + 2;
-  grid.append(el("span", { class: "label", style: `grid-row:${row};grid-column:1` }, l === AVERAGE ? "all" : `layer ${data.layers[l]}`));
+  grid.append(el("span", { class: "label", style: `grid-row:${row};grid-column:1` }, l === AVERAGE ? "all" : layerName(l)));
   if (l === AVERAGE || H > 1) grid.append(headButton(l, AVERAGE, row, 2, "average"));
   if (l !== AVERAGE) for (let h = 0; h < H; h++) grid.append(headButton(l, h, row, 3 + h));
 }

@@ -167,12 +167,11 @@ def _heads(config: GPTConfig, setup: Setup) -> int:
             scores, copies, viewed = 3 * FLOAT * H * T, 3 * FLOAT * q, False
         case _:
             scores = FLOAT * H  # the logarithm of the sum of each row
-            # Normalized or rotated queries and keys are their own, and the output lies in another order.
-            copies = s * (q + k + q) * (config.qk_norm or config.positions == "rotary")
-    if config.qk_norm:  # what was normalized: on a CPU as c_attn gave it, else in float32
-        cpu = setup.device == "cpu"
-        viewed |= cpu
-        copies += FLOAT * (H + K + (q + k) * (setup.autocast and not cpu))
+            copies = s * (q + k) * (config.qk_norm or config.positions == "rotary")  # queries and keys of their own
+    if config.qk_norm and setup.device == "cpu":  # what was normalized, as c_attn gave it, and its statistics
+        viewed, copies = True, copies + FLOAT * (H + K)
+    elif config.qk_norm:  # in float32; and the output once more, since the norm has changed the order of heads
+        copies += FLOAT * (H + K + (q + k) * setup.autocast) + s * q
     return scores + copies + s * (q + 2 * k) * viewed
 
 
@@ -184,10 +183,10 @@ def _kernel(config: GPTConfig, setup: Setup) -> Literal["plain", "torch's", "fus
 
 
 def _tables(config: GPTConfig, setup: Setup) -> int:
-    """Bytes that blocks keep for all sequences alike: rotations, in the dtype of products; of windowed layers, where
-    attention is fused, the masks that are added to scores."""
+    """Bytes that blocks keep for all sequences alike: cosines and sines for queries and for keys, in the dtype of
+    products; of windowed layers, where attention is fused, the masks that are added to scores."""
     T, s = config.block_size, setup.width
-    rotations = 2 * s * T * config.head_size * (config.positions == "rotary" and setup.autocast)
+    rotations = 4 * s * T * config.head_size * (config.positions == "rotary" and setup.autocast)
     windowed = sum(window is not None and window < T for window in config.windows)
     return config.n_layer * rotations + windowed * s * T * T * (_kernel(config, setup) == "fused")
 
@@ -268,7 +267,7 @@ def _update(config: GPTConfig, setup: Setup) -> int:
 def _constants(config: GPTConfig) -> int:
     """Bytes of fixed tables of positions; that of rotations is twice as long where it had to grow."""
     T = config.block_size
-    rotations = config.head_size * (T if T <= ROPE_TABLE else 2 * T)
+    rotations = 2 * config.head_size * (T if T <= ROPE_TABLE else 2 * T)
     return FLOAT * {"sinusoidal": config.n_embd * T, "rotary": rotations}.get(config.positions, 0)
 
 

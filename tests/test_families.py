@@ -1,0 +1,375 @@
+"""Families of transformers, beside transformers itself: logits, searches, gradients, folders both ways, refusals."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import Gpt, one_line_of_what_and_what_next, slow
+from models import CPU, engine_of, ours_with
+from safetensors.torch import load_file, save_file
+
+import gpt as library
+from gpt.config import ARCHITECTURES, PRESETS, GPTConfig, RopeScaling
+from gpt.decoding.context import Context
+from gpt.decoding.engine import Request
+from gpt.device import Compute
+from gpt.errors import UserError
+from gpt.model.decoder import GPT
+from gpt.runs import checkpoint, hf
+from gpt.sample_config import SampleConfig
+from gpt.text.tokenizer import bytes_tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+PLAIN = ARCHITECTURES["modern"] | {"qk_norm": False}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": ARCHITECTURES["gpt2"],
+    "llama": PLAIN,
+    "mistral": PLAIN,
+    "qwen2": PLAIN | {"biases": "qkv"},
+    "qwen3": ARCHITECTURES["modern"],
+}
+IDS, EOT = 257, 256
+# Of each family one shape, and more where time is no matter.
+SHAPES = [(family, 0) for family in FAMILIES] + [slow(family, n) for family in FAMILIES for n in range(1, 10)]
+
+
+def shape_of(family: str, number: int) -> GPTConfig:
+    """A shape of a family, by chance."""
+    chance = random.Random(f"{family} {number}")
+    heads, layers = chance.choice([2, 4, 6]), chance.randint(2, 4)
+    found: dict[str, Any] = FAMILIES[family] | {"tied": chance.random() < 0.5, "n_inner": chance.choice([None, 40])}
+    found["layer_norm_epsilon"] = chance.choice([1e-5, 1e-6, 1e-3])
+    if family == "gpt2":
+        return GPTConfig(IDS, 48, layers, heads, 8 * heads, **found)
+    found["n_kv_head"] = chance.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    found["head_dim"] = chance.choice([None, 4, 16])
+    found["rope_base"] = chance.choice([10_000.0, 500_000.0, 100.0])
+    found["rope_scaling"] = chance.choice([None, RopeScaling(8.0, 1.0, 4.0, 16), RopeScaling(2.0, 1.0, 2.0, 24)])
+    some = {
+        "mistral": [range(layers)],
+        "qwen2": [(), (), range(1, layers)],
+        "qwen3": [(), range(1, layers, 2), chance.sample(range(layers), 2)],
+    }
+    windowed = tuple(sorted(chance.choice(some.get(family, [()]))))
+    # Not 1: of a window of 1 transformers' cache keeps the last 0 columns, which is all of them.
+    found |= {"window": chance.choice([2, 5, 11]), "window_layers": windowed} if windowed else {}
+    return GPTConfig(IDS, 48, layers, heads, 8 * heads, **found)
+
+
+def random_model(config: GPTConfig) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(config).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def save(path: Path, model: GPT) -> None:
+    files = checkpoint.TokenizerFiles(bytes_tokenizer(), model.config)
+    checkpoint.write(path, checkpoint.contents(model.config, {**model.state_dict()}, files, {}))
+
+
+def ids_of(model: GPT, prompt: list[int], **how: Any) -> list[list[int]]:
+    """Ours after a prompt: of a greedy text, or of the best hypotheses."""
+    config = SampleConfig(max_tokens=24, **how)
+    context = Context(model, CPU, max(1, config.beam))
+    updates = list(engine_of(context, [Request(prompt, config)], config, eot=EOT).run())
+    if config.beam:
+        return [hypothesis.ids for hypothesis in updates[-1].best]
+    return [[token.id for update in updates for token in update.tokens]]
+
+
+@pytest.mark.parametrize(("family", "number"), SHAPES)
+def test_a_family_is_transformers(tmp_path: Path, family: str, number: int) -> None:
+    config = shape_of(family, number)
+    assert config.layout == family
+    ours = random_model(config)
+    save(tmp_path / "ours", ours)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
+    assert type(theirs).__name__ == hf.FAMILIES[family].architecture
+    stored = checkpoint.to_stored(config, ours.state_dict())
+    state = theirs.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in stored.items())
+    assert set(state) - set(stored) <= ({hf.UNEMBEDDING} if config.tied else set())
+
+    x = torch.randint(IDS, (2, 40))
+    with torch.no_grad():
+        assert torch.allclose(ours(x), theirs(x).logits, atol=1e-4, rtol=0)
+    prompt = x[:1, :20]
+    for beams in (1, 3):
+        expected = theirs.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False, num_beams=beams,
+            num_return_sequences=beams, eos_token_id=None, pad_token_id=EOT,
+        )  # fmt: skip
+        how = {"beam": beams, "n_best": beams, "length_penalty": 1.0} if beams > 1 else {"greedy": True}
+        assert ids_of(ours, prompt[0].tolist(), **how) == expected[:, 20:].tolist()
+
+    theirs.save_pretrained(tmp_path / "theirs")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "theirs" / name).write_bytes((tmp_path / "ours" / name).read_bytes())
+    for folder in ("ours", "theirs"):
+        again = checkpoint.load(tmp_path / folder, CPU.device).model
+        assert again.config == config
+        assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in ours.state_dict().items())
+
+
+@pytest.mark.parametrize(("family", "number"), SHAPES)
+def test_it_learns_as_transformers_does(family: str, number: int) -> None:
+    config = shape_of(family, number)
+    said = hf.to_hf_config(config, EOT, EOT)
+    kind = getattr(transformers, hf.FAMILIES[family].architecture)
+    torch.manual_seed(1)
+    theirs = kind(kind.config_class.from_dict(said))
+    ours = ours_with(theirs, config).train()
+    x = torch.randint(IDS, (3, 33))
+    losses = [
+        F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
+        for logits in (ours(x[:, :-1]), theirs.train()(x[:, :-1]).logits)
+    ]
+    assert torch.allclose(*losses, atol=1e-5)
+    for loss in losses:
+        loss.backward()
+    gradients = checkpoint.to_stored(config, {name: p.grad for name, p in ours.named_parameters()})
+    for name, p in theirs.named_parameters():
+        assert torch.allclose(gradients[name], p.grad, atol=1e-5), name
+
+
+@pytest.mark.parametrize("preset", ["smollm2-135m", "qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b", "mistral-7b"])
+def test_config_of_a_preset_comes_back(preset: str) -> None:
+    config = PRESETS[preset].model
+    said = hf.to_hf_config(config, 0, [1, 2])
+    assert hf.from_hf_config(json.loads(json.dumps(said)), "it") == config
+    kind = getattr(transformers, hf.FAMILIES[config.layout].architecture).config_class
+    theirs = kind.from_dict(said)
+    for written in (theirs.to_dict(), theirs.to_diff_dict()):
+        assert hf.from_hf_config(json.loads(json.dumps(written, default=str)), "it") == config
+
+
+# What is missing means what it means to transformers
+
+LEAST = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 32,
+    "max_position_embeddings": 48,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt2"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"num_key_value_heads": 4},
+        {"rope_theta": 1e6},
+        {"rope_parameters": {"rope_theta": 77.0, "rope_type": "default"}},
+        {"rope_theta": 50.0, "rope_scaling": {"type": "default"}},
+        {
+            "rope_theta": 5e5,
+            "rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        },
+    ],
+)
+def test_a_missing_key_is_transformers_default(family: str, more: dict[str, Any]) -> None:
+    said = {"model_type": family, **LEAST, **more}
+    config = hf.from_hf_config(json.loads(json.dumps(said)), "it")
+    theirs = getattr(transformers, hf.FAMILIES[family].architecture).config_class.from_dict(said)
+    assert config == hf.from_hf_config(theirs.to_dict(), "it")
+    assert config.rope_base == theirs.rope_parameters["rope_theta"]
+    assert config.kv_heads == theirs.num_key_value_heads
+    assert config.head_size == getattr(theirs, "head_dim", None) or config.n_embd // config.n_head
+    assert config.tied == theirs.tie_word_embeddings
+    assert config.layer_norm_epsilon == theirs.rms_norm_eps
+    assert config.window == (theirs.sliding_window if family == "mistral" else None)
+
+
+def test_a_missing_key_of_gpt2() -> None:
+    said = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 8}
+    config = hf.from_hf_config(said, "it")
+    theirs = transformers.GPT2Config.from_dict(said)
+    assert config.dropout == theirs.resid_pdrop
+    assert (config.tied, config.layer_norm_epsilon) == (theirs.tie_word_embeddings, theirs.layer_norm_epsilon)
+    ours = {key: value for key, value in said.items() if key != "n_positions"}
+    assert hf.from_hf_config(ours | {"n_ctx": 8}, "it") == config
+
+
+# What is not computed is refused by name
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("llama", {"model_type": "gemma2"}, "type 'gemma2'"),
+        ("llama", {"model_type": ["llama"]}, "type"),
+        ("llama", {"model_type": None}, "type None"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("llama", {"attention_bias": True}, "attention_bias is True"),
+        ("llama", {"mlp_bias": True}, "mlp_bias is True"),
+        ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+        ("qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+        ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "rope_type is 'dynamic'"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one set for all layers"),
+        ("llama", {"rope_parameters": [1]}, r"rope_parameters is \[1\]"),
+        ("llama", {"rope_scaling": "big"}, "rope_parameters is 'big'"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "no factor, low_freq_factor, high_freq_factor"),
+        ("llama", {"rope_scaling": LLAMA3 | {"factor": 1e99}}, "factor is 1e"),
+        ("llama", {"rope_scaling": LLAMA3 | {"factor": True}}, "factor is True"),
+        ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "high must be more"),
+        ("llama", {"rope_theta": 5.0, "rope_scaling": LLAMA3 | {"rope_theta": 6.0}}, "rope_theta is 6.0 and 5.0"),
+        ("llama", {"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 9.0}}, "contradict each other"),
+        ("llama", {"rope_theta": "1e4"}, "rope_base is '1e4'"),
+        ("llama", {"rope_theta": -1}, "rope_base is -1"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ("llama", {"num_local_experts": 8}, "num_local_experts is 8"),
+        ("qwen3", {"num_experts": 128}, "num_experts is 128"),
+        ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ("llama", {"residual_multiplier": 0.2}, "residual_multiplier is 0.2"),
+        ("llama", {"embedding_multiplier": 12}, "embedding_multiplier is 12"),
+        ("llama", {"logits_scaling": 8}, "logits_scaling is 8"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
+        ("llama", {"is_causal": False}, "is_causal is False"),
+        ("llama", {"sliding_window": 9}, "sliding_window is 9"),
+        ("llama", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "contradict"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "contradict"),
+        ("mistral", {"sliding_window": "9"}, "window is '9'"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "contradict"),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types is"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types is"),
+        ("qwen3", {"layer_types": {"a": [[]]}}, "layer_types is"),
+        ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window is 'yes'"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers is -1"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 0}, "window is 0"),
+        ("llama", {"hidden_size": 10**12}, "n_embd is 1000000000000"),
+        ("llama", {"hidden_size": "64"}, "n_embd is '64'"),
+        ("llama", {"hidden_size": None}, "n_embd is None"),
+        ("llama", {"num_attention_heads": 3}, "not divisible"),
+        ("llama", {"num_key_value_heads": 5}, "n_kv_head 5"),
+        ("llama", {"num_hidden_layers": 10**7}, "n_layer is 10000000"),
+        ("llama", {"num_hidden_layers": True}, "n_layer is True"),
+        ("qwen3", {"head_dim": 7}, "even width of a head"),
+        ("llama", {"intermediate_size": -4}, "n_inner is -4"),
+        ("llama", {"rms_norm_eps": float("nan")}, "layer_norm_epsilon is nan"),
+        ("llama", {"tie_word_embeddings": "no"}, "tied is 'no'"),
+        ("llama", {"attention_dropout": 2}, "dropout is 2"),
+    ],
+)  # fmt: skip
+def test_what_is_not_computed_is_refused(family: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        hf.from_hf_config({"model_type": family, **LEAST, **change}, "config.json")
+    assert "config.json" in error.value.message
+    assert len(error.value.message) < 300
+
+
+def test_a_family_that_is_not_read_is_told_which_are(gpt: Gpt, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", **LEAST}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    done = gpt("sample", "x", "-m", tmp_path)
+    one_line_of_what_and_what_next(done, "describes a model of type 'gemma3'")
+    assert "gpt2, llama, mistral, qwen2, qwen3" in done.err
+
+
+def test_weights_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
+    config = shape_of("qwen2", 0)
+    model = random_model(config)
+    save(tmp_path / "c", model)
+    (tmp_path / "c" / "checksums.json").unlink()
+    (tmp_path / "c" / "gpt.json").unlink()
+    good, said = load_file(tmp_path / "c" / "model.safetensors"), json.loads((tmp_path / "c/config.json").read_text())
+    query = "model.layers.1.self_attn.q_proj.weight"
+    for change, message in (
+        ({query: good[query].T.contiguous()[:4]}, "q_proj.weight has the shape"),
+        ({"model.layers.1.self_attn.o_proj.bias": torch.zeros(3)}, "o_proj.bias that config.json has no place for"),
+        ({"model.layers.0.mlp.up_proj.weight": None}, "up_proj.weight is missing|asks for"),
+        ({"model.layers.1.self_attn.k_proj.bias": None}, "k_proj.bias is missing"),
+        ({query: good[query].to(torch.int8)}, "q_proj.weight is I8"),
+    ):
+        tensors = {name: tensor for name, tensor in (good | change).items() if tensor is not None}
+        save_file(tensors, tmp_path / "c" / "model.safetensors")
+        with pytest.raises(UserError, match=message):
+            checkpoint.load(tmp_path / "c", CPU.device)
+    # As older versions saved a model without its unembedding, with buffers.
+    base = {name.removeprefix("model."): tensor for name, tensor in good.items()}
+    base["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(base, tmp_path / "c" / "model.safetensors")
+    again = checkpoint.load(tmp_path / "c", CPU.device).model.state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+    # Tied or not is never decided behind the user's back.
+    untied = {name: tensor for name, tensor in good.items() if name != hf.UNEMBEDDING}
+    save_file(untied, tmp_path / "c" / "model.safetensors")
+    (tmp_path / "c" / "config.json").write_text(json.dumps(said | {"tie_word_embeddings": False}))
+    with pytest.raises(UserError, match=r"lm_head.weight is missing"):
+        checkpoint.load(tmp_path / "c", CPU.device)
+    save_file({**untied, hf.UNEMBEDDING: torch.ones(IDS, config.n_embd)}, tmp_path / "c" / "model.safetensors")
+    (tmp_path / "c" / "config.json").write_text(json.dumps(said | {"tie_word_embeddings": True}))
+    with pytest.raises(UserError, match="its unembedding is not its embedding"):
+        checkpoint.load(tmp_path / "c", CPU.device)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_laid_out_as_they_are_read(tmp_path: Path, family: str) -> None:
+    model = random_model(shape_of(family, 0))
+    save(tmp_path / "c", model)
+    loaded = library.load(tmp_path / "c", device="cpu", dtype="float32", sampling=SampleConfig())
+    x = torch.randint(IDS, (2, 40))
+    with torch.no_grad():
+        assert torch.allclose(loaded.model(x), model(x), atol=1e-4)
+
+
+def test_weights_that_do_not_fit_are_refused(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "c", random_model(GPTConfig.of("modern", 257, 48, 2, 2, 64)))
+    numbers = sum(parameter.numel() for parameter in GPT(GPTConfig.of("modern", 257, 48, 2, 2, 64)).parameters())
+    monkeypatch.setattr(Compute, "memory", lambda self: 3 * numbers)
+    words = ("sample", "x", "-m", tmp_path / "c", "-n", "4", "--device", "cpu")
+    done = gpt(*words)
+    assert done.code == 0, done.err
+    assert "bfloat16" in done.err
+    one_line_of_what_and_what_next(gpt(*words, "--dtype", "float32"), "the weights of")
+    assert gpt(*words, "--dtype", "int8").code == 0
+    with pytest.raises(UserError, match="the weights of"):
+        library.load(tmp_path / "c", device="cpu")
+
+
+PEAK = """
+import sys
+import gpt.api
+from gpt.sample_config import SampleConfig
+
+def status(key):
+    return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+
+before = status("VmRSS")
+loaded = gpt.api.load(sys.argv[1], device="cpu", dtype="bfloat16", sampling=SampleConfig())
+loaded.generate("some text", max_tokens=4)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_in_memory_once(tmp_path: Path, tied: bool) -> None:
+    config = GPTConfig.of("modern", 257, 64, 8, 8, 1024, tied=tied)
+    tensors = {
+        name: torch.randn(stored.shape, dtype=torch.bfloat16) * 0.02
+        for name, stored in hf.stored_tensors(config).items()
+    }
+    files = checkpoint.TokenizerFiles(bytes_tokenizer(), config).files
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes(files[name])
+    (tmp_path / "config.json").write_text(json.dumps(hf.to_hf_config(config, 256, 256)))
+    save_file(tensors, tmp_path / "model.safetensors")
+    done = subprocess.run([sys.executable, "-c", PEAK, tmp_path], capture_output=True, text=True, check=True)
+    # Of 206 MB, one block and what libraries need besides; twice in memory it is more.
+    assert int(done.stdout) < 1.85 * (tmp_path / "model.safetensors").stat().st_size
