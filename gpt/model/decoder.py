@@ -335,9 +335,15 @@ def attend(
         return torch.cat([_attend_plainly(q[some], k[some], v[some], dropout, window) for some in rows])
     if mask is None and window is not None and window < T:
         mask = visible(T, window, q.device)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=T > 1 and mask is None, enable_gqa=q.size(1) != k.size(1)
-    )
+    groups = q.size(1) // k.size(1)
+    causal = T > 1 and mask is None
+    if groups > 1 and not causal and (T == 1 or q.device.type != "cpu"):
+        # Fused kernels with a mask know no shared heads; so each of the keys' has as many more queries.
+        if mask is not None and T > 1:
+            mask = mask.repeat(*[1] * (mask.dim() - 2), groups, 1)
+        y = F.scaled_dot_product_attention(q.reshape(len(q), k.size(1), -1, q.size(3)), k, v, mask, dropout)
+        return y.view_as(q)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=groups > 1)
 
 
 def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, dropout: float, window: int | None) -> Tensor:
