@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HIGHEST = {"num": 2**63 - 1, "seed": 2**53}
 MODEL_HELP = (
-    "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, a GPT-2 folder of transformers, or hf:NAME of the hub."
+    "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, a folder of transformers or PEFT, or hf:NAME of the hub."
 )
 
 

@@ -64,7 +64,7 @@ class LanguageModel:
     @functools.cached_property
     def contexts(self) -> ContextPool:
         """The caches in which it generates, kept from call to call."""
-        return ContextPool(self.model, self.compute, self.note)
+        return ContextPool(self.model, self.compute, self.note, self.tokenizer.vocab_size)
 
     def write(self, prompt: str = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0) -> Writing:
         """Returns a sample, or the best text of a search, to iterate over while it is generated. It depends on the
@@ -156,7 +156,7 @@ def load(
     note: Callable[[str], None] = lambda text: None,
     sampling: SampleConfig | None = None,
 ) -> LanguageModel:
-    """Loads the model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, a GPT-2
+    """Loads the model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, a
     folder of transformers; None: the newest run's best. Raises `UserError` where there is none, or it is damaged. If
     the latest checkpoint is damaged, ``note`` says so and the one before is loaded.
 

@@ -152,9 +152,10 @@ class GPTConfig:
         layers = self.window_layers
         if layers is None:
             return
-        object.__setattr__(self, "window_layers", tuple(layers))  # from JSON it comes as a list
-        if self.window is None or not all(type(at) is int and 0 <= at < self.n_layer for at in layers):
+        listed = isinstance(layers, (list, tuple)) and all(type(at) is int and 0 <= at < self.n_layer for at in layers)
+        if self.window is None or not listed:
             raise UserError(f"window_layers is {layers!r:.80}; with a window it lists layers below {self.n_layer}")
+        object.__setattr__(self, "window_layers", tuple(layers))  # from JSON it comes as a list
 
     @classmethod
     def of(cls, arch: Arch, *shape: Any, **properties: Any) -> "GPTConfig":
@@ -487,8 +488,8 @@ class TrainConfig(TextConfig):
         low=0,
     )
     init: str | None = option(
-        None, "Start from the weights and tokenizer of a model: a run, RUN:latest, a checkpoint, a GPT-2 folder of "
-        "transformers, or hf:NAME from the hub. Shape and vocabulary are its own.",
+        None, "Start from the weights and tokenizer of a model: a run, RUN:latest, a checkpoint, a folder of "
+        "transformers or PEFT, or hf:NAME from the hub. Shape and vocabulary are its own.",
         panel=_TUNE, shown="none",
     )  # fmt: skip
     pairs: bool = option(
@@ -611,6 +612,8 @@ class TrainConfig(TextConfig):
             if getattr(self, one) is not None and getattr(self, other) is not None:
                 names = f"--{one} and --{other}".replace("_", "-")
                 raise UserError(f"{names} both {what}", "give one of them")
+        if self.arch == "modern" and self.positions not in (None, "rotary"):
+            raise UserError(f"--positions {self.positions} does not go with --arch modern", "its positions are rotary")
         if self.pairs and self.batch_ramp is not None:
             raise UserError("--batch-ramp is for running text, not for --pairs", "leave one of them out")
         self._check_adapters()

@@ -4,13 +4,15 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Gpt, one_line_of_what_and_what_next, slow
+import vocabularies
+from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow
 from models import CPU, engine_of, ours_with
 from safetensors.torch import load_file, save_file
 
@@ -152,6 +154,41 @@ def test_config_of_a_preset_comes_back(preset: str) -> None:
         assert hf.from_hf_config(json.loads(json.dumps(written, default=str)), "it") == config
 
 
+@pytest.mark.parametrize(
+    ("family", "form", "ends"),
+    [
+        ("qwen3", "qwen", ["<|im_end|>", "<|endoftext|>"]),
+        slow("llama", "llama3", ["<|end_of_text|>", "<|eot_id|>"]),
+        slow("qwen2", "qwen", ["<|im_end|>"]),
+        slow("mistral", "mistral", ["</s>"]),
+        slow("gpt2", "gpt2", ["<|endoftext|>"]),
+    ],
+)
+def test_fine_tuned_and_saved_again(gpt: Gpt, workdir: Path, family: str, form: str, ends: list[str]) -> None:
+    """From a folder of transformers to one: its family, its tokenizer, and the ids that begin and end a text."""
+    whole = json.loads((vocabularies.write(form, Path("theirs")) / "tokenizer.json").read_text())
+    size = len(whole["model"]["vocab"])
+    config = replace(shape_of(family, 1), vocab_size=size + 40, window=None, window_layers=None)
+    torch.manual_seed(0)
+    kind = getattr(transformers, hf.FAMILIES[config.layout].architecture)
+    added = {each["content"]: each["id"] for each in whole["added_tokens"]}
+    eos = [added[word] for word in ends]
+    kind(kind.config_class.from_dict(hf.to_hf_config(config, 0, eos))).save_pretrained("theirs")
+    Path("book.txt").write_bytes(make_text(800).encode())
+    done = gpt("train", "book.txt", "--init", "theirs", "--steps", "2", "-o", "run", "--quiet", "--device", "cpu")
+    assert done.code == 0, done.err
+    saved = Path("run/step-000002")
+    assert json.loads((saved / "config.json").read_text())["model_type"] == config.layout
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
+    ours = library.load(saved, device="cpu")
+    said = theirs.generation_config.eos_token_id
+    assert set(eos) == set(said if isinstance(said, list) else [said])
+    ids = ours.tokenizer.prompt("the cat sat")
+    assert transformers.AutoTokenizer.from_pretrained(saved)("the cat sat")["input_ids"] == ids
+    with torch.no_grad():
+        assert torch.allclose(ours.model(torch.tensor([ids])), theirs(torch.tensor([ids])).logits, atol=1e-4)
+
+
 # What is missing means what it means to transformers
 
 LEAST = {
@@ -267,6 +304,33 @@ def test_what_is_not_computed_is_refused(family: str, change: dict[str, Any], me
         hf.from_hf_config({"model_type": family, **LEAST, **change}, "config.json")
     assert "config.json" in error.value.message
     assert len(error.value.message) < 300
+
+
+FORGED = [
+    None, True, False, 0, 1, -1, 3, 10**40, 1.5, float("nan"), float("inf"), "", "x", "llama3", [], [1], [[]], {},
+    {"a": {"b": [1]}}, {"rope_type": "llama3"}, {"rope_type": []}, {"type": {}}, ["full_attention"] * 3,
+    ["sliding_attention"] * 28, "1" * 10_000, {"x" * 10_000: 1},
+]  # fmt: skip
+
+
+def test_a_forged_config_is_read_or_refused() -> None:
+    presets = ("gpt2", "smollm2-135m", "qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b", "mistral-7b")
+    shapes = [PRESETS[name].model for name in presets] + [GPTConfig(97, 24, 3, 4, 32, positions="rotary", window=5)]
+    good = [json.dumps(hf.to_hf_config(shape, 0, 0)) for shape in shapes]
+    chance, outcomes = random.Random(0), {"read": 0, "refused": 0}
+    for _ in range(4000):
+        said = json.loads(chance.choice(good))
+        place = said
+        key = chance.choice([*said, *hf._WITHOUT, "layer_types", "window_layers", "original_max_position_embeddings"])
+        if isinstance(said.get(key), dict) and chance.random() < 0.7:
+            place, key = said[key], chance.choice([*said[key], "type", "partial_rotary_factor"])
+        place[key] = chance.choice(FORGED)
+        try:
+            hf.from_hf_config(said, "it")
+            outcomes["read"] += 1
+        except UserError:
+            outcomes["refused"] += 1
+    assert min(outcomes.values()) > 1000
 
 
 def test_a_family_that_is_not_read_is_told_which_are(gpt: Gpt, tmp_path: Path) -> None:

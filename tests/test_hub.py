@@ -125,7 +125,9 @@ def test_a_model_from_the_hub(there: Gpt, gpt: Gpt, server: Hub, workdir: Path) 
     assert done.code == 0, done.err
     assert done.out == gpt("sample", "ab", "-m", server.folder, *SAMPLE[4:]).out
     fetched = {path.name for path in (workdir / "cache").rglob("snapshots/*/*")}
-    assert fetched == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert fetched == {
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+    }  # fmt: skip
     assert not any(".bin" in path for path in server.asked)
     server.asked.clear()
     assert there(*SAMPLE, HF_HUB_OFFLINE="1").out == done.out  # from the cache
@@ -145,10 +147,15 @@ def test_fine_tuning_from_the_hub(there: Gpt, workdir: Path) -> None:
     assert set(init["sha256"]) == {"model.safetensors"}
     done = there("train", "book.txt", "--init", "hf:me/tiny", "--lora-rank", "2", "--steps", "2", "--quiet")
     assert done.code == 0, done.err
-    step = next((workdir / "runs/book-2").glob("step-*"))
+    step = max((workdir / "runs/book-2").glob("step-*"))
     about = json.loads((step / "adapter_config.json").read_text())
     assert (about["base_model_name_or_path"], about["revision"]) == ("me/tiny", COMMIT)
-    assert there("sample", "ab", "-m", "runs/book-2", HF_HUB_OFFLINE="1").code == 0
+    drawn = there("sample", "ab", "-m", "runs/book-2:latest", "--greedy", HF_HUB_OFFLINE="1")
+    assert drawn.code == 0
+    (workdir / "theirs").mkdir()  # with what PEFT writes alone
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (workdir / "theirs" / name).write_bytes((step / name).read_bytes())
+    assert there("sample", "ab", "-m", "theirs", "--greedy", HF_HUB_OFFLINE="1").out == drawn.out
 
 
 def test_a_shape_needs_no_weights(there: Gpt, server: Hub) -> None:

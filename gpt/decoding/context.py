@@ -26,9 +26,16 @@ class Context:
     """
 
     def __init__(
-        self, model: GPT, compute: Compute, rows: int = 1, room: int | None = None, step: Step | None = None
+        self,
+        model: GPT,
+        compute: Compute,
+        rows: int = 1,
+        room: int | None = None,
+        step: Step | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self.model = model
+        self.vocab_size = vocab_size  # the tokenizer's, where the model's is filled up with ids that have no token
         self.compute = compute
         self.size = model.config.block_size
         room = min(self.size, room or self.size)
@@ -79,9 +86,9 @@ class Context:
 
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
-        """Computes logits (…, V) in float32 from the residual stream (…, C)."""
+        """Computes logits (…, V) in float32 from the residual stream (…, C), for ids that have a token."""
         with self._autocast():
-            return self.model.unembed(x).float()
+            return self.model.unembed(x)[..., : self.vocab_size].float()
 
     def room(self, row: int) -> int:
         """Returns how many more ids fit into the row before any is dropped."""
@@ -151,8 +158,14 @@ class ContextPool:
     of graphs (``cudagraph_unexpected_rerecord_limit``); past it steps are computed as written.
     """
 
-    def __init__(self, model: GPT, compute: Compute, note: Callable[[str], None] = lambda text: None) -> None:
-        self.model, self.compute, self.note = model, compute, note
+    def __init__(
+        self,
+        model: GPT,
+        compute: Compute,
+        note: Callable[[str], None] = lambda text: None,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.model, self.compute, self.note, self.vocab_size = model, compute, note, vocab_size
         self.idle: list[Context] = []  # the most recently used is the last
         self._step: tuple[Step | None] | None = None  # the compiled step, if it has been asked for
 
@@ -162,7 +175,8 @@ class ContextPool:
         an error, since it may hold NaN or stand in the middle of a step. Raises `UserError` where it does not fit into
         the device's memory."""
         step = self._compiled() if compile else None
-        context = self._take(rows, room, step) or Context(self.model, self.compute, rows, room, step)
+        context = self._take(rows, room, step)
+        context = context or Context(self.model, self.compute, rows, room, step, self.vocab_size)
         try:
             yield context
         except GeneratorExit:  # nobody wants the rest

@@ -279,7 +279,7 @@ def _read_rope_form(said: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"rope_type is {kind!r:.80}; this decoder computes default and llama3 only")
     if said.get("partial_rotary_factor", 1) not in _WITHOUT["partial_rotary_factor"]:
         raise UserError(f"partial_rotary_factor is {said['partial_rotary_factor']!r:.80}; this decoder computes 1 only")
-    if any(each != bases[0] for each in bases):
+    if len(bases) == 2 and bases[0] != bases[1]:
         raise UserError(f"rope_theta is {bases[0]!r:.80} and {bases[1]!r:.80}")
     base = bases[0] if bases else _ROPE_THETA
     if kind == "default":
@@ -317,6 +317,7 @@ def _read_window(kind: str, values: Mapping[str, Any], n_layer: int) -> tuple[An
 
 def load_config(path: Path) -> GPTConfig:
     """The shape of the model in a checkpoint folder; `UserError` where it is of another kind. Opens no weights."""
+    path = folder.home(path)
     config = from_hf_config(read_json(path / "config.json"), str(path / "config.json"))
     if (
         config.layout == "gpt2" and (path / folder.META).exists()

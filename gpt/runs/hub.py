@@ -1,7 +1,7 @@
 """Fetches models from the Hugging Face hub, or from the server in ``HF_ENDPOINT``: ``hf:NAME`` → a checkpoint folder.
 
-Only configuration, safetensors and tokenizer are fetched, never pickles. Files lie in the cache that transformers uses
-too, one folder a commit; what is there is not fetched again, and is found without a network.
+Only configuration, safetensors (weights or adapters) and tokenizer are fetched, never pickles. Files lie in the cache
+that transformers uses too, one folder a commit; what is there is not fetched again, and is found without a network.
 """
 
 import sys
@@ -10,11 +10,12 @@ from pathlib import Path
 from gpt.errors import UserError, WorkError
 
 PREFIX = "hf:"
-CONFIG = ["config.json"]
+CONFIG = ["config.json", "adapter_config.json"]  # a model's, or that of adapters to one
 FILES = [
-    *CONFIG, "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors",
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "vocab.json", "merges.txt", "generation_config.json",
+    *CONFIG, "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "adapter_model.safetensors",
+    "gpt.json", "checksums.json", "tokenizer.tiktoken",  # of checkpoints of ours
 ]  # fmt: skip
 
 
@@ -33,8 +34,8 @@ def fetch(model: str, weights: bool = True) -> Path:
     if not name or name.count("/") > 1:
         raise UserError(f'"{model}" names no model of the hub', "hf:OWNER/NAME, such as hf:openai-community/gpt2")
     folder = Path(_snapshot(name, revision or "main", FILES if weights else CONFIG))
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{model} has no config.json: it is no model of transformers", "take a GPT-2")
+    if not any((folder / name).is_file() for name in CONFIG):
+        raise UserError(f"{model} has no config.json: it is no model of transformers", "gpt2, llama, mistral, qwen2 …")
     if weights and not any(folder.glob("*.safetensors")):
         raise UserError(
             f"{model} has no weights as safetensors", "pickles are never opened; take a revision that has safetensors"

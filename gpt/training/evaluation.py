@@ -104,7 +104,8 @@ def _sample_lines(run: RunContext, parallel: Parallel, model: GPT, compute: Comp
     given = tokenizer.prompt(prompt)
     how = dataclasses.replace(SAMPLE, greedy=True) if prompt else SAMPLE
     try:
-        drawn = generate(Context(model, compute), given, how, tokenizer.ends, seed)
+        context = Context(model, compute, vocab_size=tokenizer.vocab_size)
+        drawn = generate(context, given, how, tokenizer.ends, seed)
         tokens = parallel.until_stopped(run.session.stop, drawn)
         ids = [token.id for token in tokens if token.id not in tokenizer.ends]
     except NotANumber as error:  # the loss decides whether the run continues

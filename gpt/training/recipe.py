@@ -151,8 +151,10 @@ def resolve(
     dropout = auto_dropout(tokens / n_tokens) if start is None else 0.0
     model = model if config.dropout is not None else replace(model, dropout=dropout)
     warmup = _warmup(config, steps, batch)
-    for line in _without_effect(config, steps, warmup, held_out):
+    for line in _without_effect(config, model, steps, warmup, held_out):
         note(line)
+    if model.layout == "gpt":
+        note("no model of transformers computes such blocks: it will refuse the checkpoints, which gpt alone reads")
     eval_every = config.eval_every or math.ceil(steps / 20)
     as_asked: dict[str, Any] = {each: getattr(config, each) for each in AS_ASKED}
     return Recipe(
@@ -188,7 +190,7 @@ def auto_optimizer(config: TrainConfig, model: GPTConfig) -> Optimizer:
     return config.optimizer or ("adamw" if large else "muon")
 
 
-def _without_effect(config: TrainConfig, steps: int, warmup: int, held_out: bool) -> list[str]:
+def _without_effect(config: TrainConfig, model: GPTConfig, steps: int, warmup: int, held_out: bool) -> list[str]:
     """Notes about settings that have no effect, or less than intended."""
     lines = []
     if config.patience and not held_out:
@@ -196,6 +198,8 @@ def _without_effect(config: TrainConfig, steps: int, warmup: int, held_out: bool
     if warmup > steps and config.minutes is None:
         share = f"{steps / warmup:.2g}"
         lines.append(f"the rate rises for {warmup:,} steps, and there are {steps:,}: it comes to {share} of its peak")
+    if config.window is not None and config.window >= model.block_size:
+        lines.append(f"a window of {config.window:,} hides nothing in a context of {model.block_size:,} tokens")
     if config.decay is not None and config.schedule != "linear":
         lines.append(f"--schedule {config.schedule} has no way down of its own: --decay is not used")
     return lines
