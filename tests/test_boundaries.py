@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gpt.errors import UserError
 from gpt.text import boundaries
 from gpt.text.backends import ByteBPE
-from gpt.text.boundaries import GPT2_PATTERN, cuts, last_boundary
+from gpt.text.boundaries import DIGITS_PATTERN, GPT2_PATTERN, cuts, last_boundary
 from gpt.text.tokenizer import Tokenizer, learn_tokenizer
 
 BYTES = {bytes([byte]): byte for byte in range(256)}
@@ -34,12 +34,13 @@ PATTERNS = {
     "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "qwen": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "minbpe": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "smollm2": DIGITS_PATTERN,
     "trailing spaces": r"\S+\s*|\s+",
     "single digits": r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "lines": r"[^\n]*\n|[^\n]+",
     "looks behind": r"(?<=x)y+|\w+|\W",
 }
-KNOWN = ["gpt2", "cl100k", "o200k", "llama3", "qwen", "minbpe"]
+KNOWN = ["gpt2", "cl100k", "o200k", "llama3", "qwen", "minbpe", "smollm2"]
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +240,13 @@ def test_what_the_engine_cannot_do_is_said() -> None:
     hopeless = Tokenizer("test", ByteBPE(r"(?:a|b)+(?!c)|[\s\S]", BYTES), 256)
     with pytest.raises(UserError, match="fails on a text of 3,000,001 characters"):
         hopeless.encode("a" * 3_000_000 + "c")
+
+
+def test_white_space_before_a_digit_is_a_piece() -> None:
+    each = ByteBPE(DIGITS_PATTERN, LONG_RANKS)
+    spaces = " " * 12_000
+    for text in (f"{spaces}7", f"{spaces}x", f"a{spaces}٣x", f"{spaces}7{spaces}!", f"x{spaces}"):
+        assert each.encode(text, {}, False, False)[0].tolist() == each._encoding.encode_ordinary(text)
 
 
 def test_a_panic_of_the_engine_is_said_too() -> None:

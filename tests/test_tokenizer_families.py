@@ -23,7 +23,7 @@ from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
 from gpt.decoding.stream import TextStream
 from gpt.errors import UserError, WorkError
-from gpt.text import backends, tokenizer_files
+from gpt.text import backends, boundaries, tokenizer_files
 from gpt.text.backends import ByteBPE
 from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenizer import Tokenizer
@@ -240,6 +240,14 @@ def test_show_says_what_begins_and_ends_a_text(folders: dict[str, Path], both: B
 
 
 # What is refused
+
+
+def test_a_document_that_the_library_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundaries, "MOST_WHOLE", 1000)
+    assert list(boundaries.parts(["some words "] * 90, "", 100)) == [("some words " * 90, False)]
+    with pytest.raises(UserError, match="1,001 characters without a place to cut it") as error:
+        list(boundaries.parts(["some words "] * 100, "", 100))
+    assert "--split-on" in error.value.hint
 
 
 def test_sentencepiece_alone_is_refused_with_what_to_do(gpt: Gpt, workdir: Path) -> None:

@@ -25,6 +25,7 @@ DIGITS_PATTERN = r"""'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}++| ?[^\s\p{L}\p{N}]++|\s
 LONG_SPACE = 10_000
 LONG_PIECE = 2**20  # characters; a single piece longer than this is cut: merging takes more than linear time
 MOST_UNCUT = 2**27  # characters held of a document in which no place to cut is found: a bomb must not fill the memory
+MOST_WHOLE = 2**24  # as much for the tokenizers library, which takes some 110 bytes a character
 LONG_SPACE_PIECE = 2**19  # as much for white space, which o200k's pattern puts on that stack even at a text's end
 
 # What \s means to the regex engine: Unicode's White_Space (Python's own \s has four control characters more).
@@ -186,7 +187,7 @@ def parts(chunks: Iterable[str], pattern: str, size: int) -> Iterator[tuple[str,
     ids one after the other are the whole document's. With each, whether it ends inside a piece that was too long.
 
     No part is empty. Under a pattern of unknown form there is one part. Raises `UserError` for more than `MOST_UNCUT`
-    characters between two places to cut.
+    characters between two places to cut, or for a longer document than `MOST_WHOLE` where there is no pattern.
     """
     held: list[str] = []
     length, wanted = 0, size
@@ -202,7 +203,7 @@ def parts(chunks: Iterable[str], pattern: str, size: int) -> Iterator[tuple[str,
             held = [text[places[-1][0] :] if places else text]
             length = len(held[0])
             wanted = max(size, 2 * length)
-        if length > MOST_UNCUT:
+        if length > (MOST_UNCUT if pattern else MOST_WHOLE):
             raise UserError(
                 f"a document has {length:,} characters without a place to cut it under the tokenizer's pattern",
                 "--split-on cuts it into documents; or take another --tokenizer",
