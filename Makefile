@@ -38,6 +38,7 @@ bench: $(VENV)/.made-dev
 	$(BIN)/python -m benchmarks.run
 	$(BIN)/python -m benchmarks.tokenize
 	$(BIN)/python -m benchmarks.finetune
+	$(BIN)/python -m benchmarks.lora
 	$(PIP) -e '.[bench]'
 	$(BIN)/python -m benchmarks.decode
 	-$(BIN)/python -m benchmarks.pages

@@ -47,7 +47,7 @@ def attention(
 
     from . import render_inspect, views
 
-    ids = loaded.tokenizer.encode(text).tolist()
+    ids = loaded.tokenizer.prompt(text) if text else []  # as sampling reads it
     look = inspect.look(loaded.model, ids, loaded.tokenizer, layer, head)
     if look.dropped:
         render.note(f"the prompt has {len(ids):,} tokens; the last {len(look.ids):,} fit the context and are shown")

@@ -108,9 +108,7 @@ def _shape(target: str | None, shape: dict[str, object]) -> tuple[str, GPTConfig
         from gpt.runs import folder, hf, hub
 
         remote = hub.is_remote(target)
-        config = hf.load_config(
-            hub.fetch(target, weights=False) if remote else folder.home(folder.find_checkpoint(target))
-        )
+        config = hf.load_config(hub.fetch(target, weights=False) if remote else folder.find_checkpoint(target))
     else:
         raise UserError(f'there is no preset, run or checkpoint "{target}"', did_you_mean(target, PRESETS))
     changed = _properties(shape)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from gpt.decoding.prompts import Results
 
 HIGHEST = {"num": 2**63 - 1, "seed": 2**53}
-MODEL_HELP = "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, a folder of transformers, or hf:NAME of the hub."
+MODEL_HELP = (
+    "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, a folder of transformers or PEFT, or hf:NAME of the hub."
+)
 
 
 @takes(SampleConfig)

@@ -105,7 +105,9 @@ def decode(
     numbers = [int(word) if word.isascii() and word.isdecimal() and len(word) < 20 else -1 for word in words]
     if -1 in numbers:
         raise UserError(f'"{words[numbers.index(-1)]}" is no id', "ids are whole numbers, separated by spaces")
-    render_vocabulary.write_bytes(_find(tokenizer).decode_bytes(numbers))
+    found = _find(tokenizer)
+    found.check(numbers)
+    render_vocabulary.write_bytes(found.decode_bytes(numbers))
 
 
 def _find(word: str | None) -> "Tokenizer":

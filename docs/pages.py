@@ -17,7 +17,7 @@ from gpt_cli.main import main
 from playwright.sync_api import Page, sync_playwright
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
-BOOK, WAVES = "runs/book", "runs/waves"
+BOOK, WAVES, BANDS = "runs/book", "runs/waves", "runs/bands"
 PROMPT = "The king is dead, and the king's son is"
 HEAD = ("2", "0")
 # Commands whose `-o FILE.png` is drawn.
@@ -28,6 +28,7 @@ STILLS: dict[str, list[str]] = {
     "waves": ["inspect", "positions", "-m", WAVES],
     "head": ["inspect", "attention", "-m", BOOK, "-p", PROMPT, "--layer", HEAD[0], "--head", HEAD[1]],
     "heads": ["inspect", "attention", "-m", BOOK, "-p", PROMPT],
+    "bands": ["inspect", "attention", "-m", BANDS, "-p", PROMPT],
 }
 # Commands whose `-o FILE.html` is photographed in a browser.
 PAGES: dict[str, list[str]] = {
@@ -39,12 +40,14 @@ PAGES: dict[str, list[str]] = {
 
 
 def train(text: str, run: str | None) -> None:
-    """Trains the run that is shown, or copies ``run``; and one step of a run with sine and cosine positions."""
+    """Trains the run that is shown, or copies ``run``; one step of a run with sine and cosine positions; and for a
+    minute one whose layers 1 and 3 see four tokens."""
     if run is not None:
         shutil.copytree(run, BOOK)
     elif main(["train", text, "-o", BOOK]):
         sys.exit(1)
     main(["train", text, "-o", WAVES, "--positions", "sinusoidal", "--steps", "1"])
+    main(["train", text, "-o", BANDS, "--arch", "modern", "--window", "4", "--minutes", "1"])
 
 
 def draw(pictures: Path) -> None:

@@ -489,7 +489,7 @@ class TrainConfig(TextConfig):
     )
     init: str | None = option(
         None, "Start from the weights and tokenizer of a model: a run, RUN:latest, a checkpoint, a folder of "
-        "transformers, or hf:NAME from the hub. Shape and vocabulary are its own.",
+        "transformers or PEFT, or hf:NAME from the hub. Shape and vocabulary are its own.",
         panel=_TUNE, shown="none",
     )  # fmt: skip
     pairs: bool = option(

@@ -140,9 +140,8 @@ class HeadScores:
         score, chance = self.scores[kind], self.chance[kind]
         if score is None or chance is None:
             return None
-        lifted: Floats = (score - chance[:, None]) / np.maximum(
-            1 - chance[:, None], 1e-9
-        )  # a window of 1 is all chance
+        even = chance[:, None]
+        lifted: Floats = ((score - even) / np.maximum(1 - even, 1e-9)).astype(np.float32)  # a window of 1 is all even
         return lifted
 
 

@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM
 import gpt as library
 from gpt import events
 from gpt.config import LORA_ROLES, GPTConfig
-from gpt.model import lora
+from gpt.model import lora, loss
 from gpt.model.decoder import GPT
-from gpt.model.loss import tied_cross_entropy
 from gpt.runs import adapter, checkpoint, folder, hf
 from gpt.text.tokenizer import bytes_tokenizer
 
@@ -145,6 +144,26 @@ def test_a_frozen_map_in_bfloat16_keeps_its_dtype() -> None:
     assert adapted.a.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("vocab_size", [301, 320])
+def test_the_loss_through_a_frozen_unembedding(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is computed in chunks with its gradient, and is what autograd computes of one whose unembedding learns."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(loss, "FROZEN_LOGITS_ON_CPU", vocab_size * 13)
+    weight, x = torch.randn(vocab_size, 16), torch.randn(3, 50, 16, requires_grad=True)
+    targets = torch.randint(0, vocab_size, (3, 50))
+    targets[0, :7] = loss.IGNORED
+    for dtype, near in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        found = []
+        for learns in (False, True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+                total = loss.tied_cross_entropy(x, weight.clone().requires_grad_(learns), targets)
+            (grad,) = torch.autograd.grad(total / 7, x)
+            found.append((total.item(), grad))
+        assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+        assert torch.allclose(found[0][1], found[1][1], atol=near)
+        assert not found[0][1][0, :7].any()
+
+
 # PEFT
 
 
@@ -222,11 +241,11 @@ def test_gradients_are_pefts(family: str, workdir: Path) -> None:
     theirs = peft.PeftModel.from_pretrained(theirs_at(base), workdir / "adapter", is_trainable=True)
     ids = torch.randint(0, 257, (2, 17))
     x, y = ids[:, :-1], ids[:, 1:].contiguous()
-    loss = tied_cross_entropy(model.trunk(x), model.unembedding, y)
-    loss.backward()
+    one = loss.tied_cross_entropy(model.trunk(x), model.unembedding, y)
+    one.backward()
     other = torch.nn.functional.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten(), reduction="sum")
     other.backward()
-    assert loss.item() == pytest.approx(other.item(), rel=1e-5)
+    assert one.item() == pytest.approx(other.item(), rel=1e-5)
     grads = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
     about = adapter.Adapter(str(base), 3, 6.0, {})
     stored = adapter.contents(about, lora.find_roles("all", config), config, grads)[adapter.FILE]
@@ -419,6 +438,15 @@ def test_adapters_on_adapters_and_with_a_shorter_context(base: Path, other: Path
     ids = torch.arange(16)[None]
     with torch.no_grad():
         assert torch.allclose(library.load(whole.run).model(ids), model(ids), atol=1e-6)
+
+
+def test_adapters_of_before_pefts_layout(gpt: Gpt, base: Path, other: Path) -> None:
+    result = library.train(other, init=base, steps=1, **LORA)
+    (result.checkpoint / "adapter_model.safetensors").rename(result.checkpoint / "adapter.safetensors")
+    (result.checkpoint / "adapter_config.json").unlink()
+    (result.checkpoint / "checksums.json").unlink()
+    folder.write_checksums(result.checkpoint)
+    one_line_of_what_and_what_next(gpt("sample", "-m", result.run), "has adapters in the layout of a former version")
 
 
 def test_adapters_that_do_not_fit(gpt: Gpt, base: Path, other: Path) -> None:

@@ -128,10 +128,9 @@ def test_generation_config_names_all_ends(folders: dict[str, Path], tmp_path: Pa
     config.write_text(json.dumps({"eos_token_id": [im_end, end]}))
     found = tokenizer_files.find_tokenizer(str(tmp_path / "a"))
     assert (found.ends, found.eot) == ({im_end, end}, end)
-    for other, expected in ((5, {im_end}), ([end, 4096], {end})):  # no special tokens end nothing
-        config.write_text(json.dumps({"eos_token_id": other}))
-        assert tokenizer_files.find_tokenizer(str(tmp_path / "a")).ends == expected
-    for bad in ([-1], "x"):
+    config.write_text(json.dumps({"eos_token_id": [50256, 5]}))  # no added tokens: tokenizer_config.json says it
+    assert tokenizer_files.find_tokenizer(str(tmp_path / "a")).ends == {im_end}
+    for bad in ([-1], "x", 2**40, [[1]]):
         config.write_text(json.dumps({"eos_token_id": bad}))
         with pytest.raises(UserError, match="which is no id"):
             tokenizer_files.find_tokenizer(str(tmp_path / "a"))
@@ -382,3 +381,34 @@ def test_both_regex_engines_know_the_same_characters(form: str, folders: dict[st
             texts = [form_.format(character) + "!" for character in every[start : start + 10_000]]
             found = ours._encoding.encode_ordinary_batch(texts, num_threads=1)
             assert found == [each.ids for each in theirs.encode_batch(texts)]
+
+
+def test_fine_tuned_it_is_still_the_familys(folders: dict[str, Path], gpt: Gpt, workdir: Path) -> None:
+    """A tiny Llama with its own tokenizer, through ``gpt train --init`` into a folder of transformers'."""
+    transformers = pytest.importorskip("transformers")
+    shutil.copytree(folders["llama3"], "llama")
+    before = transformers.AutoTokenizer.from_pretrained("llama")
+    config = transformers.LlamaConfig(
+        vocab_size=len(before) + 7, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True,
+        bos_token_id=before.bos_token_id, eos_token_id=before.eos_token_id,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained("llama")
+    pairs = [{"prompt": f"<|begin_of_text|>what is {i}?", "completion": f" it is {i}."} for i in range(40)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    done = gpt(
+        "train", "pairs.jsonl", "--pairs", "--init", "llama", "--steps", "1", "-o", "run", "--device", "cpu", "--quiet"
+    )
+    assert done.code == 0, done.err
+    [step] = Path("run").glob("step-*")
+    after = transformers.AutoTokenizer.from_pretrained(step)
+    assert before.get_vocab() == after.get_vocab()
+    assert before.special_tokens_map == after.special_tokens_map
+    assert [before(text).input_ids for text in TEXTS] == [after(text).input_ids for text in TEXTS]
+    chat = [{"role": "user", "content": "hi"}]
+    assert before.apply_chat_template(chat, tokenize=False) == after.apply_chat_template(chat, tokenize=False)
+    assert json.loads((step / "generation_config.json").read_text()) == {
+        "bos_token_id": before.bos_token_id, "eos_token_id": before.eos_token_id
+    }  # fmt: skip
+    line = json.loads(gpt("sample", "what is 7?", "-m", "run", "-n", "5", "-t", "3", "--json", "--device", "cpu").out)
+    assert isinstance(line["text"], str)

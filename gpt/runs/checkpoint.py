@@ -169,8 +169,7 @@ def load(
     Raises `UserError` for damage (a checksum, a shape, a number), for a model of another kind, and for an adapter whose
     base is gone.
     """
-    home = folder.home(path)
-    config, meta = _describe(home)
+    config, meta = _describe(path)
     if adapter.is_adapter(path):
         said = adapter.read(path)
         if above == folder.MOST_ADAPTERS:
@@ -184,7 +183,7 @@ def load(
             finish(model)
     else:
         model = _build(shape or config, partial(read_parameters, path, config), device, dtype, finish)
-    return Checkpoint(model, load_tokenizer(home, config, meta))
+    return Checkpoint(model, load_tokenizer(path, config, meta))
 
 
 def peek(path: Path) -> tuple[GPTConfig, Tokenizer]:
@@ -192,17 +191,17 @@ def peek(path: Path) -> tuple[GPTConfig, Tokenizer]:
 
     Raises `UserError` as `load` does, for what can be seen without the weights.
     """
-    home = folder.home(path)
-    config, meta = _describe(home)
+    config, meta = _describe(path)
     if adapter.is_adapter(path):
         adapter.read(path).find_base(path)
     else:
         _weight_files(path)
-    return config, load_tokenizer(home, config, meta)
+    return config, load_tokenizer(path, config, meta)
 
 
 def _describe(path: Path) -> tuple[GPTConfig, dict[str, Any]]:
     """The shape of a checkpoint's model, and the object in its ``gpt.json``, empty where there is none."""
+    path = folder.home(path)
     with reading(path):
         ours = (path / folder.META).exists() or (path / folder.CHECKSUMS).exists()
     if ours:
@@ -217,7 +216,7 @@ def _describe(path: Path) -> tuple[GPTConfig, dict[str, Any]]:
 def load_tokenizer(path: Path, config: GPTConfig, meta: Mapping[str, Any]) -> Tokenizer:
     """Loads the tokenizer beside the weights: ours, or one of transformers'. A folder without one and with
     50,257 ids means GPT-2's. Raises `UserError` where its size is not the model's."""
-    tokenizer: Tokenizer | None
+    path, tokenizer = folder.home(path), None
     if meta and has_own(path, meta.get("tokenizer")):
         tokenizer = read_own(path, meta.get("tokenizer"), str(path / folder.META))
     else:

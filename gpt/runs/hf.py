@@ -317,6 +317,7 @@ def _read_window(kind: str, values: Mapping[str, Any], n_layer: int) -> tuple[An
 
 def load_config(path: Path) -> GPTConfig:
     """The shape of the model in a checkpoint folder; `UserError` where it is of another kind. Opens no weights."""
+    path = folder.home(path)
     config = from_hf_config(read_json(path / "config.json"), str(path / "config.json"))
     if (
         config.layout == "gpt2" and (path / folder.META).exists()

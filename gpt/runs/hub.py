@@ -10,11 +10,11 @@ from pathlib import Path
 from gpt.errors import UserError, WorkError
 
 PREFIX = "hf:"
-CONFIG = ["config.json"]
+CONFIG = ["config.json", "adapter_config.json"]  # a model's, or that of adapters to one
 FILES = [
     *CONFIG, "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "adapter_config.json", "adapter_model.safetensors",
+    "merges.txt", "chat_template.jinja", "adapter_model.safetensors",
     "gpt.json", "checksums.json", "tokenizer.tiktoken",  # of checkpoints of ours
 ]  # fmt: skip
 
@@ -34,7 +34,7 @@ def fetch(model: str, weights: bool = True) -> Path:
     if not name or name.count("/") > 1:
         raise UserError(f'"{model}" names no model of the hub', "hf:OWNER/NAME, such as hf:openai-community/gpt2")
     folder = Path(_snapshot(name, revision or "main", FILES if weights else CONFIG))
-    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+    if not any((folder / name).is_file() for name in CONFIG):
         raise UserError(f"{model} has no config.json: it is no model of transformers", "gpt2, llama, mistral, qwen2 …")
     if weights and not any(folder.glob("*.safetensors")):
         raise UserError(

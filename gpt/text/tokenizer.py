@@ -146,15 +146,18 @@ class Tokenizer:
         return self.decode_bytes(ids).removeprefix(b" " if self.backend.adds_space else b"")
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Returns the bytes of ``ids``, one token's after the other's; none for an unused id of the vocabulary. Raises
-        `UserError` for an id outside it."""
+        """Returns the bytes of ``ids``, one token's after the other's. An id without a token has none: models may have
+        more ids than their vocabulary."""
         try:
             return b"".join(map(self._bytes.__getitem__, ids))
         except KeyError:
-            bad = next((id for id in ids if not 0 <= id < self.vocab_size), None)
-            if bad is not None:
-                raise UserError(f"id {bad} is outside the vocabulary of {self.vocab_size:,}") from None
             return b"".join(self._bytes.get(id, b"") for id in ids)
+
+    def check(self, ids: Sequence[int]) -> None:
+        """Raises `UserError` for an id outside the vocabulary."""
+        for id in ids:
+            if not 0 <= id < self.vocab_size:
+                raise UserError(f"id {id} is outside the vocabulary of {self.vocab_size:,}")
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of ``ids``; invalid UTF-8 becomes U+FFFD."""

@@ -366,19 +366,22 @@ def _tokenizer(
         ends = [specials[END_OF_TEXT]] if END_OF_TEXT in specials else list(specials.values())
     eot = specials.get(END_OF_TEXT, -1)
     eot = eot if eot in ends else ends[0]
-    words_of = {id: word for word, id in specials.items()}
-    others = {word: id for word, id in specials.items() if id != eot}
-    return Tokenizer("bpe", backend, eot, words_of[eot], others, words, bos, frozenset(ends) - {eot})
+    special = {word: id for word, id in {**specials, **words}.items() if word in specials or id in ends}
+    plain = {word: id for word, id in words.items() if word not in special}
+    eot_token = next(word for word, id in special.items() if id == eot)
+    others = {word: id for word, id in special.items() if word != eot_token}
+    return Tokenizer("bpe", backend, eot, eot_token, others, plain, bos, frozenset(ends) - {eot})
 
 
 def _ends(settings: Mapping[str, Any], added: Mapping[str, int]) -> list[int]:
-    """Returns the ids that end a text, as a configuration names them: by id, by ids or as a word."""
+    """Returns the ids that end a text, as a configuration names them, by ids or as a word. Ids of no added token
+    are left out: GPT-2's 50256 stands in many configurations of smaller vocabularies."""
     said = settings.get("eos_token_id")
     if said is not None:
         ids = said if isinstance(said, list) else [said]
         if not all(type(id) is int and 0 <= id < LIMITS["vocab_size"] for id in ids):
             raise UserError(f"eos_token_id is {said!r}, which is no id", "mend the model's generation_config.json")
-        return [id for id in ids if id in added.values()]  # config.json may have GPT-2's id beside another vocabulary
+        return [id for id in ids if id in added.values()]
     word = _content(settings.get("eos_token"))
     return [added[word]] if word in added else []
 

@@ -174,6 +174,7 @@ SUBJECTS = (
     Subject("begun-run", f"{MIDDLE}/training.json", (RESUME,), _sign(MIDDLE)),
     Subject("begun-lora", f"{MIDDLE}/training.json", (RESUME,), _sign(MIDDLE)),
     Subject("lora", f"{LAST}/gpt.json", (*LOOKS, ("report BAD", 10)), _sign(LAST)),
+    Subject("lora", f"{LAST}/adapter_config.json", LOOKS, _sign(LAST)),
     Subject("theirs", "config.json", LOOKS),
     Subject("theirs", "tokenizer.json", LOOKS),
     Subject("theirs", "model.safetensors.index.json", LOOKS),
