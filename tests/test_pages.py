@@ -255,6 +255,27 @@ def test_a_large_page_is_small_and_quick(open_page: Any, workdir: Path) -> None:
     assert min(seconds) < 8  # 2 on a machine that does nothing else
 
 
+def test_a_window_is_said_and_shown(open_page: Any, workdir: Path) -> None:
+    from gpt_cli import page as pages
+    from gpt_cli import views
+
+    from gpt import inspect
+
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(257, 16, 2, 4, 32, n_kv_head=2, window=3)).eval()
+    look = inspect.look(model, list(b"a band here"), bytes_tokenizer())
+    Path("w.html").write_bytes(pages.html("attention", "w", views.attention_page(look, bytes_tokenizer(), "w")))
+    page = open_page(Path("w.html"))
+    assert page.locator(".heads .label").all_inner_texts() == ["all", "layer 0", "layer 1, window 3"]
+    page.click('button[data-layer="1"][data-head="2"]')
+    assert page.inner_text("#readout").startswith("layer 1, window 3, head 2: ")
+    shares = [float(x) for x in page.locator("#attends td.number").all_inner_texts()]
+    assert sum(shares) == pytest.approx(1, abs=0.01) and sum(share > 0 for share in shares) == 3
+    even = [row.locator("td.number").all_inner_texts()[1] for row in page.locator("#facts tbody tr").all()]
+    expected = [look.here.chance[kind] for kind in inspect.KINDS]
+    assert even == ["–" if each is None else f"{each[1]:.3f}" for each in expected]
+
+
 def test_data_cannot_end_the_script_that_holds_it() -> None:
     evil = "</script><script>a()</script><!--"
     text = pages.html("report", evil, {"name": evil}).decode()

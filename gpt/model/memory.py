@@ -163,7 +163,7 @@ def _heads(config: GPTConfig, setup: Setup) -> int:
         case "plain":  # the pattern, and under dropout what it is multiplied by and what comes of that
             scores = s * H * T * (3 if config.dropout else 1)
             copies, viewed = s * (q + 2 * k), K == 1
-        case "torch's":  # in float32, with keys and values for every query
+        case "unfused":  # torch's, in float32, with keys and values for every query
             scores, copies, viewed = 3 * FLOAT * H * T, 3 * FLOAT * q, False
         case _:
             scores = FLOAT * H  # the logarithm of the sum of each row
@@ -175,11 +175,11 @@ def _heads(config: GPTConfig, setup: Setup) -> int:
     return scores + copies + s * (q + 2 * k) * viewed
 
 
-def _kernel(config: GPTConfig, setup: Setup) -> Literal["plain", "torch's", "fused"]:
+def _kernel(config: GPTConfig, setup: Setup) -> Literal["plain", "unfused", "fused"]:
     """How attention is computed: fused, or on a CPU our own way, or under dropout torch's that is not fused."""
     if setup.device == "cuda":
         return "fused"
-    return "plain" if config.block_size <= PLAIN_UP_TO else "torch's" if config.dropout else "fused"
+    return "plain" if config.block_size <= PLAIN_UP_TO else "unfused" if config.dropout else "fused"
 
 
 def _tables(config: GPTConfig, setup: Setup) -> int:
