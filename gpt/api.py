@@ -183,9 +183,10 @@ def load(
 def _fitted(path: Path, compute: Compute, dtype: str, narrow: bool, note: Callable[[str], None]) -> Compute:
     """Chooses bfloat16 for a model whose float32 weights the memory cannot hold, if the dtype is free and weights are
     read in ``narrow`` ones at all. Raises `UserError` where the weights do not fit."""
-    parameters, memory = breakdown(hf.load_config(folder.home(path))).trainable, compute.memory()
-    if narrow and dtype == "auto" and 4 * parameters > memory:
-        note(f"float32 weights take {4 * parameters / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} GB: bfloat16")
+    parts, memory = breakdown(hf.load_config(folder.home(path))), compute.memory()
+    parameters, exact = parts.trainable, 4 * parts.total_weights  # a tied embedding is laid out anew as the unembedding
+    if narrow and dtype == "auto" and exact > memory:
+        note(f"float32 weights take {exact / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} GB: bfloat16")
         compute = replace(compute, dtype=torch.bfloat16)
     size = compute.dtype.itemsize if narrow else 4
     if (1 if narrow and dtype == "int8" else size) * parameters > memory:
