@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpt.config import LORA_ROLES, GPTConfig
 from gpt.errors import UserError
-from gpt.files import read_json, to_json
+from gpt.files import read_json, reading, to_json
 from gpt.model import lora
 from gpt.runs import folder, hf, hub
 from gpt.runs import tensors as files
@@ -78,7 +78,9 @@ class Adapter:
 
 def is_adapter(path: Path) -> bool:
     """Whether a checkpoint holds adapters alone. Raises `UserError` for those of before PEFT's layout."""
-    if (path / "adapter.safetensors").is_file():
+    with reading(path):
+        former = (path / "adapter.safetensors").is_file()
+    if former:
         raise UserError(f"{path} has adapters in the layout of a former version", "train them anew")
     return (path / folder.ADAPTER).is_file()
 
