@@ -194,7 +194,8 @@ def model_to_tune(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).run
 
 
-@pytest.mark.parametrize(("rank", "least"), [slow(None, 38), (8, 30)])
+# With 395 steps of two pairs each, rounding alone decides between some 24 and 39 for adapters; untrained ones give 0.
+@pytest.mark.parametrize(("rank", "least"), [slow(None, 38), (8, 20)])
 def test_pairs_are_given_back_with_what_is_chosen_by_default(
     gpt: Gpt, model_to_tune: Path, file: Path, rank: int | None, least: int
 ) -> None:
