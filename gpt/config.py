@@ -35,7 +35,7 @@ LIMITS = {
     "n_kv_head": 2**14, "head_dim": 2**16, "n_inner": 2**22, "window": 2**24,
 }  # fmt: skip
 OPTIONAL = ("n_kv_head", "head_dim", "n_inner", "window")  # of these
-WIDE = 512  # width from which the inside of a gated MLP is a multiple of 256, which GPUs like, and not of 32
+WIDE = 512  # width from which the inside of a gated MLP is a multiple of 256, which GPUs like, and not of 64
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class GPTConfig:
         """With a gate there are three maps instead of two, each about 2/3 as large."""
         if self.mlp == "gelu":
             return 4 * self.n_embd
-        unit = 256 if self.n_embd >= WIDE else 32
+        unit = 256 if self.n_embd >= WIDE else 64
         return max(1, round(8 * self.n_embd / 3 / unit)) * unit
 
     @property

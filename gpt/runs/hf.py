@@ -228,7 +228,8 @@ def from_hf_config(values: Mapping[str, Any], where: str) -> GPTConfig:
     try:
         return _from_own_config(values) if kind == OWN_TYPE else _from_family(kind, FAMILIES[kind], values)
     except UserError as error:
-        raise UserError(f"{where}: {error.message}", error.hint) from None
+        hint = error.hint or "no option changes that: take another model"
+        raise UserError(f"{where}: {error.message}", hint) from None
 
 
 def _from_family(kind: str, family: Family, values: Mapping[str, Any]) -> GPTConfig:

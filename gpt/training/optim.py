@@ -21,6 +21,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 # Of an update, before the rate: about AdamW's, so that one rate serves both (Liu et al. 2025, arXiv 2502.16982).
 RMS = 0.2
+NORM_RATE = 0.25  # of the rate, for RMSNorms' weights beside Muon (docs/defaults.md)
 
 
 class Muon(Optimizer):
@@ -138,10 +139,10 @@ class Optimizers:
         self._of = {p: each for each in self.optimizers for group in each.param_groups for p in group["params"]}
 
     def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of every group."""
+        """Sets the learning rate of every group, of which one may have a ``rate`` that is less than the others'."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("rate", 1.0)
 
     def step(self, skip: Tensor) -> None:
         """Steps every optimizer; a no-op where ``skip`` is true, which is decided on the device."""
@@ -191,7 +192,7 @@ def make_optimizer(
     muon: Callable[..., Muon] = Muon,
 ) -> Optimizers:
     """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas, fused in one kernel; under ``muon`` for all but the matrices
-    of the blocks. Biases, LayerNorms and, under ``muon``, embeddings are not decayed. ``dtype`` is that of Muon's
+    of the blocks. Biases, norms and, under ``muon``, embeddings are not decayed. ``dtype`` is that of Muon's
     iteration, which the ranks of a ``world`` share.
     """
     table = named_parameters(model.config)
@@ -206,9 +207,10 @@ def make_optimizer(
     if kind == "adamw":
         return Optimizers([_adamw([*others, *(p for some in fused.values() for p in some)], vectors, weight_decay)])
     groups = [{"params": params, "fused": rows} for rows, params in fused.items()]
-    return Optimizers([muon(groups, 0.0, weight_decay, dtype, world), _adamw(others, vectors, 0.0)])
+    rate = NORM_RATE if model.config.norm == "rmsnorm" else 1.0
+    return Optimizers([muon(groups, 0.0, weight_decay, dtype, world), _adamw(others, vectors, 0.0, rate)])
 
 
-def _adamw(decayed: Sequence[Tensor], others: Sequence[Tensor], weight_decay: float) -> AdamW:
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+def _adamw(decayed: Sequence[Tensor], others: Sequence[Tensor], weight_decay: float, rate: float = 1.0) -> AdamW:
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0, "rate": rate}]
     return AdamW([group for group in groups if group["params"]], lr=0.0, betas=BETAS, eps=1e-8, fused=True)
