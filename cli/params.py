@@ -119,7 +119,7 @@ def _shape(target: str | None, shape: dict[str, object]) -> tuple[str, GPTConfig
 
 
 def _properties(shape: dict[str, object]) -> dict[str, Any]:
-    """What was given by hand, with the properties of an architecture in the place of its name."""
+    """Replaces the name of an architecture among the options of a shape by its properties."""
     given = dict(shape)
     arch = given.pop("arch", None)
     return {**(ARCHITECTURES[cast(Arch, arch)] if arch else {}), **given}

@@ -188,8 +188,8 @@ def _fitted(path: Path, compute: Compute, dtype: str, narrow: bool, note: Callab
     if narrow and dtype == "auto" and exact > memory:
         note(f"float32 weights take {exact / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} GB: bfloat16")
         compute = replace(compute, dtype=torch.bfloat16)
-    size = compute.dtype.itemsize if narrow else 4
-    if (1 if narrow and dtype == "int8" else size) * parameters > memory:
+    size = 4 if not narrow else 1 if dtype == "int8" else compute.dtype.itemsize
+    if size * parameters > memory:
         raise UserError(
             f"the weights of {path} take {size * parameters / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} GB",
             "sample in --dtype bfloat16 or int8, or take a smaller model",

@@ -75,6 +75,7 @@ KINDS = {
     "qwen2": GPTConfig.of("modern", 97, 150, 3, 4, 32, qk_norm=False, biases="qkv", window=1, window_layers=(2,)),
     "qwen3": GPTConfig.of("modern", 97, 150, 2, 4, 32, n_kv_head=2, head_dim=16, rope_base=1e6, tied=False),
 }
+KINDS["wide window"] = GPTConfig.of("modern", 97, 150, 2, 4, 32, window=70)
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -109,12 +110,12 @@ def patterns(model: GPT, idx: Tensor) -> list[Tensor]:
 
 
 @EACH_KIND
-def test_cache_equals_no_cache(kind: str) -> None:
+@pytest.mark.parametrize("sizes", [(7, 1, 6, 1, 5, 90, 1, 1, 38), (67, 68, 1, 14)])
+def test_cache_equals_no_cache(kind: str, sizes: tuple[int, ...]) -> None:
     model = loud(KINDS[kind])
     idx = torch.randint(97, (2, 150))
     cache = KVCache(model.config, 2, torch.device("cpu"), torch.float32)
     # A prompt, one step, several at once, more than a window's columns have room for, and steps again.
-    sizes = (7, 1, 6, 1, 5, 90, 1, 1, 38)
     with torch.no_grad():
         whole = model(idx)
         pieces = [model(part, cache) for part in idx.split(sizes, dim=1)]

@@ -16,11 +16,9 @@ Where = slice | Tensor  # positions that all rows share, or (B, T) of them
 
 @dataclass
 class _Span:
-    """Where layers of one window put the new positions, and which columns these see."""
+    """The columns of a step in layers of one window: those that take the new positions, and those that these see."""
 
-    columns: (
-        slice | tuple[Tensor, Tensor]
-    )  # where the new ones go: all rows' columns, or rows (B, 1) and columns (B, T)
+    columns: slice | tuple[Tensor, Tensor]  # that take the new ones: of all rows, or rows (B, 1) and columns (B, T)
     seen: slice  # columns that are looked at
     mask: Tensor | None  # True where a new position sees a column, (…, T, seen); None: all, or a causal square
     kept: Tensor | None = None  # of more positions than there are columns: which stay, (B, columns)

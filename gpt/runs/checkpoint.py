@@ -329,7 +329,7 @@ def _build(
 
 
 def _unembedding(embedding: nn.Embedding, finish: Callable[[nn.Module], object]) -> nn.Module | None:
-    """What ``finish`` makes of the embedding as a linear map; None where that stays as it is."""
+    """Lays out the embedding as a linear map by ``finish``; None where that leaves it as it is."""
     vocab, width = embedding.weight.shape
     linear = Linear(width, vocab, bias=False, device="meta")
     linear.weight = embedding.weight

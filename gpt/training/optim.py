@@ -21,7 +21,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 # Of an update, before the rate: about AdamW's, so that one rate serves both (Liu et al. 2025, arXiv 2502.16982).
 RMS = 0.2
-NORM_RATE = 0.25  # of the rate, for RMSNorms' weights beside Muon (docs/defaults.md)
+NORM_RATE = 0.25  # of the rate, for the vectors of a model with RMSNorm beside Muon (docs/defaults.md)
 
 
 class Muon(Optimizer):
