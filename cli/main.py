@@ -12,7 +12,21 @@ from gpt import __version__, waiting
 from gpt.errors import Interrupted, UserError, device_failure, is_out_of_memory
 from gpt.parallel import environment
 
-from . import bench, data, evaluate, inspect, params, processes, render, report, sample, tokenize, tokenizer, train
+from . import (
+    bench,
+    data,
+    evaluate,
+    export,
+    inspect,
+    params,
+    processes,
+    render,
+    report,
+    sample,
+    tokenize,
+    tokenizer,
+    train,
+)
 
 EPILOG = (
     "Every option has a twin in the environment, GPT_<COMMAND>_<OPTION>: GPT_TRAIN_STEPS=100 is --steps 100. "
@@ -43,6 +57,7 @@ COMMANDS: dict[str, Callable[..., object]] = {
     "params": params.params,
     "report": report.report,
     "bench": bench.bench,
+    "export": export.export,
 }
 for name, command in COMMANDS.items():
     app.command(name, epilog=_TWINS.format(name.upper()))(command)

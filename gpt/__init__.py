@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpt.api import LanguageModel, load, train
+    from gpt.api import LanguageModel, export, load, train
     from gpt.config import GPTConfig, TrainConfig
     from gpt.errors import Interrupted, UserError, WorkError
     from gpt.model.decoder import GPT
@@ -26,6 +26,7 @@ _HOME = {
     "TrainConfig": "gpt.config",
     "UserError": "gpt.errors",
     "WorkError": "gpt.errors",
+    "export": "gpt.api",
     "load": "gpt.api",
     "resume": "gpt.api",
     "train": "gpt.api",
@@ -41,6 +42,7 @@ __all__ = [
     "TrainConfig",
     "UserError",
     "WorkError",
+    "export",
     "load",
     "resume",
     "train",

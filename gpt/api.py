@@ -21,6 +21,10 @@ from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.device import Compute
 from gpt.errors import UserError, did_you_mean
 from gpt.evaluate import Encoded, Evaluation, OnWindow, evaluate
+from gpt.export.run import Exported, OnBytes
+from gpt.export.run import export as write_export
+from gpt.export.source import open_source
+from gpt.export_config import ExportConfig
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.runs import adapter, checkpoint, folder, hf
@@ -166,6 +170,9 @@ def load(
     """
     found = folder.find_checkpoint(None if path is None else str(path), note)
     int8 = dtype == "int8"
+    stored = None if adapter.is_adapter(found) else hf.load_bits(found)
+    if sampling is not None and dtype == "auto" and stored == 8:
+        dtype, int8 = "int8", True
     compute = _pick(device, dtype)
     compute = _fitted(found, compute, dtype, sampling is not None and not adapter.is_adapter(found), note)
     finish: Callable[[nn.Module], object] = lambda part: None
@@ -173,9 +180,9 @@ def load(
         packed = sampling is not None and sampling.compile != "on"
         finish = functools.partial(prepare, compute=compute, int8=int8, packed=packed)
     narrow = compute.dtype if sampling is not None else torch.float32
-    loaded = checkpoint.load(found, compute.device, dtype=narrow, finish=finish)
+    loaded = checkpoint.load(found, compute.device, dtype=narrow, finish=finish, keep_int8=int8)
     devices.use_threads(compute, threads, _parameters(loaded.model) if sampling is not None else None)
-    if int8:
+    if int8 and stored != 8:
         note("int8 rounds the weights: gpt eval TEXT with and without --dtype int8 says what it costs this model")
     return LanguageModel(loaded.model, loaded.tokenizer, compute, found, note)
 
@@ -252,6 +259,37 @@ def bench(
     count = _parameters(model)
     where = compute.describe().removesuffix(f", {compute.dtype_name}")
     return Measured(name, count, where, kind, step is not None, config, speed)
+
+
+def export(
+    model: str | Path | None,
+    out: str | Path,
+    *,
+    eval: str | None = None,
+    device: str = "auto",
+    note: Callable[[str], None] = lambda text: None,
+    on_bytes: OnBytes = lambda done, total: None,
+    **settings: Any,
+) -> Exported:
+    """Writes a model, which `load` takes, to ``out``: a GGUF file where it ends in .gguf, else a folder for publishing.
+    ``settings`` are those of `ExportConfig`: ``type`` or ``dtype``, ``license``, ``samples``. With ``eval``, a text as
+    `train` takes it, the loss is measured before and after. Raises `UserError`, `WorkError`."""
+    config = from_dict(ExportConfig, settings, "export")
+    source = open_source(folder.find_checkpoint(None if model is None else str(model), note))
+    compute = devices.pick(device, "float32")
+
+    def measure(weights: checkpoint.Parameters) -> float:
+        read = lambda: ((name, get()) for name, get in weights.items())
+        built = checkpoint.build(source.config, read, compute.device, torch.float32)
+        return LanguageModel(built, source.tokenizer, compute, source.path, note).evaluate_files([str(eval)]).loss
+
+    def sample() -> list[str]:
+        if not config.samples:
+            return []
+        return load(source.path, device=device, note=note, sampling=SampleConfig()).generate(num=config.samples)
+
+    name = None if eval is None else Path(eval).name
+    return write_export(source, Path(out), config, measure if eval else None, name, sample, on_bytes)
 
 
 def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **settings: Any) -> "Result":

@@ -21,6 +21,7 @@ from gpt.decoding.engine import Request
 from gpt.decoding.weights import Int8Linear, PackedLinear, compiled, prepare
 from gpt.device import Compute
 from gpt.model.decoder import GPT
+from gpt.model.quantize import to_int8
 from gpt.sample_config import SampleConfig
 
 BF16 = Compute(torch.device("cpu"), torch.bfloat16)
@@ -74,7 +75,7 @@ def test_int8_products_are_those_of_rounded_numbers(whole: bool, bias: bool, mon
     layer = nn.Linear(64, 33, bias=bias)
     layer.weight.data[7] = 0.0  # as a row of padding is
     x = torch.randn(2, 5, 64) * torch.tensor([1e-4, 1.0, 1e4, 3.0, 0.0])[:, None]
-    ours = Int8Linear(layer.weight.detach(), layer.bias)
+    ours = Int8Linear(to_int8(layer.weight), layer.bias)
     assert ours.integer == weights.has_byte_products()
     with torch.no_grad():
         y = ours(x)
@@ -89,7 +90,7 @@ def test_int8_products_are_those_of_rounded_numbers(whole: bool, bias: bool, mon
 def test_int8_rows_do_not_see_each_other() -> None:
     """The scale is a position's own: beside a large one, a small one is rounded no more coarsely."""
     torch.manual_seed(0)
-    layer = Int8Linear(torch.randn(20, 32), None)
+    layer = Int8Linear(to_int8(torch.randn(20, 32)), None)
     x = torch.randn(4, 32)
     alone = torch.cat([layer(row[None]) for row in x])
     assert torch.equal(layer(torch.cat([x, 1e6 * torch.randn(1, 32)]))[:4], alone)
@@ -227,7 +228,7 @@ def test_memory_that_runs_out_is_no_fault_of_the_compiler(monkeypatch: pytest.Mo
 
 def test_without_vector_instructions_for_bytes_half_the_levels_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "has_whole_products", lambda: False)
-    layer = Int8Linear(torch.randn(8, 16), None)
+    layer = Int8Linear(to_int8(torch.randn(8, 16)), None)
     if layer.integer:
         assert layer.levels == 63
     x = torch.randn(3, 16)

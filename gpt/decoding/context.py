@@ -46,7 +46,7 @@ class Context:
             self.cache.fixed = True
             for each in (*self.cache.keys, *self.cache.values):
                 torch._dynamo.mark_static_address(each)
-        narrow = model.wte.weight.dtype == compute.dtype  # then there is nothing to cast at each product
+        narrow = model.ln_f.weight.dtype == compute.dtype  # then there is nothing to cast at each product
         self._autocast = contextlib.nullcontext if narrow else compute.autocast
         self.ids: list[list[int]] = [[] for _ in range(rows)]  # all ids of a row, also those no longer seen
         self.dropped = [0] * rows  # how many of a row's first ids are no longer seen

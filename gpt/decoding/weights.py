@@ -16,10 +16,10 @@ from gpt.errors import is_out_of_memory
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
 from gpt.model.params import counts, multiplied
+from gpt.model.quantize import LEVELS, Quantized, QuantizedEmbedding, QuantizedLinear, to_int8
 
 Step = Callable[[Tensor, Tensor | None, KVCache], Tensor]  # what `GPT.stack` computes
 Module = TypeVar("Module", bound=nn.Module)
-LEVELS = 127  # of int8, on either side of 0
 
 
 class PackedLinear(nn.Module):
@@ -53,19 +53,16 @@ class Int8Linear(nn.Module):
     (FBGEMM's kernel); elsewhere it stays in bfloat16.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
         super().__init__()
-        weight = weight.detach().float()
-        self.weight: Tensor | torch.ScriptObject
-        self.scale = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / LEVELS  # (out)
+        self.weight: Tensor | torch.ScriptObject = weight.levels
         self.bias = bias
-        self.integer = weight.device.type == "cpu" and has_byte_products()
+        self.integer = weight.levels.device.type == "cpu" and has_byte_products()
         if self.integer:
             self.levels = LEVELS if has_whole_products() else LEVELS // 2
-            self.weight = _pack(weight, self.scale)
+            self.weight = _pack(weight)
         else:
-            self.weight = (weight / self.scale[:, None]).round().to(torch.int8)
-            self.scale = self.scale.bfloat16()
+            self.scale = weight.scales.bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out), of the input's dtype."""
@@ -96,35 +93,43 @@ def has_whole_products() -> bool:
     return bool(capabilities.get("avx512_vnni") or capabilities.get("avx_vnni"))
 
 
-def _pack(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
+def _pack(weight: Quantized) -> torch.ScriptObject:
     torch.backends.quantized.engine = "fbgemm"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch means to move these kernels elsewhere
-        zero = torch.zeros(len(scale), dtype=torch.long)
-        rounded = torch.quantize_per_channel(weight, scale, zero, 0, torch.qint8)
+        zero = torch.zeros(len(weight.scales), dtype=torch.long)
+        rounded = torch._make_per_channel_quantized_tensor(weight.levels, weight.scales, zero, 0)
         return torch.ops.quantized.linear_prepack(rounded, None)  # type: ignore[no-any-return]
 
 
 def prepare(model: Module, compute: Compute, *, int8: bool = False, packed: bool = True) -> Module:
     """Changes a model, or a part of one, in place for fast steps, and returns it: weights in the dtype of ``compute``,
-    each linear map in the layout that the device reads fastest, or in int8, which keeps embedding, positions and norms
-    as they are. Without ``packed`` linear maps stay as they are, for a compiler to lay out."""
+    each linear map in the layout that the device reads fastest, or in int8, in which the embedding is too; positions
+    and norms stay as they are. Without ``packed`` linear maps stay as they are, for a compiler to lay out."""
     if compute.dtype != torch.float32:
         model.to(compute.dtype)
-    kind: type[PackedLinear | Int8Linear]
-    if int8:
-        kind = Int8Linear
-    elif packed and PackedLinear.fits(compute.device, compute.dtype):
-        kind = PackedLinear
-    else:
+    if not int8 and not (packed and PackedLinear.fits(compute.device, compute.dtype)):
         return model
+
+    def laid_out(weight: Tensor | Quantized, bias: Tensor | None) -> nn.Module:
+        if not int8:
+            assert isinstance(weight, Tensor)
+            return PackedLinear(weight, bias)
+        return Int8Linear(weight if isinstance(weight, Quantized) else to_int8(weight), bias)
+
     with torch.no_grad():
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(parent, name, kind(child.weight.detach(), child.bias))
-        if isinstance(model, GPT) and model.lm_head is None:
-            model.lm_head = kind(model.wte.weight.detach(), None)
+                if isinstance(child, nn.Linear | QuantizedLinear):
+                    setattr(parent, name, laid_out(child.weight, child.bias))
+        if not isinstance(model, GPT):
+            return model
+        embedding: Tensor | Quantized = model.wte.weight
+        if int8 and isinstance(embedding, Tensor):
+            embedding = to_int8(embedding)
+            model.set_submodule("wte", QuantizedEmbedding(embedding, compute.dtype))
+        if model.lm_head is None:
+            model.lm_head = laid_out(embedding, None)
     return model
 
 

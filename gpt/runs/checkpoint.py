@@ -18,7 +18,8 @@ from gpt.files import disk_errors, is_file_name, read_json, reading, side_by_sid
 from gpt.model import lora
 from gpt.model.decoder import GPT, ROPE_TABLE, Linear, rotary_table
 from gpt.model.params import named_parameters, parameters
-from gpt.runs import adapter, folder, hf, tensors
+from gpt.model.quantize import Quantized, QuantizedEmbedding, QuantizedLinear
+from gpt.runs import adapter, folder, hf, quantized, tensors
 from gpt.text.tokenizer import Tokenizer, describe, gpt2_tokenizer
 from gpt.text.tokenizer_files import has_own, read_own, read_transformers, tokenizer_files
 
@@ -27,6 +28,7 @@ MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_BYTES = 5_000_000_000  # of a file of weights; more are written as several with an index, as transformers does
 _PART = re.compile(r"h\.\d+|\w+")  # of a model: a block, or what is beside them
 Files = Mapping[str, bytes | tensors.Arrays]  # a checkpoint's, by name: bytes, or tensors to be written
+Parameters = dict[str, Callable[[], Tensor | Quantized]]
 Store = Callable[[GPTConfig, tensors.Arrays], Files]  # the files that hold weights
 
 
@@ -59,9 +61,10 @@ def contents(
     tokenizer: TokenizerFiles,
     meta: Mapping[str, Any],
     store: Store | None = None,
+    dtype: str = "float32",
 ) -> Files:
-    """The files of a checkpoint by name. ``weights`` are by our names, on the host: a model's, or what ``store`` makes
-    the files of (`gpt.runs.adapter`)."""
+    """The files of a checkpoint by name. ``weights`` are by our names, on the host: a model's in ``dtype``, or what
+    ``store`` makes the files of (`gpt.runs.adapter`)."""
     of = tokenizer.tokenizer
     bos = of.eot if of.bos is None else of.bos
     eos = [of.eot, *sorted(of.more_ends)] if of.more_ends else of.eot
@@ -77,7 +80,7 @@ def contents(
     }
     return {
         **tokenizer.files,
-        "config.json": to_json(hf.to_hf_config(config, bos, eos)),
+        "config.json": to_json(hf.to_hf_config(config, bos, eos, dtype)),
         "generation_config.json": to_json({"bos_token_id": bos, "eos_token_id": eos}),
         folder.META: to_json(own),
         **(store or _weights)(config, arrays),
@@ -86,8 +89,13 @@ def contents(
 
 def _weights(config: GPTConfig, arrays: tensors.Arrays) -> Files:
     """The files of a model's weights."""
+    return in_files(to_stored(config, arrays))
+
+
+def in_files(arrays: tensors.Arrays) -> Files:
+    """Files of these tensors: one, or several of at most `MOST_BYTES` and an index."""
     parts: list[dict[str, tensors.Array | tensors.Deferred]] = [{}]
-    for name, array in to_stored(config, arrays).items():
+    for name, array in arrays.items():
         if parts[-1] and tensors.nbytes(parts[-1]) + array.nbytes > MOST_BYTES:
             parts.append({})
         parts[-1][name] = array
@@ -121,8 +129,12 @@ def from_stored(config: GPTConfig, get: Callable[[str], Tensor]) -> Iterator[tup
     """Yields each parameter by our name, of the tensors that ``get`` returns by their names in the layout. One that is
     stored by itself is a view of that tensor."""
     for name, together in _by_parameter(config):
-        parts = [get(theirs).t() if stored.transposed else get(theirs) for theirs, stored in together.items()]
-        yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
+        yield name, _joined(together, get)
+
+
+def _joined(together: Mapping[str, hf.Stored], get: Callable[[str], Tensor]) -> Tensor:
+    parts = [get(theirs).t() if stored.transposed else get(theirs) for theirs, stored in together.items()]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _by_parameter(config: GPTConfig) -> Iterator[tuple[str, dict[str, hf.Stored]]]:
@@ -156,6 +168,7 @@ def load(
     above: int = 0,
     dtype: torch.dtype = torch.float32,
     finish: Callable[[nn.Module], object] | None = None,
+    keep_int8: bool = False,
 ) -> Checkpoint:
     """Loads the checkpoint at ``path``, ours or transformers', which is checked before anything is allocated from it.
 
@@ -164,7 +177,8 @@ def load(
     checkpoint. Weights are read straight into ``dtype``, with an adapter into float32.
 
     With ``finish``, which is given each block once it is read and at last the model, weights that are stored as they
-    are needed stay in the file, mapped into memory, and the model is not to be trained.
+    are needed stay in the file, mapped into memory, and the model is not to be trained. With ``keep_int8`` too,
+    matrices that are stored in int8 stay so; all other rounded ones are restored, exactly.
 
     Raises `UserError` for damage (a checksum, a shape, a number), for a model of another kind, and for an adapter whose
     base is gone.
@@ -182,7 +196,7 @@ def load(
         if finish is not None:
             finish(model)
     else:
-        model = _build(shape or config, partial(read_parameters, path, config), device, dtype, finish)
+        model = build(shape or config, partial(read_stored, path, config), device, dtype, finish, keep_int8)
     return Checkpoint(model, load_tokenizer(path, config, meta))
 
 
@@ -263,10 +277,33 @@ def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None])
 
 
 def read_parameters(path: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yields each parameter by our name, in the dtype of the files: a view of a mapped file where it is stored by
-    itself. Before any is read, names, shapes and dtypes of all are compared with the configuration."""
+    """Yields what `read_stored` does, rounded matrices restored in float32."""
+    for name, stored in read_stored(path, config):
+        yield name, _whole(stored)
+
+
+def _whole(stored: Tensor | Quantized) -> Tensor:
+    return stored.dequantize() if isinstance(stored, Quantized) else stored
+
+
+def read_stored(path: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """Yields each parameter by our name, as it is stored: see `stored_parameters`."""
+    for name, get in stored_parameters(path, config).items():
+        yield name, get()
+
+
+def stored_parameters(path: Path, config: GPTConfig) -> Parameters:
+    """The parameters of a checkpoint by our names, in the model's order. Each is read when it is asked for, in the
+    dtype of the files: a view of a mapped file where it is stored by itself. Before any is read, names, shapes and
+    dtypes of all are compared with the configuration. Raises `UserError` where they differ."""
     files = _weight_files(path)
-    _check_size(path, config)
+    bits = hf.load_bits(path)
+    _check_size(path, config, bits)
+    if bits is not None:
+        places = quantized.layout(config, bits)
+        shapes = {name: shape for name, (shape, _) in places.items()}
+        found = tensors.find(files, shapes, "config.json", dtypes={name: code for name, (_, code) in places.items()})
+        return quantized.from_stored(config, bits, lambda name: found[name].mapped(), str(path))
     found = tensors.find(
         files,
         {name: each.shape for name, each in hf.stored_tensors(config).items()},
@@ -274,29 +311,41 @@ def read_parameters(path: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor
         ours=lambda theirs: hf.full_name(theirs, config),
         optional={hf.UNEMBEDDING: (config.vocab_size, config.n_embd)},
     )
-    for name, whole in from_stored(config, lambda theirs: found[theirs].mapped()):
-        other = found.get(hf.UNEMBEDDING) if config.tied and name == "wte.weight" else None
-        if other is not None and not torch.equal(other.mapped(), whole):
-            raise UserError(f"{path}: its unembedding is not its embedding; config.json says they are tied")
-        yield name, whole
+    parameters: Parameters = {
+        name: partial(_joined, together, lambda theirs: found[theirs].mapped())
+        for name, together in _by_parameter(config)
+    }
+    if config.tied and hf.UNEMBEDDING in found:
+        embedding = parameters["wte.weight"]
+
+        def checked() -> Tensor | Quantized:
+            whole = embedding()
+            if not torch.equal(found[hf.UNEMBEDDING].mapped(), _whole(whole)):
+                raise UserError(f"{path}: its unembedding is not its embedding; config.json says they are tied")
+            return whole
+
+        parameters["wte.weight"] = checked
+    return parameters
 
 
-def _check_size(path: Path, config: GPTConfig) -> None:
+def _check_size(path: Path, config: GPTConfig, bits: int | None) -> None:
     """Raises `UserError` for a shape that the files on disk are too small to hold, before memory is spent on it."""
     size = sum(file.stat().st_size for file in _weight_files(path) if file.exists())
-    least = 2 * sum(p.numel * (config.n_layer if p.in_blocks else 1) for p in parameters(config))  # in 16 bits
+    count = sum(p.numel * (config.n_layer if p.in_blocks else 1) for p in parameters(config))
+    least = count * (bits or 16) // 8
     if size < least:
         raise UserError(
             f"{path}: the weights have {size:,} bytes; config.json asks for {least:,} at least", "copy it anew"
         )
 
 
-def _build(
+def build(
     config: GPTConfig,
-    read: Callable[[], Iterator[tuple[str, Tensor]]],
+    read: Callable[[], Iterator[tuple[str, Tensor | Quantized]]],
     device: torch.device,
     dtype: torch.dtype,
-    finish: Callable[[nn.Module], object] | None,
+    finish: Callable[[nn.Module], object] | None = None,
+    keep_int8: bool = False,
 ) -> GPT:
     """Builds a model with the weights that ``read`` yields, block by block, for evaluation. Nothing is initialized only
     to be overwritten."""
@@ -306,26 +355,46 @@ def _build(
         rope = rotary_table(min(config.block_size, ROPE_TABLE), config)
         model.register_buffer("rope", rope, persistent=False)
     for name, some in itertools.groupby(read(), key=lambda item: _PART.match(item[0])[0]):  # type: ignore[index]
-        state = {}
-        for whole, tensor in some:
-            stored = tensor[: config.block_size] if name == "wpe" else tensor
-            state[whole.removeprefix(name + ".")] = _as_needed(stored, dtype, mapped=finish is not None)
+        state: dict[str, Tensor] = {}
+        rounded: dict[str, Quantized] = {}
+        for whole, stored in some:
+            key = whole.removeprefix(name + ".")
+            if isinstance(stored, Quantized) and keep_int8 and stored.bits == 8:
+                rounded[key] = stored
+                continue
+            tensor = _whole(stored)
+            tensor = tensor[: config.block_size] if name == "wpe" else tensor
+            state[key] = _as_needed(tensor, dtype, mapped=finish is not None)
         if name == "wpe" and config.positions == "sinusoidal":
             model.register_buffer("sine", state["weight"], persistent=False)
             continue
         part = model.get_submodule(name)
-        part.load_state_dict(state, assign=True)
+        part.load_state_dict(state, assign=True, strict=not rounded)
+        for key, matrix in rounded.items():
+            _put(model, f"{name}.{key}".removesuffix(".weight"), matrix.to(device), dtype)
+        part = model.get_submodule(name)
         part.to(device)
         if finish is not None and name.startswith("h."):
             finish(part)
-        if finish is not None and name == "wte" and config.tied:
+        if finish is not None and name == "wte" and config.tied and not keep_int8:
             model.lm_head = _unembedding(model.wte, finish)
             if model.lm_head is not None:  # All of the mapping was read for it; a new one has only rows that are used.
-                part.load_state_dict({"weight": _as_needed(next(read())[1], dtype, mapped=True)}, assign=True)
+                part.load_state_dict({"weight": _as_needed(_whole(next(read())[1]), dtype, True)}, assign=True)
     model.to(device).eval()
     if finish is not None:
         finish(model)
     return model
+
+
+def _put(model: GPT, name: str, matrix: Quantized, dtype: torch.dtype) -> None:
+    """Puts a rounded matrix in the place of a module's weight."""
+    if name == "wte":
+        model.set_submodule(name, QuantizedEmbedding(matrix, dtype))
+        model.lm_head = QuantizedLinear(matrix, None) if model.config.tied else model.lm_head
+    else:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        model.set_submodule(name, QuantizedLinear(matrix, linear.bias))
 
 
 def _unembedding(embedding: nn.Embedding, finish: Callable[[nn.Module], object]) -> nn.Module | None:

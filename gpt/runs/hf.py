@@ -13,7 +13,7 @@ from gpt.config import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.errors import UserError
 from gpt.files import read_json
 from gpt.model.params import Shape, named_parameters
-from gpt.runs import folder
+from gpt.runs import folder, quantized
 from gpt.settings import checked
 
 UNEMBEDDING = "lm_head.weight"
@@ -140,7 +140,7 @@ _WITHOUT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logit_softcapping"), (None, 0)),
     **dict.fromkeys(("residual_multiplier", "embedding_multiplier", "logits_scaling", "logit_scale"), (None, 1)),
     **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar", "scale_emb", "scale_depth"), (None,)),
-    **dict.fromkeys(("quantization_config", "compression_config", "clip_qkv", "no_rope_layers"), (None,)),
+    **dict.fromkeys(("compression_config", "clip_qkv", "no_rope_layers"), (None,)),
     **dict.fromkeys(("alibi", "use_qk_norm", "qk_layernorm", "use_mrope", "parallel_residual"), (None, False)),
     **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "use_bidirectional_attention"), (None, False)),
     "dual_chunk_attention_config": (None,),
@@ -156,12 +156,14 @@ _OWN = {each.name: each.name for each in fields(GPTConfig)} | {"block_size": "n_
 _OWN_REQUIRED = (*_REQUIRED, "layer_norm_epsilon", "positions", "dropout")
 
 
-def to_hf_config(config: GPTConfig, bos: int, eos: int | list[int]) -> dict[str, Any]:
+def to_hf_config(config: GPTConfig, bos: int, eos: int | list[int], dtype: str = "float32") -> dict[str, Any]:
     """``config.json``, for the family of transformers that computes the same. A sine table is stored as ``wpe``, as a
-    learned one is."""
+    learned one is. ``dtype``: of the weights, which may be int8 or int4."""
+    if bits := quantized.BITS.get(dtype):
+        return {**to_hf_config(config, bos, eos), quantized.KEY: quantized.describe(bits)}
     if config.layout == OWN_TYPE:
         own = {_OWN[name]: value for name, value in asdict(config).items()}
-        return {"architectures": ["GPT"], "model_type": OWN_TYPE, **own, "dtype": "float32"}
+        return {"architectures": ["GPT"], "model_type": OWN_TYPE, **own, "dtype": dtype}
     family = FAMILIES[config.layout]
     values = {theirs: getattr(config, ours) for ours, theirs in family.names.items()}
     if config.layout == "gpt2":
@@ -179,7 +181,7 @@ def to_hf_config(config: GPTConfig, bos: int, eos: int | list[int]) -> dict[str,
         "initializer_range": 0.02,
         "bos_token_id": bos,
         "eos_token_id": eos,
-        "dtype": "float32",
+        "dtype": dtype,
     }
 
 
@@ -226,6 +228,7 @@ def from_hf_config(values: Mapping[str, Any], where: str) -> GPTConfig:
         raise UserError(f"{where} describes a model of type {kind!r:.80}", f"these are read: {', '.join(FAMILIES)}")
     values = GPTConfig.upgrade(values, where) if kind == OWN_TYPE else values
     try:
+        quantized.read_bits(values)
         return _from_own_config(values) if kind == OWN_TYPE else _from_family(kind, FAMILIES[kind], values)
     except UserError as error:
         hint = error.hint or "no option changes that: take another model"
@@ -325,3 +328,8 @@ def load_config(path: Path) -> GPTConfig:
     ):  # GPT-2's layout has no word for a table that is fixed
         config = replace(config, positions=read_json(path / folder.META).get("positions", ""))
     return config
+
+
+def load_bits(path: Path) -> int | None:
+    """The bits of a checkpoint's matrices where they are rounded. Raises `UserError` for those of other programs."""
+    return quantized.read_bits(read_json(path / "config.json"))

@@ -23,7 +23,11 @@ Array = npt.NDArray[Any]
 Shapes = Mapping[str, tuple[int, ...]]
 WEIGHTS = ("F32", "F16", "BF16")
 HINT = "copy or save it anew"
-_NAMES = {"float32": "F32", "float64": "F64", "int64": "I64", "uint32": "U32", "uint8": "U8"}
+_CODES = {
+    "float32": "F32", "float64": "F64", "float16": "F16",
+    "int64": "I64", "int8": "I8", "uint32": "U32", "uint8": "U8",
+}  # fmt: skip
+_SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 _LENGTH = struct.Struct("<Q")
 _ALIGNED = 8  # bytes to which the header is filled up
 # Of a header: a tensor takes about 100; other programs' may have metadata and masks besides.
@@ -32,12 +36,16 @@ _HEADER_ROOM, _HEADER_EACH = 2**16, 2**10
 
 @dataclass(frozen=True)
 class Deferred:
-    """A float32 array that is gathered when it is written, and freed after."""
+    """An array that is gathered or computed when it is written, and freed after."""
 
     shape: tuple[int, ...]
-    get: Callable[[], Array]
-    dtype = np.dtype(np.float32)
-    itemsize = dtype.itemsize
+    get: Callable[[], Array]  # of BF16, which numpy does not have, its bits as uint16
+    code: str = "F32"  # its dtype in the file
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return _SIZES[self.code]
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +55,7 @@ class Deferred:
     @property
     def T(self) -> "Deferred":  # noqa: N802
         """Transposed."""
-        return Deferred(self.shape[::-1], lambda: self.get().T)
+        return Deferred(self.shape[::-1], lambda: self.get().T, self.code)
 
     def split(self, rows: Sequence[slice]) -> "list[Deferred]":
         """Some of its rows each. It is gathered for the first of them that is written and freed after the last."""
@@ -58,7 +66,7 @@ class Deferred:
                 held.extend([self.get()] * len(rows))
             return held.pop()[some]
 
-        return [Deferred((some.stop - some.start, *self.shape[1:]), partial(get, some)) for some in rows]
+        return [Deferred((some.stop - some.start, *self.shape[1:]), partial(get, some), self.code) for some in rows]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return self.get()
@@ -76,7 +84,8 @@ def pieces(tensors: Arrays) -> Iterator[bytes | memoryview]:
     for name, array in ordered:
         start, end = end, end + array.nbytes
         shape = list(array.shape)
-        header[name] = {"dtype": _NAMES[array.dtype.name], "shape": shape, "data_offsets": [start, end]}
+        code = array.code if isinstance(array, Deferred) else _CODES[array.dtype.name]
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNED)
     yield _LENGTH.pack(len(text)) + text
@@ -110,14 +119,14 @@ def find(
     where: str,
     *,
     ours: Callable[[str], str | None] = lambda name: name,
-    dtypes: Sequence[str] = WEIGHTS,
+    dtypes: Sequence[str] | Mapping[str, str] = WEIGHTS,
     optional: Shapes | None = None,
 ) -> dict[str, Found]:
     """Finds the tensors of some files, by the name that ``ours`` gives them (None: left out), and reads none.
 
     The names, shapes and dtypes of all are compared with what is ``expected`` or ``optional``, and the lengths of
-    headers with that: nothing is allocated by a file's word alone. Raises `UserError`; ``where`` names the source of
-    what is expected.
+    headers with that: nothing is allocated by a file's word alone. ``dtypes`` are those that all may have, or the
+    one of each by name. Raises `UserError`; ``where`` names the source of what is expected.
     """
     shapes = {**(optional or {}), **expected}
     found: dict[str, Found] = {}
@@ -160,7 +169,11 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _check(
-    file: Path, shapes: Shapes, where: str, ours: Callable[[str], str | None], dtypes: Sequence[str]
+    file: Path,
+    shapes: Shapes,
+    where: str,
+    ours: Callable[[str], str | None],
+    dtypes: Sequence[str] | Mapping[str, str],
 ) -> dict[str, Found]:
     """Checks the header of a file against ``shapes``, and returns what it has."""
     with reading(file), open_regular(file) as opened_file:
@@ -182,7 +195,8 @@ def _check(
                 raise UserError(
                     f"{file}: {theirs} has the shape {tuple(tensor.get_shape())}; {where} asks for {shapes[name]}"
                 )
-            if tensor.get_dtype() not in dtypes:
-                raise UserError(f"{file}: {theirs} is {tensor.get_dtype()}; {', '.join(dtypes)} can be read")
+            allowed = [dtypes[name]] if isinstance(dtypes, Mapping) else dtypes
+            if tensor.get_dtype() not in allowed:
+                raise UserError(f"{file}: {theirs} is {tensor.get_dtype()}; {', '.join(allowed)} can be read")
             found[name] = Found(file, theirs)
     return found

@@ -1,0 +1,36 @@
+"""``gpt export``."""
+
+from typing import Annotated
+
+import typer
+
+from gpt.export_config import ExportConfig
+
+from . import progress, render
+from .options import Device, Json, Quiet, option, takes
+from .sample import MODEL_HELP
+
+
+@takes(ExportConfig)
+def export(
+    settings: ExportConfig,
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    out: Annotated[
+        str, option("--out", "-o", help="A new FILE.gguf for llama.cpp and ollama, or a new folder for publishing.")
+    ],
+    eval: Annotated[
+        str | None, option("--eval", metavar="TEXT", help="Measure the loss on TEXT before and after.")
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    device: Device = "auto",
+) -> None:
+    """Write a model for others: a GGUF file, or a folder with a model card, in any dtype down to int4."""
+    with progress.starting(quiet):
+        from gpt import api
+    with progress.Bar("written", "bytes", quiet) as bar:
+        done = api.export(model, out, eval=eval, device=device, note=render.note, on_bytes=bar.reach, **vars(settings))
+    if json:
+        render.json_line(vars(done) | {"out": str(done.out)})
+    else:
+        typer.echo(f"{done.out}: {done.bytes:,} bytes")

@@ -1,0 +1,130 @@
+"""Matrices rounded to whole numbers of 8 or 4 bits, with the scales that give them back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt.errors import UserError
+
+LEVELS = 127  # of int8, on either side of 0
+GROUP = 32  # numbers of a row that share a scale in int4
+MIDDLE = 8  # the level of int4 that is 0
+_TRIED = 16  # scales of a group, of which the one with the least error is taken
+_AT_ONCE = 2**22  # numbers that are rounded at a time
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A matrix (out, in) in int8 with a scale for each row, or in int4 with one for each 32 numbers of a row."""
+
+    levels: Tensor  # int8 (out, in); or uint8 (out, in / 2), byte j of a group: number j + 16 · number (j + 16)
+    scales: Tensor  # float32 (out), or float16 (out, in / 32)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a number: 8 or 4."""
+        return 8 if self.levels.dtype == torch.int8 else 4
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        rows, columns = self.levels.shape
+        return rows, columns * 8 // self.bits
+
+    def to(self, device: torch.device) -> "Quantized":
+        """The same on a device."""
+        return Quantized(self.levels.to(device), self.scales.to(device))
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix as the product of levels and scales, computed in float32."""
+        return _restored(self.levels, self.scales).to(dtype)
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows by their numbers (…), (…, in)."""
+        found = _restored(F.embedding(ids.flatten(), self.levels), self.scales[ids.flatten()])
+        return found.to(dtype).view(*ids.shape, -1)
+
+
+def _restored(levels: Tensor, scales: Tensor) -> Tensor:
+    if levels.dtype == torch.int8:
+        return levels.float() * scales[:, None]
+    pairs = levels.view(len(levels), -1, GROUP // 2)
+    whole = torch.cat([pairs & 15, pairs >> 4], dim=-1).float() - MIDDLE
+    return (whole * scales.float()[..., None]).flatten(1)
+
+
+def to_int8(weight: Tensor) -> Quantized:
+    """Rounds a matrix to int8; each row's largest number becomes 127 or −127. Raises `UserError` for numbers that are
+    not finite."""
+    return _in_parts(weight, _rows_to_int8)
+
+
+def to_int4(weight: Tensor) -> Quantized:
+    """Rounds a matrix, whose rows are groups of 32, to int4. Of each group's scales that put its largest number near
+    −8 or 8 the one is taken that leaves the least squared error. Raises `UserError` for numbers that are not finite, or
+    too large for a scale in float16."""
+    return _in_parts(weight, _rows_to_int4)
+
+
+def _in_parts(weight: Tensor, rounded: Callable[[Tensor], Quantized]) -> Quantized:
+    parts = []
+    for rows in torch.split(weight.detach(), max(1, _AT_ONCE // weight.size(1))):
+        if not rows.isfinite().all():
+            raise UserError("its weights are not all finite numbers")
+        parts.append(rounded(rows.float()))
+    return Quantized(torch.cat([part.levels for part in parts]), torch.cat([part.scales for part in parts]))
+
+
+def _rows_to_int8(rows: Tensor) -> Quantized:
+    scales = rows.abs().amax(1) / LEVELS
+    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 1.0, scales)
+    return Quantized((rows / scales[:, None]).round_().to(torch.int8), scales)
+
+
+def _rows_to_int4(rows: Tensor) -> Quantized:
+    groups = rows.view(len(rows), -1, GROUP)
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    best, least = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
+    for step in range(_TRIED):
+        scale = (largest / -(MIDDLE - 1.5 + 3 * step / _TRIED)).half().float()
+        error = (_levels(groups, scale) * scale - groups).square_().sum(-1, keepdim=True)
+        better = error < least
+        best, least = torch.where(better, scale, best), torch.where(better, error, least)
+    if not best.isfinite().all() or not least.isfinite().all():
+        raise UserError("its weights are too large for int4, whose scales are numbers of float16")
+    low, high = (_levels(groups, best) + MIDDLE).to(torch.uint8).chunk(2, dim=-1)
+    return Quantized((low | high << 4).flatten(1), best.squeeze(-1).half())
+
+
+def _levels(groups: Tensor, scale: Tensor) -> Tensor:
+    return (groups / torch.where(scale == 0, 1, scale)).round_().clamp_(-MIDDLE, MIDDLE - 1)
+
+
+class QuantizedLinear(nn.Module):
+    """A linear map by a rounded matrix, exactly: the matrix is restored for each product. `gpt.decoding.weights` lays
+    it out for speed."""
+
+    def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) → (…, out)."""
+        return F.linear(x, self.weight.dequantize(x.dtype), self.bias)
+
+
+class QuantizedEmbedding(nn.Module):
+    """An embedding of which only the rows that are looked up are restored."""
+
+    def __init__(self, weight: Quantized, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self.dtype = weight, dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(…) → (…, C)."""
+        return self.weight.rows(ids, self.dtype)
