@@ -60,6 +60,8 @@ def _unlike(config: GPTConfig) -> str | None:
         return f"it has heads of n_embd / n_head for qwen2, and those of this model are {config.head_size} wide"
     if config.n_layer > MOST_LAYERS:
         return f"it has {MOST_LAYERS} layers at most, and this model {config.n_layer:,}"
+    if 1 in (config.head_size, config.block_size):
+        return "it aborts at heads of a width of 1, and at a context of 1"
     return None
 
 
