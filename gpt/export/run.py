@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpt.errors import UserError
 from gpt.export import card, folder, gguf
-from gpt.export.source import SourceModel, whole
+from gpt.export.source import SourceModel
 from gpt.export_config import ExportConfig
 from gpt.files import check_new, disk_errors, side_by_side, whole_folder, write_file, write_pieces
 from gpt.model.params import named_parameters
@@ -107,7 +107,7 @@ def _rounded(source: SourceModel, kind: str, is_file: bool) -> checkpoint.Parame
     def get(name: str) -> Tensor | Quantized:
         value = source.weights[name]()
         if is_file:
-            return gguf.restored(name, whole(value), kind)
+            return gguf.restored(source.config, name, value, kind)
         return folder.restored(source.config, name, value, kind)
 
     return {name: partial(get, name) for name in source.weights}
