@@ -8,6 +8,7 @@ import torch
 from models import CPU, EOT, PROMPTS, tiny_model
 
 from gpt.config import GPTConfig
+from gpt.decoding import engine as engines
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request, Update
 from gpt.errors import NotANumber, UserError
@@ -45,11 +46,16 @@ def alone(model: GPT, request: Request) -> list[Update]:
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 @pytest.mark.parametrize("fixed", [False, True])
-def test_what_runs_beside_a_request_changes_nothing_of_it(positions: str, fixed: bool) -> None:
-    """They come one after the other while others run, more than there are rows; some are cancelled."""
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_what_runs_beside_a_request_changes_nothing_of_it(
+    positions: str, fixed: bool, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come one after the other while others run, more than there are rows; some are cancelled. Prompts are read in
+    chunks too, and take over what rows have computed."""
+    monkeypatch.setattr(engines, "REUSED_FROM", 1)
     model, rng = tiny_model(24, positions), random.Random(0)
     context = Context(model, CPU, 5, step=model.stack if fixed else None)  # as a compiled step is called
-    engine = Engine(context, {EOT})
+    engine = Engine(context, {EOT}, chunk, reuse=chunk is not None)
     requests: list[Request] = []
     events: dict[int, list[Update]] = {}
     cancelled: set[int] = set()
@@ -141,3 +147,90 @@ def test_a_search_that_narrows_and_widens_keeps_to_its_rows(seed: int) -> None:
         found.append(told(list(engine.run())))
     assert found[0] == found[1]
     assert {reason for _, reason in found[0][-1]} <= {"length", "stop"}
+
+
+class Counted(Context):
+    """A context that counts the positions that it computes, padding among them, by step."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.positions: list[int] = []
+
+    def _trunk(self, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        self.positions.append(ids.numel())
+        return super()._trunk(ids, *rest)
+
+
+GREEDY = SampleConfig(greedy=True, ignore_eot=True, max_tokens=12)
+
+
+def test_a_long_prompt_is_read_between_the_steps_of_others() -> None:
+    """No step reads more than a chunk; running texts get a token in each, and a short prompt passes the long ones."""
+    model = tiny_model(200)
+    context = Counted(model, CPU, 6)
+    engine = Engine(context, {EOT}, chunk=16)
+    engine.add(Request([1, 2], GREEDY))
+    engine.step()
+    long = [Request([*range(40), *range(40), *range(40), 40 + n], GREEDY) for n in range(2)]
+    numbers = [engine.add(request) for request in long]
+    said: list[dict[int, int]] = []
+    added = 0
+    while engine.busy:
+        if len(said) == 3:
+            added = engine.add(Request([5, 6, 7], GREEDY))
+        context.positions = []
+        said.append({update.number: len(update.tokens) for update in engine.step()})
+        assert sum(context.positions) <= 16 + 4
+    assert all(each[0] == 1 for each in said[:11])
+    assert said[3][added] + said[4][added] >= 1  # in its first or second step
+    first = [next(at for at, each in enumerate(said) if each.get(number)) for number in numbers]
+    assert all(14 <= at <= 20 for at in first)  # 8 chunks each, in turn, and a step for the short one
+    for number, request in zip(numbers, long, strict=True):
+        assert sum(each.get(number, 0) for each in said) == len(told(alone(model, request))[0])
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_prompt_takes_over_what_a_row_has_computed(window: int | None) -> None:
+    """Of running and of ended requests; of layers with a window as long as their ring still holds what is seen."""
+    properties: dict[str, Any] = {} if window is None else {"window": window, "window_layers": (1,)}
+    model = tiny_model(300, "rotary", "modern", **properties)
+    context = Counted(model, CPU, 4)
+    engine = Engine(context, {EOT}, reuse=True)
+    rng = random.Random(1)
+    start = [rng.randrange(50) for _ in range(180)]
+    first = Request([*start, 1], SampleConfig(**{**vars(GREEDY), "max_tokens": 60}))
+    engine.add(first)
+    engine.step()
+    cases = [(180, 1), (150, 1), (170, 30), (60, 1), (10, 1), (181, 5)]
+    for kept, more in cases:
+        request = Request([*start[:kept], *[49] * more], GREEDY)
+        context.positions = []
+        number = engine.add(request)
+        events = [event for _ in range(14) for event in engine.step() if event.number == number]
+        assert told(events) == told(alone(model, request))
+        read = max(context.positions)
+        reused = kept >= 16 and (window is None or kept > 140)
+        assert (read < kept) == reused, (kept, read)
+    assert not engine.busy
+    number = engine.add(first)  # its row, now that it has ended, serves it again
+    context.positions = []
+    events = [*engine.run()]
+    assert told(events) == told(alone(model, first))
+    assert max(context.positions) == 1
+
+
+def test_log_probabilities_of_a_prompt_in_chunks_are_those_of_the_whole() -> None:
+    model = tiny_model(100)
+    request = Request(list(range(45)), SampleConfig(greedy=True, max_tokens=3, echo_logprobs=True, logprobs=2))
+    engine = Engine(Context(model, CPU, 2), {EOT}, chunk=7, reuse=True)
+    for _ in range(2):
+        engine.add(request)
+        events = [*engine.run()]
+        expected = alone(model, request)
+        assert told(events) == told(expected)
+        ours, theirs = (next(event.prompt for event in some if event.prompt) for some in (events, expected))
+        assert ours[0].logprob is None
+        assert torch.allclose(
+            torch.tensor([token.logprob for token in ours[1:]]), torch.tensor([token.logprob for token in theirs[1:]]),
+            atol=1e-5,
+        )  # fmt: skip

@@ -74,6 +74,36 @@ class Context:
         return x
 
     @torch.inference_mode()
+    def begin(self, row: int, prompt: Sequence[int], source: int | None = None, same: int = 0) -> None:
+        """Makes a row ready to `read` a prompt, of which the last block_size ids are kept: it is empty, or begins with
+        the first ``same`` ids of row ``source``, which are the prompt's too (`reusable`)."""
+        if source is None:
+            self.dropped[row] = max(0, len(prompt) - self.size)
+        elif source != row:
+            self.cache.copy(source, row)
+            self.dropped[row] = 0
+        self.ids[row] = list(prompt[: self.dropped[row] + same])
+        self.cache.lengths[row] = same
+
+    @torch.inference_mode()
+    def read(self, row: int, ids: Sequence[int]) -> Tensor:
+        """Appends ids to one row that has room for them. Returns their residual stream (T, C)."""
+        self.ids[row] += ids
+        return self._trunk(torch.tensor([ids], device=self.compute.device), self.cache.rows(row, row + 1))[0]
+
+    def reusable(self, prompt: Sequence[int]) -> tuple[int | None, int]:
+        """Returns the row whose keys and values serve the longest beginning of a prompt, and the length of that. The
+        prompt's last id is never part of it, since what follows it has to be computed."""
+        best: tuple[int | None, int] = (None, 0)
+        if len(prompt) > self.size:
+            return best
+        for row, ids in enumerate(self.ids):
+            same = 0 if self.dropped[row] else min(_common(ids, prompt), len(prompt) - 1)
+            if same > best[1] and self.cache.can_rewind(row, len(ids) - same):
+                best = row, same
+        return best
+
+    @torch.inference_mode()
     def step(self, ids: Sequence[Sequence[int]]) -> Tensor:
         """Appends T ids to each of the first n rows, (n, T). Returns their residual stream (n, T, C)."""
         for row, new in enumerate(ids):
@@ -110,8 +140,16 @@ class Context:
         self.ids[target] = list(self.ids[source])
         self.dropped[target] = self.dropped[source]
 
+    @torch.inference_mode()
+    def swap(self, a: int, b: int) -> None:
+        """Exchanges two rows."""
+        if a != b:
+            self.cache.swap(a, b)
+            self.ids[a], self.ids[b] = self.ids[b], self.ids[a]
+            self.dropped[a], self.dropped[b] = self.dropped[b], self.dropped[a]
+
     def forget(self, row: int) -> None:
-        """Forgets a row's ids; its length and cache stay until the next fill."""
+        """Forgets a row's ids, which are no longer `reusable`; its length and cache stay until the next fill."""
         self.ids[row], self.dropped[row] = [], 0
 
     @torch.inference_mode()
@@ -137,7 +175,10 @@ class Context:
         """Steps all rows, of which those after the first n are idle, so that shapes are always the same."""
         assert self.compiled is not None
         n = len(ids)
-        self.cache.lengths[n:] = 0
+        for row in range(n, self.rows):  # An idle row gets an id after its last, where it has room for one.
+            if self.cache.lengths[row] >= self.cache.room:
+                self.forget(row)
+                self.cache.lengths[row] = 0
         every = torch.tensor([*ids, *[[0]] * (self.rows - n)], device=self.compute.device)
         with self._autocast():
             x = self.compiled(*self.model.embed(every, self.cache), self.cache)

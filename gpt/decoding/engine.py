@@ -16,6 +16,7 @@ from gpt.errors import NotANumber, UserError
 from gpt.sample_config import SampleConfig
 
 POSITIONS_AT_ONCE = 64  # of a prompt, whose logits are computed together
+REUSED_FROM = 16  # ids that a prompt shares with a row from which they are not computed anew
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,9 @@ class _Job:
     def update(self) -> Update:
         """Returns what is new since the last update."""
         tokens, self.tokens = self.tokens, []
-        prompt, self.prompt = self.prompt, None
+        prompt = None
+        if self.rows:  # until then it is not read to its end
+            prompt, self.prompt = self.prompt, None
         best: Sequence[Hypothesis] = ()
         if self.search is not None and self.error is None:
             tokens = self.search.agreed()
@@ -113,22 +116,40 @@ class _Row:
     free: bool = False  # of a hypothesis that has no child
 
 
+@dataclass(eq=False)
+class _Reader:
+    """A prompt that is read in several steps, in a row at the end of the context."""
+
+    job: _Job
+    at: int  # the row
+    left: list[int]  # ids that are still to be read
+
+
 class Engine:
     """Generates for many requests at once, each with settings of its own, which come and go between steps. A text ends
     with any of the ids ``ends``.
 
-    Requests wait until the context has rows for them, first come, first served. Tokens depend on the request alone and
+    Requests wait until the context has rows for them, first come, first served. With ``chunk``, a step reads at most so
+    many ids of prompts, so that running requests never wait longer for their next token; longer prompts are read in
+    turn, a chunk each, and every other step is free for short ones. With ``reuse``, a prompt that begins as a row of
+    the context does, whose request runs or has ended, takes over its keys and values.
+
+    Tokens depend on the request alone and
     not on what runs beside it, up to the rounding of sums (docs/sampling.md). An error that is one request's own, such
     as NaN logits, ends that request with an update; an error that `step` raises ends the engine.
     """
 
-    def __init__(self, context: Context, ends: Collection[int]) -> None:
+    def __init__(self, context: Context, ends: Collection[int], chunk: int | None = None, reuse: bool = False) -> None:
         self.context = context
         self.ends = ends
+        self.chunk = context.rows * context.size if chunk is None else chunk
+        self.reuse = reuse
         self._number = 0  # of the next request
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []
         self._rows: list[_Row] = []  # row r of the context is _rows[r]
+        self._readers: deque[_Reader] = deque()  # the next one to read is the first
+        self._fills = True  # whether the next step is free for short prompts
 
     @property
     def busy(self) -> bool:
@@ -198,24 +219,30 @@ class Engine:
             wide = begun.new_zeros(len(begun), logits.size(1), begun.size(-1))
             wide[:, :1] = begun
             logits = torch.cat([logits, wide])
-        if logits is None:
-            return []
-        self._choose(logits)
+        if logits is not None:
+            self._choose(logits)
         updates = [job.update() for job in self._running]
         self._running = [job for job in self._running if not job.done]
         return updates
 
     def _free_rows(self) -> None:
-        """Frees the rows of ended requests. The last row in use moves into each gap."""
+        """Frees the rows of ended requests. The last row in use moves into each gap, and what was there stays, for
+        prompts that begin so, until the row is needed."""
         for at in reversed(range(len(self._rows))):
             if self._rows[at].free or self._rows[at].job.done:
                 last = self._rows.pop()
                 if at < last.at:
                     self._rows[at] = last
-                    self.context.forget(at)
-                    self.context.copy(last.at, at)
-                self.context.forget(last.at)
+                    self.context.swap(last.at, at)
                 last.at = at
+        self._readers = deque(reader for reader in self._readers if not reader.job.done)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Moves readers to the last rows of the context, so that the others are free."""
+        for back, reader in enumerate(sorted(self._readers, key=lambda reader: -reader.at), 1):
+            self.context.swap(reader.at, self.context.rows - back)
+            reader.at = self.context.rows - back
 
     def _decode(self) -> Tensor | None:
         """Appends each row's last id and guesses to the context, padded to the most guesses. Returns the logits after
@@ -241,36 +268,101 @@ class Engine:
                 row.guessed = job.lookup.guess([*self.context.ids[row.at], row.last], most)
 
     def _prefill(self) -> Tensor | None:
-        """Fills free rows with the prompts of waiting requests. Returns the logits after each prompt, (n, 1, V)."""
-        if not self._waiting:
-            return None
+        """Reads prompts. Returns the logits after each that has been read to its end, (n, 1, V)."""
+        if self._waiting and (self._fills or not self._readers):
+            jobs = self._admit()
+            if jobs:
+                self._fills = False
+                return self._fill(jobs)
+        self._fills = True
+        return self._read() if self._readers else None
+
+    def _admit(self) -> list[_Job]:
+        """Starts waiting requests for which there are rows. Returns those whose prompts are read together in this step;
+        of the others readers are made."""
         free = self.context.rows - sum(job.request.width for job in self._running)
         jobs: list[_Job] = []
-        while self._waiting and self._waiting[0].request.width <= free:
-            jobs.append(self._waiting.popleft())
-            free -= jobs[-1].request.width
-        if not jobs:
-            return None
+        longest = 0
+        while self._waiting and (width := self._waiting[0].request.width) <= free:
+            job = self._waiting[0]
+            length = min(len(job.request.ids), self.context.size)
+            source, same = self._reusable(job.request)
+            if source is None and length <= self.chunk:
+                longest = max(longest, length)
+                if jobs and longest * (len(jobs) + 1) > self.chunk:  # shorter ones are padded
+                    break
+                jobs.append(job)
+            else:
+                self._add_reader(job, source, same)
+            self._running.append(self._waiting.popleft())
+            free -= width
+        return jobs
+
+    def _reusable(self, request: Request) -> tuple[int | None, int]:
+        """Returns the row whose beginning a request takes over, and how much of it; the logits of a prompt that is
+        echoed are computed from its start."""
+        if not self.reuse or request.config.echo_logprobs:
+            return None, 0
+        source, same = self.context.reusable(request.ids)
+        return (source, same) if same >= REUSED_FROM else (None, 0)
+
+    def _add_reader(self, job: _Job, source: int | None, same: int) -> None:
+        at = self.context.rows - len(self._readers) - 1
+        self.context.begin(at, job.request.ids, source, same)
+        left = list(job.request.ids[self.context.dropped[at] + same :])
+        reader = _Reader(job, at, left)
+        (self._readers.appendleft if len(left) <= self.chunk else self._readers.append)(reader)
+
+    def _fill(self, jobs: list[_Job]) -> Tensor:
+        """Fills rows with prompts."""
         start = len(self._rows)
         x = self.context.fill(start, [job.request.ids for job in jobs])  # (n, T, C)
         for job, of_job in zip(jobs, x, strict=True):
-            job.rows = [_Row(job, len(self._rows))]
-            self._rows += job.rows
-            self._running.append(job)
-            self._read_prompt(job, of_job)
-            if job.request.config.max_tokens == 0 and not job.done:
-                job.end("length")
+            self._start(job, len(self._rows))
+            self._echo(job, of_job, job.request.ids[self.context.dropped[job.rows[0].at] :])
         ends = self.context.cache.lengths[start : len(self._rows)] - 1
         return self.context.logits(x[range(len(jobs)), ends])[:, None]
 
-    def _read_prompt(self, job: _Job, x: Tensor) -> None:
+    def _read(self) -> Tensor | None:
+        """Reads a chunk of the first reader's prompt; the next one's turn is in a later step."""
+        reader = self._readers.popleft()
+        ids, reader.left = reader.left[: self.chunk], reader.left[self.chunk :]
+        x = self.context.read(reader.at, ids)
+        self._echo(reader.job, x, ids + reader.left[:1])
+        if reader.job.done:  # its log-probabilities are no numbers
+            self.context.clear(reader.at)
+            return None
+        if reader.left:
+            self._readers.append(reader)
+            return None
+        at = len(self._rows)
+        for other in self._readers:
+            if other.at == at:
+                other.at = reader.at
+        self.context.swap(reader.at, at)
+        self._settle()
+        self._start(reader.job, at)
+        return self.context.logits(x[-1:])[:, None]
+
+    def _start(self, job: _Job, at: int) -> None:
+        """Lets a request run whose prompt has been read."""
+        job.rows = [_Row(job, at)]
+        self._rows += job.rows
+        if job.request.config.max_tokens == 0:
+            job.end("length")
+
+    def _echo(self, job: _Job, x: Tensor, ids: Sequence[int]) -> None:
+        """Adds a prompt's tokens, where they were asked for: from the residual stream (T, C) of its next T ids. ``ids``
+        are these, and the one after them if there is one."""
         config = job.request.config
         if config.echo_logprobs:
-            kept = job.request.ids[self.context.dropped[job.rows[0].at] :]
+            first = [Token(ids[0], None)] if job.prompt is None else []
             try:
-                job.prompt = prompt_tokens(self.context, x, kept, config.logprobs or 0)
+                following = next_tokens(self.context, x, ids[1:], config.logprobs or 0)
             except NotANumber as error:
                 self._fail(job, error)
+                return
+            job.prompt = [*(job.prompt or first), *following]
 
     def _choose(self, logits: Tensor) -> None:
         """Chooses the next tokens from logits (n, T, V), which follow each row's last T ids."""
@@ -285,7 +377,7 @@ class Engine:
             self.context.rewind(row.at, row.taken - 1 - row.right)
             row.taken, row.right, row.guessed = 1, 0, []
         for job in self._running:
-            if job.search is not None and not job.done:
+            if job.search is not None and job.rows and not job.done:
                 self._search(job, job.search, logits[[row.at for row in job.rows], 0])
 
     def _draw(self, logits: Tensor, t: int, rows: Sequence[_Row]) -> None:
@@ -360,12 +452,12 @@ class Engine:
             self.context.clear(row.at)
 
 
-def prompt_tokens(context: Context, x: Tensor, ids: Sequence[int], top: int) -> list[Token]:
-    """Returns a prompt's tokens from the residual stream (T, C) of its ids; the first has no log-probability. Raises
-    `NotANumber` where one is NaN."""
-    tokens = [Token(ids[0], None)]
-    for start in range(0, len(ids) - 1, POSITIONS_AT_ONCE):
-        part = ids[start + 1 : start + 1 + POSITIONS_AT_ONCE]
+def next_tokens(context: Context, x: Tensor, ids: Sequence[int], top: int) -> list[Token]:
+    """Returns the tokens ``ids``, each of which follows a position of the residual stream (T, C). Raises `NotANumber`
+    where the log-probability of one is NaN."""
+    tokens: list[Token] = []
+    for start in range(0, len(ids), POSITIONS_AT_ONCE):
+        part = ids[start : start + POSITIONS_AT_ONCE]
         logprobs = context.logits(x[start : start + len(part)]).log_softmax(-1)
         tokens += read(part, logprobs[range(len(part)), part], logprobs, top)
     if any(math.isnan(token.logprob or 0.0) for token in tokens):

@@ -12,7 +12,7 @@ from gpt.errors import Interrupted, UserError, check_text
 from gpt.export import folder, gguf
 from gpt.export.card import BITS, Comparison, Facts, card
 from gpt.export.history import KEY
-from gpt.export.source import SourceModel, whole
+from gpt.export.source import SourceModel
 from gpt.export_config import ExportConfig
 from gpt.files import check_new, disk_errors
 from gpt.interrupt import StopSignal
@@ -85,7 +85,7 @@ def stored(source: SourceModel, target: Target) -> Parameters:
     def get(name: str) -> Tensor | Quantized:
         value = source.weights[name]()
         if target.is_file:
-            return gguf.restored(name, whole(value), target.type)
+            return gguf.restored(source.config, name, value, target.type)
         return folder.restored(source.config, name, value, target.type)
 
     return {name: partial(get, name) for name in source.weights}

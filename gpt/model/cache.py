@@ -151,6 +151,12 @@ class KVCache:
         """Counts T more positions of each row as filled, once every layer has stored them."""
         self.lengths += T
 
+    def can_rewind(self, row: int, count: int) -> bool:
+        """Whether a row's last ``count`` positions can be taken back: whether layers with a window still have what the
+        positions before them see."""
+        whole = all(columns >= min(self.room, int(self.lengths[row])) for columns in self.columns.values())
+        return whole or count <= SLACK
+
     def copy(self, source: int, target: int, start: int = 0) -> None:
         """Makes row ``target`` equal to row ``source``, which it is already before position ``start``."""
         end = int(self.lengths[source])
@@ -159,6 +165,12 @@ class KVCache:
             columns = slice(start, end) if overwritten <= each.size(2) else slice(None)
             each[target, :, columns] = each[source, :, columns]
         self.lengths[target] = end
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchanges two rows."""
+        for each in (*self.keys, *self.values):
+            each[[a, b]] = each[[b, a]]
+        self.lengths[[a, b]] = self.lengths[[b, a]]
 
 
 def _newest(last: Tensor, columns: int) -> Tensor:

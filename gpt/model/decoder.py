@@ -365,15 +365,17 @@ def visible(T: int, window: int | None, device: torch.device) -> Tensor:
     return sees if window is None or window >= T else sees.triu_(1 - window)
 
 
+def rotary_rates(config: GPTConfig) -> Tensor:
+    """The angle between neighboring positions of each pair of a head's D numbers, float64 (D / 2)."""
+    rates = config.rope_base ** (-torch.arange(0, config.head_size, 2, dtype=torch.float64) / config.head_size)
+    return rates if config.rope_scaling is None else _stretched(rates, config.rope_scaling)
+
+
 def rotary_table(positions: int, config: GPTConfig) -> Tensor:
     """Cosines and sines, (2, positions, D), of the angles by which each pair (i, i + D/2) of a head's D numbers is
     rotated at each position: p / base^(2i / D) (Su et al. 2021, §3.2.2). The first half of the sines is negative: each
     number is multiplied by its cosine, and its partner by its sine (`rotate`)."""
-    width = config.head_size
-    rates = config.rope_base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    if config.rope_scaling is not None:
-        rates = _stretched(rates, config.rope_scaling)
-    angle = torch.arange(positions, dtype=torch.float64)[:, None] * rates
+    angle = torch.arange(positions, dtype=torch.float64)[:, None] * rotary_rates(config)
     cos, sin = torch.cos(angle), torch.sin(angle)
     return torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)]).float()
 
