@@ -1,26 +1,37 @@
 """The work of ``gpt export``: a GGUF file, or a folder for publishing, whole or not at all."""
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from gpt.errors import UserError
-from gpt.export import card, folder, gguf
+from gpt.errors import Interrupted, UserError, check_text
+from gpt.export import folder, gguf
+from gpt.export.card import BITS, Comparison, Facts, card
+from gpt.export.history import KEY
 from gpt.export.source import SourceModel
 from gpt.export_config import ExportConfig
-from gpt.files import check_new, disk_errors, side_by_side, whole_folder, write_file, write_pieces
+from gpt.files import check_new, disk_errors
+from gpt.interrupt import StopSignal
 from gpt.model.params import named_parameters
 from gpt.model.quantize import Quantized
-from gpt.runs import checkpoint, tensors
 from gpt.runs import folder as run_folder
+from gpt.runs.checkpoint import Parameters
 
-NEW = "give another place with -o"
-Measure = Callable[[checkpoint.Parameters], float]  # the loss of a model with these weights, nats a token
 OnBytes = Callable[[int, int], None]  # bytes of weights that have been read, and all of them
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be written, and where."""
+
+    out: Path
+    is_file: bool
+    type: str  # of the matrices: a type of GGUF, or a dtype
+    license: str | None
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,7 @@ class Exported:
     out: Path
     format: str  # "gguf" or "folder"
     type: str  # of the matrices
-    arch: str  # as transformers and llama.cpp call it
+    arch: str  # as transformers calls it
     bytes: int
     tensors: int
     vocab_size: int
@@ -39,89 +50,102 @@ class Exported:
     seconds: float
 
 
-def export(
-    source: SourceModel,
-    out: Path,
-    config: ExportConfig,
-    measure: Measure | None = None,
-    measured_on: str | None = None,
-    sample: Callable[[], list[str]] = list,
-    on_bytes: OnBytes = lambda done, total: None,
-) -> Exported:
-    """Writes ``source`` to ``out``: a GGUF file where it ends in .gguf, else a folder. Raises `UserError` for a model
-    or type that cannot be exported, and where something of that name is there; `WorkError` for a full disk."""
-    started = time.monotonic()
-    is_file = out.suffix == ".gguf"
+def find_target(out: str, config: ExportConfig) -> Target:
+    """What the user asks for. Raises `UserError` for settings that contradict each other and where something of that
+    name is there, `WorkError` where nothing can be written. Reads no model."""
+    if not out:
+        raise UserError("-o is empty", "give the name of a new folder, or of a new .gguf file")
+    check_text("the name of -o", out)
+    path = Path(out)
+    is_file = path.suffix.lower() == ".gguf"
     if is_file and config.dtype is not None:
         raise UserError("--dtype is of folders", "a .gguf file takes --type")
+    if is_file and config.samples:
+        raise UserError("--samples stand in the card of a folder, and a .gguf file has none", "leave them out")
     if not is_file and config.type is not None:
         raise UserError("--type is of .gguf files", "a folder takes --dtype, or give -o a name that ends in .gguf")
-    kind = (config.type or "f16") if is_file else (config.dtype or "float32")
-    check_new(out, NEW)
-    if is_file:
-        gguf.check(source, kind)
-    rounded = _rounded(source, kind, is_file)
-    losses = None if measure is None else (measure(source.weights), measure(rounded))
-    shown = replace(source, weights=_watched(source, on_bytes))
-    with disk_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if is_file:
-            count = gguf.write(out, shown, kind, out.stem)
-        else:
-            facts = card.Facts(kind, config.license, losses, measured_on, sample())
-            count = _write_folder(out, shown, kind, facts)
-        size = out.stat().st_size if is_file else sum(file.stat().st_size for file in out.iterdir())
-    return Exported(
-        out,
-        "gguf" if is_file else "folder",
-        kind,
-        source.config.layout,
-        size,
-        count,
-        source.tokenizer.vocab_size,
-        None if losses is None else losses[0],
-        None if losses is None else losses[1],
-        time.monotonic() - started,
-    )
+    check_new(path, "give another place with -o")
+    return Target(path, is_file, (config.type or "f16") if is_file else (config.dtype or "float32"), config.license)
 
 
-def _write_folder(out: Path, source: SourceModel, kind: str, facts: card.Facts) -> int:
-    """Writes a folder and returns the number of its tensors. The card has no checksum: it is there to be edited."""
-    found = folder.files(source, kind, {})
-    with whole_folder(out) as beside:
-
-        def written(name: str) -> str:
-            data = found[name]
-            return write_pieces(beside / name, [data] if isinstance(data, bytes) else tensors.pieces(data))
-
-        sums = side_by_side(written, sorted(found))
-        run_folder.write_checksums(beside, sums)
-        run_folder.read_back(beside, sums)
-        write_file(beside / "README.md", card.card(source, facts).encode())
-    return sum(len(data) for data in found.values() if not isinstance(data, bytes))
+def check(source: SourceModel, target: Target) -> None:
+    """Raises `UserError` for a model that cannot be written so, and for a place where a run keeps its own files."""
+    if target.is_file:
+        gguf.check(source, target.type)
+    place, home = target.out.resolve(), source.path.resolve()
+    if home in place.parents:
+        raise UserError(f"{target.out} lies in the model's own folder", "give a place outside of it with -o")
+    if run_folder.is_step_name(place.name) and run_folder.is_run(place.parent):
+        raise UserError(f"{target.out} would be taken for a checkpoint of that run", "give another name with -o")
 
 
-def _rounded(source: SourceModel, kind: str, is_file: bool) -> checkpoint.Parameters:
+def stored(source: SourceModel, target: Target) -> Parameters:
     """The weights as they will be written."""
 
     def get(name: str) -> Tensor | Quantized:
         value = source.weights[name]()
-        if is_file:
-            return gguf.restored(source.config, name, value, kind)
-        return folder.restored(source.config, name, value, kind)
+        if target.is_file:
+            return gguf.restored(source.config, name, value, target.type)
+        return folder.restored(source.config, name, value, target.type)
 
     return {name: partial(get, name) for name in source.weights}
 
 
-def _watched(source: SourceModel, on_bytes: OnBytes) -> checkpoint.Parameters:
+@contextlib.contextmanager
+def whole_or_nothing(target: Target) -> Iterator[None]:
+    """Makes the folders above the target, and removes them after an error. Turns a signal, which ends this at once,
+    into `Interrupted`, and a full disk into `WorkError`."""
+    made = [parent for parent in target.out.absolute().parents if not parent.exists()]
+    with StopSignal(at_once=True), disk_errors(target.out):
+        try:
+            target.out.parent.mkdir(parents=True, exist_ok=True)
+            yield
+        except BaseException as error:
+            for parent in made:
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
+            if isinstance(error, Interrupted):
+                left = f"{target.out} is whole" if target.out.exists() else "nothing was written"
+                raise Interrupted(error.signum, f"interrupted: {left}") from None
+            raise
+
+
+def write(
+    source: SourceModel, target: Target, comparison: Comparison | None, samples: Sequence[str], on_bytes: OnBytes
+) -> tuple[int, int]:
+    """Writes the target and returns its tensors and bytes. Raises OSError, and `UserError` for numbers that its type
+    cannot hold."""
+    seen = SourceModel(**{**vars(source), "weights": _watched(source, on_bytes)})
+    if target.is_file:
+        count = gguf.write(target.out, seen, target.type, target.out.stem)
+        return count, target.out.stat().st_size
+    history = {**asdict(source.history), "bits": min(BITS[target.type], source.history.bits)}
+    meta = {**source.saved, KEY: history, "export": {"dtype": target.type, **_measured(comparison)}}
+    facts = Facts(target.out.name, target.type, target.license, comparison, samples)
+    count = folder.write(target.out, seen, target.type, meta, card(source, facts))
+    return count, sum(file.stat().st_size for file in target.out.iterdir())
+
+
+def _measured(comparison: Comparison | None) -> dict[str, object]:
+    if comparison is None:
+        return {}
+    return {
+        "text": asdict(comparison.text),
+        "tokens": comparison.before.tokens,
+        "loss_before": comparison.before.loss,
+        "loss_after": comparison.after.loss,
+    }
+
+
+def _watched(source: SourceModel, on_bytes: OnBytes) -> Parameters:
     """The weights, of which each tells when it is read."""
     sizes = {name: 4 * p.numel for name, p in named_parameters(source.config).items()}
-    seen: set[str] = set()
+    total, seen = sum(sizes.values()), dict[str, int]()
 
     def get(name: str) -> Tensor | Quantized:
         value = source.weights[name]()
-        seen.add(name)
-        on_bytes(sum(sizes[each] for each in seen), sum(sizes.values()))
+        seen[name] = sizes[name]
+        on_bytes(sum(seen.values()), total)
         return value
 
     return {name: partial(get, name) for name in source.weights}

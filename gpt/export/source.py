@@ -1,18 +1,23 @@
-"""The model that is exported: its shape, tokenizer, and weights, which are read one by one."""
+"""The model that is exported: its shape, tokenizer, weights, which are read one by one, and history."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
+from gpt.export.history import History, read_history
+from gpt.files import read_json
 from gpt.model.quantize import Quantized
-from gpt.runs import adapter, checkpoint
+from gpt.runs import adapter, checkpoint, folder
 from gpt.runs.checkpoint import Parameters
 from gpt.text.tokenizer import Tokenizer
+
+_KEPT = ("step", "tokens_seen", "val_loss")  # of gpt.json
 
 
 @dataclass(frozen=True)
@@ -23,18 +28,23 @@ class SourceModel:
     config: GPTConfig
     tokenizer: Tokenizer
     weights: Parameters  # by our names, in the model's order; each is read when it is asked for
+    history: History = field(default_factory=History)
+    saved: Mapping[str, Any] = field(default_factory=dict)  # the step and losses in its gpt.json
 
 
-def open_source(path: Path) -> SourceModel:
-    """Opens the checkpoint at ``path`` after its checksums have been verified; adapters are merged into their base.
-    Raises `UserError` as `checkpoint.load` does."""
+def open_source(path: Path, words: str) -> SourceModel:
+    """Opens the checkpoint at ``path``, which the user named by ``words``, after its checksums have been verified;
+    adapters are merged into their base. Raises `UserError` as `checkpoint.load` does."""
     config, tokenizer = checkpoint.peek(path)
-    if not adapter.is_adapter(path):
-        return SourceModel(path, config, tokenizer, checkpoint.stored_parameters(path, config))
-    model = checkpoint.load(path, torch.device("cpu")).model
-    merged: Mapping[str, Tensor] = {**model.state_dict(), **checkpoint.fixed(model)}
-    weights: Parameters = {name: partial(merged.__getitem__, name) for name in merged}
-    return SourceModel(path, config, tokenizer, weights)
+    if adapter.is_adapter(path):
+        model = checkpoint.load(path, torch.device("cpu")).model
+        merged: Mapping[str, Tensor] = {**model.state_dict(), **checkpoint.fixed(model)}
+        weights: Parameters = {name: partial(merged.__getitem__, name) for name in merged}
+    else:
+        weights = checkpoint.stored_parameters(path, config)
+    meta = read_json(path / folder.META) if (path / folder.META).is_file() else {}
+    saved = {key: meta[key] for key in _KEPT if type(meta.get(key)) in (int, float)}
+    return SourceModel(path, config, tokenizer, weights, read_history(path, words), saved)
 
 
 def whole(value: Tensor | Quantized) -> Tensor:
