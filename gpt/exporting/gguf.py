@@ -20,8 +20,8 @@ from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.errors import UserError, WorkError
-from gpt.export import gguf_tokenizer
-from gpt.export.source import SourceModel, whole
+from gpt.exporting import gguf_tokenizer
+from gpt.exporting.source import SourceModel, whole
 from gpt.files import file_sha256, whole_file
 from gpt.model.decoder import rotary_rates
 from gpt.model.params import Kind, named_parameters
@@ -96,13 +96,15 @@ def _kind(parameter: Kind, shape: tuple[int, ...], kind: str) -> str:
     return "q8_0" if kind == "q4_0" and parameter != "linear" else kind
 
 
-def write(path: Path, source: SourceModel, kind: str, name: str) -> int:
+def write(path: Path, source: SourceModel, kind: str, name: str, license: str | None = None) -> int:
     """Writes a GGUF file, whole or not at all, with matrices of type ``kind``, and returns the number of its tensors.
-    The file is a function of the model, ``kind`` and ``name``. Raises OSError, and `UserError` as `check` does."""
+    The file is a function of the model and these words. Raises OSError, and `UserError` as `check` does."""
     gguf = _package()
     config, parts = source.config, _parts(source.config, kind)
     writer = gguf.GGUFWriter(None, ARCHES[config.layout])
     _describe(writer, config, kind, name)
+    if license is not None:
+        writer.add_license(license)
     gguf_tokenizer.add(writer, source.tokenizer, config.vocab_size)
     for part in (each for together in parts.values() for each in together):
         stored = gguf.GGMLQuantizationType[part.kind.upper()]

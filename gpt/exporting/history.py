@@ -83,7 +83,11 @@ def _history(path: Path, line: int = 0) -> History:
         return checked(History, read_json(path / folder.META)[KEY], str(path / folder.META))
     run = path.absolute().parent
     if folder.is_run(run):
-        return _of_run(RunRecord.read(run), path.absolute(), line)
+        try:
+            return _of_run(RunRecord.read(run), path.absolute(), line)
+        except UserError as error:
+            hint = "copy the checkpoint out of its run: then its card says that its training is not known"
+            raise UserError(error.message, hint) from None
     if adapter.is_adapter(path):
         base = folder.base_of(path)
         return History(ancestors=_line(base, hub.fetch(base) if hub.is_remote(base) else Path(base), line))
