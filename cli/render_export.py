@@ -10,7 +10,7 @@ from gpt.words import counted
 from .render import stdout
 
 if TYPE_CHECKING:
-    from gpt.export.run import Exported
+    from gpt.exporting.run import Exported
 
 
 def exported(done: "Exported") -> None:

@@ -23,12 +23,12 @@ from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.device import Compute
 from gpt.errors import UserError, did_you_mean
 from gpt.evaluate import Documents, Encoded, Evaluation, OnWindow, evaluate
-from gpt.export import run as exports
-from gpt.export.card import Comparison
-from gpt.export.history import joined, last_part
-from gpt.export.run import Exported
-from gpt.export.source import SourceModel, open_source
 from gpt.export_config import ExportConfig
+from gpt.exporting import run as exports
+from gpt.exporting.card import Comparison
+from gpt.exporting.history import joined, last_part
+from gpt.exporting.run import Exported
+from gpt.exporting.source import SourceModel, open_source
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.model.quantize import round_to_int8
@@ -305,7 +305,7 @@ def export(
     target = exports.find_target(str(out), config)
     words = None if model is None else str(model)
     path = folder.find_checkpoint(words, note)
-    source = open_source(path, words or str(path))
+    source = open_source(path, words or "")
     exports.check(source, target)
     compute, stored = devices.pick(device, "float32"), exports.stored(source, target)
 

@@ -43,5 +43,5 @@ class ExportConfig:
         object.__setattr__(self, "license", self.license.lower())  # as in Apache-2.0, SPDX's spelling
         if self.license not in LICENSES:
             near = did_you_mean(self.license, LICENSES)
-            hint = near if near.startswith("did") else "other, and its name and text in the card by hand"
+            hint = near if near.startswith("did") else 'give "other", and write its name into the card by hand'
             raise UserError(f'the hub knows no license "{self.license}"', hint)

@@ -20,9 +20,9 @@ from torch import Tensor
 from gpt import api
 from gpt.config import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.errors import UserError
-from gpt.export import gguf
-from gpt.export.source import SourceModel, open_source
 from gpt.export_config import FileType
+from gpt.exporting import gguf
+from gpt.exporting.source import SourceModel, open_source
 from gpt.model.decoder import GPT
 from gpt.model.quantize import Quantized
 from gpt.text.tokenizer import bytes_tokenizer

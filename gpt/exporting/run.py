@@ -9,11 +9,11 @@ from pathlib import Path
 from torch import Tensor
 
 from gpt.errors import Interrupted, UserError, check_text
-from gpt.export import folder, gguf
-from gpt.export.card import BITS, Comparison, Facts, card
-from gpt.export.history import KEY
-from gpt.export.source import SourceModel
 from gpt.export_config import ExportConfig
+from gpt.exporting import folder, gguf
+from gpt.exporting.card import BITS, Comparison, Facts, card
+from gpt.exporting.history import KEY
+from gpt.exporting.source import SourceModel
 from gpt.files import check_new, disk_errors
 from gpt.interrupt import StopSignal
 from gpt.model.params import named_parameters
@@ -117,7 +117,7 @@ def write(
     cannot hold."""
     seen = SourceModel(**{**vars(source), "weights": _watched(source, on_bytes)})
     if target.is_file:
-        count = gguf.write(target.out, seen, target.type, target.out.stem)
+        count = gguf.write(target.out, seen, target.type, target.out.stem, target.license)
         return count, target.out.stat().st_size
     history = {**asdict(source.history), "bits": min(BITS[target.type], source.history.bits)}
     meta = {**source.saved, KEY: history, "export": {"dtype": target.type, **_measured(comparison)}}

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from gpt.errors import UserError
 from gpt.evaluate import Evaluation
-from gpt.export import gguf
-from gpt.export.history import HUB_NAME, Text
-from gpt.export.source import SourceModel
+from gpt.exporting import gguf
+from gpt.exporting.history import HUB_NAME, Text
+from gpt.exporting.source import SourceModel
 from gpt.model.params import breakdown
 from gpt.runs import hf, quantized
 from gpt.words import counted

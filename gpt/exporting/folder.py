@@ -12,8 +12,8 @@ from torch import Tensor
 from gpt.config import GPTConfig
 from gpt.device import DTYPES
 from gpt.errors import UserError
-from gpt.export.history import CARD
-from gpt.export.source import SourceModel, whole
+from gpt.exporting.history import CARD
+from gpt.exporting.source import SourceModel, whole
 from gpt.files import to_json, whole_folder, write_file, write_pieces
 from gpt.model.params import Parameter, named_parameters
 from gpt.model.quantize import Quantized

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.errors import UserError, WorkError
-from gpt.export import gguf_tokenizer
-from gpt.export.source import SourceModel, whole
+from gpt.exporting import gguf_tokenizer
+from gpt.exporting.source import SourceModel, whole
 from gpt.files import file_sha256, write_pieces
 from gpt.model.decoder import rotary_rates
 from gpt.model.params import Parameter, Shape, named_parameters
@@ -112,12 +112,12 @@ def _kind(p: Parameter, kind: str) -> str:
     return "q8_0" if kind == "q4_0" and p.kind != "linear" else kind
 
 
-def write(path: Path, source: SourceModel, kind: str, name: str) -> int:
+def write(path: Path, source: SourceModel, kind: str, name: str, license: str | None = None) -> int:
     """Writes a GGUF file, whole or not at all, with matrices of type ``kind``, and returns the number of its tensors.
-    The bytes follow from the model, ``kind`` and ``name`` alone. Raises OSError, also where ``path`` is there by then,
+    The bytes follow from the model and these words alone. Raises OSError, also where ``path`` is there by then,
     and `UserError` for numbers that the type cannot hold."""
     parts = _parts(source.config, kind)
-    header = _header(source, kind, name, [part for together in parts.values() for part in together])
+    header = _header(source, kind, name, license, [part for together in parts.values() for part in together])
     weights: Parameters = {**source.weights, _ROPE_FREQS: lambda: _rope_factors(source.config)}
 
     def pieces() -> Iterator[bytes | memoryview]:
@@ -142,12 +142,14 @@ def _rope_factors(config: GPTConfig) -> Tensor:
     return rotary_rates(replace(config, rope_scaling=None)) / rotary_rates(config)
 
 
-def _header(source: SourceModel, kind: str, name: str, parts: list[_Part]) -> bytes:
+def _header(source: SourceModel, kind: str, name: str, license: str | None, parts: list[_Part]) -> bytes:
     """The file up to its first tensor: what it says of the model, the tokenizer, and where which tensor lies."""
     gguf, config = _package(), source.config
     writer = gguf.GGUFWriter(None, ARCHES[config.layout])
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(name.encode("utf-8", "replace").decode())
+    if license is not None:
+        writer.add_license(license)
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[kind]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(config.vocab_size)
