@@ -13,7 +13,7 @@ from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
 from gpt.decoding.logits import Token
 from gpt.device import Compute
-from gpt.export.source import SourceModel
+from gpt.exporting.source import SourceModel
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
 from gpt.runs import checkpoint
@@ -56,7 +56,7 @@ def batched(model: GPT, requests: list[Request], config: SampleConfig, rows: int
 
 
 def source_of(model: GPT, tokenizer: Tokenizer | None = None) -> SourceModel:
-    """A model as `gpt.export` opens it, by default of bytes."""
+    """A model as `gpt.exporting` opens it, by default of bytes."""
     weights = {**model.state_dict(), **checkpoint.fixed(model)}
     return SourceModel(
         Path("nowhere"),

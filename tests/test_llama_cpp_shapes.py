@@ -16,9 +16,9 @@ from models import source_of
 from torch import Tensor
 
 from gpt.config import ARCHITECTURES, GPTConfig, RopeScaling
-from gpt.export import gguf
-from gpt.export.source import SourceModel
 from gpt.export_config import FileType
+from gpt.exporting import gguf
+from gpt.exporting.source import SourceModel
 from gpt.model.decoder import GPT
 
 pytestmark = [
@@ -96,7 +96,7 @@ def differences(path: Path, config: GPTConfig, kind: str) -> float:
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     source = source_of(model)
-    gguf.check(source, kind)
+    gguf.check(source)
     gguf.write(path, source, kind, "shape")
     T = config.block_size
     prompts = [torch.randint(256, (length,)).tolist() for length in sorted({1, T // 2, T - 1})]
