@@ -32,8 +32,8 @@ from gpt.api import LanguageModel
 from gpt.config import GPTConfig
 from gpt.errors import WorkError
 from gpt.evaluate import Encoded, total_loss, windows
-from gpt.export import gguf, gguf_tokenizer
-from gpt.export.source import SourceModel
+from gpt.exporting import gguf, gguf_tokenizer
+from gpt.exporting.source import SourceModel
 from gpt.model import decoder
 from gpt.model.decoder import GPT
 from gpt.sample_config import SampleConfig

@@ -27,7 +27,7 @@ from gpt.export_config import LICENSES, ExportConfig
 from gpt.exporting import card as cards
 from gpt.exporting import history
 from gpt.exporting.card import Comparison, Facts, card
-from gpt.exporting.history import Ancestor, History, Text, read_history, texts_of
+from gpt.exporting.history import Ancestor, ModelHistory, Text, read_history, texts_of
 from gpt.exporting.source import SourceModel, open_source
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
@@ -144,7 +144,7 @@ HOSTILE = ["a\nlicense: mit", "a: b", "```", "`a`", "| x |", "---", "<script>", 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_name_or_sample_ends_what_it_stands_in(name: str) -> None:
-    known = History(
+    known = ModelHistory(
         [Text(name, 1, 3, "0" * 64, None)], 3, {"preset": name}, ancestors=[Ancestor(name, True, None), Ancestor(name)]
     )
     samples = [name, f"a\n````\n{name}\n```", "~~~\n# no title"]
@@ -178,7 +178,7 @@ def test_samples_stand_in_the_card_only_where_they_are_asked_for(run_folder: Pat
 
 def test_losses_of_rounded_weights_are_told_apart() -> None:
     both = [Evaluation(loss, 10, 20, 3, 8, 8) for loss in (1.5, 1.75)]
-    known = History([Text("a")], 5, val_loss=1.25, bits_per_byte=0.5)
+    known = ModelHistory([Text("a")], 5, val_loss=1.25, bits_per_byte=0.5)
     text = card(a_source(history=known), Facts("it", "int4", None, Comparison(Text("b", 1, 20, "1" * 64), *both)))
     assert "On all held-out text: 1.2500 nats per token, 0.5000 bits per byte, before its weights were rounded." in text
     assert "| before | 1.5000 | 1.0820 |" in text
@@ -515,7 +515,7 @@ def test_a_disk_that_is_full_leaves_nothing(
         # Once it has its name it is whole: only the sync of the folder around it has failed.
         assert list(Path().iterdir()) == [] or folder.is_checkpoint(Path(out))
         shutil.rmtree("a", ignore_errors=True)
-    assert at > 1
+    assert at >= 1
 
 
 def test_two_exports_to_one_place(run_folder: Path, chapter: Path, workdir: Path) -> None:

@@ -55,7 +55,7 @@ class Ancestor:
 
 
 @dataclass(frozen=True)
-class History:
+class ModelHistory:
     """What is known of how a model was made."""
 
     texts: list[Text] | None = None  # None: not known
@@ -67,7 +67,7 @@ class History:
     bits: Count = 32  # the fewest that its weights were ever rounded to
 
 
-def read_history(path: Path, words: str) -> History:
+def read_history(path: Path, words: str) -> ModelHistory:
     """The history of the checkpoint at ``path``, which the user named by ``words``. Raises `UserError` where a file
     that tells it is damaged."""
     found = _history(path)
@@ -77,10 +77,10 @@ def read_history(path: Path, words: str) -> History:
     return replace(found, bits=min(found.bits, hf.load_bits(folder.home(path)) or 32))
 
 
-def _history(path: Path, line: int = 0) -> History:
+def _history(path: Path, line: int = 0) -> ModelHistory:
     """What a checkpoint's own files say; ``line`` counts the models that were made from it."""
     if _is_exported(path):
-        return checked(History, read_json(path / folder.META)[KEY], str(path / folder.META))
+        return checked(ModelHistory, read_json(path / folder.META)[KEY], str(path / folder.META))
     run = path.absolute().parent
     if folder.is_run(run):
         try:
@@ -90,17 +90,17 @@ def _history(path: Path, line: int = 0) -> History:
             raise UserError(error.message, hint) from None
     if adapter.is_adapter(path):
         base = folder.base_of(path)
-        return History(ancestors=_line(base, hub.fetch(base) if hub.is_remote(base) else Path(base), line))
+        return ModelHistory(ancestors=_line(base, hub.fetch(base) if hub.is_remote(base) else Path(base), line))
     base = _front_matter(path).get("base_model", "")
     on_hub = HUB_NAME.fullmatch(base) is not None
-    return History(ancestors=[Ancestor(base if on_hub else last_part(base), on_hub)] if base else [])
+    return ModelHistory(ancestors=[Ancestor(base if on_hub else last_part(base), on_hub)] if base else [])
 
 
 def _is_exported(path: Path) -> bool:
     return (path / folder.META).is_file() and isinstance(read_json(path / folder.META).get(KEY), dict)
 
 
-def _of_run(record: RunRecord, path: Path, line: int) -> History:
+def _of_run(record: RunRecord, path: Path, line: int) -> ModelHistory:
     resolved, result = record.resolved or {}, record.result or {}
     own = {key: resolved.get(key) for key in (*_SETTINGS, *(_ADAPTERS if resolved.get("lora_rank") else ()))}
     model = resolved.get("model")
@@ -112,7 +112,7 @@ def _of_run(record: RunRecord, path: Path, line: int) -> History:
         own["pairs"] = True
     settings: Table = {key: each for key, each in own.items() if not isinstance(each, dict | None)}
     is_best = result.get("checkpoint") == path.name
-    return History(
+    return ModelHistory(
         texts_of(record.sources or [], record.texts or []),
         record.tokens.train if record.tokens else None,
         settings,

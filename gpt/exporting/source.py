@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
-from gpt.exporting.history import History, read_history
+from gpt.exporting.history import ModelHistory, read_history
 from gpt.files import read_json
 from gpt.model.quantize import Quantized
 from gpt.runs import adapter, checkpoint, folder
@@ -28,7 +28,7 @@ class SourceModel:
     config: GPTConfig
     tokenizer: Tokenizer
     weights: Parameters  # by our names, in the model's order; each is read when it is asked for
-    history: History = field(default_factory=History)
+    history: ModelHistory = field(default_factory=ModelHistory)
     saved: Mapping[str, Any] = field(default_factory=dict)  # the step and losses in its gpt.json
 
 
