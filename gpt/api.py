@@ -21,6 +21,7 @@ from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.device import Compute
 from gpt.errors import UserError, did_you_mean
 from gpt.evaluate import Encoded, Evaluation, OnWindow, evaluate
+from gpt.export import gguf_tokenizer
 from gpt.export.run import Exported, OnBytes
 from gpt.export.run import export as write_export
 from gpt.export.source import open_source
@@ -277,6 +278,9 @@ def export(
     config = from_dict(ExportConfig, settings, "export")
     source = open_source(folder.find_checkpoint(None if model is None else str(model), note))
     compute = devices.pick(device, "float32")
+    if Path(out).suffix == ".gguf":
+        for difference in gguf_tokenizer.differences(source.tokenizer):
+            note(difference)
 
     def measure(weights: checkpoint.Parameters) -> float:
         read = lambda: ((name, get()) for name, get in weights.items())
