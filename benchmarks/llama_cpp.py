@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 from unittest import mock
@@ -45,20 +46,24 @@ from gpt.text.backends import ByteBPE
 from gpt.text.boundaries import DIGITS_PATTERN, GPT2_PATTERN, LLAMA3_PATTERN, MINBPE_PATTERN
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, gpt2_tokenizer
 
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
 TIE = 1e-3  # nats between the two likeliest ids, below which either may come first
 GREEDY = 64  # tokens of a continuation
 
 
 class LlamaCpp:
-    """llama.cpp's server with the model of a .gguf file, on one thread with a cache in float32. It runs in a process of
-    its own, since a bad file would end this one, until the context ends."""
+    """llama.cpp's server with the model of a .gguf file, on one thread. It runs in a process of its own, since a bad
+    file would end this one, until the context ends. ``exact``: its cache and attention are in float32, and not in
+    float16, which is its default."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, exact: bool = True) -> None:
         self.path = path
+        self.exact = exact
 
     def __enter__(self) -> Self:
         self.errors = tempfile.TemporaryFile()
-        words = [sys.executable, "-m", "benchmarks.llama_cpp", "--serve", str(self.path.absolute())]
+        words = [sys.executable, "-m", "benchmarks.llama_cpp", "--serve" if self.exact else "--serve-default"]
+        words.append(str(self.path.absolute()))
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=self.errors, text=True)
         assert self.process.stdout is not None
@@ -110,7 +115,7 @@ class LlamaCpp:
         assert found["id"] == following
         return float(found["logprob"])
 
-    def logprobs(self, ids: Sequence[int], vocab_size: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def logprobs(self, ids: Sequence[int], vocab_size: int) -> Numbers:
         """Returns the log-probabilities (V) of all ids after others."""
         found = np.full(vocab_size, np.nan)
         for each in self._probabilities(ids, vocab_size, [])["top_logprobs"]:
@@ -125,15 +130,17 @@ class LlamaCpp:
         return dict(found["completion_probabilities"][0])
 
 
-def serve(path: str) -> None:
-    """Serves a file until standard input ends, and says where."""
+def serve(path: str, exact: bool) -> None:
+    """Serves a file until standard input ends, and says where. ``exact``: attention is computed in float32."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
     params.model.path = path
     params.n_gpu_layers, params.n_parallel, params.verbosity = 0, 1, 1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    if exact:  # flash attention would put keys and values in float16
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.warmup = params.fit_params = params.ui = False
     server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)
@@ -317,25 +324,25 @@ def prompts(model: LanguageModel, text: str, count: int) -> list[str]:
     return found
 
 
-def greedy(model: LanguageModel, server: LlamaCpp, some: Sequence[str]) -> Greedy:
+def greedy(model: LanguageModel, some: Sequence[str], theirs: Sequence[tuple[list[int], str]]) -> Greedy:
     """Compares continuations with llama.cpp's, up to the first other id of each."""
     config = SampleConfig(temperature=0, max_tokens=GREEDY, logprobs=2)
     tokens, apart = 0, []
     for piece in model.write_all(some, config):
         if piece.sample is None:
             continue
-        theirs, stop = server.continuation(some[piece.prompt])
         assert piece.sample.logprobs is not None
         # With the end-of-text that ended it, as far as there is one.
         ours = [token.id for token in piece.sample.logprobs]
-        theirs += [model.tokenizer.eot] if stop == "eos" else []
-        same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        ids, stop = theirs[piece.prompt]
+        ids = [*ids, model.tokenizer.eot] if stop == "eos" else ids
+        same = next((i for i, (a, b) in enumerate(zip(ours, ids, strict=False)) if a != b), None)
         tokens += len(ours) if same is None else same
         if same is not None:
             (_, first), (_, second) = piece.sample.logprobs[same].top
             apart.append(first - second)
-        elif len(ours) != len(theirs):
-            raise AssertionError(f"{some[piece.prompt]!r} ends after {len(ours)} tokens, there after {len(theirs)}")
+        elif len(ours) != len(ids):
+            raise AssertionError(f"{some[piece.prompt]!r} ends after {len(ours)} tokens, there after {len(ids)}")
     return Greedy(len(some), tokens, sorted(apart))
 
 
@@ -368,18 +375,22 @@ def with_weights_of(path: Path, model: LanguageModel, kind: str) -> GPT:
     return checkpoint.build(source.config, read, model.compute.device, torch.float32)
 
 
-def logprob_differences(
-    model: LanguageModel, server: LlamaCpp, some: Iterable[Window], count: int
-) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Returns llama.cpp's log-probabilities of all ids (count, V) less ours, at the first positions of windows."""
-    found: list[np.ndarray[Any, Any]] = []
+def our_logprobs(model: LanguageModel, some: Iterable[Window], count: int) -> Numbers:
+    """Returns the log-probabilities (count, V) of all ids at the first positions of windows."""
+    found: list[Numbers] = []
     for window in some:
         with torch.inference_mode():
             logits = model.model(torch.from_numpy(window.x)[None])
-        ours = logits[0].double().log_softmax(-1).numpy()
-        for i in range(min(len(window.x), count - len(found))):
-            found.append(server.logprobs(window.x[: i + 1].tolist(), ours.shape[1]) - ours[i])
-    return np.stack(found)
+        found.append(logits[0].double().log_softmax(-1).numpy())
+        if sum(map(len, found)) >= count:
+            break
+    return np.concatenate(found)[:count]
+
+
+def their_logprobs(server: LlamaCpp, some: Iterable[Window], count: int, vocab_size: int) -> Numbers:
+    """Returns the same of llama.cpp."""
+    places = ((window, i) for window in some for i in range(len(window.x)))
+    return np.stack([server.logprobs(w.x[: i + 1].tolist(), vocab_size) for w, i in islice(places, count)])
 
 
 def ids_table(text: str, count: int, place: Path) -> Iterator[str]:
@@ -407,11 +418,12 @@ def greedy_table(models: dict[str, LanguageModel], text: str, count: int, place:
     for number, (name, model) in enumerate(models.items()):
         some = prompts(model, text, count)
         with LlamaCpp(exported(model, place / f"greedy{number}.gguf", type="f32")) as server:
-            for kind, how in gelus(model):
-                with how():
-                    found = greedy(model, server, some)
-                apart = ", ".join(f"{each:.5f}" for each in found.apart)
-                yield f"| {name} | {found.tokens:,} | {kind} | {len(found.apart)} | {apart} |"
+            theirs = [server.continuation(prompt) for prompt in some]
+        for kind, how in gelus(model):
+            with how():
+                found = greedy(model, some, theirs)
+            apart = ", ".join(f"{each:.5f}" for each in found.apart)
+            yield f"| {name} | {found.tokens:,} | {kind} | {len(found.apart)} | {apart} |"
 
 
 def gelus(model: LanguageModel) -> list[tuple[str, Callable[[], Any]]]:
@@ -445,14 +457,18 @@ def difference_table(models: dict[str, LanguageModel], text: str, count: int, pl
     """Yields a table of how far llama.cpp's log-probabilities of all ids are from ours."""
     yield f"Log-probabilities of all ids at {count:,} positions, f32 files, nats from ours in float32:"
     yield ""
-    yield "| model | GELU | mean | largest |"
-    yield "|---|---|---:|---:|"
-    for name, model in models.items():
-        with LlamaCpp(exported(model, place / f"difference-{name.split(',')[0]}.gguf", type="f32")) as server:
+    yield "| model | its attention | GELU | mean | largest |"
+    yield "|---|---|---|---:|---:|"
+    for number, (name, model) in enumerate(models.items()):
+        path = exported(model, place / f"difference{number}.gguf", type="f32")
+        some = text_windows(model, text)
+        for exact, attention in ((True, "float32"), (False, "float16, its default")):
+            with LlamaCpp(path, exact) as server:
+                theirs = their_logprobs(server, some, count, model.model.config.vocab_size)
             for kind, how in gelus(model):
                 with how():
-                    found = np.abs(logprob_differences(model, server, text_windows(model, text), count))
-                yield f"| {name} | {kind} | {found.mean():.1e} | {found.max():.1e} |"
+                    found = np.abs(theirs - our_logprobs(model, some, count))
+                yield f"| {name} | {attention} | {kind} | {found.mean():.1e} | {found.max():.1e} |"
     yield ""
     yield "llama.cpp's GELU on a CPU is a table in half precision; SwiGLU has none."
 
@@ -515,7 +531,7 @@ def parameters(model: LanguageModel) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--serve"]:
-        serve(sys.argv[2])
+    if sys.argv[1:2] in (["--serve"], ["--serve-default"]):
+        serve(sys.argv[2], sys.argv[1] == "--serve")
     else:
         main()
