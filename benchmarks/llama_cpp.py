@@ -68,13 +68,14 @@ class LlamaCpp:
         self.process = subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=self.errors, text=True)
         assert self.process.stdout is not None
         address = self.process.stdout.readline().strip()
+        self.connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
         if not address:
             self.__exit__()
             raise RuntimeError(f"llama.cpp does not read {self.path}: {self.said}")
-        self.connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.connection.close()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()  # at the end of its input the process ends
