@@ -36,8 +36,8 @@ from gpt.api import LanguageModel
 from gpt.config import GPTConfig
 from gpt.errors import WorkError
 from gpt.evaluate import Encoded, Window, total_loss, windows
-from gpt.export import gguf, gguf_tokenizer
-from gpt.export.source import SourceModel, open_source
+from gpt.exporting import gguf, gguf_tokenizer, run
+from gpt.exporting.source import SourceModel, open_source
 from gpt.model import decoder
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint
@@ -372,8 +372,8 @@ def their_loss(server: LlamaCpp, some: Sequence[Window]) -> float:
 def with_weights_of(path: Path, model: LanguageModel, kind: str) -> GPT:
     """Our decoder in float32 with the numbers that a .gguf file of this kind holds."""
     source = open_source(path)
-    read = lambda: ((name, gguf.restored(source.config, name, get(), kind)) for name, get in source.weights.items())
-    return checkpoint.build(source.config, read, model.compute.device, torch.float32)
+    stored = run.stored(source, run.Target(Path("model.gguf"), True, kind, None))
+    return checkpoint.build(source.config, stored, model.compute.device, torch.float32)
 
 
 def our_logprobs(model: LanguageModel, some: Iterable[Window], count: int) -> Numbers:

@@ -1,38 +1,43 @@
 """The library's front door: `load` a model, generate and evaluate texts with it; `train` one."""
 
+import contextlib
 import functools
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence, Sized
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
-import torch.nn as nn
 
 from gpt import device as devices
+from gpt import events
 from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
 from gpt.decoding.bench import DecodingSpeed, measure
 from gpt.decoding.context import ContextPool
-from gpt.decoding.weights import compiled, prepare
+from gpt.decoding.weights import compiled, is_int8, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.device import Compute
 from gpt.errors import UserError, did_you_mean
-from gpt.evaluate import Encoded, Evaluation, OnWindow, evaluate
-from gpt.export import gguf_tokenizer
-from gpt.export.run import Exported, OnBytes
-from gpt.export.run import export as write_export
-from gpt.export.source import open_source
+from gpt.evaluate import Documents, Encoded, Evaluation, OnWindow, evaluate
 from gpt.export_config import ExportConfig
+from gpt.exporting import gguf_tokenizer
+from gpt.exporting import run as exports
+from gpt.exporting.card import Comparison
+from gpt.exporting.history import joined, last_part
+from gpt.exporting.run import Exported
+from gpt.exporting.source import SourceModel, open_source
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
+from gpt.model.quantize import round_to_int8
 from gpt.runs import adapter, checkpoint, folder, hf
 from gpt.sample_config import Dtype, SampleConfig
 from gpt.settings import from_dict
 from gpt.text.corpus import Listener, open_corpus
-from gpt.text.shards import SIDES
+from gpt.text.shards import SIDES, Side
 from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
@@ -122,34 +127,52 @@ class LanguageModel:
     ) -> Evaluation:
         """Measures the loss over files, folders or corpora by name, of any size; or over one ``side`` of a token
         folder, which must have been made with this model's tokenizer."""
-        from gpt.training.data import tokenized
-
-        path, config = tokenized(texts), config or ReadConfig()
+        config = config or ReadConfig()
         if side not in SIDES:
             raise UserError(f'there is no split "{side}"', did_you_mean(side, SIDES))
-        if path is not None:
-            for each in fields(ReadConfig):
-                if getattr(config, each.name) != each.default:
-                    self.note(f"{path} is tokenized already: --{each.name.replace('_', '-')} is not used")
-            folder = TokenFolder(path)
-            if folder.tokenizer.fingerprint != self.tokenizer.fingerprint:
-                raise UserError(
-                    f"{path} was made with another tokenizer ({folder.tokenizer.name}) than the model's",
-                    "tokenize the text with the model's own: gpt tokenize … --tokenizer MODEL",
-                )
-            documents = folder.stream(side).documents
+        with _opened(texts, self.tokenizer, config, side, listen, self.note) as (
+            _,
+            documents,
+        ):
             return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window)
-        if side != "val":
-            self.note(f"{texts[0]} is no folder of tokens: all of it is measured, and --split is not used")
-        reading = {f.name: getattr(config, f.name) for f in fields(ReadConfig)}
-        corpus = open_corpus(texts, TextConfig(**reading, val_fraction=0))
-        with tempfile.TemporaryDirectory(prefix="gpt-") as place:
-            folder = tokenize(corpus, self.tokenizer, Path(place) / "tokens", listen=listen)
-            stream = folder.stream("train")
-            try:
-                return evaluate(self.model, self.tokenizer, stream.documents, self.compute, stride, on_window)
-            finally:
-                stream.release()  # an open file could not be removed on Windows
+
+
+@contextlib.contextmanager
+def _opened(
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    config: ReadConfig,
+    side: Side,
+    listen: Listener,
+    note: Callable[[str], None] = lambda text: None,
+) -> Iterator[tuple[TokenFolder, Documents]]:
+    """Yields the ids of texts, or of one side of a token folder, with the folder that they are in."""
+    from gpt.training.data import tokenized
+
+    path = tokenized(texts)
+    if path is not None:
+        for each in fields(ReadConfig):
+            if getattr(config, each.name) != each.default:
+                note(f"{path} is tokenized already: --{each.name.replace('_', '-')} is not used")
+        folder = TokenFolder(path)
+        if folder.tokenizer.fingerprint != tokenizer.fingerprint:
+            raise UserError(
+                f"{path} was made with another tokenizer ({folder.tokenizer.name}) than the model's",
+                "tokenize the text with the model's own: gpt tokenize … --tokenizer MODEL",
+            )
+        yield folder, folder.stream(side).documents
+        return
+    if side != "val":
+        note(f"{texts[0]} is no folder of tokens: all of it is measured, and --split is not used")
+    reading = {f.name: getattr(config, f.name) for f in fields(ReadConfig)}
+    corpus = open_corpus(texts, TextConfig(**reading, val_fraction=0))
+    with tempfile.TemporaryDirectory(prefix="gpt-") as place:
+        folder = tokenize(corpus, tokenizer, Path(place) / "tokens", listen=listen)
+        stream = folder.stream("train")
+        try:
+            yield folder, stream.documents
+        finally:
+            stream.release()  # an open file could not be removed on Windows
 
 
 def load(
@@ -166,24 +189,24 @@ def load(
     the latest checkpoint is damaged, ``note`` says so and the one before is loaded.
 
     With the ``sampling`` settings of later calls, weights are laid out for steps of one token, in ``dtype`` itself and
-    not cast at each product; ``dtype`` "int8" rounds them. Such a model can be neither trained nor saved. ``threads``
-    on a CPU are then chosen by the model's size, unless they are given.
+    not cast at each product; ``dtype`` "int8" rounds them. Weights that are stored in int8 are used so by themselves.
+    Such a model can be neither trained nor saved. ``threads`` on a CPU are then chosen by the model's size, unless they
+    are given.
     """
     found = folder.find_checkpoint(None if path is None else str(path), note)
-    int8 = dtype == "int8"
-    stored = None if adapter.is_adapter(found) else hf.load_bits(found)
-    if sampling is not None and dtype == "auto" and stored == 8:
-        dtype, int8 = "int8", True
+    bits = None if adapter.is_adapter(found) else hf.load_bits(found)
+    if sampling is not None and dtype == "auto" and bits == 8:
+        dtype = "int8"
     compute = _pick(device, dtype)
-    compute = _fitted(found, compute, dtype, sampling is not None and not adapter.is_adapter(found), note)
-    finish: Callable[[nn.Module], object] = lambda part: None
-    if sampling is not None or int8:
+    int8, decodes = dtype == "int8", sampling is not None
+    compute = _fitted(found, compute, dtype, (decodes or int8) and not adapter.is_adapter(found), note)
+    finish, narrow = None, torch.float32
+    if decodes or int8:
         packed = sampling is not None and sampling.compile != "on"
-        finish = functools.partial(prepare, compute=compute, int8=int8, packed=packed)
-    narrow = compute.dtype if sampling is not None else torch.float32
-    loaded = checkpoint.load(found, compute.device, dtype=narrow, finish=finish, keep_int8=int8)
-    devices.use_threads(compute, threads, _parameters(loaded.model) if sampling is not None else None)
-    if int8 and stored != 8:
+        finish, narrow = functools.partial(prepare, compute=compute, packed=packed), compute.dtype
+    loaded = checkpoint.load(found, compute.device, dtype=narrow, mapped=True, finish=finish, int8=int8)
+    devices.use_threads(compute, threads, _parameters(loaded.model) if decodes else None)
+    if int8 and bits != 8:
         note("int8 rounds the weights: gpt eval TEXT with and without --dtype int8 says what it costs this model")
     return LanguageModel(loaded.model, loaded.tokenizer, compute, found, note)
 
@@ -248,7 +271,9 @@ def bench(
         with compute.device:
             model = GPT(PRESETS[target].model).eval()
         devices.use_threads(compute, threads, _parameters(model))
-        prepare(model, compute, int8=dtype == "int8", packed=compile != "on")
+        if dtype == "int8":
+            round_to_int8(model, compute.dtype)
+        prepare(model, compute, packed=compile != "on")
         name = target
     else:
         loaded = load(target, device=device, dtype=dtype, threads=threads, note=note, sampling=sampling)
@@ -256,7 +281,7 @@ def bench(
     config = config.fitted(model.config.block_size)
     step = compiled(model, compute, note) if compile == "on" else None
     speed = measure(model, compute, config, step)
-    kind = "int8" if dtype == "int8" else compute.dtype_name
+    kind = "int8" if is_int8(model) else compute.dtype_name
     count = _parameters(model)
     where = compute.describe().removesuffix(f", {compute.dtype_name}")
     return Measured(name, count, where, kind, step is not None, config, speed)
@@ -269,31 +294,69 @@ def export(
     eval: str | None = None,
     device: str = "auto",
     note: Callable[[str], None] = lambda text: None,
-    on_bytes: OnBytes = lambda done, total: None,
+    listen: Listener = lambda event: None,
     **settings: Any,
 ) -> Exported:
     """Writes a model, which `load` takes, to ``out``: a GGUF file where it ends in .gguf, else a folder for publishing.
     ``settings`` are those of `ExportConfig`: ``type`` or ``dtype``, ``license``, ``samples``. With ``eval``, a text as
-    `train` takes it, the loss is measured before and after. Raises `UserError`, `WorkError`."""
+    `train` takes it, the loss is measured before and after. ``listen`` hears the progress. Raises `UserError`,
+    `WorkError`, and `Interrupted` after SIGINT or SIGTERM."""
+    started = time.monotonic()
     config = from_dict(ExportConfig, settings, "export")
-    source = open_source(folder.find_checkpoint(None if model is None else str(model), note))
-    compute = devices.pick(device, "float32")
-    if Path(out).suffix == ".gguf":
-        for difference in gguf_tokenizer.differences(source.tokenizer):
-            note(difference)
+    target = exports.find_target(str(out), config)
+    words = None if model is None else str(model)
+    path = folder.find_checkpoint(words, note)
+    source = open_source(path, words or "")
+    exports.check(source, target)
+    for difference in gguf_tokenizer.differences(source.tokenizer) if target.is_file else []:
+        note(difference)
+    compute, stored = devices.pick(device, "float32"), exports.stored(source, target)
 
-    def measure(weights: checkpoint.Parameters) -> float:
-        read = lambda: ((name, get()) for name, get in weights.items())
-        built = checkpoint.build(source.config, read, compute.device, torch.float32)
-        return LanguageModel(built, source.tokenizer, compute, source.path, note).evaluate_files([str(eval)]).loss
+    def built(weights: checkpoint.Parameters) -> LanguageModel:
+        whole = checkpoint.build(source.config, weights, compute.device, torch.float32)
+        return LanguageModel(whole, source.tokenizer, compute, path, note)
 
-    def sample() -> list[str]:
-        if not config.samples:
-            return []
-        return load(source.path, device=device, note=note, sampling=SampleConfig()).generate(num=config.samples)
+    with exports.whole_or_nothing(target):
+        compared = None if eval is None else _compared(eval, source, stored, built, listen)
+        texts = built(stored).generate(num=config.samples) if config.samples else []
+        told = lambda done, total: listen(events.Progress("written", done, total))
+        tensors, size = exports.write(source, target, compared, texts, told)
+    return Exported(
+        target.out,
+        "gguf" if target.is_file else "folder",
+        target.type,
+        source.config.layout,
+        size,
+        tensors,
+        source.config.vocab_size,
+        compared.before.loss if compared else None,
+        compared.after.loss if compared else None,
+        time.monotonic() - started,
+    )
 
-    name = None if eval is None else Path(eval).name
-    return write_export(source, Path(out), config, measure if eval else None, name, sample, on_bytes)
+
+def _compared(
+    text: str,
+    source: SourceModel,
+    stored: checkpoint.Parameters,
+    built: Callable[[checkpoint.Parameters], LanguageModel],
+    listen: Listener,
+) -> Comparison:
+    """Measures the loss on ``text`` with the weights as they are and as they are ``stored``."""
+    found: list[Evaluation] = []
+    with _opened([text], source.tokenizer, ReadConfig(), "val", listen) as (tokens, documents):
+        for weights in (source.weights, stored):
+            done = 0
+
+            def each(window: object, losses: Sized, total: int) -> None:
+                nonlocal done
+                done += len(losses)
+                listen(events.Progress("scored", len(found) * total + done, 2 * total, "tokens"))
+
+            model = built(weights)
+            found.append(evaluate(model.model, source.tokenizer, documents, model.compute, None, each))
+        name = last_part(text) if text != "-" else "stdin"
+        return Comparison(joined(name, list(map(asdict, tokens.sources()))), *found)
 
 
 def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **settings: Any) -> "Result":

@@ -12,7 +12,7 @@ from gguf import GGUFWriter, TokenType
 from tokenizers import models, pre_tokenizers
 
 from gpt.errors import UserError
-from gpt.export import gguf_tokenizer
+from gpt.exporting import gguf_tokenizer
 from gpt.text.backends import ByteBPE
 from gpt.text.boundaries import GPT2_PATTERN, LLAMA3_PATTERN, MINBPE_PATTERN, OLD_GPT2_PATTERN
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, learn_tokenizer
