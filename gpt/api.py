@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
-import torch.nn as nn
 
 from gpt import device as devices
 from gpt import events
@@ -19,7 +18,7 @@ from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
 from gpt.decoding.bench import DecodingSpeed, measure
 from gpt.decoding.context import ContextPool
-from gpt.decoding.weights import compiled, prepare
+from gpt.decoding.weights import compiled, is_int8, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.device import Compute
 from gpt.errors import UserError, did_you_mean
@@ -27,11 +26,12 @@ from gpt.evaluate import Documents, Encoded, Evaluation, OnWindow, evaluate
 from gpt.export_config import ExportConfig
 from gpt.exporting import run as exports
 from gpt.exporting.card import Comparison
-from gpt.exporting.history import joined, last_part
+from gpt.exporting.provenance import joined, last_part
 from gpt.exporting.run import Exported
 from gpt.exporting.source import SourceModel, open_source
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
+from gpt.model.quantize import round_to_int8
 from gpt.runs import adapter, checkpoint, folder, hf
 from gpt.sample_config import Dtype, SampleConfig
 from gpt.settings import from_dict
@@ -188,24 +188,24 @@ def load(
     the latest checkpoint is damaged, ``note`` says so and the one before is loaded.
 
     With the ``sampling`` settings of later calls, weights are laid out for steps of one token, in ``dtype`` itself and
-    not cast at each product; ``dtype`` "int8" rounds them. Such a model can be neither trained nor saved. ``threads``
-    on a CPU are then chosen by the model's size, unless they are given.
+    not cast at each product; ``dtype`` "int8" rounds them. Weights that are stored in int8 are used so by themselves.
+    Such a model can be neither trained nor saved. ``threads`` on a CPU are then chosen by the model's size, unless they
+    are given.
     """
     found = folder.find_checkpoint(None if path is None else str(path), note)
-    int8 = dtype == "int8"
-    stored = None if adapter.is_adapter(found) else hf.load_bits(found)
-    if sampling is not None and dtype == "auto" and stored == 8:
-        dtype, int8 = "int8", True
+    bits = None if adapter.is_adapter(found) else hf.load_bits(found)
+    if sampling is not None and dtype == "auto" and bits == 8:
+        dtype = "int8"
     compute = _pick(device, dtype)
-    compute = _fitted(found, compute, dtype, sampling is not None and not adapter.is_adapter(found), note)
-    finish: Callable[[nn.Module], object] = lambda part: None
-    if sampling is not None or int8:
+    int8, decodes = dtype == "int8", sampling is not None
+    compute = _fitted(found, compute, dtype, (decodes or int8) and not adapter.is_adapter(found), note)
+    finish, narrow = None, torch.float32
+    if decodes or int8:
         packed = sampling is not None and sampling.compile != "on"
-        finish = functools.partial(prepare, compute=compute, int8=int8, packed=packed)
-    narrow = compute.dtype if sampling is not None else torch.float32
-    loaded = checkpoint.load(found, compute.device, dtype=narrow, finish=finish, keep_int8=int8)
-    devices.use_threads(compute, threads, _parameters(loaded.model) if sampling is not None else None)
-    if int8 and stored != 8:
+        finish, narrow = functools.partial(prepare, compute=compute, packed=packed), compute.dtype
+    loaded = checkpoint.load(found, compute.device, dtype=narrow, mapped=True, finish=finish, int8=int8)
+    devices.use_threads(compute, threads, _parameters(loaded.model) if decodes else None)
+    if int8 and bits != 8:
         note("int8 rounds the weights: gpt eval TEXT with and without --dtype int8 says what it costs this model")
     return LanguageModel(loaded.model, loaded.tokenizer, compute, found, note)
 
@@ -270,7 +270,9 @@ def bench(
         with compute.device:
             model = GPT(PRESETS[target].model).eval()
         devices.use_threads(compute, threads, _parameters(model))
-        prepare(model, compute, int8=dtype == "int8", packed=compile != "on")
+        if dtype == "int8":
+            round_to_int8(model, compute.dtype)
+        prepare(model, compute, packed=compile != "on")
         name = target
     else:
         loaded = load(target, device=device, dtype=dtype, threads=threads, note=note, sampling=sampling)
@@ -278,7 +280,7 @@ def bench(
     config = config.fitted(model.config.block_size)
     step = compiled(model, compute, note) if compile == "on" else None
     speed = measure(model, compute, config, step)
-    kind = "int8" if dtype == "int8" else compute.dtype_name
+    kind = "int8" if is_int8(model) else compute.dtype_name
     count = _parameters(model)
     where = compute.describe().removesuffix(f", {compute.dtype_name}")
     return Measured(name, count, where, kind, step is not None, config, speed)
@@ -308,8 +310,7 @@ def export(
     compute, stored = devices.pick(device, "float32"), exports.stored(source, target)
 
     def built(weights: checkpoint.Parameters) -> LanguageModel:
-        read = lambda: ((name, get()) for name, get in weights.items())
-        whole = checkpoint.build(source.config, read, compute.device, torch.float32)
+        whole = checkpoint.build(source.config, weights, compute.device, torch.float32)
         return LanguageModel(whole, source.tokenizer, compute, path, note)
 
     with exports.whole_or_nothing(target):

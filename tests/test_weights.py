@@ -21,7 +21,7 @@ from gpt.decoding.engine import Request
 from gpt.decoding.weights import Int8Linear, PackedLinear, compiled, prepare
 from gpt.device import Compute
 from gpt.model.decoder import GPT
-from gpt.model.quantize import to_int8
+from gpt.model.quantize import round_to_int8, to_int8
 from gpt.sample_config import SampleConfig
 
 BF16 = Compute(torch.device("cpu"), torch.bfloat16)
@@ -209,7 +209,7 @@ def test_where_compiling_fails_steps_are_computed_as_written(monkeypatch: pytest
     assert sum(len(event.tokens) for event in events) == 9
     assert notes == ["torch.compile failed, so steps are computed without it: no compiler here"]
     notes.clear()
-    assert compiled(prepare(tiny_model(40), CPU, int8=True), CPU, notes.append) is None
+    assert compiled(prepare(round_to_int8(tiny_model(40)), CPU), CPU, notes.append) is None
     assert len(notes) == 1
 
 

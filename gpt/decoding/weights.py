@@ -16,7 +16,7 @@ from gpt.errors import is_out_of_memory
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
 from gpt.model.params import counts, multiplied
-from gpt.model.quantize import LEVELS, Quantized, QuantizedEmbedding, QuantizedLinear, to_int8
+from gpt.model.quantize import LEVELS, Quantized, QuantizedLinear
 
 Step = Callable[[Tensor, Tensor | None, KVCache], Tensor]  # what `GPT.stack` computes
 Module = TypeVar("Module", bound=nn.Module)
@@ -102,35 +102,28 @@ def _pack(weight: Quantized) -> torch.ScriptObject:
         return torch.ops.quantized.linear_prepack(rounded, None)  # type: ignore[no-any-return]
 
 
-def prepare(model: Module, compute: Compute, *, int8: bool = False, packed: bool = True) -> Module:
+def prepare(model: Module, compute: Compute, *, packed: bool = True) -> Module:
     """Changes a model, or a part of one, in place for fast steps, and returns it: weights in the dtype of ``compute``,
-    each linear map in the layout that the device reads fastest, or in int8, in which the embedding is too; positions
-    and norms stay as they are. Without ``packed`` linear maps stay as they are, for a compiler to lay out."""
+    each linear map in the layout that the device reads fastest. Without ``packed`` those that are not rounded to int8
+    stay as they are, for a compiler to lay out."""
     if compute.dtype != torch.float32:
         model.to(compute.dtype)
-    if not int8 and not (packed and PackedLinear.fits(compute.device, compute.dtype)):
-        return model
-
-    def laid_out(weight: Tensor | Quantized, bias: Tensor | None) -> nn.Module:
-        if not int8:
-            assert isinstance(weight, Tensor)
-            return PackedLinear(weight, bias)
-        return Int8Linear(weight if isinstance(weight, Quantized) else to_int8(weight), bias)
-
+    packed = packed and PackedLinear.fits(compute.device, compute.dtype)
     with torch.no_grad():
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                if isinstance(child, nn.Linear | QuantizedLinear):
-                    setattr(parent, name, laid_out(child.weight, child.bias))
-        if not isinstance(model, GPT):
-            return model
-        embedding: Tensor | Quantized = model.wte.weight
-        if int8 and isinstance(embedding, Tensor):
-            embedding = to_int8(embedding)
-            model.set_submodule("wte", QuantizedEmbedding(embedding, compute.dtype))
-        if model.lm_head is None:
-            model.lm_head = laid_out(embedding, None)
+                if isinstance(child, QuantizedLinear) and child.weight.bits == 8:
+                    setattr(parent, name, Int8Linear(child.weight, child.bias))
+                elif isinstance(child, nn.Linear) and packed:
+                    setattr(parent, name, PackedLinear(child.weight.detach(), child.bias))
+        if isinstance(model, GPT) and model.lm_head is None and packed:
+            model.lm_head = PackedLinear(model.wte.weight.detach(), None)
     return model
+
+
+def is_int8(model: GPT) -> bool:
+    """Whether a prepared model's matrices are rounded to int8."""
+    return any(isinstance(module, Int8Linear) for module in model.modules())
 
 
 def weight_bytes(model: GPT, compute: Compute) -> int:
@@ -138,7 +131,7 @@ def weight_bytes(model: GPT, compute: Compute) -> int:
     is another one."""
     own = counts(model.config)
     vectors = own["bias"] + own["norm"]
-    size = 1 if any(isinstance(module, Int8Linear) for module in model.modules()) else compute.dtype.itemsize
+    size = 1 if is_int8(model) else compute.dtype.itemsize
     return (multiplied(model.config) - vectors) * size + vectors * compute.dtype.itemsize
 
 

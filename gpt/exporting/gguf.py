@@ -1,14 +1,13 @@
 """A model as a GGUF file, which llama.cpp, ollama and LM Studio run.
 
-Names of tensors and keys are those of the package ``gguf``, an extra. Matrices lie there as here, (out, in).
+Names of tensors and keys are those of the package gguf, an extra. Matrices lie there as here, (out, in).
 """
 
 import errno
-import hashlib
 import io
+import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -22,32 +21,48 @@ from gpt.config import GPTConfig
 from gpt.errors import UserError, WorkError
 from gpt.exporting import gguf_tokenizer
 from gpt.exporting.source import SourceModel, whole
-from gpt.files import file_sha256, whole_file
+from gpt.files import file_sha256, write_pieces
 from gpt.model.decoder import rotary_rates
-from gpt.model.params import Kind, named_parameters
+from gpt.model.params import Parameter, Shape, named_parameters
 from gpt.model.quantize import GROUP, Quantized, to_int4
 from gpt.runs import hf
+from gpt.runs.checkpoint import Parameters
 
 ARCHES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # by layout
+MOST_LAYERS = 512  # of llama.cpp
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
-_ROPE_FREQS = "rope_freqs.weight"
-_FOLDER = "export a folder instead: -o without .gguf"
+_Q8_0_BYTES = 34  # of a block: a scale and 32 levels
+_ROPE_FREQS = "rope_freqs.weight"  # what llama.cpp divides the frequencies of rotary positions by
+_HINT = "export a folder instead: -o without .gguf"
+_OTHER_TYPE = "take another --type"
 Array = np.ndarray[Any, Any]
 
 
 def check(source: SourceModel, kind: str) -> None:
-    """Raises `UserError` for a model that llama.cpp does not compute as this decoder does, with the reason; `WorkError`
-    where the package gguf is missing."""
+    """Raises `UserError` for a model that llama.cpp does not compute as this decoder does, with the reason, and
+    `WorkError` where the package gguf is missing. ``kind``: of the matrices; each suits each model."""
     _package()
-    config = source.config
-    if config.layout not in ARCHES:
-        raise UserError("llama.cpp has no architecture that computes this model", _FOLDER)
-    bound = min((each for each in config.windows if each is not None), default=config.block_size)
-    if bound < config.block_size:
-        raise UserError(f"llama.cpp ignores the window of {bound:,} positions that layers of this model have", _FOLDER)
-    if config.rope_scaling is not None and ARCHES[config.layout] != "llama":
-        raise UserError(f"llama.cpp ignores the rope_scaling of a {config.layout} model", _FOLDER)
+    reason = _unlike(source.config)
+    if reason is not None:
+        raise UserError(f"llama.cpp does not compute this model: {reason}", _HINT)
     gguf_tokenizer.check(source.tokenizer)
+
+
+def _unlike(config: GPTConfig) -> str | None:
+    """The reason for which llama.cpp does not compute a model of this shape; None where it does."""
+    if config.layout not in ARCHES:
+        return "it has no architecture of these properties (config.json lists them)"
+    if min((each for each in config.windows if each is not None), default=config.block_size) < config.block_size:
+        return f"it has no windows for {config.layout}, and layers of this model see {config.window:,} positions"
+    if config.layout in ("qwen2", "qwen3") and config.rope_scaling is not None:
+        return f"it has no rope_scaling for {config.layout}"
+    if config.layout == "qwen2" and config.n_head * config.head_size != config.n_embd:
+        return f"it has heads of n_embd / n_head for qwen2, and those of this model are {config.head_size} wide"
+    if config.n_layer > MOST_LAYERS:
+        return f"it has {MOST_LAYERS} layers at most, and this model {config.n_layer:,}"
+    if 1 in (config.head_size, config.block_size):
+        return "it aborts at heads of a width of 1, and at a context of 1"
+    return None
 
 
 def _package() -> ModuleType:
@@ -60,74 +75,81 @@ def _package() -> ModuleType:
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor of the file: some rows of a parameter of ours."""
+    """A tensor of the file: rows of a parameter of ours."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     kind: str  # f32, f16, q8_0 or q4_0
-    rows: Tensor | None  # of the parameter, in the file's order; None: all, as they are
+    rows: slice | Tensor  # of the parameter; numbers of rows where they lie in another order
 
 
 def _parts(config: GPTConfig, kind: str) -> dict[str, list[_Part]]:
     """The tensors of the file by the parameter that they are made of, in the model's order."""
     gguf = _package()
-    arch = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHES[config.layout])
-    names, table = gguf.get_tensor_name_map(arch, config.n_layer), named_parameters(config)
-    found: dict[str, list[_Part]] = {}
+    arch = ARCHES[config.layout]
+    names = gguf.get_tensor_name_map({name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}[arch], config.n_layer)
+    table, found = named_parameters(config), dict[str, list[_Part]]()
     for theirs, stored in hf.stored_tensors(config).items():
-        name = names.get_name(theirs, (".weight", ".bias"))
         p = table[stored.ours]
-        rows = None if stored.rows is None else torch.arange(stored.rows.start, stored.rows.stop)
-        if gguf.MODEL_ARCH_NAMES[arch] == "llama" and theirs.endswith(("q_proj.weight", "k_proj.weight")):
-            assert rows is not None
-            # Its rotary positions turn the pairs (2 i, 2 i + 1) of a head, ours (i, i + D/2).
-            rows = rows.view(-1, 2, config.head_size // 2).transpose(1, 2).flatten()
-        shape = p.shape if rows is None else (len(rows), *p.shape[1:])
-        found.setdefault(stored.ours, []).append(_Part(name, shape, _kind(p.kind, p.shape, kind), rows))
+        rows: slice | Tensor = stored.rows or slice(None)
+        if arch == "llama" and theirs.endswith((".q_proj.weight", ".k_proj.weight")):
+            # Its rotary positions turn the pairs (2 i, 2 i + 1) of a head, and ours (i, i + D/2).
+            rows = torch.arange(p.shape[0])[rows].view(-1, 2, config.head_size // 2).transpose(1, 2).flatten()
+        shape = p.shape if stored.rows is None else stored.shape
+        part = _Part(names.get_name(theirs, (".weight", ".bias")), shape, _kind(p, kind), rows)
+        found.setdefault(stored.ours, []).append(part)
+    if config.rope_scaling is not None:
+        found[_ROPE_FREQS] = [_Part(_ROPE_FREQS, (config.head_size // 2,), "f32", slice(None))]
     return found
 
 
-def _kind(parameter: Kind, shape: tuple[int, ...], kind: str) -> str:
+def _kind(p: Parameter, kind: str) -> str:
     """The type of a parameter in a file whose matrices are of type ``kind``."""
-    if parameter in ("bias", "norm", "positions"):
+    if p.kind in ("bias", "norm", "positions"):
         return "f32"
-    if kind in ("q8_0", "q4_0") and shape[1] % GROUP:
+    if kind in ("q8_0", "q4_0") and p.shape[1] % GROUP:
         return "f16"
-    return "q8_0" if kind == "q4_0" and parameter != "linear" else kind
+    return "q8_0" if kind == "q4_0" and p.kind != "linear" else kind
 
 
 def write(path: Path, source: SourceModel, kind: str, name: str, license: str | None = None) -> int:
     """Writes a GGUF file, whole or not at all, with matrices of type ``kind``, and returns the number of its tensors.
-    The file is a function of the model and these words. Raises OSError, and `UserError` as `check` does."""
-    gguf = _package()
-    config, parts = source.config, _parts(source.config, kind)
+    The bytes follow from the model and these words alone. Raises OSError, also where ``path`` is there by then,
+    and `UserError` for numbers that the type cannot hold."""
+    parts = _parts(source.config, kind)
+    header = _header(source, kind, name, license, [part for together in parts.values() for part in together])
+    weights: Parameters = {**source.weights, _ROPE_FREQS: lambda: _rope_factors(source.config)}
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield header
+        for ours, together in parts.items():
+            value = weights[ours]()
+            for part in together:
+                data = _stored(ours, _rows(value, part.rows), part.kind)
+                yield np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+                yield bytes(-data.nbytes % _package().GGUF_DEFAULT_ALIGNMENT)
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "it is there by now, and nothing is overwritten", str(path))
+
+    if write_pieces(path, pieces()) != file_sha256(path, from_disk=True):
+        path.unlink()
+        raise OSError(errno.EIO, "what was written is not what can be read", str(path))
+    return sum(map(len, parts.values()))
+
+
+def _rope_factors(config: GPTConfig) -> Tensor:
+    """What the frequencies of rotary positions are divided by, (D / 2)."""
+    return rotary_rates(replace(config, rope_scaling=None)) / rotary_rates(config)
+
+
+def _header(source: SourceModel, kind: str, name: str, license: str | None, parts: list[_Part]) -> bytes:
+    """The file up to its first tensor: what it says of the model, the tokenizer, and where which tensor lies."""
+    gguf, config = _package(), source.config
     writer = gguf.GGUFWriter(None, ARCHES[config.layout])
-    _describe(writer, config, kind, name)
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(name.encode("utf-8", "replace").decode())
     if license is not None:
         writer.add_license(license)
-    gguf_tokenizer.add(writer, source.tokenizer, config.vocab_size)
-    for part in (each for together in parts.values() for each in together):
-        stored = gguf.GGMLQuantizationType[part.kind.upper()]
-        nbytes = int(np.prod(part.shape)) // gguf.GGML_QUANT_SIZES[stored][0] * gguf.GGML_QUANT_SIZES[stored][1]
-        writer.add_tensor_info(part.name, part.shape, np.dtype(np.float32), nbytes, stored)
-    factors = _rope_factors(config)
-    if factors is not None:
-        writer.add_tensor_info(_ROPE_FREQS, factors.shape, factors.dtype, factors.nbytes)
-    with _checked(path) as put:
-        put(_header(writer))
-        for ours, together in parts.items():
-            for data in _numbers(ours, source.weights[ours](), together):
-                put(_padded(writer, data.tobytes()))
-        if factors is not None:
-            put(_padded(writer, factors.tobytes()))
-    return sum(map(len, parts.values())) + (factors is not None)
-
-
-def _describe(writer: Any, config: GPTConfig, kind: str, name: str) -> None:
-    """Writes what the file says of the model beside its tokenizer."""
-    gguf = _package()
-    writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_name(name)
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[kind]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(config.vocab_size)
@@ -139,106 +161,63 @@ def _describe(writer: Any, config: GPTConfig, kind: str, name: str) -> None:
     writer.add_head_count_kv(config.kv_heads)
     if config.norm == "layernorm":
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
-        return
-    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
-    writer.add_key_length(config.head_size)
-    writer.add_value_length(config.head_size)
-    writer.add_rope_dimension_count(config.head_size)
-    writer.add_rope_freq_base(config.rope_base)
-
-
-def _rope_factors(config: GPTConfig) -> Array | None:
-    """What the frequencies of rotary positions are divided by, float32 (D / 2); None where they are not."""
-    if config.rope_scaling is None:
-        return None
-    factors: Array = (rotary_rates(replace(config, rope_scaling=None)) / rotary_rates(config)).float().numpy()
-    return factors
-
-
-def _header(writer: Any) -> bytes:
-    """The file up to its first tensor."""
+    else:
+        writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+        writer.add_key_length(config.head_size)
+        writer.add_value_length(config.head_size)
+        writer.add_rope_dimension_count(config.head_size)
+        writer.add_rope_freq_base(config.rope_base)
+    gguf_tokenizer.add(writer, source.tokenizer, config.vocab_size)
+    for part in parts:
+        stored = gguf.GGMLQuantizationType[part.kind.upper()]
+        nbytes = math.prod(gguf.quants.quant_shape_to_byte_shape(part.shape, stored))
+        writer.add_tensor_info(part.name, part.shape, np.dtype(np.float32), nbytes, stored)
     file = io.BytesIO()
-    writer.fout, writer.state = [file], type(writer.state).EMPTY
+    writer.fout, writer.state = [file], type(writer.state).EMPTY  # it would open a file by its name
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    return _padded(writer, file.getvalue())
+    return file.getvalue() + bytes(-file.tell() % writer.data_alignment)
 
 
-def _padded(writer: Any, data: bytes) -> bytes:
-    return data + bytes(-len(data) % writer.data_alignment)
-
-
-@contextmanager
-def _checked(path: Path) -> Iterator[Callable[[bytes], None]]:
-    """Yields what writes to a new file, which takes its name once the disk has given back what was written."""
-    digest = hashlib.sha256()
-    with whole_file(path) as file:
-
-        def put(data: bytes) -> None:
-            file.write(data)
-            digest.update(data)
-
-        yield put
-        file.flush()
-        os.fsync(file.fileno())
-        if file_sha256(Path(file.name), from_disk=True) != digest.hexdigest():
-            raise OSError(errno.EIO, "what was written is not what can be read", str(path))
-        if path.exists():
-            raise FileExistsError(errno.EEXIST, "it is there by now, and nothing is overwritten", str(path))
-
-
-def _numbers(ours: str, value: Tensor | Quantized, parts: list[_Part]) -> Iterator[Array]:
-    """Of each tensor that is made of a parameter, the bytes, or its numbers in their type."""
-    for part in parts:
-        yield _stored(ours, _taken(value, part.rows), part.kind)
-
-
-def _taken(value: Tensor | Quantized, rows: Tensor | None) -> Tensor | Quantized:
-    if rows is None:
-        return value
-    if isinstance(value, Quantized):
-        return Quantized(value.levels[rows], value.scales[rows])
-    return value[rows]
+def _rows(value: Tensor | Quantized, rows: slice | Tensor) -> Tensor | Quantized:
+    return Quantized(value.levels[rows], value.scales[rows]) if isinstance(value, Quantized) else value[rows]
 
 
 def _stored(ours: str, value: Tensor | Quantized, kind: str) -> Array:
-    """Numbers of a parameter as the file holds them: float32, float16, or blocks of 32 as bytes. Raises `UserError` for
-    numbers that the type cannot hold."""
-    gguf = _package()
+    """Numbers of a parameter as the file holds them: float32, float16, or of each row the bytes of its blocks. Raises
+    `UserError` for numbers that the type cannot hold."""
     if kind == "q4_0":
         return _q4_0(ours, value)
-    numbers = whole(value)
+    gguf, numbers = _package(), whole(value)
     stored: Array
     if kind == "q8_0":
         with np.errstate(over="ignore", invalid="ignore"):
             stored = gguf.quants.quantize(numbers.numpy(), gguf.GGMLQuantizationType.Q8_0)
-        finite = np.isfinite(stored.reshape(-1, 34)[:, :2].copy().view(np.float16)).all()
+        held = stored.reshape(-1, _Q8_0_BYTES)[:, :2].copy().view(np.float16)  # the scales
     else:
-        stored = (numbers.half() if kind == "f16" else numbers).numpy()
-        finite = np.isfinite(stored).all()
-    if not finite:
-        raise UserError(f"{ours} has numbers that {kind} cannot hold", "take another --type")
+        held = stored = (numbers.half() if kind == "f16" else numbers).numpy()
+    if not np.isfinite(held).all():
+        raise UserError(f"{ours} has numbers that {kind} cannot hold", _OTHER_TYPE)
     return stored
 
 
 def _q4_0(ours: str, value: Tensor | Quantized) -> Array:
-    """Blocks of 18 bytes, the scale before the levels, which lie as `Quantized` has them."""
+    """Rows of blocks of 18 bytes: a scale, then the levels as `Quantized` has them. A matrix that is stored in int4 is
+    not rounded anew."""
     if not isinstance(value, Quantized) or value.bits != 4:
         try:
             value = to_int4(whole(value))
         except UserError as error:
-            raise UserError(f"{ours}: {error.message}", "take another --type") from None
-    rows = len(value.levels)
-    levels = value.levels.numpy().reshape(rows, -1, GROUP // 2)
-    scales = value.scales.numpy().view(np.uint8).reshape(rows, -1, 2)
-    return np.concatenate([scales, levels], axis=2).reshape(rows, -1)
+            raise UserError(f"{ours}: {error.message}", _OTHER_TYPE) from None
+    rows, groups = value.scales.shape
+    scales = value.scales.view(torch.uint8).view(rows, groups, 2)
+    return torch.cat([scales, value.levels.view(rows, groups, GROUP // 2)], dim=2).flatten(1).numpy()
 
 
 def restored(config: GPTConfig, name: str, value: Tensor | Quantized, kind: str) -> Tensor:
     """A parameter of ours, by its name, as a file with matrices of type ``kind`` holds it, in float32."""
     gguf = _package()
-    p = named_parameters(config)[name]
-    as_kind = _kind(p.kind, p.shape, kind)
-    stored = _stored(name, value, as_kind)
-    return torch.from_numpy(gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[as_kind.upper()]).copy())
+    as_kind = _kind(named_parameters(config)[name], kind)
+    found = gguf.quants.dequantize(_stored(name, value, as_kind), gguf.GGMLQuantizationType[as_kind.upper()])
+    return torch.from_numpy(found)

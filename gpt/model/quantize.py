@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt.errors import UserError
+from gpt.model.decoder import GPT
 
 LEVELS = 127  # of int8, on either side of 0
 GROUP = 32  # numbers of a row that share a scale in int4
@@ -39,22 +40,23 @@ class Quantized:
         """The same on a device."""
         return Quantized(self.levels.to(device), self.scales.to(device))
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix as the product of levels and scales, computed in float32."""
-        return _restored(self.levels, self.scales).to(dtype)
+    def dequantize(self) -> Tensor:
+        """The matrix in float32: each level times its scale."""
+        if self.bits == 8:
+            return self.levels.float().mul_(self.scales[:, None])
+        pairs = self.levels.view(len(self.levels), -1, GROUP // 2)
+        whole = torch.cat([pairs & 15, pairs >> 4], dim=-1).float().sub_(MIDDLE)
+        return whole.mul_(self.scales.float()[..., None]).flatten(1)
 
-    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows by their numbers (…), (…, in)."""
-        found = _restored(F.embedding(ids.flatten(), self.levels), self.scales[ids.flatten()])
-        return found.to(dtype).view(*ids.shape, -1)
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows by their numbers, (…) → (…, in), in float32."""
+        some = ids.flatten()
+        return Quantized(F.embedding(some, self.levels), self.scales[some]).dequantize().view(*ids.shape, -1)
 
 
-def _restored(levels: Tensor, scales: Tensor) -> Tensor:
-    if levels.dtype == torch.int8:
-        return levels.float() * scales[:, None]
-    pairs = levels.view(len(levels), -1, GROUP // 2)
-    whole = torch.cat([pairs & 15, pairs >> 4], dim=-1).float() - MIDDLE
-    return (whole * scales.float()[..., None]).flatten(1)
+def whole(value: Tensor | Quantized) -> Tensor:
+    """A parameter as a tensor: as it is, or restored in float32."""
+    return value.dequantize() if isinstance(value, Quantized) else value
 
 
 def to_int8(weight: Tensor) -> Quantized:
@@ -105,21 +107,21 @@ def _levels(groups: Tensor, scale: Tensor) -> Tensor:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear map by a rounded matrix, exactly: the matrix is restored for each product. `gpt.decoding.weights` lays
-    it out for speed."""
+    """A linear map by a rounded matrix, which is restored for each product. `gpt.decoding.weights` lays it out for
+    speed."""
 
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
         super().__init__()
         self.weight = weight
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out)."""
-        return F.linear(x, self.weight.dequantize(x.dtype), self.bias)
+        return F.linear(x, self.weight.dequantize().to(x.dtype), self.bias)
 
 
 class QuantizedEmbedding(nn.Module):
-    """An embedding of which only the rows that are looked up are restored."""
+    """An embedding of which only the rows that are looked up are restored, in ``dtype``."""
 
     def __init__(self, weight: Quantized, dtype: torch.dtype) -> None:
         super().__init__()
@@ -127,4 +129,16 @@ class QuantizedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """(…) → (…, C)."""
-        return self.weight.rows(ids, self.dtype)
+        return self.weight.rows(ids).to(self.dtype)
+
+
+def round_to_int8(model: GPT, dtype: torch.dtype = torch.float32) -> GPT:
+    """Rounds a model's matrices to int8, in place, and returns it; rows of its embedding are restored in ``dtype``."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(parent, name, QuantizedLinear(to_int8(child.weight), child.bias))
+    embedding = to_int8(model.wte.weight)
+    model.set_submodule("wte", QuantizedEmbedding(embedding, dtype))
+    model.lm_head = model.lm_head or QuantizedLinear(embedding, None)
+    return model

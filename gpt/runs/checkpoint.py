@@ -18,7 +18,7 @@ from gpt.files import disk_errors, is_file_name, read_json, reading, side_by_sid
 from gpt.model import lora
 from gpt.model.decoder import GPT, ROPE_TABLE, Linear, rotary_table
 from gpt.model.params import named_parameters, parameters
-from gpt.model.quantize import Quantized, QuantizedEmbedding, QuantizedLinear
+from gpt.model.quantize import Quantized, QuantizedEmbedding, QuantizedLinear, round_to_int8, whole
 from gpt.runs import adapter, folder, hf, quantized, tensors
 from gpt.text.tokenizer import Tokenizer, describe, gpt2_tokenizer
 from gpt.text.tokenizer_files import has_own, read_own, read_transformers, tokenizer_files
@@ -167,8 +167,9 @@ def load(
     shape: GPTConfig | None = None,
     above: int = 0,
     dtype: torch.dtype = torch.float32,
+    mapped: bool = False,
     finish: Callable[[nn.Module], object] | None = None,
-    keep_int8: bool = False,
+    int8: bool = False,
 ) -> Checkpoint:
     """Loads the checkpoint at ``path``, ours or transformers', which is checked before anything is allocated from it.
 
@@ -176,9 +177,10 @@ def load(
     cut. An adapter is merged into the weights that it belongs to; ``above`` counts the adapters on top of this
     checkpoint. Weights are read straight into ``dtype``, with an adapter into float32.
 
-    With ``finish``, which is given each block once it is read and at last the model, weights that are stored as they
-    are needed stay in the file, mapped into memory, and the model is not to be trained. With ``keep_int8`` too,
-    matrices that are stored in int8 stay so; all other rounded ones are restored, exactly.
+    Where it is ``mapped``, weights that are stored as they are needed stay in the file, and the model is not to be
+    trained. ``finish`` is given each block once it is read, and at last the model, to lay them out for decoding.
+    Rounded matrices are restored, exactly. With ``int8`` all that are not stored so are rounded to it instead, for
+    ``finish`` to lay out.
 
     Raises `UserError` for damage (a checksum, a shape, a number), for a model of another kind, and for an adapter whose
     base is gone.
@@ -193,10 +195,12 @@ def load(
         model = load(said.find_base(path), device, shape or config, above + 1).model
         added, roles = adapter.tensors(path, config, said.rank)
         lora.merge(model, added, said.scale, roles)
+        if int8:
+            round_to_int8(model, dtype)
         if finish is not None:
             finish(model)
     else:
-        model = build(shape or config, partial(read_stored, path, config), device, dtype, finish, keep_int8)
+        model = build(shape or config, stored_parameters(path, config), device, dtype, mapped, finish, int8)
     return Checkpoint(model, load_tokenizer(path, config, meta))
 
 
@@ -271,25 +275,10 @@ def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None])
         return
     config, _ = _describe(path)
     table = named_parameters(shape)
-    for name, whole in read_parameters(path, config):
-        if table[name].trained:
-            put(name, (whole[: shape.block_size] if name == "wpe.weight" else whole).float())
-
-
-def read_parameters(path: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yields what `read_stored` does, rounded matrices restored in float32."""
-    for name, stored in read_stored(path, config):
-        yield name, _whole(stored)
-
-
-def _whole(stored: Tensor | Quantized) -> Tensor:
-    return stored.dequantize() if isinstance(stored, Quantized) else stored
-
-
-def read_stored(path: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """Yields each parameter by our name, as it is stored: see `stored_parameters`."""
     for name, get in stored_parameters(path, config).items():
-        yield name, get()
+        if table[name].trained:
+            value = whole(get())
+            put(name, (value[: shape.block_size] if name == "wpe.weight" else value).float())
 
 
 def stored_parameters(path: Path, config: GPTConfig) -> Parameters:
@@ -319,10 +308,10 @@ def stored_parameters(path: Path, config: GPTConfig) -> Parameters:
         embedding = parameters["wte.weight"]
 
         def checked() -> Tensor | Quantized:
-            whole = embedding()
-            if not torch.equal(found[hf.UNEMBEDDING].mapped(), _whole(whole)):
+            value = embedding()
+            if not torch.equal(found[hf.UNEMBEDDING].mapped(), whole(value)):
                 raise UserError(f"{path}: its unembedding is not its embedding; config.json says they are tied")
-            return whole
+            return value
 
         parameters["wte.weight"] = checked
     return parameters
@@ -341,45 +330,48 @@ def _check_size(path: Path, config: GPTConfig, bits: int | None) -> None:
 
 def build(
     config: GPTConfig,
-    read: Callable[[], Iterator[tuple[str, Tensor | Quantized]]],
+    stored: Parameters,
     device: torch.device,
     dtype: torch.dtype,
+    mapped: bool = False,
     finish: Callable[[nn.Module], object] | None = None,
-    keep_int8: bool = False,
+    int8: bool = False,
 ) -> GPT:
-    """Builds a model with the weights that ``read`` yields, block by block, for evaluation. Nothing is initialized only
-    to be overwritten."""
+    """Builds a model of ``stored`` weights, block by block, for evaluation. Nothing is initialized only to be
+    overwritten. The other arguments are those of `load`."""
+    table = named_parameters(config)
     with torch.device("meta"):
         model = GPT(config)
     if config.positions == "rotary":
         rope = rotary_table(min(config.block_size, ROPE_TABLE), config)
         model.register_buffer("rope", rope, persistent=False)
-    for name, some in itertools.groupby(read(), key=lambda item: _PART.match(item[0])[0]):  # type: ignore[index]
+
+    def fill(part: str, values: Mapping[str, Tensor | Quantized], keep: bool) -> None:
+        """Puts its values into a part of the model: rounded ones as they are where they are to be kept."""
         state: dict[str, Tensor] = {}
-        rounded: dict[str, Quantized] = {}
-        for whole, stored in some:
-            key = whole.removeprefix(name + ".")
-            if isinstance(stored, Quantized) and keep_int8 and stored.bits == 8:
-                rounded[key] = stored
+        for name, value in values.items():
+            if isinstance(value, Quantized) and keep:
+                _put(model, name.removesuffix(".weight"), value.to(device), dtype)
                 continue
-            tensor = _whole(stored)
-            tensor = tensor[: config.block_size] if name == "wpe" else tensor
-            state[key] = _as_needed(tensor, dtype, mapped=finish is not None)
-        if name == "wpe" and config.positions == "sinusoidal":
+            tensor = whole(value)[: config.block_size] if part == "wpe" else whole(value)
+            state[name.removeprefix(part + ".")] = _as_needed(tensor, dtype, mapped)
+        if part == "wpe" and config.positions == "sinusoidal":
             model.register_buffer("sine", state["weight"], persistent=False)
-            continue
-        part = model.get_submodule(name)
-        part.load_state_dict(state, assign=True, strict=not rounded)
-        for key, matrix in rounded.items():
-            _put(model, f"{name}.{key}".removesuffix(".weight"), matrix.to(device), dtype)
-        part = model.get_submodule(name)
-        part.to(device)
-        if finish is not None and name.startswith("h."):
-            finish(part)
-        if finish is not None and name == "wte" and config.tied and not keep_int8:
+        else:
+            model.get_submodule(part).load_state_dict(state, assign=True)
+            model.get_submodule(part).to(device)
+
+    for part, names in itertools.groupby(stored, key=lambda name: _PART.match(name)[0]):  # type: ignore[index]
+        values = {name: stored[name]() for name in names}
+        rounded = {name: quantized.rounded(table[name], value, 8) for name, value in values.items()} if int8 else values
+        fill(part, rounded, keep=int8 or (part == "wte" and finish is not None and not config.tied))
+        if part == "wte" and finish is not None and config.tied:
             model.lm_head = _unembedding(model.wte, finish)
-            if model.lm_head is not None:  # All of the mapping was read for it; a new one has only rows that are used.
-                part.load_state_dict({"weight": _as_needed(_whole(next(read())[1]), dtype, True)}, assign=True)
+            if model.lm_head is not None and rounded["wte.weight"] is values["wte.weight"]:
+                # All of the mapping was read for the unembedding; of a new one only the rows that are looked up are.
+                fill(part, {name: stored[name]() for name in values}, keep=True)
+        if finish is not None and part.startswith("h."):
+            finish(model.get_submodule(part))
     model.to(device).eval()
     if finish is not None:
         finish(model)
@@ -388,20 +380,22 @@ def build(
 
 def _put(model: GPT, name: str, matrix: Quantized, dtype: torch.dtype) -> None:
     """Puts a rounded matrix in the place of a module's weight."""
-    if name == "wte":
-        model.set_submodule(name, QuantizedEmbedding(matrix, dtype))
-        model.lm_head = QuantizedLinear(matrix, None) if model.config.tied else model.lm_head
-    else:
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        model.set_submodule(name, QuantizedLinear(matrix, linear.bias))
+    old = model.get_submodule(name)
+    new = QuantizedLinear(matrix, old.bias) if isinstance(old, nn.Linear) else QuantizedEmbedding(matrix, dtype)
+    model.set_submodule(name, new)
 
 
-def _unembedding(embedding: nn.Embedding, finish: Callable[[nn.Module], object]) -> nn.Module | None:
+def _unembedding(
+    embedding: nn.Embedding | QuantizedEmbedding, finish: Callable[[nn.Module], object]
+) -> nn.Module | None:
     """Lays out the embedding as a linear map by ``finish``; None where that leaves it as it is."""
-    vocab, width = embedding.weight.shape
-    linear = Linear(width, vocab, bias=False, device="meta")
-    linear.weight = embedding.weight
+    linear: nn.Module
+    if isinstance(embedding, QuantizedEmbedding):
+        linear = QuantizedLinear(embedding.weight, None)
+    else:
+        vocab, width = embedding.weight.shape
+        linear = Linear(width, vocab, bias=False, device="meta")
+        linear.weight = embedding.weight
     holder = nn.Sequential(linear)
     finish(holder)
     return None if holder[0] is linear else holder[0]
