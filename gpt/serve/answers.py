@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from gpt.decoding.engine import Request as EngineRequest
 from gpt.decoding.engine import Update
-from gpt.serve.metrics import Metrics
+from gpt.serve.metrics import ServerMetrics
 from gpt.serve.protocol import ApiError, Generation
 from gpt.serve.texts import Choice, Delta, chat_logprobs, completion_logprobs
 from gpt.serve.worker import Ticket, Worker
@@ -31,13 +31,13 @@ class Service:
     block_size: int
     worker: Worker
     config: ServeConfig
-    metrics: Metrics
+    metrics: ServerMetrics
     created: int
-    pending: "set[Pending]" = field(default_factory=set)  # requests that are being answered
+    pending: "set[InFlight]" = field(default_factory=set)  # requests that are being answered
 
 
 @dataclass(eq=False)
-class Pending:
+class InFlight:
     """A request that is being answered."""
 
     begun: bool = False
@@ -73,7 +73,7 @@ class Work:
     @contextlib.asynccontextmanager
     async def running(self, request: Request) -> AsyncIterator[AsyncIterator[tuple[int, Delta]]]:
         """Generates. At the end, also an early one, what still runs is cancelled."""
-        service, pending = self.service, Pending()
+        service, pending = self.service, InFlight()
         pending.wake = lambda: self._events.put_nowait(None)
         service.pending.add(pending)
         gone = asyncio.create_task(_gone(request, pending))
@@ -89,7 +89,7 @@ class Work:
                 if not choice.done:
                     service.worker.cancel(ticket)
 
-    async def _run(self, pending: Pending) -> AsyncIterator[tuple[int, Delta]]:
+    async def _run(self, pending: InFlight) -> AsyncIterator[tuple[int, Delta]]:
         began = time.monotonic()
         left = len(self.choices)
         while left:
@@ -131,7 +131,7 @@ class Work:
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
-async def _gone(request: Request, pending: Pending) -> None:
+async def _gone(request: Request, pending: InFlight) -> None:
     """Waits until the client has gone."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

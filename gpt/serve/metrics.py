@@ -9,7 +9,7 @@ from gpt.decoding.engine import Engine
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
-class Metrics:
+class ServerMetrics:
     """The server's metrics, in a registry of their own."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from gpt.model.decoder import GPT
 from gpt.model.params import cache_bytes
 from gpt.serve.answers import Service
 from gpt.serve.app import Server
-from gpt.serve.metrics import Metrics
+from gpt.serve.metrics import ServerMetrics
 from gpt.serve.worker import Worker
 from gpt.serve_config import ServeConfig
 from gpt.text.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ def serve(
     are answered. Raises `UserError` where the address or the memory cannot be had, `Interrupted` at the end."""
     sock = listen(config)
     with contextlib.closing(sock):
-        rows, metrics = rows_for(model, compute, config), Metrics()
+        rows, metrics = rows_for(model, compute, config), ServerMetrics()
         worker = Worker(lambda: Context(model, compute, rows, vocab_size=tokenizer.vocab_size), tokenizer.ends, metrics)
         service = Service(
             name, tokenizer, model.config.vocab_size, model.config.block_size, worker, config, metrics, int(time.time())

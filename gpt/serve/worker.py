@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request, Update
 from gpt.errors import UserError, WorkError, is_out_of_memory
-from gpt.serve.metrics import Metrics
+from gpt.serve.metrics import ServerMetrics
 
 CHUNK = 128  # ids of prompts that a step reads at most
 
@@ -28,7 +28,7 @@ class Worker:
     """Runs an engine in a thread of its own. `add` and `cancel` may be called from the event loop at any time."""
 
     def __init__(
-        self, make: Callable[[], Context], ends: Collection[int], metrics: Metrics, chunk: int = CHUNK
+        self, make: Callable[[], Context], ends: Collection[int], metrics: ServerMetrics, chunk: int = CHUNK
     ) -> None:
         self.make, self.ends, self.metrics, self.chunk = make, ends, metrics, chunk
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
