@@ -56,7 +56,7 @@ def batched(model: GPT, requests: list[Request], config: SampleConfig, rows: int
 
 
 def source_of(model: GPT, tokenizer: Tokenizer | None = None) -> SourceModel:
-    """A model as `gpt.export` opens it, by default of bytes."""
+    """A model as `gpt export` opens it, by default of bytes."""
     weights = {**model.state_dict(), **checkpoint.fixed(model)}
     return SourceModel(
         Path("nowhere"),
