@@ -6,7 +6,7 @@ import typer
 
 from gpt.export_config import ExportConfig
 
-from . import progress, render
+from . import inputs, progress, render, render_export
 from .options import Device, Json, Quiet, option, takes
 from .sample import MODEL_HELP
 
@@ -19,18 +19,20 @@ def export(
         str, option("--out", "-o", help="A new FILE.gguf for llama.cpp and ollama, or a new folder for publishing.")
     ],
     eval: Annotated[
-        str | None, option("--eval", metavar="TEXT", help="Measure the loss on TEXT before and after.")
+        str | None,
+        option("--eval", metavar="TEXT", help="Measure the loss on TEXT before and after.", show_default="none"),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
     device: Device = "auto",
 ) -> None:
     """Write a model for others: a GGUF file, or a folder with a model card, in any dtype down to int4."""
+    inputs.announce([eval] if eval else None)
     with progress.starting(quiet):
         from gpt import api
-    with progress.Bar("written", "bytes", quiet) as bar:
-        done = api.export(model, out, eval=eval, device=device, note=render.note, on_bytes=bar.reach, **vars(settings))
+    with progress.TrainDisplay(quiet) as display:
+        done = api.export(model, out, eval=eval, device=device, note=render.note, listen=display, **vars(settings))
     if json:
         render.json_line(vars(done) | {"out": str(done.out)})
     else:
-        typer.echo(f"{done.out}: {done.bytes:,} bytes")
+        render_export.exported(done)

@@ -23,6 +23,7 @@ from . import (
     render,
     report,
     sample,
+    serve,
     tokenize,
     tokenizer,
     train,
@@ -58,6 +59,7 @@ COMMANDS: dict[str, Callable[..., object]] = {
     "report": report.report,
     "bench": bench.bench,
     "export": export.export,
+    "serve": serve.serve,
 }
 for name, command in COMMANDS.items():
     app.command(name, epilog=_TWINS.format(name.upper()))(command)

@@ -96,8 +96,8 @@ class TrainDisplay:
             case events.Note(text):
                 self._end_bar()
                 self.console.print(Text(text, "dim"))
-            case events.Progress(what, done, total):
-                self._working(what, done, total)
+            case events.Progress():
+                self._working(event)
             case events.Plan():
                 self._begin(event)
             case events.StepEvent():
@@ -111,12 +111,12 @@ class TrainDisplay:
                 if self.live is not None:
                     self.live.stop()
 
-    def _working(self, what: str, done: int, total: int) -> None:
-        if self.bar is None or self.bar.verb != what:
+    def _working(self, work: events.Progress) -> None:
+        if self.bar is None or self.bar.verb != work.what:
             self._end_bar()
-            self.bar = Bar(what, "bytes", self.quiet).__enter__()
-            self.bar.skip(done)  # done before this command
-        self.bar.reach(done, total)
+            self.bar = Bar(work.what, work.unit, self.quiet).__enter__()
+            self.bar.skip(work.done)  # done before this command
+        self.bar.reach(work.done, work.total)
 
     def _begin(self, plan: events.Plan) -> None:
         self._end_bar()

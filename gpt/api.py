@@ -1,9 +1,11 @@
 """The library's front door: `load` a model, generate and evaluate texts with it; `train` one."""
 
+import contextlib
 import functools
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence, Sized
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 
 from gpt import device as devices
+from gpt import events
 from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
 from gpt.decoding.bench import DecodingSpeed, measure
@@ -19,11 +22,14 @@ from gpt.decoding.weights import compiled, is_int8, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.device import Compute
 from gpt.errors import UserError, did_you_mean
-from gpt.evaluate import Encoded, Evaluation, OnWindow, evaluate
-from gpt.export.run import Exported, OnBytes
-from gpt.export.run import export as write_export
-from gpt.export.source import open_source
+from gpt.evaluate import Documents, Encoded, Evaluation, OnWindow, evaluate
 from gpt.export_config import ExportConfig
+from gpt.exporting import gguf_tokenizer
+from gpt.exporting import run as exports
+from gpt.exporting.card import Comparison
+from gpt.exporting.provenance import joined, last_part
+from gpt.exporting.run import Exported
+from gpt.exporting.source import SourceModel, open_source
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.model.quantize import round_to_int8
@@ -31,7 +37,7 @@ from gpt.runs import adapter, checkpoint, folder, hf
 from gpt.sample_config import Dtype, SampleConfig
 from gpt.settings import from_dict
 from gpt.text.corpus import Listener, open_corpus
-from gpt.text.shards import SIDES
+from gpt.text.shards import SIDES, Side
 from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
@@ -121,34 +127,52 @@ class LanguageModel:
     ) -> Evaluation:
         """Measures the loss over files, folders or corpora by name, of any size; or over one ``side`` of a token
         folder, which must have been made with this model's tokenizer."""
-        from gpt.training.data import tokenized
-
-        path, config = tokenized(texts), config or ReadConfig()
+        config = config or ReadConfig()
         if side not in SIDES:
             raise UserError(f'there is no split "{side}"', did_you_mean(side, SIDES))
-        if path is not None:
-            for each in fields(ReadConfig):
-                if getattr(config, each.name) != each.default:
-                    self.note(f"{path} is tokenized already: --{each.name.replace('_', '-')} is not used")
-            folder = TokenFolder(path)
-            if folder.tokenizer.fingerprint != self.tokenizer.fingerprint:
-                raise UserError(
-                    f"{path} was made with another tokenizer ({folder.tokenizer.name}) than the model's",
-                    "tokenize the text with the model's own: gpt tokenize … --tokenizer MODEL",
-                )
-            documents = folder.stream(side).documents
+        with _opened(texts, self.tokenizer, config, side, listen, self.note) as (
+            _,
+            documents,
+        ):
             return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window)
-        if side != "val":
-            self.note(f"{texts[0]} is no folder of tokens: all of it is measured, and --split is not used")
-        reading = {f.name: getattr(config, f.name) for f in fields(ReadConfig)}
-        corpus = open_corpus(texts, TextConfig(**reading, val_fraction=0))
-        with tempfile.TemporaryDirectory(prefix="gpt-") as place:
-            folder = tokenize(corpus, self.tokenizer, Path(place) / "tokens", listen=listen)
-            stream = folder.stream("train")
-            try:
-                return evaluate(self.model, self.tokenizer, stream.documents, self.compute, stride, on_window)
-            finally:
-                stream.release()  # an open file could not be removed on Windows
+
+
+@contextlib.contextmanager
+def _opened(
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    config: ReadConfig,
+    side: Side,
+    listen: Listener,
+    note: Callable[[str], None] = lambda text: None,
+) -> Iterator[tuple[TokenFolder, Documents]]:
+    """Yields the ids of texts, or of one side of a token folder, with the folder that they are in."""
+    from gpt.training.data import tokenized
+
+    path = tokenized(texts)
+    if path is not None:
+        for each in fields(ReadConfig):
+            if getattr(config, each.name) != each.default:
+                note(f"{path} is tokenized already: --{each.name.replace('_', '-')} is not used")
+        folder = TokenFolder(path)
+        if folder.tokenizer.fingerprint != tokenizer.fingerprint:
+            raise UserError(
+                f"{path} was made with another tokenizer ({folder.tokenizer.name}) than the model's",
+                "tokenize the text with the model's own: gpt tokenize … --tokenizer MODEL",
+            )
+        yield folder, folder.stream(side).documents
+        return
+    if side != "val":
+        note(f"{texts[0]} is no folder of tokens: all of it is measured, and --split is not used")
+    reading = {f.name: getattr(config, f.name) for f in fields(ReadConfig)}
+    corpus = open_corpus(texts, TextConfig(**reading, val_fraction=0))
+    with tempfile.TemporaryDirectory(prefix="gpt-") as place:
+        folder = tokenize(corpus, tokenizer, Path(place) / "tokens", listen=listen)
+        stream = folder.stream("train")
+        try:
+            yield folder, stream.documents
+        finally:
+            stream.release()  # an open file could not be removed on Windows
 
 
 def load(
@@ -270,27 +294,69 @@ def export(
     eval: str | None = None,
     device: str = "auto",
     note: Callable[[str], None] = lambda text: None,
-    on_bytes: OnBytes = lambda done, total: None,
+    listen: Listener = lambda event: None,
     **settings: Any,
 ) -> Exported:
     """Writes a model, which `load` takes, to ``out``: a GGUF file where it ends in .gguf, else a folder for publishing.
     ``settings`` are those of `ExportConfig`: ``type`` or ``dtype``, ``license``, ``samples``. With ``eval``, a text as
-    `train` takes it, the loss is measured before and after. Raises `UserError`, `WorkError`."""
+    `train` takes it, the loss is measured before and after. ``listen`` hears the progress. Raises `UserError`,
+    `WorkError`, and `Interrupted` after SIGINT or SIGTERM."""
+    started = time.monotonic()
     config = from_dict(ExportConfig, settings, "export")
-    source = open_source(folder.find_checkpoint(None if model is None else str(model), note))
-    compute = devices.pick(device, "float32")
+    target = exports.find_target(str(out), config)
+    words = None if model is None else str(model)
+    path = folder.find_checkpoint(words, note)
+    source = open_source(path, words or "")
+    exports.check(source, target)
+    for difference in gguf_tokenizer.differences(source.tokenizer) if target.is_file else []:
+        note(difference)
+    compute, stored = devices.pick(device, "float32"), exports.stored(source, target)
 
-    def measure(weights: checkpoint.Parameters) -> float:
-        built = checkpoint.build(source.config, weights, compute.device, torch.float32)
-        return LanguageModel(built, source.tokenizer, compute, source.path, note).evaluate_files([str(eval)]).loss
+    def built(weights: checkpoint.Parameters) -> LanguageModel:
+        whole = checkpoint.build(source.config, weights, compute.device, torch.float32)
+        return LanguageModel(whole, source.tokenizer, compute, path, note)
 
-    def sample() -> list[str]:
-        if not config.samples:
-            return []
-        return load(source.path, device=device, note=note, sampling=SampleConfig()).generate(num=config.samples)
+    with exports.whole_or_nothing(target):
+        compared = None if eval is None else _compared(eval, source, stored, built, listen)
+        texts = built(stored).generate(num=config.samples) if config.samples else []
+        told = lambda done, total: listen(events.Progress("written", done, total))
+        tensors, size = exports.write(source, target, compared, texts, told)
+    return Exported(
+        target.out,
+        "gguf" if target.is_file else "folder",
+        target.type,
+        source.config.layout,
+        size,
+        tensors,
+        source.config.vocab_size,
+        compared.before.loss if compared else None,
+        compared.after.loss if compared else None,
+        time.monotonic() - started,
+    )
 
-    name = None if eval is None else Path(eval).name
-    return write_export(source, Path(out), config, measure if eval else None, name, sample, on_bytes)
+
+def _compared(
+    text: str,
+    source: SourceModel,
+    stored: checkpoint.Parameters,
+    built: Callable[[checkpoint.Parameters], LanguageModel],
+    listen: Listener,
+) -> Comparison:
+    """Measures the loss on ``text`` with the weights as they are and as they are ``stored``."""
+    found: list[Evaluation] = []
+    with _opened([text], source.tokenizer, ReadConfig(), "val", listen) as (tokens, documents):
+        for weights in (source.weights, stored):
+            done = 0
+
+            def each(window: object, losses: Sized, total: int) -> None:
+                nonlocal done
+                done += len(losses)
+                listen(events.Progress("scored", len(found) * total + done, 2 * total, "tokens"))
+
+            model = built(weights)
+            found.append(evaluate(model.model, source.tokenizer, documents, model.compute, None, each))
+        name = last_part(text) if text != "-" else "stdin"
+        return Comparison(joined(name, list(map(asdict, tokens.sources()))), *found)
 
 
 def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **settings: Any) -> "Result":

@@ -331,7 +331,7 @@ _RUN, _MODEL, _TUNE, _DATA, _READ, _LENGTH, _OPTIM, _LOG, _MACHINE = (
 )  # fmt: skip
 PANELS = (
     _RUN, _MODEL, _TUNE, _DATA, _READ, _LENGTH, _OPTIM, _LOG, "Text", "Choice of the next token", "Beam search",
-    "Weights", "Card", "What it costs", "Devices", "How a step is computed", _MACHINE, "Output",
+    "Weights", "Card", "Address", "Load", "What it costs", "Devices", "How a step is computed", _MACHINE, "Output",
 )  # fmt: skip
 
 

@@ -114,11 +114,13 @@ class Note:
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a long piece of work, in bytes as they are stored. Not written to the metrics."""
+    """The progress of a long piece of work, in bytes as they are stored, or in another unit. Not written to the
+    metrics."""
 
     what: str  # "fetched", "tokenized" …
     done: int
     total: int
+    unit: str = "bytes"
 
 
 @dataclass(frozen=True)

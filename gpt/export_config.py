@@ -1,13 +1,25 @@
 """The settings of ``gpt export``. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from gpt.errors import UserError, did_you_mean
 from gpt.settings import check_options, option
 
 FileType = Literal["f32", "f16", "q8_0", "q4_0"]
 FolderDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+# The hub's identifiers of licenses (its documentation of model cards); it takes no others.
+_LICENSES = """
+afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0
+bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 cc-by-3.0
+cc-by-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0
+cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc0-1.0 cdla-permissive-1.0 cdla-permissive-2.0
+cdla-sharing-1.0 creativeml-openrail-m deepfloyd-if-license ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2
+fair-noncommercial-research-license gemma gfdl gpl gpl-2.0 gpl-3.0 grok2-community h-research intel-research isc lgpl
+lgpl-2.1 lgpl-3.0 lgpl-lr llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by
+ofl-1.1 openmdw-1.0 openrail openrail++ osl-3.0 other pddl postgresql unknown unlicense wtfpl zlib
+"""
+LICENSES = sorted(_LICENSES.split())
 
 
 @dataclass(frozen=True)
@@ -17,13 +29,19 @@ class ExportConfig:
     type: FileType | None = option(None, "Of the matrices in a .gguf file.", panel="Weights", shown="f16")
     dtype: FolderDtype | None = option(None, "Of the weights in a folder.", panel="Weights", shown="float32")
     license: str | None = option(
-        None, "The model's license, as the hub names it: mit, apache-2.0 …", panel="Card", shown="unknown"
+        None, "The model's license, as the hub names it: mit, apache-2.0, other …", panel="Card", shown="unknown"
     )
-    samples: int = option(0, "Samples in the card. They may repeat what was trained on.", panel="Card", low=0, high=100)
+    samples: int = option(
+        0, "Samples in a folder's card. They may repeat private text of the data.", panel="Card", shown="none",
+        low=0, high=100,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_options(self)
-        for name, values in (("type", get_args(FileType)), ("dtype", get_args(FolderDtype))):
-            value = getattr(self, name)
-            if value is not None and value not in values:
-                raise UserError(f'there is no {name} "{value}"', did_you_mean(value, values))
+        if self.license is None:
+            return
+        object.__setattr__(self, "license", self.license.lower())  # as in Apache-2.0, SPDX's spelling
+        if self.license not in LICENSES:
+            near = did_you_mean(self.license, LICENSES)
+            hint = near if near.startswith("did") else 'give "other", and write its name into the card by hand'
+            raise UserError(f'the hub knows no license "{self.license}"', hint)

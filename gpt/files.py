@@ -208,7 +208,8 @@ def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     """Yields a folder that becomes ``target`` at the end, and is removed after an error. With ``replace``, an old
     ``target`` is replaced once the new one is whole; `recover` undoes a crash between the two renames. Else raises
     OSError if there is one by then."""
-    beside, aside = target.parent / f"{TEMPORARY}{target.name}", target.parent / f"{ASIDE}{target.name}"
+    own = "" if replace else f"{os.getpid()}-"  # another process may be making the same new folder
+    beside, aside = target.parent / f"{TEMPORARY}{own}{target.name}", target.parent / f"{ASIDE}{target.name}"
     shutil.rmtree(beside, ignore_errors=True)  # left by a killed run
     beside.mkdir()
     try:

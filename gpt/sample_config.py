@@ -20,8 +20,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 class SampleConfig:
     """The choice of ids from logits, and the end of a text. Raises `UserError` for values without a meaning.
 
-    The filters act in this order: bias, repetition penalty, no-repeat n-gram and least tokens, temperature, top-k,
-    top-p, min-p. Beams are ranked after the first three.
+    The filters act in this order: bias, repetition penalty, presence and frequency penalties, no-repeat n-gram and
+    least tokens, temperature, top-k, top-p, min-p. Beams are ranked after all up to the least tokens.
     """
 
     temperature: float = option(
@@ -39,6 +39,14 @@ class SampleConfig:
     repetition_penalty: float = option(
         0.0, "Above 1: tokens that stand in the text or its prompt become less likely; 0 or 1: off.",
         panel=_FILTER, shown="off", low=0,
+    )  # fmt: skip
+    presence_penalty: float = option(
+        0.0, "Taken from the logit of each token that has been generated.", panel=_FILTER, shown="off",
+        low=-MOST_BIAS, high=MOST_BIAS,
+    )  # fmt: skip
+    frequency_penalty: float = option(
+        0.0, "Taken from a token's logit for each time that it has been generated.", panel=_FILTER, shown="off",
+        low=-MOST_BIAS, high=MOST_BIAS,
     )  # fmt: skip
     no_repeat_ngram: int = option(
         0, "No run of N tokens comes twice, the prompt's included; 0: off.", panel=_FILTER, shown="off", low=0
@@ -108,7 +116,8 @@ class SampleConfig:
     @property
     def looks_back(self) -> bool:
         """Whether a filter depends on the tokens before."""
-        return self.repetition_penalty not in (0, 1) or self.no_repeat_ngram > 0
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty not in (0, 1)
+        return bool(penalties) or self.no_repeat_ngram > 0
 
     @property
     def choice(self) -> tuple[Any, ...]:

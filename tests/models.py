@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +13,12 @@ from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
 from gpt.decoding.logits import Token
 from gpt.device import Compute
+from gpt.exporting.source import SourceModel
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
 from gpt.runs import checkpoint
 from gpt.sample_config import SampleConfig
+from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,6 +53,17 @@ def batched(model: GPT, requests: list[Request], config: SampleConfig, rows: int
     for event in engine_of(Context(model, CPU, rows), requests, config, seed).run():
         found[event.number] += event.tokens
     return found
+
+
+def source_of(model: GPT, tokenizer: Tokenizer | None = None) -> SourceModel:
+    """A model as `gpt export` opens it, by default of bytes."""
+    weights = {**model.state_dict(), **checkpoint.fixed(model)}
+    return SourceModel(
+        Path("nowhere"),
+        model.config,
+        tokenizer or bytes_tokenizer(),
+        {name: partial(weights.__getitem__, name) for name in weights},
+    )
 
 
 def ours_with(theirs: "PreTrainedModel", config: GPTConfig) -> GPT:

@@ -74,7 +74,7 @@ OPTIONS = {
     "--sample-bytes --val-fraction --val-text --field --split-on --encoding --errors --skip-bad --jobs --steps --epochs --minutes --batch-tokens --micro-batch --batch-ramp --optimizer --lr --warmup --warmup-tokens --schedule --decay --weight-decay "
     "--clip --eval-every --patience --save-every --keep --sample-every --log --device --nproc --threads --shard --tensor --recompute --dtype --compile --seed --resume --config --print-config "
     "--json --quiet -q",
-    "sample": "--model -m --prompt-file --prompts --temperature -t --top-k --top-p --min-p --repetition-penalty "
+    "sample": "--model -m --prompt-file --prompts --temperature -t --top-k --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty "
     "--no-repeat-ngram --bias --greedy --beam --length-penalty --early-stopping --n-best --max-tokens -n --min-tokens "
     "--interactive -i --stop --ignore-eot --num -N --seed --no-echo --json --out -o --logprobs --echo-logprobs --batch --speculate --compile --device --dtype --threads",
     "eval": "--field --split-on --encoding --errors --skip-bad --stride --split --tokens --json --quiet -q --device --dtype --threads",
@@ -91,6 +91,7 @@ OPTIONS = {
     "inspect positions": "--model -m --out -o --json",
     "inspect tokens": "--file --model -m --out -o --json",
     "bench": "--prompt-tokens --new-tokens -n --batch --rounds --json --device --dtype --threads --compile",
+    "serve": "--model -m --host --port --name --cors --api-key --max-batch --queue --limit-tokens --grace --device --dtype --threads",
     "data": "",
     "data list": "--json",
     "data show": "--verify --json --quiet -q",

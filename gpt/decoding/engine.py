@@ -157,6 +157,11 @@ class Engine:
         return bool(self._waiting or self._running)
 
     @property
+    def running(self) -> int:
+        """The number of requests that run."""
+        return len(self._running)
+
+    @property
     def free(self) -> int:
         """The number of rows left for further requests; negative where requests wait for more than there are."""
         return self.context.rows - sum(job.request.width for job in (*self._waiting, *self._running))

@@ -101,6 +101,15 @@ def penalize(logits: Tensor, ids: Iterable[int], penalty: float) -> Tensor:
     return logits.index_copy(0, index, torch.where(of_these < 0, of_these * penalty, of_these / penalty))
 
 
+def count_against(logits: Tensor, ids: Sequence[int], presence: float, frequency: float) -> Tensor:
+    """Takes ``presence`` from the logits (V) of ids that stand among ``ids``, and ``frequency`` for each time that one
+    does, as OpenAI's API defines its penalties."""
+    if not ids or not (presence or frequency):
+        return logits
+    counts = torch.bincount(torch.tensor(list(ids), device=logits.device), minlength=len(logits))
+    return logits - (presence * (counts > 0) + frequency * counts).to(logits.dtype)
+
+
 def repeats(ids: Sequence[int], n: int) -> list[int]:
     """Returns the ids that would end a run of ``n`` which ``ids`` already has; none where ``n`` is 0."""
     if n <= 0 or len(ids) < n:
@@ -142,6 +151,8 @@ class Filters:
 
     def _row(self, logits: Tensor, past: Sequence[int], count: int) -> Tensor:
         logits = penalize(logits, past, self.config.repetition_penalty)
+        config, generated = self.config, past[len(past) - count :]
+        logits = count_against(logits, generated, config.presence_penalty, config.frequency_penalty)
         without = repeats(past, self.config.no_repeat_ngram)
         return exclude(logits, [*without, *self.ends] if count < self.config.min_tokens else without)
 

@@ -1,7 +1,8 @@
 """Fetches models from the Hugging Face hub, or from the server in ``HF_ENDPOINT``: ``hf:NAME`` → a checkpoint folder.
 
-Only configuration, safetensors (weights or adapters) and tokenizer are fetched, never pickles. Files lie in the cache
-that transformers uses too, one folder a commit; what is there is not fetched again, and is found without a network.
+Only configuration, safetensors (weights or adapters), tokenizer and card are fetched, never pickles. Files lie in the
+cache that transformers uses too, one folder a commit; what is there is not fetched again, and is found without a
+network.
 """
 
 import sys
@@ -16,6 +17,7 @@ FILES = [
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template.jinja", "adapter_model.safetensors",
     "gpt.json", "checksums.json", "tokenizer.tiktoken",  # of checkpoints of ours
+    "README.md",  # which has the license
 ]  # fmt: skip
 
 

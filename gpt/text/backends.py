@@ -273,4 +273,10 @@ def byte_characters() -> dict[int, str]:
     return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
 
 
-BYTES = {character: byte for byte, character in byte_characters().items()}
+_CHARACTERS = byte_characters()
+BYTES = {character: byte for byte, character in _CHARACTERS.items()}
+
+
+def in_characters(token: bytes) -> str:
+    """Returns a token as GPT-2's files write it, a character per byte."""
+    return token.decode("latin-1").translate(_CHARACTERS)

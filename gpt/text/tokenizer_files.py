@@ -21,7 +21,7 @@ from gpt.files import (
     whole_folder,
     write_file,
 )
-from gpt.text.backends import BYTES, ByteBPE, Library, byte_characters, steps
+from gpt.text.backends import BYTES, ByteBPE, Library, in_characters, steps
 from gpt.text.boundaries import DIGITS_PATTERN, GPT2_PATTERN, is_known
 from gpt.text.tokenizer import (
     CHAT_TEMPLATE,
@@ -224,11 +224,6 @@ def merging_pairs(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns ``tokenizer.json``, with which the tokenizers library gives the same ids."""
-    characters = byte_characters()
-
-    def written(token: bytes) -> str:
-        return token.decode("latin-1").translate(characters)
-
     assert isinstance(tokenizer.backend, ByteBPE) and not tokenizer.backend.nfc
     ranks = tokenizer.backend.ranks
     by_rank = sorted(ranks.items(), key=lambda item: item[1])
@@ -266,8 +261,8 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
             "byte_fallback": False,
             # As tiktoken does, where some token is reached by no merge: a whole piece that is a token is that token.
             "ignore_merges": len(pairs) < sum(len(token) > 1 for token in ranks),
-            "vocab": {written(token): rank for token, rank in by_rank} | tokenizer.all_specials,
-            "merges": [f"{written(a)} {written(b)}" for a, b in pairs],
+            "vocab": {in_characters(token): rank for token, rank in by_rank} | tokenizer.all_specials,
+            "merges": [f"{in_characters(a)} {in_characters(b)}" for a, b in pairs],
         },
     }
 

@@ -1,0 +1,33 @@
+"""Printing the end of ``gpt export``."""
+
+import shlex
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from gpt.words import counted
+
+from .render import stdout
+
+if TYPE_CHECKING:
+    from gpt.exporting.run import Exported
+
+
+def exported(done: "Exported") -> None:
+    """Prints what was written, what it costs in loss, and commands to try next."""
+    console, place = stdout(), shlex.quote(str(done.out))
+    what = f"{done.bytes:,} bytes, {counted(done.tensors, 'tensor')}, {done.type}"
+    console.print(Text.assemble(("saved  ", "bold"), f"{done.out}  ({what})"))
+    if done.loss_before is not None and done.loss_after is not None:
+        change = done.loss_after - done.loss_before
+        said = f"{done.loss_before:.4f} before, {done.loss_after:.4f} after: {change:+.4f} nats a token"
+        console.print(Text.assemble(("loss   ", "bold"), said))
+    if done.format == "gguf":
+        more = [
+            f'llama-cli -m {place} -p "Once upon"',
+            f'ollama create NAME -f Modelfile, of the line "FROM {done.out}"',
+        ]
+    else:
+        more = [f'gpt sample "Once upon" -m {place}', f"hf upload OWNER/NAME {place}, once README.md is read"]
+    for number, line in enumerate(more):
+        console.print(Text.assemble(("       " if number else "more   ", "bold"), line))

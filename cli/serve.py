@@ -1,0 +1,41 @@
+"""``gpt serve``."""
+
+from pathlib import Path
+from typing import Annotated
+
+from gpt.errors import WorkError
+from gpt.sample_config import SampleConfig
+from gpt.serve_config import ServeConfig
+
+from . import progress, render
+from .options import Device, SamplingDtype, Threads, option, takes
+from .sample import MODEL_HELP
+
+
+@takes(ServeConfig)
+def serve(
+    settings: ServeConfig,
+    model: Annotated[
+        str | None, option("--model", "-m", help=MODEL_HELP, show_default="best of the newest run in runs/")
+    ] = None,
+    device: Device = "auto",
+    dtype: SamplingDtype = "auto",
+    threads: Threads = None,
+) -> None:  # fmt: skip
+    """Serve a model over HTTP as OpenAI's API does, for programs, and on a page for people."""
+    with progress.starting(quiet=False):
+        from gpt import api
+
+        try:
+            from gpt.serve.server import serve as run
+        except ImportError as error:
+            raise WorkError(f"serving needs the package {error.name}", "pip install 'gpt[serve]'") from None
+    loaded = api.load(
+        model, device=device, dtype=dtype, threads=threads, note=render.note, sampling=SampleConfig(compile="off")
+    )
+    path = Path(loaded.path)
+    name = settings.name or model or str(path.parent if (path.parent / "run.json").exists() else path)
+    run(
+        loaded.model, loaded.tokenizer, loaded.compute, name, settings,
+        lambda address: render.note(f"serving {name} at {address}"), render.note,
+    )  # fmt: skip

@@ -1,0 +1,128 @@
+"""A tokenizer in a GGUF file: a byte-level BPE, as llama.cpp runs it.
+
+It gives our ids but for three rare things (tests/test_llama_cpp.py). The 4,382 letters and digits that are new in
+Unicode 16 are none there. Under the patterns of Llama 3 and Qwen, 's is no ending where the s is U+017F. Of added words
+that overlap in a text it finds the longest first, and we the leftmost.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from gpt.errors import UserError
+from gpt.text.backends import ByteBPE, in_characters
+from gpt.text.boundaries import (
+    DIGITS_PATTERN,
+    GPT2_PATTERN,
+    LLAMA3_PATTERN,
+    MINBPE_PATTERN,
+    OLD_GPT2_PATTERN,
+    backtracking,
+)
+from gpt.text.tokenizer import Tokenizer
+from gpt.text.tokenizer_files import merging_pairs
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter, TokenType
+
+HINT = "export a folder instead: -o without .gguf"
+
+# llama.cpp's name of each pattern (src/llama-vocab.cpp). It has o200k's and cl100k's only in forms that cut some texts
+# otherwise, so that these are not here.
+_PRE = {backtracking(GPT2_PATTERN): "gpt-2", OLD_GPT2_PATTERN: "gpt-2", backtracking(DIGITS_PATTERN): "smollm"}
+for _pattern in (LLAMA3_PATTERN, MINBPE_PATTERN):  # both cut a text alike
+    _PRE |= {_pattern: "llama-bpe", _pattern.replace("{1,3}", ""): "qwen2"}
+_WHOLE = "llama-bpe"  # under this name alone, a whole piece that is a token needs no merges, as in tiktoken
+
+# The tokens at which llama.cpp ends a text because of their names, whatever a file says.
+_ENDS = {
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[", "<|fim_pad|>",
+    "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>",
+    "<|file_sep|>",
+}  # fmt: skip
+_NAMED_ENDS = 3  # as many ids a file can name: end of text, of a turn, of a message
+
+
+def check(tokenizer: Tokenizer) -> None:
+    """Raises `UserError` for a tokenizer to which llama.cpp would give other ids, or another end of a text."""
+    backend = tokenizer.backend
+    if not isinstance(backend, ByteBPE):
+        raise UserError("a .gguf file takes a byte-level BPE, and this tokenizer.json is none that is known here", HINT)
+    pre = _pre(backend)
+    if pre is None:
+        raise UserError("llama.cpp does not have the pattern that cuts this tokenizer's texts into words", HINT)
+    if pre != _WHOLE and len(merging_pairs(backend.ranks)) < sum(len(token) > 1 for token in backend.ranks):
+        raise UserError("this tokenizer has tokens that no merge makes: llama.cpp would never find them", HINT)
+    both = sorted({*map(in_characters, backend.ranks)} & {*_added(tokenizer)})
+    if both:
+        raise UserError(f'"{both[0]}" is an ordinary token too: llama.cpp tells special tokens by their text', HINT)
+    if len(_told_ends(tokenizer)) > _NAMED_ENDS:
+        raise UserError(f"llama.cpp would not end a text at all the {len(tokenizer.ends)} tokens that end it", HINT)
+
+
+def differences(tokenizer: Tokenizer) -> list[str]:
+    """Returns what differs in llama.cpp, for a user to know, and is no reason to refuse: files of Qwen live with it."""
+    found = []
+    if isinstance(tokenizer.backend, ByteBPE) and tokenizer.backend.nfc:
+        found.append("llama.cpp does not normalize a text to NFC as this tokenizer does: give it texts in NFC")
+    more = [word for word, id in _added(tokenizer).items() if word in _ENDS and id not in tokenizer.ends]
+    if more:
+        found.append(f"llama.cpp ends a text at {', '.join(more)} too, whatever the file says")
+    return found
+
+
+def add(writer: "GGUFWriter", tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Adds the tokenizer to a GGUF file: for each of the model's ``vocab_size`` ids its text and type, the merges in
+    their order, the pattern's name, and which ids begin and end a text. `check` has passed it."""
+    backend = tokenizer.backend
+    assert isinstance(backend, ByteBPE)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_pre(backend) or "")
+    tokens = list(_tokens(tokenizer, vocab_size))
+    writer.add_token_list([text for text, _ in tokens])
+    writer.add_token_types([kind for _, kind in tokens])
+    # llama.cpp wants one merge at least; of this pair neither side is a token.
+    pairs = merging_pairs(backend.ranks) or [(b"\0\0", b"\0\0")]
+    writer.add_token_merges([f"{in_characters(a)} {in_characters(b)}" for a, b in pairs])
+    writer.add_bos_token_id(tokenizer.eot if tokenizer.bos is None else tokenizer.bos)
+    writer.add_pad_token_id(tokenizer.eot)
+    writer.add_add_bos_token(tokenizer.bos is not None)
+    writer.add_add_eos_token(False)
+    writer.add_add_space_prefix(False)
+    tell = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
+    for told, id in zip(tell, _told_ends(tokenizer), strict=False):
+        told(id)
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _pre(backend: ByteBPE) -> str | None:
+    return _PRE.get(backtracking(backend.pattern))
+
+
+def _added(tokenizer: Tokenizer) -> dict[str, int]:
+    return {**tokenizer.all_specials, **tokenizer.words}
+
+
+def _told_ends(tokenizer: Tokenizer) -> list[int]:
+    """Returns the ids that end a text and must be told: end-of-text first, then those that llama.cpp does not know by
+    their names."""
+    known = {id for word, id in _added(tokenizer).items() if word in _ENDS}
+    return [tokenizer.eot, *sorted(tokenizer.more_ends - known)]
+
+
+def _tokens(tokenizer: Tokenizer, vocab_size: int) -> Iterator[tuple[str, "TokenType"]]:
+    """Yields the text and the type of each id. llama.cpp wants all texts to differ."""
+    from gguf import TokenType
+
+    assert isinstance(tokenizer.backend, ByteBPE)
+    found = {id: (in_characters(token), TokenType.NORMAL) for token, id in tokenizer.backend.ranks.items()}
+    found |= {id: (word, TokenType.CONTROL) for word, id in tokenizer.all_specials.items()}
+    found |= {id: (word, TokenType.USER_DEFINED) for word, id in tokenizer.words.items()}
+    taken = {text for text, _ in found.values()}
+    for id in range(vocab_size):
+        name = f"[unused{id}]"
+        while name in taken:
+            name += "_"
+        yield found.get(id, (name, TokenType.UNUSED))

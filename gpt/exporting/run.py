@@ -1,0 +1,152 @@
+"""The work of ``gpt export``: a GGUF file, or a folder for publishing, whole or not at all."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from gpt.errors import Interrupted, UserError, check_text
+from gpt.export_config import ExportConfig
+from gpt.exporting import folder, gguf
+from gpt.exporting.card import BITS, Comparison, Facts, card
+from gpt.exporting.provenance import KEY
+from gpt.exporting.source import SourceModel
+from gpt.files import check_new, disk_errors
+from gpt.interrupt import StopSignal
+from gpt.model.params import named_parameters
+from gpt.model.quantize import Quantized
+from gpt.runs import folder as run_folder
+from gpt.runs.checkpoint import Parameters
+
+OnBytes = Callable[[int, int], None]  # bytes of weights that have been read, and all of them
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be written, and where."""
+
+    out: Path
+    is_file: bool
+    type: str  # of the matrices: a type of GGUF, or a dtype
+    license: str | None
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and what was measured."""
+
+    out: Path
+    format: str  # "gguf" or "folder"
+    type: str  # of the matrices
+    arch: str  # as transformers calls it
+    bytes: int
+    tensors: int
+    vocab_size: int
+    loss_before: float | None  # nats a token, over --eval's text; None where there is none
+    loss_after: float | None
+    seconds: float
+
+
+def find_target(out: str, config: ExportConfig) -> Target:
+    """What the user asks for. Raises `UserError` for settings that contradict each other and where something of that
+    name is there, `WorkError` where nothing can be written. Reads no model."""
+    if not out:
+        raise UserError("-o is empty", "give the name of a new folder, or of a new .gguf file")
+    check_text("the name of -o", out)
+    path = Path(out)
+    is_file = path.suffix.lower() == ".gguf"
+    if is_file and config.dtype is not None:
+        raise UserError("--dtype is of folders", "a .gguf file takes --type")
+    if is_file and config.samples:
+        raise UserError("--samples stand in the card of a folder, and a .gguf file has none", "leave them out")
+    if not is_file and config.type is not None:
+        raise UserError("--type is of .gguf files", "a folder takes --dtype, or give -o a name that ends in .gguf")
+    check_new(path, "give another place with -o")
+    return Target(path, is_file, (config.type or "f16") if is_file else (config.dtype or "float32"), config.license)
+
+
+def check(source: SourceModel, target: Target) -> None:
+    """Raises `UserError` for a model that cannot be written so, and for a place where a run keeps its own files."""
+    if target.is_file:
+        gguf.check(source)
+        gguf.package()
+    place, home = target.out.resolve(), source.path.resolve()
+    if home in place.parents:
+        raise UserError(f"{target.out} lies in the model's own folder", "give a place outside of it with -o")
+    if run_folder.is_step_name(place.name) and run_folder.is_run(place.parent):
+        raise UserError(f"{target.out} would be taken for a checkpoint of that run", "give another name with -o")
+
+
+def stored(source: SourceModel, target: Target) -> Parameters:
+    """The weights as they will be written."""
+
+    def get(name: str) -> Tensor | Quantized:
+        value = source.weights[name]()
+        if target.is_file:
+            return gguf.restored(source.config, name, value, target.type)
+        return folder.restored(source.config, name, value, target.type)
+
+    return {name: partial(get, name) for name in source.weights}
+
+
+@contextlib.contextmanager
+def whole_or_nothing(target: Target) -> Iterator[None]:
+    """Makes the folders above the target, and removes them after an error. Turns a signal, which ends this at once,
+    into `Interrupted`, and a full disk into `WorkError`."""
+    made = [parent for parent in target.out.absolute().parents if not parent.exists()]
+    with StopSignal(at_once=True), disk_errors(target.out):
+        try:
+            target.out.parent.mkdir(parents=True, exist_ok=True)
+            yield
+        except BaseException as error:
+            for parent in made:
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
+            if isinstance(error, Interrupted):
+                left = f"{target.out} is whole" if target.out.exists() else "nothing was written"
+                raise Interrupted(error.signum, f"interrupted: {left}") from None
+            raise
+
+
+def write(
+    source: SourceModel, target: Target, comparison: Comparison | None, samples: Sequence[str], on_bytes: OnBytes
+) -> tuple[int, int]:
+    """Writes the target and returns its tensors and bytes. Raises OSError, and `UserError` for numbers that its type
+    cannot hold."""
+    seen = SourceModel(**{**vars(source), "weights": _watched(source, on_bytes)})
+    if target.is_file:
+        count = gguf.write(target.out, seen, target.type, target.out.stem, target.license)
+        return count, target.out.stat().st_size
+    provenance = {**asdict(source.provenance), "bits": min(BITS[target.type], source.provenance.bits)}
+    meta = {**source.saved, KEY: provenance, "export": {"dtype": target.type, **_measured(comparison)}}
+    facts = Facts(target.out.name, target.type, target.license, comparison, samples)
+    count = folder.write(target.out, seen, target.type, meta, card(source, facts))
+    return count, sum(file.stat().st_size for file in target.out.iterdir())
+
+
+def _measured(comparison: Comparison | None) -> dict[str, object]:
+    if comparison is None:
+        return {}
+    return {
+        "text": asdict(comparison.text),
+        "tokens": comparison.before.tokens,
+        "loss_before": comparison.before.loss,
+        "loss_after": comparison.after.loss,
+    }
+
+
+def _watched(source: SourceModel, on_bytes: OnBytes) -> Parameters:
+    """The weights, of which each tells when it is read."""
+    sizes = {name: 4 * p.numel for name, p in named_parameters(source.config).items()}
+    total, seen = sum(sizes.values()), dict[str, int]()
+
+    def get(name: str) -> Tensor | Quantized:
+        value = source.weights[name]()
+        seen[name] = sizes[name]
+        on_bytes(sum(seen.values()), total)
+        return value
+
+    return {name: partial(get, name) for name in source.weights}

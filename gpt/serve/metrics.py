@@ -1,0 +1,38 @@
+"""Counts and times of a server, as Prometheus reads them."""
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from gpt.decoding.engine import Engine
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class ServerMetrics:
+    """The server's metrics, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        of: dict[str, Any] = {"registry": self.registry}
+        self.requests = Counter("gpt_requests", "Requests by route and status.", ["route", "status"], **of)
+        self.cancelled = Counter("gpt_requests_cancelled", "Requests whose client went away.", **of)
+        self.prompt_tokens = Counter("gpt_prompt_tokens", "Tokens of prompts.", **of)
+        self.generated_tokens = Counter("gpt_generated_tokens", "Tokens that were generated.", **of)
+        self.waiting = Gauge("gpt_requests_waiting", "Requests that have not begun.", **of)
+        self.running = Gauge("gpt_texts_running", "Texts that are generated at once.", **of)
+        self.cached = Gauge("gpt_cache_positions", "Positions whose keys and values are held.", **of)
+        self.step_seconds = Histogram("gpt_step_seconds", "Seconds of a step.", buckets=_SECONDS, **of)
+        self.first_token = Histogram("gpt_first_token_seconds", "Seconds to a first token.", buckets=_SECONDS, **of)
+        self.seconds = Histogram("gpt_request_seconds", "Seconds of a request.", buckets=_SECONDS, **of)
+
+    def stepped(self, engine: Engine, seconds: float, tokens: int) -> None:
+        """Counts a step of the engine."""
+        self.step_seconds.observe(seconds)
+        self.generated_tokens.inc(tokens)
+        self.running.set(engine.running)
+        self.cached.set(sum(map(len, engine.context.ids)))
+
+    def text(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self.registry)

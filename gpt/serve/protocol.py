@@ -1,0 +1,257 @@
+"""Requests of OpenAI's API as checked settings, and its errors. Knows no model and no network."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpt.errors import UserError
+from gpt.sample_config import SampleConfig
+
+MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, MOST_PROMPTS, MOST_BIASES = 128, 20, 16, 128, 1024
+_SEEDS = 2**63
+
+
+class ApiError(Exception):
+    """An answer that is an error: ``message`` for people, ``param`` the field that is wrong."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        """The object that clients read."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def _wrong(name: str, what: str) -> ApiError:
+    return ApiError(400, f"{name} {what}", name)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a request asks for beside its prompt."""
+
+    config: SampleConfig
+    seed: int | None  # None: one that is drawn
+    n: int
+    best_of: int
+    bias: tuple[tuple[int, float], ...]
+    stream: bool
+    include_usage: bool
+    echo: bool
+    logprobs: int | None  # of each token so many alternatives; None: no log-probabilities at all
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A request of ``/v1/completions``."""
+
+    prompts: Sequence[str | Sequence[int]]
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A request of ``/v1/chat/completions``."""
+
+    messages: Sequence[Mapping[str, str]]
+    generation: Generation
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """The object in a request's body. Raises `ApiError`."""
+
+    def no_number(word: str) -> float:
+        raise ValueError(f"{word} is no number of JSON")
+
+    try:
+        values = json.loads(body, parse_constant=no_number)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON: {error!s:.200}") from None
+    if not isinstance(values, dict):
+        raise ApiError(400, "the body is no JSON object")
+    return values
+
+
+class _Fields:
+    """The fields of a request, each checked as it is taken. Null is as good as absent."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = {key: value for key, value in values.items() if value is not None}
+
+    def number(self, name: str, default: float, low: float, high: float) -> float:
+        value = self.values.get(name, default)
+        if type(value) not in (int, float) or not low <= value <= high or not math.isfinite(value):
+            raise _wrong(name, f"is {_shown(value)}; it must be a number from {low:g} to {high:g}")
+        return float(value)
+
+    def count(self, name: str, default: int, low: int, high: int) -> int:
+        value = self.values.get(name, default)
+        if type(value) is float and value.is_integer():
+            value = int(value)
+        if type(value) is not int or not low <= value <= high:
+            raise _wrong(name, f"is {_shown(value)}; it must be a whole number from {low:,} to {high:,}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.values.get(name, False)
+        if type(value) is not bool:
+            raise _wrong(name, f"is {_shown(value)}; it must be true or false")
+        return value
+
+    def refuse(self, neutral: Mapping[str, Sequence[Any]]) -> None:
+        """Raises `ApiError` for fields of OpenAI's that this server has no answer to, unless they ask for nothing."""
+        for name, allowed in neutral.items():
+            if name in self.values and self.values[name] not in allowed:
+                raise _wrong(name, "is not supported by this server; leave it out")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+_NEITHER = {
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
+    "web_search_options": (), "reasoning_effort": ("none",), "verbosity": ("medium",),
+}  # fmt: skip
+_NO_COMPLETION = {"suffix": ("",), **_NEITHER}
+_NO_CHAT = {"suffix": ("",), "echo": (False,), "best_of": (1,), **_NEITHER}
+
+
+def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generation:
+    """Reads all settings of a request but its prompt; ``most``: its tokens where it does not say."""
+    n = fields.count("n", 1, 1, MOST_CHOICES)
+    best_of = n if chat else fields.count("best_of", n, 1, MOST_CHOICES)
+    stream, echo = fields.flag("stream"), not chat and fields.flag("echo")
+    if best_of < n:
+        raise _wrong("best_of", f"is {best_of} and n is {n}; so many choices need as many texts")
+    if stream and best_of > n:
+        raise _wrong("best_of", "cannot be more than n in a stream, whose texts are sent before they can be compared")
+    if chat:
+        logprobs = fields.count("top_logprobs", 0, 0, MOST_LOGPROBS) if fields.flag("logprobs") else None
+        if logprobs is None and fields.values.get("top_logprobs"):
+            raise _wrong("top_logprobs", "needs logprobs: true")
+    else:
+        logprobs = fields.count("logprobs", 0, 0, MOST_LOGPROBS) if "logprobs" in fields.values else None
+    names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
+    given = next((name for name in names if name in fields.values), names[-1])
+    temperature = fields.number("temperature", 1.0, 0, 100)
+    top_p = fields.number("top_p", 1.0, 0, 1)
+    try:
+        config = SampleConfig(
+            temperature=temperature,
+            greedy=temperature == 0,
+            top_p=0.0 if top_p == 1 else max(top_p, 1e-9),
+            top_k=max(0, fields.count("top_k", 0, -1, 2**31)),
+            min_p=fields.number("min_p", 0.0, 0, 1),
+            repetition_penalty=fields.number("repetition_penalty", 1.0, 0, 100),
+            presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
+            frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
+            no_repeat_ngram=fields.count("no_repeat_ngram", 0, 0, limit),
+            max_tokens=fields.count(given, most, 0, limit),
+            min_tokens=fields.count("min_tokens", 0, 0, limit),
+            ignore_eot=fields.flag("ignore_eos"),
+            stop=_stops(fields.values.get("stop", [])),
+            logprobs=logprobs,
+            echo_logprobs=echo and logprobs is not None,
+        )
+    except UserError as error:
+        raise ApiError(400, error.message) from None
+    options = fields.values.get("stream_options", {})
+    if not isinstance(options, dict) or type(options.get("include_usage") or False) is not bool:
+        raise _wrong("stream_options", f"is {_shown(options)}; it must be an object with include_usage")
+    return Generation(
+        config=config,
+        seed=fields.count("seed", 0, -_SEEDS, _SEEDS - 1) if "seed" in fields.values else None,
+        n=n,
+        best_of=best_of,
+        bias=_bias(fields.values.get("logit_bias", {})),
+        stream=stream,
+        include_usage=stream and bool(options.get("include_usage")),
+        echo=echo,
+        logprobs=logprobs,
+    )
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
+        raise _wrong("stop", f"is {_shown(value)}; it must be a text or a list of texts, none of them empty")
+    if len(stops) > MOST_STOPS:
+        raise _wrong("stop", f"has {len(stops)} texts; {MOST_STOPS} are the most")
+    return tuple(map(_text, stops))
+
+
+def _text(value: str) -> str:
+    """A text of JSON, in which half of a surrogate pair may stand alone; it becomes U+FFFD."""
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict) or len(value) > MOST_BIASES:
+        raise _wrong("logit_bias", f"is {_shown(value)}; it must be an object of ids, {MOST_BIASES} at most")
+    found = []
+    for id, number in value.items():
+        if not (id.isascii() and id.isdigit() and len(id) < 10):
+            raise _wrong("logit_bias", f"has {_shown(id)}, which is no token's id")
+        if type(number) not in (int, float) or not -100 <= number <= 100:
+            raise _wrong("logit_bias", f"of {id} is {_shown(number)}; it must be a number from -100 to 100")
+        if number:
+            found.append((int(id), float(number)))
+    return tuple(found)
+
+
+def read_completion(values: Mapping[str, Any], limit: int) -> Completion:
+    """Reads a request of ``/v1/completions``. ``limit``: tokens that it may ask for. Raises `ApiError`."""
+    fields = _Fields(values)
+    fields.refuse(_NO_COMPLETION)
+    if "prompt" not in fields.values:
+        raise _wrong("prompt", "is missing")
+    generation = _generation(fields, limit, min(16, limit), chat=False)
+    return Completion(_prompts(fields.values["prompt"]), generation)
+
+
+def _prompts(value: Any) -> list[str | Sequence[int]]:
+    if isinstance(value, str) or (isinstance(value, list) and value and _are_ids(value)):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise _wrong("prompt", f"is {_shown(value)}; it must be a text, a list of ids, or a list of these")
+    if len(value) > MOST_PROMPTS:
+        raise _wrong("prompt", f"has {len(value):,} texts; {MOST_PROMPTS} are the most")
+    prompts: list[str | Sequence[int]] = []
+    for each in value:
+        if not (isinstance(each, str) or (isinstance(each, list) and each and _are_ids(each))):
+            raise _wrong("prompt", f"has {_shown(each)}, which is no text and no list of ids")
+        prompts.append(_text(each) if isinstance(each, str) else each)
+    return prompts
+
+
+def _are_ids(values: list[Any]) -> bool:
+    return all(type(each) is int for each in values)
+
+
+def read_chat(values: Mapping[str, Any], limit: int, most: int) -> Chat:
+    """Reads a request of ``/v1/chat/completions``; ``most``: the tokens of an answer where it does not say. Raises
+    `ApiError`."""
+    fields = _Fields(values)
+    fields.refuse(_NO_CHAT)
+    messages = fields.values.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise _wrong("messages", "must be a list of messages, one at least")
+    found = []
+    for message in messages:
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        if isinstance(content, list):  # parts, of which texts can be read
+            parts = [
+                each.get("text") if isinstance(each, dict) and each.get("type") == "text" else None for each in content
+            ]
+            content = None if None in parts else "".join(map(str, parts))
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise _wrong("messages", f"has {_shown(message)}; a message has a role and a content, which are texts")
+        found.append({"role": _text(role), "content": _text(content)})
+    return Chat(found, _generation(fields, limit, min(most, limit), chat=True))

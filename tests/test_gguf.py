@@ -1,0 +1,311 @@
+"""GGUF files, read with the package gguf's own reader and compared with the model; refusals and faults."""
+
+import errno
+import getpass
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from conftest import Gpt, one_line_of_what_and_what_next
+from models import source_of
+from torch import Tensor
+
+from gpt import api
+from gpt.config import ARCHITECTURES, GPTConfig, RopeScaling
+from gpt.errors import UserError
+from gpt.export_config import FileType
+from gpt.exporting import gguf
+from gpt.exporting.source import SourceModel, open_source
+from gpt.model.decoder import GPT
+from gpt.model.quantize import Quantized
+from gpt.text.tokenizer import bytes_tokenizer
+
+reading = pytest.importorskip("gguf")
+
+PLAIN = ARCHITECTURES["modern"] | {"qk_norm": False}
+SCALING = RopeScaling(8.0, 1.0, 4.0, 16)
+# By name: layout, arch in llama.cpp, properties. Rows of 64 or 96 are groups of 32; those of 40 are not.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", "gpt2", ARCHITECTURES["gpt2"]),
+    "gpt2, untied, sines": ("gpt2", "gpt2", ARCHITECTURES["gpt2"] | {"positions": "sinusoidal", "tied": False}),
+    "llama": ("llama", "llama", PLAIN | {"n_kv_head": 2, "head_dim": 24, "n_inner": 96, "rope_scaling": SCALING}),
+    "mistral": ("mistral", "llama", PLAIN | {"window": 48, "window_layers": (0, 1), "n_kv_head": 1, "tied": False}),
+    "qwen2": ("qwen2", "qwen2", PLAIN | {"biases": "qkv", "n_kv_head": 2, "n_inner": 40}),
+    "qwen3": ("qwen3", "qwen3", ARCHITECTURES["modern"] | {"head_dim": 8, "rope_base": 1e6}),
+}  # fmt: skip
+# Ours by the name in the file; of a fused one, which of its parts.
+NAMES = {
+    "token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head",
+    "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_q": ("attn.c_attn", 0), "attn_k": ("attn.c_attn", 1),
+    "attn_v": ("attn.c_attn", 2), "attn_q_norm": "attn.q_norm", "attn_k_norm": "attn.k_norm",
+    "attn_output": "attn.c_proj", "ffn_norm": "ln_2", "ffn_gate": ("mlp.c_fc", 0), "ffn_up": ("mlp.c_fc", 1),
+    "ffn_down": "mlp.c_proj",
+}  # fmt: skip
+
+
+def model_of(family: str, **properties: Any) -> GPT:
+    """A model of 320 ids, of which the tokenizer has 257; none of its parameters has its initial value."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(320, 48, 2, 4, 64, **{**FAMILIES[family][2], **properties})).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def read(path: Path, config: GPTConfig) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors of a file by our names in float32, and their types by their names there."""
+    parts: dict[str, dict[int, Tensor]] = {}
+    file = reading.GGUFReader(path)
+    for tensor in file.tensors:
+        stem, kind = tensor.name.rsplit(".", 1)
+        prefix, _, inside = stem.rpartition(".")
+        ours = NAMES.get(inside if prefix else stem, stem)
+        name, part = ours if isinstance(ours, tuple) else (ours, 0)
+        if config.norm == "layernorm" and inside == "ffn_up":
+            part = 0
+        value = torch.from_numpy(reading.dequantize(tensor.data, tensor.tensor_type).copy())
+        if file.fields["general.architecture"].contents() == "llama" and inside in ("attn_q", "attn_k"):
+            heads = value.view(-1, config.head_size // 2, 2, config.n_embd)
+            value = torch.cat([heads[:, :, 0], heads[:, :, 1]], dim=1).flatten(0, 1)
+        parts.setdefault(f"{prefix.replace('blk', 'h')}.{name}.{kind}".lstrip("."), {})[part] = value
+    tensors = {name: torch.cat([found[part] for part in sorted(found)]) for name, found in parts.items()}
+    return tensors, {tensor.name: tensor.tensor_type.name for tensor in file.tensors}
+
+
+def metadata(path: Path) -> dict[str, Any]:
+    fields = reading.GGUFReader(path).fields.items()
+    return {name: field.contents() for name, field in fields if not name.startswith(("tokenizer", "GGUF."))}
+
+
+@pytest.mark.parametrize("kind", get_args(FileType))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_file_holds_the_model(tmp_path: Path, family: str, kind: str) -> None:
+    model = model_of(family)
+    layout, arch, _ = FAMILIES[family]
+    config, source, path = model.config, source_of(model), tmp_path / "model.gguf"
+    assert config.layout == layout
+    gguf.check(source)
+    count = gguf.write(path, source, kind, "A name")
+
+    said = metadata(path)
+    found, types = read(path, config)
+    assert said["general.architecture"] == arch
+    assert count == len(types)
+    scaling = found.pop("rope_freqs.weight", None)
+    assert (scaling is not None) == (config.rope_scaling is not None)
+    assert found.keys() == source.weights.keys()
+    for name, get in source.weights.items():
+        ours, theirs = get(), found[name]
+        assert torch.equal(gguf.restored(config, name, ours, kind), theirs), name
+        if kind == "f32" or ours.dim() == 1:
+            assert torch.equal(ours, theirs), name
+        elif kind == "f16" or name == "wpe.weight" or ours.size(1) % 32:
+            assert torch.equal(ours if name == "wpe.weight" else ours.half().float(), theirs), name
+        else:
+            # Half a step of 254 between the largest number and its negative, and what float16 rounds of the scale; of 16
+            # steps a whole one, at the end that is cut.
+            allowed = 1 / 6 if kind == "q4_0" and name.startswith("h.") else 1 / 254 + 2**-11
+            ours, theirs = (each.view(len(each), -1, 32) for each in (ours, theirs))
+            assert ((ours - theirs).abs() <= allowed * ours.abs().amax(-1, keepdim=True)).all(), name
+    for name, its in types.items():
+        assert (its == "F32") == (kind == "f32" or "norm" in name or not name.endswith("weight") or name in (
+            "position_embd.weight", "rope_freqs.weight"
+        )), name  # fmt: skip
+    assert types["token_embd.weight"] == {"f32": "F32", "f16": "F16"}.get(kind, "Q8_0")
+    assert types["blk.1.attn_output.weight"] == kind.upper()
+    assert types["blk.1.ffn_down.weight"] == ("F16" if config.n_inner == 40 and kind[0] == "q" else kind.upper())
+
+
+def test_metadata(tmp_path: Path) -> None:
+    gguf.write(
+        tmp_path / "it", source_of(model_of("llama", rope_base=5e5, layer_norm_epsilon=1e-3)), "q4_0", "It", "mit"
+    )
+    found = metadata(tmp_path / "it")
+    assert found.pop("llama.attention.layer_norm_rms_epsilon") == pytest.approx(1e-3)
+    shape = {
+        "vocab_size": 320, "context_length": 48, "embedding_length": 64, "block_count": 2, "feed_forward_length": 96,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 24,
+        "attention.value_length": 24, "rope.dimension_count": 24, "rope.freq_base": 5e5,
+    }  # fmt: skip
+    general = {
+        "architecture": "llama",
+        "type": "model",
+        "name": "It",
+        "license": "mit",
+        "file_type": 2,
+        "quantization_version": 2,
+    }
+    assert found == {
+        **{f"general.{key}": value for key, value in general.items()},
+        **{f"llama.{key}": value for key, value in shape.items()},
+    }
+    for kind, number in (("f32", 0), ("f16", 1), ("q8_0", 7)):
+        gguf.write(tmp_path / kind, source_of(model_of("gpt2")), kind, "It")
+        found = metadata(tmp_path / kind)
+        assert found["general.file_type"] == number
+        assert found["gpt2.attention.layer_norm_epsilon"] == pytest.approx(1e-5)
+        assert not any("rope" in key or "rms" in key or "length" in key for key in found if "attention" in key)
+
+
+def test_rope_factors_are_llamas(tmp_path: Path) -> None:
+    """Llama 3.1's rule, written out."""
+    config = model_of("llama").config
+    gguf.write(tmp_path / "it", source_of(model_of("llama")), "f16", "it")
+    for i, factor in enumerate(read(tmp_path / "it", config)[0]["rope_freqs.weight"].tolist()):
+        rate = config.rope_base ** (-2 * i / config.head_size)
+        turns = SCALING.original * rate / (2 * np.pi)
+        kept = min(max((turns - SCALING.low) / (SCALING.high - SCALING.low), 0), 1)
+        assert rate / factor == pytest.approx(kept * rate + (1 - kept) * rate / SCALING.factor, rel=1e-6)
+
+
+def test_bytes_follow_from_the_model(tmp_path: Path) -> None:
+    for family in ("gpt2", "llama"):
+        for at in ("one", "two"):
+            gguf.write(tmp_path / at, source_of(model_of(family)), "q8_0", "Name")
+        data = (tmp_path / "one").read_bytes()
+        assert data == (tmp_path / "two").read_bytes()
+        for private in (str(tmp_path), getpass.getuser(), socket.gethostname(), "nowhere"):
+            assert private.encode() not in data
+        (tmp_path / "one").unlink()
+        (tmp_path / "two").unlink()
+
+
+@pytest.mark.parametrize(
+    ("family", "properties", "reason"),
+    [
+        ("gpt2", {"window": 8}, "ignores windows"),
+        ("gpt2", {"positions": "rotary"}, "no architecture of layernorm, gelu, rotary"),
+        ("mistral", {"window": 47, "window_layers": (0, 1)}, "ignores windows"),
+        ("qwen2", {"window": 8}, "ignores windows"),
+        ("qwen3", {"window": 8, "window_layers": (0,)}, "see 8 positions"),
+        ("qwen2", {"rope_scaling": SCALING}, "no rope_scaling for qwen2"),
+        ("qwen3", {"rope_scaling": SCALING}, "no rope_scaling for qwen3"),
+        ("gpt2", {"n_kv_head": 2}, "4 heads and 2"),
+        ("qwen2", {"head_dim": 8}, "n_embd / n_head wide"),
+        ("llama", {"n_layer": 513}, "512 layers"),
+        ("gpt2", {"n_embd": 4}, "width of 1"),
+        ("llama", {"block_size": 1}, "context of 1"),
+    ],
+)
+def test_refusals(family: str, properties: dict[str, Any], reason: str) -> None:
+    shape = {"vocab_size": 257, "block_size": 48, "n_layer": 2, "n_head": 4, "n_embd": 64}
+    config = GPTConfig(**{**shape, **FAMILIES[family][2], **properties})
+    with pytest.raises(UserError, match=reason) as error:
+        gguf.check(SourceModel(Path(), config, bytes_tokenizer(), {}))
+    assert "folder" in error.value.hint
+
+
+def test_missing_package(run_folder: Path, monkeypatch: pytest.MonkeyPatch, gpt: Gpt) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    one_line_of_what_and_what_next(gpt("export", run_folder, "-o", "new/m.gguf"), "needs the package gguf", 1)
+    assert not Path("new").exists()
+
+
+def changed(name: str, value: float) -> SourceModel:
+    """A model one of whose numbers is another."""
+    model = model_of("gpt2")
+    model.state_dict()[name].view(-1)[3] = value
+    return source_of(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("f32", np.inf), ("f32", np.nan), ("f16", 1e5), ("q8_0", 1e7), ("q4_0", 1e6), ("q4_0", np.nan)],
+)
+def test_numbers_that_a_type_cannot_hold(tmp_path: Path, kind: str, value: float) -> None:
+    name = "h.0.attn.c_attn.weight"
+    with pytest.raises(UserError, match=f"^{name}") as error:
+        gguf.write(tmp_path / "it", changed(name, value), kind, "it")
+    assert "--type" in error.value.hint
+    with pytest.raises(UserError, match=f"^{name}"):
+        gguf.restored(model_of("gpt2").config, name, changed(name, value).weights[name](), kind)
+    assert not list(tmp_path.iterdir())
+
+
+def at_tensor(source: SourceModel, number: int, do: Callable[[], None]) -> SourceModel:
+    """The model, of which reading the parameter of that number does something first."""
+    name = list(source.weights)[number]
+    get = source.weights[name]
+
+    def read_and_do() -> Tensor | Quantized:
+        do()
+        return get()
+
+    return replace(source, weights={**source.weights, name: read_and_do})
+
+
+@pytest.mark.parametrize("number", [0, 5, -1])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "damaged")])
+def test_what_fails_leaves_nothing(tmp_path: Path, number: int, error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        gguf.write(tmp_path / "it", at_tensor(source_of(model_of("gpt2")), number, fail), "f16", "it")
+    assert not list(tmp_path.iterdir())
+
+
+def test_full_disk(run_folder: Path, monkeypatch: pytest.MonkeyPatch, gpt: Gpt) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    one_line_of_what_and_what_next(gpt("export", run_folder, "-o", "m.gguf"), "No space left on device", 1)
+    assert not list(Path().glob("*m.gguf*"))
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "it"
+    for appear in (lambda: path.write_text("there"), lambda: path.symlink_to("nowhere")):
+        with pytest.raises(FileExistsError):
+            gguf.write(path, at_tensor(source_of(model_of("gpt2")), 3, appear), "f16", "it")
+        assert list(tmp_path.iterdir()) == [path]
+        assert path.is_symlink() or path.read_text() == "there"
+        path.unlink()
+
+
+def test_disk_that_gives_back_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf, "file_sha256", lambda path, from_disk: "other")
+    with pytest.raises(OSError, match="not what can be read"):
+        gguf.write(tmp_path / "it", source_of(model_of("gpt2")), "f16", "it")
+    assert not list(tmp_path.iterdir())
+
+
+def test_q4_0_is_nearer_than_the_reference_rounding() -> None:
+    kind, matrix = reading.GGMLQuantizationType.Q4_0, torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
+    theirs = torch.from_numpy(reading.dequantize(reading.quantize(matrix.numpy(), kind), kind))
+    config = replace(model_of("gpt2").config, n_embd=512)
+    ours = gguf.restored(config, "h.0.attn.c_proj.weight", matrix, "q4_0")
+    assert (ours - matrix).square().mean() < 0.9 * (theirs - matrix).square().mean()
+
+
+def test_int4_folder_is_not_rounded_anew(run_folder: Path, tmp_path: Path) -> None:
+    api.export(run_folder, tmp_path / "int4", dtype="int4")
+    done = api.export(tmp_path / "int4", tmp_path / "a" / "b" / "it.gguf", type="q4_0")
+    assert done.out.stat().st_size == done.bytes
+    source = open_source(tmp_path / "int4")
+    found, types = read(done.out, source.config)
+    matrices = {name: get() for name, get in source.weights.items() if name.startswith("h.")}
+    rounded = {name: value for name, value in matrices.items() if isinstance(value, Quantized)}
+    assert len(rounded) == 8 == sum(kind == "Q4_0" for kind in types.values())
+    tensors = {tensor.name: tensor for tensor in reading.GGUFReader(done.out).tensors}
+    for name, value in rounded.items():
+        assert value.bits == 4 and torch.equal(value.dequantize(), found[name]), name
+    value = rounded["h.1.attn.c_attn.weight"]
+    blocks = torch.from_numpy(tensors["blk.1.attn_qkv.weight"].data.copy()).view(*value.scales.shape, 18)
+    assert torch.equal(blocks[..., :2].contiguous().view(torch.float16)[..., 0], value.scales)
+    assert torch.equal(blocks[..., 2:].flatten(1), value.levels)
+
+
+def test_losses_are_those_of_the_file(run_folder: Path, text: Path, tmp_path: Path) -> None:
+    done = api.export(run_folder, tmp_path / "it.gguf", type="q4_0", eval=str(text))
+    assert done.format == "gguf" and done.type == "q4_0" and done.arch == "gpt2"
+    assert done.loss_before is not None and done.loss_after is not None
+    assert 0 < abs(done.loss_after - done.loss_before) < 0.1
