@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from gpt.errors import UserError
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
 from gpt.model.quantize import GROUP, Quantized, QuantizedEmbedding, to_int4, to_int8
-from gpt.runs import checkpoint, folder
+from gpt.runs import checkpoint, folder, hub
 from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import bytes_tokenizer
 
@@ -306,6 +307,8 @@ def test_training_from_a_rounded_folder(gpt: Gpt, pair: tuple[Path, Path], rank:
     assert exported.code == 0, exported.err
     if rank:
         assert gpt("sample", "the", "-m", runs[0], "-n", "4", "--dtype", "int8").code == 0
+        with pytest.raises(ValueError, match="quant_method"):
+            pytest.importorskip("peft").AutoPeftModelForCausalLM.from_pretrained(folder.find_checkpoint(str(runs[0])))
 
 
 # Memory
@@ -488,16 +491,20 @@ def test_transformers_refuses_it(made: Made, shape: str, dtype: str) -> None:
     assert transformers.AutoTokenizer.from_pretrained(path)("ab")["input_ids"] == [97, 98]
 
 
-def test_no_matrix_has_a_place_in_transformers(made: Made) -> None:
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("shape", ["gpt2", "modern", "untied"])
+def test_its_tensors_have_no_place_in_transformers(made: Made, shape: str, dtype: str) -> None:
     """So that a reader that minds no quantization_config cannot fill a model with them."""
     transformers = pytest.importorskip("transformers")
-    for shape in ("gpt2", "modern", "untied"):
-        path = made(shape, "float32-int4")
-        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(made(shape)))
-        expected = {name: tuple(tensor.shape) for name, tensor in theirs.base_model.state_dict().items()}
-        found = {name: tuple(tensor.shape) for name, tensor in load_file(path / "model.safetensors").items()}
-        fits = [name for name in found if expected.get(name.removeprefix("model.")) == found[name] and "h." in name]
-        assert not [name for name in fits if len(found[name]) == 2], fits
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(made(shape)))
+    for model in (theirs, theirs.base_model):
+        with pytest.raises(RuntimeError, match="Missing key|size mismatch"):
+            model.load_state_dict(load_file(made(shape, f"float32-{dtype}") / "model.safetensors"))
+
+
+def test_the_hub_s_files_are_fetched(made: Made) -> None:
+    names = {path.name for path in made("gpt2", "float32-int4").iterdir()}
+    assert {name for name in names if any(fnmatch(name, pattern) for pattern in hub.FILES)} == names
 
 
 def disguised_logits(path: Path, **how: Any) -> Tensor:

@@ -18,8 +18,6 @@ MIDDLE = 8  # the level of int4 that is 0
 # parameters has 11 % less squared error and 11 % less divergence from its own predictions; 128 scales give no more.
 _TRIED = 8
 _AT_ONCE = 2**18  # numbers that are rounded at a time: they stay in the processor's cache
-_NOT_FINITE = "its weights are not all finite numbers"
-_TOO_LARGE = "its weights are too large for int4, whose scales are numbers of float16"
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def _in_parts(weight: Tensor, rounded: Callable[[Tensor], Quantized]) -> Quantiz
 def _rows_to_int8(rows: Tensor) -> Quantized:
     scales = rows.abs().amax(1) / LEVELS
     if not scales.isfinite().all():
-        raise UserError(_NOT_FINITE)
+        raise _not_finite()
     scales = torch.where(scales < torch.finfo(torch.float32).tiny, 1.0, scales)
     return Quantized((rows / scales[:, None]).round_().to(torch.int8), scales)
 
@@ -101,9 +99,15 @@ def _rows_to_int4(rows: Tensor) -> Quantized:
         better = error < least
         best, least = torch.where(better, scale, best), torch.where(better, error, least)
     if not least.isfinite().all():  # no scale of a group has a finite error
-        raise UserError(_TOO_LARGE if rows.isfinite().all() else _NOT_FINITE)
+        if not rows.isfinite().all():
+            raise _not_finite()
+        raise UserError("weights are too large for int4, whose scales are numbers of float16", "round them to 8 bits")
     low, high = (_levels(groups, best) + MIDDLE).to(torch.uint8).chunk(2, dim=-1)
     return Quantized((low | high << 4).flatten(1), best.squeeze(-1).half())
+
+
+def _not_finite() -> UserError:
+    return UserError("weights cannot be rounded: they are not all finite numbers", "take another checkpoint")
 
 
 def _levels(groups: Tensor, scale: Tensor) -> Tensor:
