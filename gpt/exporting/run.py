@@ -12,7 +12,7 @@ from gpt.errors import Interrupted, UserError, check_text
 from gpt.export_config import ExportConfig
 from gpt.exporting import folder, gguf
 from gpt.exporting.card import BITS, Comparison, Facts, card
-from gpt.exporting.history import KEY
+from gpt.exporting.provenance import KEY
 from gpt.exporting.source import SourceModel
 from gpt.files import check_new, disk_errors
 from gpt.interrupt import StopSignal
@@ -120,8 +120,8 @@ def write(
     if target.is_file:
         count = gguf.write(target.out, seen, target.type, target.out.stem, target.license)
         return count, target.out.stat().st_size
-    history = {**asdict(source.history), "bits": min(BITS[target.type], source.history.bits)}
-    meta = {**source.saved, KEY: history, "export": {"dtype": target.type, **_measured(comparison)}}
+    provenance = {**asdict(source.provenance), "bits": min(BITS[target.type], source.provenance.bits)}
+    meta = {**source.saved, KEY: provenance, "export": {"dtype": target.type, **_measured(comparison)}}
     facts = Facts(target.out.name, target.type, target.license, comparison, samples)
     count = folder.write(target.out, seen, target.type, meta, card(source, facts))
     return count, sum(file.stat().st_size for file in target.out.iterdir())
