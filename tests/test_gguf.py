@@ -179,6 +179,7 @@ def test_bytes_follow_from_the_model(tmp_path: Path) -> None:
     [
         ("gpt2", {"window": 8}, "ignores windows"),
         ("gpt2", {"positions": "rotary"}, "no architecture of layernorm, gelu, rotary"),
+        ("gpt2", {"window": 48}, "ignores windows"),
         ("mistral", {"window": 47, "window_layers": (0, 1)}, "ignores windows"),
         ("qwen2", {"window": 8}, "ignores windows"),
         ("qwen3", {"window": 8, "window_layers": (0,)}, "see 8 positions"),
@@ -249,11 +250,17 @@ def test_what_fails_leaves_nothing(tmp_path: Path, number: int, error: BaseExcep
     assert not list(tmp_path.iterdir())
 
 
-def test_full_disk(run_folder: Path, monkeypatch: pytest.MonkeyPatch, gpt: Gpt) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize("left", [0, 1])
+def test_full_disk(run_folder: Path, monkeypatch: pytest.MonkeyPatch, gpt: Gpt, left: int) -> None:
+    """At the sync of the file, and of the folder around it."""
 
-    monkeypatch.setattr(os, "fsync", full)
+    def fills(descriptor: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fills)
     one_line_of_what_and_what_next(gpt("export", run_folder, "-o", "m.gguf"), "No space left on device", 1)
     assert not list(Path().glob("*m.gguf*"))
 
