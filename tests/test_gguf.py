@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -150,6 +151,19 @@ def test_metadata(tmp_path: Path) -> None:
         assert found["general.file_type"] == number
         assert found["gpt2.attention.layer_norm_epsilon"] == pytest.approx(1e-5)
         assert not any("rope" in key or "rms" in key or "length" in key for key in found if "attention" in key)
+
+
+def test_weights_in_other_dtypes(tmp_path: Path) -> None:
+    """As in folders of transformers: bfloat16 fits into f32."""
+    source = source_of(model_of("llama"))
+    narrow = {name: get().bfloat16() for name, get in source.weights.items()}
+    source = replace(source, weights={name: partial(narrow.__getitem__, name) for name in narrow})
+    for kind in get_args(FileType):
+        gguf.write(tmp_path / kind, source, kind, "it")
+        found, _ = read(tmp_path / kind, source.config)
+        for name, value in narrow.items():
+            assert torch.equal(gguf.restored(source.config, name, value, kind), found[name]), name
+            assert kind != "f32" or torch.equal(value.float(), found[name]), name
 
 
 def test_rope_factors_are_llamas(tmp_path: Path) -> None:
