@@ -27,7 +27,7 @@ from gpt.export_config import ExportConfig
 from gpt.exporting import gguf_tokenizer
 from gpt.exporting import run as exports
 from gpt.exporting.card import Comparison
-from gpt.exporting.history import joined, last_part
+from gpt.exporting.provenance import joined, last_part
 from gpt.exporting.run import Exported
 from gpt.exporting.source import SourceModel, open_source
 from gpt.model.decoder import GPT
