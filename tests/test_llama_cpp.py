@@ -148,6 +148,13 @@ def test_losses_and_log_probabilities_are_ours(trained: Callable[..., LanguageMo
                 assert far.mean() < 1e-4 and far.max() < 2e-3
 
 
+def test_a_name_like_phi3_does_not_keep_a_file_from_being_read(
+    trained: Callable[..., LanguageModel], tmp_path: Path
+) -> None:
+    with LlamaCpp(llama_cpp.exported(trained("bytes", **MODELS["bytes"]), tmp_path / "my-Phi3.gguf")) as server:
+        assert server.ids("a") == [97]
+
+
 def test_a_damaged_file_ends_llama_cpp_and_not_us(trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
     path = llama_cpp.exported(trained("bytes", **MODELS["bytes"]), tmp_path / "model.gguf", type="f16")
     path.write_bytes(path.read_bytes()[:5000])
