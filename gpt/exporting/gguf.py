@@ -7,6 +7,7 @@ import errno
 import io
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,7 +155,8 @@ def _header(source: SourceModel, kind: str, name: str, license: str | None, part
     gguf, config = package(), source.config
     writer = gguf.GGUFWriter(None, ARCHES[config.layout])
     writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_name(name)
+    if not re.search("phi-?3", name, re.IGNORECASE):  # llama.cpp would look for the special tokens of Phi-3, and fail
+        writer.add_name(name)
     if license is not None:
         writer.add_license(license)
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[kind]])
