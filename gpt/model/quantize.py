@@ -70,9 +70,9 @@ def to_int8(weight: Tensor) -> Quantized:
 
 
 def to_int4(weight: Tensor) -> Quantized:
-    """Rounds a matrix, whose rows are groups of 32, to int4. Of some scales for each group, which put its largest number
-    near −8 or 8, it takes the one that leaves the least squared error, after a fit by least squares. Raises `UserError`
-    for numbers that are not finite, or too large for a scale in float16."""
+    """Rounds a matrix, whose rows are groups of 32, to int4. Of a group's scales that put its largest number near −8 or
+    8, each fitted by least squares, it takes the one with the least squared error. Raises `UserError` for numbers that
+    are not finite, or too large for a scale in float16."""
     return _in_parts(weight, _rows_to_int4)
 
 
