@@ -315,7 +315,7 @@ def export(
 
     with exports.whole_or_nothing(target):
         compared = None if eval is None else _compared(eval, source, stored, built, listen)
-        texts = built(stored).generate(num=config.samples) if config.samples else []
+        texts = _samples(built(stored), config.samples, listen) if config.samples else []
         told = lambda done, total: listen(events.Progress("written", done, total))
         tensors, size = exports.write(source, target, compared, texts, told)
     return Exported(
@@ -330,6 +330,15 @@ def export(
         compared.after.loss if compared else None,
         time.monotonic() - started,
     )
+
+
+def _samples(model: LanguageModel, num: int, listen: Listener) -> list[str]:
+    found: list[str] = []
+    for piece in model.write_all([""], num=num):
+        if piece.sample is not None:
+            found.append(piece.sample.text)
+            listen(events.Progress("sampled", len(found), num, "texts"))
+    return found
 
 
 def _compared(

@@ -113,7 +113,7 @@ def _of_run(record: RunRecord, path: Path, line: int) -> Provenance:
     settings: Table = {key: each for key, each in own.items() if not isinstance(each, dict | None)}
     is_best = result.get("checkpoint") == path.name
     return Provenance(
-        texts_of(record.sources or [], record.texts or []),
+        None if record.sources is None else texts_of(record.sources, record.texts or []),
         record.tokens.train if record.tokens else None,
         settings,
         _number(result.get("val_loss")) if is_best else None,
