@@ -24,6 +24,7 @@ from gpt.device import Compute
 from gpt.errors import UserError, did_you_mean
 from gpt.evaluate import Documents, Encoded, Evaluation, OnWindow, evaluate
 from gpt.export_config import ExportConfig
+from gpt.exporting import gguf_tokenizer
 from gpt.exporting import run as exports
 from gpt.exporting.card import Comparison
 from gpt.exporting.provenance import joined, last_part
@@ -307,6 +308,8 @@ def export(
     path = folder.find_checkpoint(words, note)
     source = open_source(path, words or "")
     exports.check(source, target)
+    for difference in gguf_tokenizer.differences(source.tokenizer) if target.is_file else []:
+        note(difference)
     compute, stored = devices.pick(device, "float32"), exports.stored(source, target)
 
     def built(weights: checkpoint.Parameters) -> LanguageModel:

@@ -195,8 +195,8 @@ def _use(source: SourceModel, facts: Facts) -> Iterator[str]:
     elif facts.dtype in quantized.BITS:
         yield "transformers does not read these weights: `gpt export` makes a folder in float32 of them that it reads."
     try:
-        gguf.check(source, "f16")
-    except UserError:  # it is not a model for llama.cpp, or gguf is not installed
+        gguf.check(source)
+    except UserError:
         return
     yield "With llama.cpp, ollama or LM Studio, as a GGUF file:"
     yield _fenced(f"gpt export {shlex.quote(name)} -o model.gguf", "console")

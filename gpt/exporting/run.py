@@ -71,7 +71,8 @@ def find_target(out: str, config: ExportConfig) -> Target:
 def check(source: SourceModel, target: Target) -> None:
     """Raises `UserError` for a model that cannot be written so, and for a place where a run keeps its own files."""
     if target.is_file:
-        gguf.check(source, target.type)
+        gguf.check(source)
+        gguf.package()
     place, home = target.out.resolve(), source.path.resolve()
     if home in place.parents:
         raise UserError(f"{target.out} lies in the model's own folder", "give a place outside of it with -o")
