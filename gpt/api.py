@@ -354,7 +354,8 @@ def _compared(
     """Measures the loss on ``text`` with the weights as they are and as they are ``stored``."""
     found: list[Evaluation] = []
     with _opened([text], source.tokenizer, ReadConfig(), "val", listen) as (tokens, documents):
-        for weights in (source.weights, stored):
+
+        def measured(model: LanguageModel) -> Evaluation:
             done = 0
 
             def each(window: object, losses: Sized, total: int) -> None:
@@ -362,9 +363,12 @@ def _compared(
                 done += len(losses)
                 listen(events.Progress("scored", len(found) * total + done, 2 * total, "tokens"))
 
-            model = built(weights)
-            found.append(evaluate(model.model, source.tokenizer, documents, model.compute, None, each))
-        name = last_part(text) if text != "-" else "stdin"
+            return evaluate(model.model, source.tokenizer, documents, model.compute, None, each)
+
+        for weights in (source.weights, stored):
+            found.append(measured(built(weights)))  # one model at a time is in memory
+        name = "stdin" if text == "-" else last_part(text)
+        name += ", the held-out part" if tokens.path == Path(text) else ""
         return Comparison(joined(name, list(map(asdict, tokens.sources()))), *found)
 
 

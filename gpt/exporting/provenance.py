@@ -129,7 +129,11 @@ def _number(value: Any) -> float | None:
 def _line(words: str, path: Path, line: int = 0) -> list[Ancestor]:
     """The model at ``path``, which the user named by ``words``, and the models that it was made from in turn."""
     on_hub = hub.is_remote(words)
-    name = words.removeprefix(hub.PREFIX).partition("@")[0] if on_hub else _own_name(words) or _own_name(str(path))
+    name = (
+        words.removeprefix(hub.PREFIX).partition("@")[0]
+        if on_hub
+        else _own_name(words) or _own_name(str(path.absolute()))
+    )
     before: list[Ancestor] = []
     with contextlib.suppress(UserError, OSError):  # it may be gone, or have changed
         before = _provenance(path, line + 1).ancestors if line < _LONGEST_LINE and path.is_dir() else []
