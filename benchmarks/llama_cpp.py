@@ -103,12 +103,12 @@ class LlamaCpp:
             self.post("/tokenize", content=text, add_special=add_special, parse_special=parse_special)["tokens"]
         )
 
-    def continuation(self, prompt: str, count: int = GREEDY) -> tuple[list[int], str]:
-        """Returns the likeliest ids after a prompt, one after the other, and ``limit`` or ``eos`` as their end."""
+    def continuation(self, prompt: str, count: int = GREEDY) -> list[int]:
+        """Returns the likeliest ids after a prompt, one after the other, up to an end of text."""
         found = self.post(
             "/completion", prompt=prompt, n_predict=count, temperature=0, samplers=["temperature"], return_tokens=True
         )
-        return found["tokens"], found["stop_type"]
+        return list(found["tokens"])
 
     def logprob(self, ids: Sequence[int], following: int) -> float:
         """Returns the log-probability of an id after others: the id is forced, which the logits told do not know."""
@@ -325,7 +325,7 @@ def prompts(model: LanguageModel, text: str, count: int) -> list[str]:
     return found
 
 
-def greedy(model: LanguageModel, some: Sequence[str], theirs: Sequence[tuple[list[int], str]]) -> Greedy:
+def greedy(model: LanguageModel, some: Sequence[str], theirs: Sequence[list[int]]) -> Greedy:
     """Compares continuations with llama.cpp's, up to the first other id of each."""
     config = SampleConfig(temperature=0, max_tokens=GREEDY, logprobs=2)
     tokens, apart = 0, []
@@ -333,10 +333,7 @@ def greedy(model: LanguageModel, some: Sequence[str], theirs: Sequence[tuple[lis
         if piece.sample is None:
             continue
         assert piece.sample.logprobs is not None
-        # With the end-of-text that ended it, as far as there is one.
-        ours = [token.id for token in piece.sample.logprobs]
-        ids, stop = theirs[piece.prompt]
-        ids = [*ids, model.tokenizer.eot] if stop == "eos" else ids
+        ours, ids = [token.id for token in piece.sample.logprobs], theirs[piece.prompt]
         same = next((i for i, (a, b) in enumerate(zip(ours, ids, strict=False)) if a != b), None)
         tokens += len(ours) if same is None else same
         if same is not None:
@@ -504,12 +501,12 @@ def main() -> None:
             main_model = trained(file, place / "main", 300, vocab_size=1024)
         models = {
             "learnt vocabulary": main_model,
-            "bytes": trained(file, place / "bytes", 150, tokenizer="bytes"),
-            "Qwen3's layout": trained(file, place / "modern", 150, arch="modern", vocab_size=1024),
+            "bytes": trained(file, place / "bytes", 100, tokenizer="bytes"),
+            "Qwen3's layout": trained(file, place / "modern", 100, arch="modern", vocab_size=1024),
         }
         try:
             gpt2_tokenizer()
-            models["GPT-2's vocabulary"] = trained(file, place / "gpt2", 100, tokenizer="gpt2", n_embd=64)
+            models["GPT-2's vocabulary"] = trained(file, place / "gpt2", 60, tokenizer="gpt2", n_embd=64)
         except WorkError as error:
             print(f"GPT-2's vocabulary is left out: {error}")
         some = text_windows(main_model, text)

@@ -318,7 +318,7 @@ def export(
 
     with exports.whole_or_nothing(target):
         compared = None if eval is None else _compared(eval, source, stored, built, listen)
-        texts = built(stored).generate(num=config.samples) if config.samples else []
+        texts = _samples(built(stored), config.samples, listen) if config.samples else []
         told = lambda done, total: listen(events.Progress("written", done, total))
         tensors, size = exports.write(source, target, compared, texts, told)
     return Exported(
@@ -335,6 +335,15 @@ def export(
     )
 
 
+def _samples(model: LanguageModel, num: int, listen: Listener) -> list[str]:
+    found: list[str] = []
+    for piece in model.write_all([""], num=num):
+        if piece.sample is not None:
+            found.append(piece.sample.text)
+            listen(events.Progress("sampled", len(found), num, "texts"))
+    return found
+
+
 def _compared(
     text: str,
     source: SourceModel,
@@ -345,7 +354,8 @@ def _compared(
     """Measures the loss on ``text`` with the weights as they are and as they are ``stored``."""
     found: list[Evaluation] = []
     with _opened([text], source.tokenizer, ReadConfig(), "val", listen) as (tokens, documents):
-        for weights in (source.weights, stored):
+
+        def measured(model: LanguageModel) -> Evaluation:
             done = 0
 
             def each(window: object, losses: Sized, total: int) -> None:
@@ -353,9 +363,12 @@ def _compared(
                 done += len(losses)
                 listen(events.Progress("scored", len(found) * total + done, 2 * total, "tokens"))
 
-            model = built(weights)
-            found.append(evaluate(model.model, source.tokenizer, documents, model.compute, None, each))
-        name = last_part(text) if text != "-" else "stdin"
+            return evaluate(model.model, source.tokenizer, documents, model.compute, None, each)
+
+        for weights in (source.weights, stored):
+            found.append(measured(built(weights)))  # one model at a time is in memory
+        name = "stdin" if text == "-" else last_part(text)
+        name += ", the held-out part" if tokens.path == Path(text) else ""
         return Comparison(joined(name, list(map(asdict, tokens.sources()))), *found)
 
 

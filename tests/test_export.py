@@ -130,6 +130,7 @@ def test_the_card_names_programs_that_read_the_folder(layout: str, dtype: str) -
     assert ("AutoModelForCausalLM" in text) == in_transformers
     assert ("library_name: transformers" in text) == in_transformers
     assert ("-o model.gguf" in text) == (layout == "qwen3")
+    assert ("transformers does not read these weights" in text) == ((layout, dtype) == ("qwen3", "int8"))
 
 
 def test_windows_are_told_and_not_for_llama_cpp() -> None:

@@ -1,6 +1,7 @@
 """Exported .gguf files in llama.cpp itself, by the extra interop; skipped without it. benchmarks/llama_cpp.py does the
 same with more texts, and measures."""
 
+import pydoc_data.topics
 import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from gpt.text.tokenizer_files import find_tokenizer
 
 pytestmark = pytest.mark.slow
 TEXTS = llama_cpp.texts(200)
+TEXT = "\n".join(pydoc_data.topics.topics.values())[:40_000]
 UNICODE_16 = "\U00013b88"  # a letter since Unicode 16, which llama.cpp does not know
 
 Serve = Callable[..., LlamaCpp]
@@ -104,9 +106,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LanguageM
         if name not in made:
             folder = tmp_path_factory.mktemp("llama")
             text = folder / "text.txt"
-            text.write_text("\n\n".join(make_text(60, seed) for seed in range(100)), encoding="utf-8")
-            shape = {"n_layer": 2, "n_head": 2, "n_embd": 64}
-            made[name] = llama_cpp.trained(text, folder / "run", 60, split_on="\\n\\n", **shape, **settings)
+            text.write_text(TEXT, encoding="utf-8")
+            made[name] = llama_cpp.trained(text, folder / "run", 200, n_layer=2, n_embd=96, split_on="", **settings)
         return made[name]
 
     return train
@@ -122,19 +123,20 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_texts_are_ours(name: str, trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
     model = trained(name, **MODELS[name])
-    some = llama_cpp.prompts(model, make_text(300, seed=7), 20)
+    some = llama_cpp.prompts(model, TEXT, 20)
     with LlamaCpp(llama_cpp.exported(model, tmp_path / "model.gguf", type="f32")) as server:
         theirs = [server.continuation(prompt) for prompt in some]
     with llama_cpp.with_table_gelu():
         found = llama_cpp.greedy(model, some, theirs)
     assert all(gap < llama_cpp.TIE for gap in found.apart), found
-    assert found.tokens > 20 * llama_cpp.GREEDY // 2
+    assert found.tokens > 300 and len({tuple(ids) for ids in theirs}) > 10
+    assert name == "bytes" or sum(ids[-1] == model.tokenizer.eot for ids in theirs) > 5
 
 
 def test_losses_and_log_probabilities_are_ours(trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
     model = trained("learnt", **MODELS["learnt"])
-    some = llama_cpp.text_windows(model, make_text(500, seed=7))[:2]
-    for kind, within in (("f32", 1e-3), ("f16", 2e-3), ("q8_0", 1e-2), ("q4_0", 5e-2)):
+    some = llama_cpp.text_windows(model, TEXT)[:2]
+    for kind, within in (("f32", 2e-4), ("f16", 5e-4), ("q8_0", 5e-3), ("q4_0", 5e-3)):
         with LlamaCpp(llama_cpp.exported(model, tmp_path / f"{kind}.gguf", type=kind)) as server:
             theirs = llama_cpp.their_loss(server, some)
             total, count = total_loss(llama_cpp.with_weights_of(model.path, model, kind), some, model.compute)
@@ -143,7 +145,14 @@ def test_losses_and_log_probabilities_are_ours(trained: Callable[..., LanguageMo
                 far = llama_cpp.their_logprobs(server, some, 40, model.model.config.vocab_size)
                 with llama_cpp.with_table_gelu():
                     far = np.abs(far - llama_cpp.our_logprobs(model, some, 40))
-                assert far.mean() < 1e-3 and far.max() < 2e-2
+                assert far.mean() < 1e-4 and far.max() < 2e-3
+
+
+def test_a_name_like_phi3_does_not_keep_a_file_from_being_read(
+    trained: Callable[..., LanguageModel], tmp_path: Path
+) -> None:
+    with LlamaCpp(llama_cpp.exported(trained("bytes", **MODELS["bytes"]), tmp_path / "my-Phi3.gguf")) as server:
+        assert server.ids("a") == [97]
 
 
 def test_a_damaged_file_ends_llama_cpp_and_not_us(trained: Callable[..., LanguageModel], tmp_path: Path) -> None:

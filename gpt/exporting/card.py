@@ -154,7 +154,7 @@ def _text_row(text: Text) -> tuple[str, ...]:
 def _setting(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else _code(str(value))
+    return f"{value:g}" if isinstance(value, float) else f"{value}" if isinstance(value, int) else _code(str(value))
 
 
 def _losses(source: SourceModel, facts: Facts) -> Iterator[str]:
@@ -192,7 +192,7 @@ def _use(source: SourceModel, facts: Facts) -> Iterator[str]:
             "print(tokenizer.decode(model.generate(ids, max_new_tokens=40, do_sample=True)[0]))",
         )
         yield _fenced("\n".join(lines), "python")
-    elif facts.dtype in quantized.BITS:
+    elif source.config.layout != hf.OWN_TYPE:
         yield "transformers does not read these weights: `gpt export` makes a folder in float32 of them that it reads."
     try:
         gguf.check(source)

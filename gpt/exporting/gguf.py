@@ -7,6 +7,7 @@ import errno
 import io
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from gpt.config import GPTConfig
 from gpt.errors import UserError, WorkError
 from gpt.exporting import gguf_tokenizer
 from gpt.exporting.source import SourceModel, whole
-from gpt.files import file_sha256, write_pieces
+from gpt.files import file_sha256, sync_folder, write_pieces
 from gpt.model.decoder import rotary_rates
 from gpt.model.params import Parameter, Shape, named_parameters
 from gpt.model.quantize import GROUP, Quantized, to_int4
@@ -49,9 +50,10 @@ def check(source: SourceModel) -> None:
 
 def _unlike(config: GPTConfig) -> str | None:
     """The reason for which llama.cpp does not compute a model of this shape; None where it does."""
-    if min((each for each in config.windows if each is not None), default=config.block_size) < config.block_size:
+    known, windowed = config.layout in ARCHES, any(config.windows)
+    if windowed and (not known or min(filter(None, config.windows)) < config.block_size):
         return f"it ignores windows, and layers of this one see {config.window:,} positions"
-    if config.layout not in ARCHES:
+    if not known:
         several = f"{config.norm}, {config.mlp}, {config.positions} positions, biases of {config.biases}"
         return f"it has no architecture of {several}, {config.n_head} heads and {config.kv_heads} of keys and values"
     if config.layout in ("qwen2", "qwen3") and config.rope_scaling is not None:
@@ -132,9 +134,14 @@ def write(path: Path, source: SourceModel, kind: str, name: str, license: str | 
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, "it is there by now, and nothing is overwritten", str(path))
 
-    if write_pieces(path, pieces()) != file_sha256(path, from_disk=True):
-        path.unlink()
-        raise OSError(errno.EIO, "what was written is not what can be read", str(path))
+    digest = write_pieces(path, pieces())
+    try:
+        if file_sha256(path, from_disk=True) != digest:
+            raise OSError(errno.EIO, "what was written is not what can be read", str(path))
+        sync_folder(path.parent)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
     return sum(map(len, parts.values()))
 
 
@@ -148,7 +155,8 @@ def _header(source: SourceModel, kind: str, name: str, license: str | None, part
     gguf, config = package(), source.config
     writer = gguf.GGUFWriter(None, ARCHES[config.layout])
     writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_name(name)
+    if not re.search("phi-?3", name, re.IGNORECASE):  # llama.cpp would look for the special tokens of Phi-3, and fail
+        writer.add_name(name)
     if license is not None:
         writer.add_license(license)
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[kind]])

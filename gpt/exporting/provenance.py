@@ -113,7 +113,7 @@ def _of_run(record: RunRecord, path: Path, line: int) -> Provenance:
     settings: Table = {key: each for key, each in own.items() if not isinstance(each, dict | None)}
     is_best = result.get("checkpoint") == path.name
     return Provenance(
-        texts_of(record.sources or [], record.texts or []),
+        None if record.sources is None else texts_of(record.sources, record.texts or []),
         record.tokens.train if record.tokens else None,
         settings,
         _number(result.get("val_loss")) if is_best else None,
@@ -129,7 +129,11 @@ def _number(value: Any) -> float | None:
 def _line(words: str, path: Path, line: int = 0) -> list[Ancestor]:
     """The model at ``path``, which the user named by ``words``, and the models that it was made from in turn."""
     on_hub = hub.is_remote(words)
-    name = words.removeprefix(hub.PREFIX).partition("@")[0] if on_hub else _own_name(words) or _own_name(str(path))
+    name = (
+        words.removeprefix(hub.PREFIX).partition("@")[0]
+        if on_hub
+        else _own_name(words) or _own_name(str(path.absolute()))
+    )
     before: list[Ancestor] = []
     with contextlib.suppress(UserError, OSError):  # it may be gone, or have changed
         before = _provenance(path, line + 1).ancestors if line < _LONGEST_LINE and path.is_dir() else []
