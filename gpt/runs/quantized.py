@@ -80,8 +80,8 @@ def rounded(parameter: Parameter, value: Tensor | Quantized, bits: int) -> Tenso
     kept = _bits_of(parameter, bits)
     if isinstance(value, Quantized) and value.bits == kept:
         return value
-    exact = whole(value).float()
-    return exact if kept is None else (to_int8 if kept == 8 else to_int4)(exact)
+    exact = whole(value)
+    return exact.float() if kept is None else (to_int8 if kept == 8 else to_int4)(exact)
 
 
 class _Rounding:
