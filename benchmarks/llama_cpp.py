@@ -498,6 +498,8 @@ def main() -> None:
         text = file.read_text(encoding="utf-8")
         if arguments.model:
             main_model = api.load(arguments.model, device="cpu")
+            if main_model.model.config.block_size < 2 * GREEDY:
+                sys.exit(f"the model's context is shorter than {2 * GREEDY}")
         else:
             main_model = trained(file, place / "main", 300, vocab_size=1024)
         models = {
