@@ -202,6 +202,14 @@ def test_fine_tuned_from_a_folder_with_a_license(run_folder: Path, text: Path) -
         assert "It is fine-tuned from `base`, made from `me/first`." in words
         assert "The card of `base` gives the license `cc-by-4.0`" in words
         assert ("| lora rank | 2 |" in words) == (name == "adapters")
+    Path("peft").mkdir()  # with what PEFT writes alone
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(folder.find_checkpoint("runs/adapters") / name, "peft")
+    Path("peft/README.md").write_text("---\nlicense: other\nlicense_name: mine-1.0\n---\n", encoding="utf-8")
+    library.export("peft", "from-peft", dtype="int8")
+    words = read_card(Path("from-peft"))
+    assert "It is a copy of `peft`, made from `base`, made from `me/first`." in words
+    assert "The card of `peft` gives the license `mine-1.0`" in words
     again = library.train(text, init="tuned", steps=2, out="runs/again", **fast)
     library.export(again.run, "third")
     assert [each.name for each in read_provenance(Path("third"), "").ancestors] == ["tuned", "base", "me/first"]
@@ -230,6 +238,11 @@ def test_the_name_of_a_base_is_the_last_part_of_its_path(words: str, name: str) 
 def test_a_card_of_others_that_says_no_license(tmp_path: Path, said: str) -> None:
     (tmp_path / "README.md").write_bytes(said.encode("latin-1"))
     assert "license" not in provenance._front_matter(tmp_path)
+
+
+def test_a_license_that_is_a_path_is_none(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\nlicense: /home/me/LICENSE\n---\n", encoding="utf-8")
+    assert provenance._line("base", tmp_path) == [Ancestor("base")]
 
 
 def test_texts_are_named_without_their_place() -> None:

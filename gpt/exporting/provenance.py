@@ -137,7 +137,9 @@ def _line(words: str, path: Path, line: int = 0) -> list[Ancestor]:
     before: list[Ancestor] = []
     with contextlib.suppress(UserError, OSError):  # it may be gone, or have changed
         before = _provenance(path, line + 1).ancestors if line < _LONGEST_LINE and path.is_dir() else []
-    return [Ancestor(name or "a model without a name", on_hub, _front_matter(path).get("license")), *before]
+    said = _front_matter(path)
+    license = said.get("license_name") or said.get("license") or "/"  # a name stands beside the license "other"
+    return [Ancestor(name or "a model without a name", on_hub, None if "/" in license else license), *before]
 
 
 def _own_name(words: str) -> str:
