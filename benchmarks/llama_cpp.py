@@ -43,7 +43,7 @@ from gpt.model.decoder import GPT
 from gpt.runs import checkpoint
 from gpt.sample_config import SampleConfig
 from gpt.text.backends import ByteBPE
-from gpt.text.boundaries import DIGITS_PATTERN, GPT2_PATTERN, LLAMA3_PATTERN, MINBPE_PATTERN
+from gpt.text.boundaries import CL100K_PATTERN, DIGITS_PATTERN, GPT2_PATTERN, LLAMA3_PATTERN, MINBPE_PATTERN
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, gpt2_tokenizer
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
@@ -270,6 +270,7 @@ def vocabularies(text: str) -> Iterator[tuple[str, Tokenizer]]:
     yield "Qwen's pattern", learnt(LLAMA3_PATTERN.replace("{1,3}", ""), 3000, both)
     yield "SmolLM's pattern", learnt(DIGITS_PATTERN, 3000, both)
     yield "minbpe's pattern", learnt(MINBPE_PATTERN, 3000, both)
+    yield "cl100k's pattern", learnt(CL100K_PATTERN, 3000, both)
     try:
         yield "GPT-2's", gpt2_tokenizer()
     except WorkError as error:
@@ -497,6 +498,8 @@ def main() -> None:
         text = file.read_text(encoding="utf-8")
         if arguments.model:
             main_model = api.load(arguments.model, device="cpu")
+            if main_model.model.config.block_size < 2 * GREEDY:
+                sys.exit(f"the model's context is shorter than {2 * GREEDY}")
         else:
             main_model = trained(file, place / "main", 300, vocab_size=1024)
         models = {

@@ -11,8 +11,12 @@ from conftest import make_text
 from gguf import GGUFWriter, TokenType
 from tokenizers import models, pre_tokenizers
 
+from gpt import api
+from gpt.config import GPTConfig
 from gpt.errors import UserError
 from gpt.exporting import gguf_tokenizer
+from gpt.model.decoder import GPT
+from gpt.runs import checkpoint
 from gpt.text.backends import ByteBPE
 from gpt.text.boundaries import GPT2_PATTERN, LLAMA3_PATTERN, MINBPE_PATTERN, OLD_GPT2_PATTERN
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, learn_tokenizer
@@ -95,10 +99,19 @@ def test_the_pattern_has_its_name_there(pattern: str, name: str) -> None:
     assert written(with_pattern(pattern))["pre"] == name
 
 
-@pytest.mark.parametrize("pattern", [MINBPE_PATTERN.replace("{1,3}", "{1,2}"), CL100K, O200K, r"\S+|\s+"])
+@pytest.mark.parametrize("pattern", [MINBPE_PATTERN.replace("{1,3}", "{1,2}"), O200K, r"\S+|\s+"])
 def test_a_pattern_that_llama_cpp_does_not_have_is_refused(pattern: str) -> None:
     with pytest.raises(UserError, match="does not have the pattern"):
         gguf_tokenizer.check(with_pattern(pattern))
+
+
+def test_cl100k_with_a_token_that_reaches_beyond_a_line_end_is_refused() -> None:
+    tokenizer = with_pattern(CL100K, bytes_tokenizer())
+    assert written(tokenizer)["pre"] == "llama-bpe"
+    assert isinstance(tokenizer.backend, ByteBPE)
+    backend = replace(tokenizer.backend, ranks={**tokenizer.backend.ranks, b"\n ": 257})
+    with pytest.raises(UserError, match="does not have the pattern"):
+        gguf_tokenizer.check(replace(tokenizer, backend=backend))
 
 
 @pytest.mark.parametrize(
@@ -153,3 +166,15 @@ def test_a_text_ends_where_ours_does() -> None:
     with pytest.raises(UserError, match="would not end a text at all the 5 tokens"):
         gguf_tokenizer.check(replace(tokenizer, more_ends=frozenset({499, 500, 501, 502})))
     assert "<|im_end|> too" in gguf_tokenizer.differences(replace(tokenizer, more_ends=frozenset()))[0]
+
+
+def test_an_export_says_what_differs(tmp_path: Path) -> None:
+    tokenizer = find_tokenizer(str(vocabularies.write("qwen", tmp_path / "qwen")))
+    model = GPT(GPTConfig.of("modern", tokenizer.vocab_size, 16, 1, 1, 16))
+    checkpoint.save(tmp_path / "model", model, checkpoint.TokenizerFiles(tokenizer, model.config), {"step": 0})
+    said: list[str] = []
+    api.export(tmp_path / "model", tmp_path / "model.gguf", note=said.append)
+    assert said == gguf_tokenizer.differences(tokenizer) != []
+    said.clear()
+    api.export(tmp_path / "model", tmp_path / "folder", note=said.append)
+    assert said == []

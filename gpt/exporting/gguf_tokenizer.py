@@ -5,12 +5,14 @@ Unicode 16 are none there. Under the patterns of Llama 3 and Qwen, 's is no endi
 that overlap in a text it finds the longest first, and we the leftmost.
 """
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gpt.errors import UserError
 from gpt.text.backends import ByteBPE, in_characters
 from gpt.text.boundaries import (
+    CL100K_PATTERN,
     DIGITS_PATTERN,
     GPT2_PATTERN,
     LLAMA3_PATTERN,
@@ -26,11 +28,16 @@ if TYPE_CHECKING:
 
 HINT = "export a folder instead: -o without .gguf"
 
-# llama.cpp's name of each pattern (src/llama-vocab.cpp). It has o200k's and cl100k's only in forms that cut some texts
-# otherwise, so that these are not here.
-_PRE = {backtracking(GPT2_PATTERN): "gpt-2", OLD_GPT2_PATTERN: "gpt-2", backtracking(DIGITS_PATTERN): "smollm"}
-for _pattern in (LLAMA3_PATTERN, MINBPE_PATTERN):  # both cut a text alike
-    _PRE |= {_pattern: "llama-bpe", _pattern.replace("{1,3}", ""): "qwen2"}
+# llama.cpp's name of each pattern (src/llama-vocab.cpp). Its form of o200k's cuts one text in twenty otherwise.
+_PRE = {
+    backtracking(GPT2_PATTERN): "gpt-2",
+    OLD_GPT2_PATTERN: "gpt-2",
+    backtracking(DIGITS_PATTERN): "smollm",
+    CL100K_PATTERN: "llama-bpe",
+    LLAMA3_PATTERN: "llama-bpe",
+    MINBPE_PATTERN: "llama-bpe",  # which cuts a text as Llama 3's does
+    **{each.replace("{1,3}", ""): "qwen2" for each in (LLAMA3_PATTERN, MINBPE_PATTERN)},
+}
 _WHOLE = "llama-bpe"  # under this name alone, a whole piece that is a token needs no merges, as in tiktoken
 
 # The tokens at which llama.cpp ends a text because of their names, whatever a file says.
@@ -98,7 +105,11 @@ def add(writer: "GGUFWriter", tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def _pre(backend: ByteBPE) -> str | None:
-    return _PRE.get(backtracking(backend.pattern))
+    pattern = backtracking(backend.pattern)
+    # cl100k's keeps white space at a text's end together, and Llama 3's cuts it after the last line end. That is the
+    # same as long as no token reaches across.
+    across = (token for token in backend.ranks if re.search(rb"[\r\n]", token) and token[-1:] not in b"\r\n")
+    return None if pattern == CL100K_PATTERN and any(across) else _PRE.get(pattern)
 
 
 def _added(tokenizer: Tokenizer) -> dict[str, int]:
