@@ -37,11 +37,6 @@ class Service:
     created: int  # when the server started, in seconds since 1970
     pending: "set[Answer]" = field(default_factory=set)  # answers that are being generated
 
-    @property
-    def waiting(self) -> int:
-        """The number of requests of which nothing has been generated yet."""
-        return sum(not each.begun for each in self.pending)
-
 
 class Answer:
     """The texts of a request while they are generated, from `begin` to `end`."""

@@ -141,7 +141,7 @@ class Server:
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        self.service.metrics.waiting.set(self.service.waiting)
+        self.service.metrics.waiting.set(sum(not each.begun for each in self.service.pending))
         return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _tokenize(self, request: Request) -> Response:
@@ -218,10 +218,9 @@ class Server:
 
     def _check_room(self) -> None:
         """Raises `ApiError` where no further request is taken."""
-        service = self.service
         if self.stopping:
             raise _stopping()
-        if service.waiting >= service.config.queue and len(service.pending) >= service.worker.rows:
+        if len(self.service.pending) >= self.service.worker.rows + self.service.config.queue:
             raise _come_later("too many requests wait")
 
     async def _generate(self, request: Request, prompts: list[Prompt], asked: Generation, form: Form) -> Response:
