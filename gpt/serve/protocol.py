@@ -43,6 +43,7 @@ class Generation:
     include_usage: bool
     echo: bool
     logprobs: int | None  # of each token so many alternatives; None: no log-probabilities at all
+    token_details: bool = False  # of completions: the ids and bytes of tokens and alternatives beside their texts
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,7 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
         include_usage=stream and bool(options.get("include_usage")),
         echo=echo,
         logprobs=logprobs,
+        token_details=not chat and fields.flag("token_details"),
     )
 
 

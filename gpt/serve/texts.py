@@ -120,7 +120,8 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[tuple[Token, int]]) -> 
 
     def entry(id: int, logprob: float | None) -> dict[str, Any]:
         return {
-            "token": token_text(tokenizer, id), "logprob": logprob, "bytes": list(tokenizer.decode_bytes([id]))
+            "token": token_text(tokenizer, id), "logprob": logprob, "bytes": list(tokenizer.decode_bytes([id])),
+            "id": id,
         }  # fmt: skip
 
     content = [
