@@ -195,6 +195,8 @@ class CompletionForm(Form):
         logprobs = None
         if asked.config.logprobs is not None:
             logprobs = completion_logprobs(self.service.tokenizer, delta.tokens)
+            if asked.token_details:  # as /v1/chat/completions has them: ids and bytes, which texts may not tell apart
+                logprobs["content"] = chat_logprobs(self.service.tokenizer, delta.tokens)["content"]
         return {"text": delta.text, "logprobs": logprobs}
 
 

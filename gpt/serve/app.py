@@ -1,10 +1,12 @@
 """The routes of the server: OpenAI's API, a tokenizer, health, metrics, and a page."""
 
 import asyncio
+import base64
+import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 
@@ -176,7 +178,8 @@ class Server:
         })  # fmt: skip
 
     async def _page(self, request: Request) -> Response:
-        return HTMLResponse(page(), headers={"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer"})
+        text, policy = page()
+        return HTMLResponse(text, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
 
     # Texts
 
@@ -277,16 +280,18 @@ async def _not_allowed(request: Request, error: Exception) -> Response:
     return error_response(ApiError(405, f"{request.url.path:.200} does not take {request.method:.20}"))
 
 
-_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
-    "frame-ancestors 'none'"
-)
-
-
-def page() -> str:
-    """The page on which people try the model: style and script are in it."""
+@cache
+def page() -> tuple[str, str]:
+    """Returns the page on which people try the model, style and script in it, and the policy under which browsers show
+    it: nothing but these is obeyed, and nobody but this server is asked."""
     folder = files("gpt.serve") / "page"
     text = (folder / "page.html").read_text(encoding="utf-8")
     for name in ("page.css", "page.js"):
         text = text.replace(f"/* {name} */", (folder / name).read_text(encoding="utf-8"))
-    return text
+    policy = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
+    policy += "; frame-ancestors 'none'"
+    for tag in ("style", "script"):
+        inner = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+        digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+        policy += f"; {tag}-src 'sha256-{digest}'"
+    return text, policy

@@ -57,6 +57,7 @@ class Generation:
     include_usage: bool
     echo: bool
     open_ended: bool  # whether it does not say how many tokens it wants
+    token_details: bool = False  # of completions: the ids and bytes of tokens and alternatives beside their texts
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,7 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
         include_usage=stream and bool(options.get("include_usage")),
         echo=echo,
         open_ended=given is None,
+        token_details=not chat and fields.flag("token_details"),
     )
 
 

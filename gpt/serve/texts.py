@@ -148,7 +148,7 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[tuple[Token, int]]) -> 
 
     def entry(id: int, logprob: float | None) -> dict[str, Any]:
         data, shown = tokenizer.decode_bytes([id]), max(_LEAST if logprob is None else logprob, _LEAST)
-        return {"token": token_text(tokenizer, id), "logprob": shown, "bytes": list(data)}
+        return {"token": token_text(tokenizer, id), "logprob": shown, "bytes": list(data), "id": id}
 
     content = [
         {**entry(token.id, token.logprob), "top_logprobs": [entry(*each) for each in token.top]} for token, _ in tokens
