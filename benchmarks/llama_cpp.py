@@ -509,7 +509,9 @@ def main() -> None:
         }
         try:
             gpt2_tokenizer()
-            models["GPT-2's vocabulary"] = trained(file, place / "gpt2", 500, tokenizer="gpt2", n_embd=64, batch_tokens=256)
+            models["GPT-2's vocabulary"] = trained(
+                file, place / "gpt2", 500, tokenizer="gpt2", n_embd=64, batch_tokens=256
+            )
         except WorkError as error:
             print(f"GPT-2's vocabulary is left out: {error}")
         some = text_windows(main_model, text)
