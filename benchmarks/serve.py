@@ -281,11 +281,11 @@ def first_tokens(place: Path) -> list[str]:
     chunk = long / -(-LONG // CHUNK)
     return [
         "A model of 8 layers, 256 wide; milliseconds:", "",
-        "| first token of 16 tokens alone | beside a prompt that is being read | bound: twice that and a chunk | longest "
-        "pause of a running text beside such a prompt |", "|---|---|---|---|",
+        "| first token of 16 tokens alone | beside a prompt that is being read | bound: twice that and a chunk "
+        "| longest pause of a running text beside such a prompt |", "|---|---|---|---|",
         f"| {1000 * short:.0f} | {1000 * beside:.0f} | {1000 * (2 * short + chunk):.0f} | {1000 * pause:.0f} |", "",
-        f"The prompt has {LONG:,} tokens; alone its first token comes after {1000 * long:.0f} ms, {1000 * chunk:.0f} ms "
-        f"per chunk of {CHUNK}.",
+        f"The prompt has {LONG:,} tokens; alone its first token comes after {1000 * long:.0f} ms, "
+        f"{1000 * chunk:.0f} ms per chunk of {CHUNK}.",
     ]  # fmt: skip
 
 
