@@ -504,12 +504,14 @@ def main() -> None:
             main_model = trained(file, place / "main", 300, vocab_size=1024)
         models = {
             "learnt vocabulary": main_model,
-            "bytes": trained(file, place / "bytes", 100, tokenizer="bytes"),
-            "Qwen3's layout": trained(file, place / "modern", 100, arch="modern", vocab_size=1024),
+            "bytes": trained(file, place / "bytes", 800, tokenizer="bytes"),
+            "Qwen3's layout": trained(file, place / "modern", 300, arch="modern", vocab_size=1024),
         }
         try:
             gpt2_tokenizer()
-            models["GPT-2's vocabulary"] = trained(file, place / "gpt2", 60, tokenizer="gpt2", n_embd=64)
+            models["GPT-2's vocabulary"] = trained(
+                file, place / "gpt2", 500, tokenizer="gpt2", n_embd=64, batch_tokens=256
+            )
         except WorkError as error:
             print(f"GPT-2's vocabulary is left out: {error}")
         some = text_windows(main_model, text)

@@ -24,12 +24,6 @@ from gpt.device import Compute
 from gpt.errors import UserError, did_you_mean
 from gpt.evaluate import Documents, Encoded, Evaluation, OnWindow, evaluate
 from gpt.export_config import ExportConfig
-from gpt.exporting import gguf_tokenizer
-from gpt.exporting import run as exports
-from gpt.exporting.card import Comparison
-from gpt.exporting.provenance import joined, last_part
-from gpt.exporting.run import Exported
-from gpt.exporting.source import SourceModel, open_source
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.model.quantize import round_to_int8
@@ -42,7 +36,10 @@ from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # training is imported by what trains: to sample, it need not be
+if TYPE_CHECKING:  # what trains or exports imports these: to sample, they need not be
+    from gpt.exporting.card import Comparison
+    from gpt.exporting.run import Exported
+    from gpt.exporting.source import SourceModel
     from gpt.training.context import Listener as RunListener
     from gpt.training.context import Result
 
@@ -296,11 +293,15 @@ def export(
     note: Callable[[str], None] = lambda text: None,
     listen: Listener = lambda event: None,
     **settings: Any,
-) -> Exported:
+) -> "Exported":
     """Writes a model, which `load` takes, to ``out``: a GGUF file where it ends in .gguf, else a folder for publishing.
     ``settings`` are those of `ExportConfig`: ``type`` or ``dtype``, ``license``, ``samples``. With ``eval``, a text as
     `train` takes it, the loss is measured before and after. ``listen`` hears the progress. Raises `UserError`,
     `WorkError`, and `Interrupted` after SIGINT or SIGTERM."""
+    from gpt.exporting import gguf_tokenizer
+    from gpt.exporting import run as exports
+    from gpt.exporting.source import open_source
+
     started = time.monotonic()
     config = from_dict(ExportConfig, settings, "export")
     target = exports.find_target(str(out), config)
@@ -321,7 +322,7 @@ def export(
         texts = _samples(built(stored), config.samples, listen) if config.samples else []
         told = lambda done, total: listen(events.Progress("written", done, total))
         tensors, size = exports.write(source, target, compared, texts, told)
-    return Exported(
+    return exports.Exported(
         target.out,
         "gguf" if target.is_file else "folder",
         target.type,
@@ -346,12 +347,15 @@ def _samples(model: LanguageModel, num: int, listen: Listener) -> list[str]:
 
 def _compared(
     text: str,
-    source: SourceModel,
+    source: "SourceModel",
     stored: checkpoint.Parameters,
     built: Callable[[checkpoint.Parameters], LanguageModel],
     listen: Listener,
-) -> Comparison:
+) -> "Comparison":
     """Measures the loss on ``text`` with the weights as they are and as they are ``stored``."""
+    from gpt.exporting.card import Comparison
+    from gpt.exporting.provenance import joined, last_part
+
     found: list[Evaluation] = []
     with _opened([text], source.tokenizer, ReadConfig(), "val", listen) as (tokens, documents):
 
