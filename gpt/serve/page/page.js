@@ -16,6 +16,7 @@ let model = { id: "gpt", context_length: Infinity };
 let job = null; // the text that is being written: {controller, ended}
 let seen = -1; // the part whose alternatives are shown
 let hovered = false; // whether the pointer alone has opened them
+let typed = -1; // where the cursor stands after an edit, which opens nothing
 let follow = true; // whether the view stays at the end of the text while it grows
 let last = { text: "", parts: [] }; // as the page set them last, before anything was typed
 const past = [], future = []; // lists of parts: for undo and for redo
@@ -142,6 +143,7 @@ function kept(list, text) {
 
 // What was edited loses its probabilities from there on; they come back where the edit is taken back.
 function edited() {
+  typed = field.selectionStart;
   const text = field.value, [before, now] = [last.parts, parts].map((list) => kept(list, text));
   const { list, n, end } = now.end > before.end ? now : before;
   parts = list.slice(0, n);
@@ -409,7 +411,8 @@ function stepToken(by) {
 
 field.addEventListener("input", edited);
 document.addEventListener("selectionchange", () => {
-  if (document.activeElement !== field) return;
+  if (document.activeElement !== field || field.selectionStart === typed) return;
+  typed = -1;
   const at = partAtCursor();
   if (parts[at]?.run) open(at);
   else if (!hovered) close();
@@ -455,10 +458,10 @@ function actOf({ key, ctrlKey, metaKey, altKey, shiftKey }) {
     const acts = { ArrowDown: [walk, 1], ArrowUp: [walk, -1], ArrowLeft: [stepToken, -1], ArrowRight: [stepToken, 1] };
     if (acts[key]) return () => acts[key][0](acts[key][1]);
   }
-  const typed = focused === field ? field.value !== last.text : focused.tagName === "INPUT"; // the browser undoes that
+  const typing = focused === field ? field.value !== last.text : focused.tagName === "INPUT"; // the browser undoes that
   const again = key.toLowerCase() === "y" || (key.toLowerCase() === "z" && shiftKey);
-  if (mod && !typed && again && future.length) return () => step(future, past);
-  if (mod && !typed && !again && key === "z" && past.length) return () => step(past, future);
+  if (mod && !typing && again && future.length) return () => step(future, past);
+  if (mod && !typing && !again && key === "z" && past.length) return () => step(past, future);
   return null;
 }
 
