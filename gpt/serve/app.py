@@ -17,10 +17,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gpt.errors import UserError
-from gpt.serve import chat
 from gpt.serve.answers import ChatForm, CompletionForm, Form, Service, Work
 from gpt.serve.guard import Guard, error_response
 from gpt.serve.protocol import ApiError, Generation, read_chat, read_completion, read_json
+from gpt.text import chat
 
 LARGEST_BODY = 4 * 2**20
 BODY_SECONDS = 30.0
