@@ -23,11 +23,12 @@ def exported(done: "Exported") -> None:
         said = f"{done.loss_before:.4f} before, {done.loss_after:.4f} after: {change:+.4f} nats a token"
         console.print(Text.assemble(("loss   ", "bold"), said))
     if done.format == "gguf":
+        line = f"FROM {done.out.absolute()}"
         more = [
             f'llama-cli -m {place} -p "Once upon"',
-            f'ollama create NAME -f Modelfile, of the line "FROM {done.out}"',
+            f"ollama create NAME -f Modelfile  (a file with the line: {line})",
         ]
     else:
-        more = [f'gpt sample "Once upon" -m {place}', f"hf upload OWNER/NAME {place}, once README.md is read"]
+        more = [f'gpt sample "Once upon" -m {place}', f"hf upload OWNER/NAME {place}  (read its README.md first)"]
     for number, line in enumerate(more):
         console.print(Text.assemble(("       " if number else "more   ", "bold"), line))

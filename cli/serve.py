@@ -15,6 +15,7 @@ from .sample import MODEL_HELP
 @takes(ServeConfig)
 def serve(
     settings: ServeConfig,
+    words: list[str],
     model: Annotated[
         str | None, option("--model", "-m", help=MODEL_HELP, show_default="best of the newest run in runs/")
     ] = None,
@@ -23,6 +24,8 @@ def serve(
     threads: Threads = None,
 ) -> None:  # fmt: skip
     """Serve a model over HTTP as OpenAI's API does, for programs, and on a page for people."""
+    if any(word.partition("=")[0] == "--api-key" for word in words):
+        render.note("others on this machine can read --api-key; GPT_SERVE_API_KEY hides it")
     with progress.starting(quiet=False):
         from gpt import api
 
@@ -34,7 +37,7 @@ def serve(
         model, device=device, dtype=dtype, threads=threads, note=render.note, sampling=SampleConfig(compile="off")
     )
     path = Path(loaded.path)
-    name = settings.name or model or str(path.parent if (path.parent / "run.json").exists() else path)
+    name = settings.name or model or (path.parent if (path.parent / "run.json").exists() else path).as_posix()
     run(
         loaded.model, loaded.tokenizer, loaded.compute, name, settings,
         lambda address: render.note(f"serving {name} at {address}"), render.note,

@@ -24,11 +24,6 @@ from gpt.device import Compute
 from gpt.errors import UserError, did_you_mean
 from gpt.evaluate import Documents, Encoded, Evaluation, OnWindow, evaluate
 from gpt.export_config import ExportConfig
-from gpt.exporting import run as exports
-from gpt.exporting.card import Comparison
-from gpt.exporting.history import joined, last_part
-from gpt.exporting.run import Exported
-from gpt.exporting.source import SourceModel, open_source
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.model.quantize import round_to_int8
@@ -41,7 +36,10 @@ from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # training is imported by what trains: to sample, it need not be
+if TYPE_CHECKING:  # what trains or exports imports these: to sample, they need not be
+    from gpt.exporting.card import Comparison
+    from gpt.exporting.run import Exported
+    from gpt.exporting.source import SourceModel
     from gpt.training.context import Listener as RunListener
     from gpt.training.context import Result
 
@@ -295,11 +293,15 @@ def export(
     note: Callable[[str], None] = lambda text: None,
     listen: Listener = lambda event: None,
     **settings: Any,
-) -> Exported:
+) -> "Exported":
     """Writes a model, which `load` takes, to ``out``: a GGUF file where it ends in .gguf, else a folder for publishing.
     ``settings`` are those of `ExportConfig`: ``type`` or ``dtype``, ``license``, ``samples``. With ``eval``, a text as
     `train` takes it, the loss is measured before and after. ``listen`` hears the progress. Raises `UserError`,
     `WorkError`, and `Interrupted` after SIGINT or SIGTERM."""
+    from gpt.exporting import gguf_tokenizer
+    from gpt.exporting import run as exports
+    from gpt.exporting.source import open_source
+
     started = time.monotonic()
     config = from_dict(ExportConfig, settings, "export")
     target = exports.find_target(str(out), config)
@@ -307,6 +309,8 @@ def export(
     path = folder.find_checkpoint(words, note)
     source = open_source(path, words or "")
     exports.check(source, target)
+    for difference in gguf_tokenizer.differences(source.tokenizer) if target.is_file else []:
+        note(difference)
     compute, stored = devices.pick(device, "float32"), exports.stored(source, target)
 
     def built(weights: checkpoint.Parameters) -> LanguageModel:
@@ -315,10 +319,10 @@ def export(
 
     with exports.whole_or_nothing(target):
         compared = None if eval is None else _compared(eval, source, stored, built, listen)
-        texts = built(stored).generate(num=config.samples) if config.samples else []
+        texts = _samples(built(stored), config.samples, listen) if config.samples else []
         told = lambda done, total: listen(events.Progress("written", done, total))
         tensors, size = exports.write(source, target, compared, texts, told)
-    return Exported(
+    return exports.Exported(
         target.out,
         "gguf" if target.is_file else "folder",
         target.type,
@@ -332,17 +336,30 @@ def export(
     )
 
 
+def _samples(model: LanguageModel, num: int, listen: Listener) -> list[str]:
+    found: list[str] = []
+    for piece in model.write_all([""], num=num):
+        if piece.sample is not None:
+            found.append(piece.sample.text)
+            listen(events.Progress("sampled", len(found), num, "texts"))
+    return found
+
+
 def _compared(
     text: str,
-    source: SourceModel,
+    source: "SourceModel",
     stored: checkpoint.Parameters,
     built: Callable[[checkpoint.Parameters], LanguageModel],
     listen: Listener,
-) -> Comparison:
+) -> "Comparison":
     """Measures the loss on ``text`` with the weights as they are and as they are ``stored``."""
+    from gpt.exporting.card import Comparison
+    from gpt.exporting.provenance import joined, last_part
+
     found: list[Evaluation] = []
     with _opened([text], source.tokenizer, ReadConfig(), "val", listen) as (tokens, documents):
-        for weights in (source.weights, stored):
+
+        def measured(model: LanguageModel) -> Evaluation:
             done = 0
 
             def each(window: object, losses: Sized, total: int) -> None:
@@ -350,9 +367,12 @@ def _compared(
                 done += len(losses)
                 listen(events.Progress("scored", len(found) * total + done, 2 * total, "tokens"))
 
-            model = built(weights)
-            found.append(evaluate(model.model, source.tokenizer, documents, model.compute, None, each))
-        name = last_part(text) if text != "-" else "stdin"
+            return evaluate(model.model, source.tokenizer, documents, model.compute, None, each)
+
+        for weights in (source.weights, stored):
+            found.append(measured(built(weights)))  # one model at a time is in memory
+        name = "stdin" if text == "-" else last_part(text)
+        name += ", the held-out part" if tokens.path == Path(text) else ""
         return Comparison(joined(name, list(map(asdict, tokens.sources()))), *found)
 
 

@@ -28,7 +28,9 @@ class ServeConfig:
     max_batch: int = option(
         0, "Texts that are generated at once.", panel=_LOAD, shown="by the device's memory", low=0, high=1024
     )
-    queue: int = option(64, "Requests that may wait; further ones are told to come later.", panel=_LOAD, low=0)
+    queue: int = option(
+        64, "Requests that may wait beside those that run; further ones are told to come later.", panel=_LOAD, low=0
+    )
     limit_tokens: int = option(
         4096, "Tokens that a request may ask for, and those that its prompt may have.", panel=_LOAD, low=1
     )

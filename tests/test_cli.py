@@ -91,6 +91,7 @@ OPTIONS = {
     "inspect positions": "--model -m --out -o --json",
     "inspect tokens": "--file --model -m --out -o --json",
     "bench": "--prompt-tokens --new-tokens -n --batch --rounds --json --device --dtype --threads --compile",
+    "export": "--out -o --eval --type --dtype --license --samples --json --quiet -q --device",
     "serve": "--model -m --host --port --name --cors --api-key --max-batch --queue --limit-tokens --grace --device --dtype --threads",
     "data": "",
     "data list": "--json",

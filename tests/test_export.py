@@ -25,9 +25,9 @@ from gpt.errors import Interrupted, WorkError
 from gpt.evaluate import Evaluation
 from gpt.export_config import LICENSES, ExportConfig
 from gpt.exporting import card as cards
-from gpt.exporting import history
+from gpt.exporting import provenance
 from gpt.exporting.card import Comparison, Facts, card
-from gpt.exporting.history import Ancestor, ModelHistory, Text, read_history, texts_of
+from gpt.exporting.provenance import Ancestor, Provenance, Text, read_provenance, texts_of
 from gpt.exporting.source import SourceModel, open_source
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
@@ -130,6 +130,7 @@ def test_the_card_names_programs_that_read_the_folder(layout: str, dtype: str) -
     assert ("AutoModelForCausalLM" in text) == in_transformers
     assert ("library_name: transformers" in text) == in_transformers
     assert ("-o model.gguf" in text) == (layout == "qwen3")
+    assert ("transformers does not read these weights" in text) == ((layout, dtype) == ("qwen3", "int8"))
 
 
 def test_windows_are_told_and_not_for_llama_cpp() -> None:
@@ -144,11 +145,11 @@ HOSTILE = ["a\nlicense: mit", "a: b", "```", "`a`", "| x |", "---", "<script>", 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_name_or_sample_ends_what_it_stands_in(name: str) -> None:
-    known = ModelHistory(
+    known = Provenance(
         [Text(name, 1, 3, "0" * 64, None)], 3, {"preset": name}, ancestors=[Ancestor(name, True, None), Ancestor(name)]
     )
     samples = [name, f"a\n````\n{name}\n```", "~~~\n# no title"]
-    text = card(a_source(history=known), Facts(name, "float32", None, None, samples))
+    text = card(a_source(provenance=known), Facts(name, "float32", None, None, samples))
     said = yaml.safe_load(text.split("---\n")[1])
     assert said["license"] == "unknown"
     assert "base_model" not in said
@@ -178,8 +179,8 @@ def test_samples_stand_in_the_card_only_where_they_are_asked_for(run_folder: Pat
 
 def test_losses_of_rounded_weights_are_told_apart() -> None:
     both = [Evaluation(loss, 10, 20, 3, 8, 8) for loss in (1.5, 1.75)]
-    known = ModelHistory([Text("a")], 5, val_loss=1.25, bits_per_byte=0.5)
-    text = card(a_source(history=known), Facts("it", "int4", None, Comparison(Text("b", 1, 20, "1" * 64), *both)))
+    known = Provenance([Text("a")], 5, val_loss=1.25, bits_per_byte=0.5)
+    text = card(a_source(provenance=known), Facts("it", "int4", None, Comparison(Text("b", 1, 20, "1" * 64), *both)))
     assert "On all held-out text: 1.2500 nats per token, 0.5000 bits per byte, before its weights were rounded." in text
     assert "| before | 1.5000 | 1.0820 |" in text
     assert "| as it is here, in int4 | 1.7500 | 1.2624 |" in text
@@ -201,9 +202,17 @@ def test_fine_tuned_from_a_folder_with_a_license(run_folder: Path, text: Path) -
         assert "It is fine-tuned from `base`, made from `me/first`." in words
         assert "The card of `base` gives the license `cc-by-4.0`" in words
         assert ("| lora rank | 2 |" in words) == (name == "adapters")
+    Path("peft").mkdir()  # with what PEFT writes alone
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(folder.find_checkpoint("runs/adapters") / name, "peft")
+    Path("peft/README.md").write_text("---\nlicense: other\nlicense_name: mine-1.0\n---\n", encoding="utf-8")
+    library.export("peft", "from-peft", dtype="int8")
+    words = read_card(Path("from-peft"))
+    assert "It is a copy of `peft`, made from `base`, made from `me/first`." in words
+    assert "The card of `peft` gives the license `mine-1.0`" in words
     again = library.train(text, init="tuned", steps=2, out="runs/again", **fast)
     library.export(again.run, "third")
-    assert [each.name for each in read_history(Path("third"), "").ancestors] == ["tuned", "base", "me/first"]
+    assert [each.name for each in read_provenance(Path("third"), "").ancestors] == ["tuned", "base", "me/first"]
     shutil.rmtree(base)
     library.export("runs/tuned", "later")
     assert "It is fine-tuned from `base`." in read_card(Path("later"))
@@ -220,7 +229,7 @@ def test_fine_tuned_from_a_folder_with_a_license(run_folder: Path, text: Path) -
     ],
 )
 def test_the_name_of_a_base_is_the_last_part_of_its_path(words: str, name: str) -> None:
-    assert history._own_name(words) == name
+    assert provenance._own_name(words) == name
 
 
 @pytest.mark.parametrize(
@@ -228,7 +237,12 @@ def test_the_name_of_a_base_is_the_last_part_of_its_path(words: str, name: str) 
 )
 def test_a_card_of_others_that_says_no_license(tmp_path: Path, said: str) -> None:
     (tmp_path / "README.md").write_bytes(said.encode("latin-1"))
-    assert "license" not in history._front_matter(tmp_path)
+    assert "license" not in provenance._front_matter(tmp_path)
+
+
+def test_a_license_that_is_a_path_is_none(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\nlicense: /home/me/LICENSE\n---\n", encoding="utf-8")
+    assert provenance._line("base", tmp_path) == [Ancestor("base")]
 
 
 def test_texts_are_named_without_their_place() -> None:
@@ -248,13 +262,13 @@ def test_a_corpus_is_one_text_and_many_files_are_a_few_lines() -> None:
         return [{"name": name, "bytes": 2, "sha256": f"{at:064x}"} for at, name in enumerate(names)]
 
     corpus = several(["wikitext-2/train-00000-of-00001.parquet"])
-    corpus[0]["name"] = "wikitext-2/" + history.catalogue.corpus("wikitext-2").files[0].name
+    corpus[0]["name"] = "wikitext-2/" + provenance.catalogue.corpus("wikitext-2").files[0].name
     (one,) = texts_of(corpus, ["wikitext-2"])
     assert (one.name, one.files, one.dataset) == ("wikitext-2", 1, "Salesforce/wikitext")
     (mine,) = texts_of(several(["wikitext-2/a.txt", "wikitext-2/b.txt"]), ["wikitext-2"])  # a folder of that name
     assert (mine.files, mine.bytes, mine.dataset) == (2, 4, None)
     lines = "".join(f"{at:064x}  {name}.txt\n" for at, name in enumerate("ab"))
-    assert mine.sha256 == history.hashlib.sha256(lines.encode()).hexdigest()
+    assert mine.sha256 == provenance.hashlib.sha256(lines.encode()).hexdigest()
     many = texts_of(several([f"f/{n}.txt" for n in range(50)]), ["f"])
     assert len(many) == 21
     assert (many[-1].name, many[-1].files, many[-1].bytes) == ("30 more files", 30, 60)
@@ -426,7 +440,7 @@ def test_exported_again(run_folder: Path, chapter: Path) -> None:
     assert "`text.txt`" in words
     assert "before its weights were rounded" in words
     assert "rounded before" not in read_card(Path("third"))
-    one, two, three = (meta(Path(name))["history"] for name in ("first", "second", "third"))
+    one, two, three = (meta(Path(name))["provenance"] for name in ("first", "second", "third"))
     assert one == two == three
     assert one["bits"] == 4
     assert "loss_before" not in meta(Path("second"))["export"]

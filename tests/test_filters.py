@@ -69,6 +69,25 @@ def test_what_looks_back_equals_transformers(
         assert torch.allclose(ours, theirs, atol=1e-6)
 
 
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    SEEDS, st.lists(st.integers(0, 6), max_size=30), st.lists(st.integers(0, 6), max_size=30),
+    st.floats(-2, 2), st.floats(-2, 2),
+)  # fmt: skip
+def test_presence_and_frequency_penalties_are_those_of_openai(
+    seed: int, prompt: list[int], generated: list[int], presence: float, frequency: float
+) -> None:
+    """``logit[j] -= count[j] * frequency + (count[j] > 0) * presence``, over generated tokens alone."""
+    logits = random_logits(seed)
+    expected = logits.clone()
+    for id in range(V):
+        count = generated.count(id)
+        expected[0, id] -= count * frequency + (count > 0) * presence
+    config = SampleConfig(presence_penalty=presence, frequency_penalty=frequency)
+    ours = filters.Filters(config, {0}).shape(logits, [[*prompt, *generated]], [len(generated)])
+    assert torch.allclose(ours, expected, atol=1e-6)
+
+
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SEEDS)
 def test_all_in_the_stated_order_equals_transformers(seed: int) -> None:

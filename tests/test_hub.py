@@ -207,3 +207,22 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_imported_only_where_it_is_used() -> None:
     code = "import sys, gpt.api\nassert 'huggingface_hub' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+def test_an_export_of_a_model_from_the_hub(there: Gpt, server: Hub, workdir: Path) -> None:
+    """The card names the model and its license, and not the folder in the cache."""
+    card = server.folder / "README.md"
+    card.write_text("---\nlicense: apache-2.0\n---\n# Tiny\n", encoding="utf-8")
+    try:
+        done = there("export", f"hf:me/tiny@{COMMIT}", "-o", "out", "--dtype", "int8")
+    finally:
+        card.unlink()
+    assert done.code == 0, done.err
+    text = (workdir / "out" / "README.md").read_text(encoding="utf-8")
+    assert 'license: unknown\nlibrary_name: gpt\npipeline_tag: text-generation\nbase_model: "me/tiny"\n' in text
+    assert "It is a copy of `me/tiny`." in text
+    assert "The card of `me/tiny` gives the license `apache-2.0`" in text
+    for file in (workdir / "out").iterdir():
+        assert b"snapshots" not in file.read_bytes()
+        assert str(workdir).encode() not in file.read_bytes()

@@ -58,7 +58,10 @@ def few_steps(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
     "page",
     [
         "README.md",
-        *(f"docs/{name}.md" for name in ("finetuning", "measuring", "sampling", "tokens", "training", "tutorial")),
+        *(
+            f"docs/{name}.md"
+            for name in ("export", "finetuning", "measuring", "sampling", "tokens", "training", "tutorial")
+        ),
     ],
 )
 def test_commands_of_the_readme(gpt: Callable[..., Done], page: str) -> None:

@@ -4,6 +4,8 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -134,9 +136,9 @@ class Engine:
     turn, a chunk each, and every other step is free for short ones. With ``reuse``, a prompt that begins as a row of
     the context does, whose request runs or has ended, takes over its keys and values.
 
-    Tokens depend on the request alone and
-    not on what runs beside it, up to the rounding of sums (docs/sampling.md). An error that is one request's own, such
-    as NaN logits, ends that request with an update; an error that `step` raises ends the engine.
+    Tokens depend on the request alone and not on what runs beside it, up to the rounding of sums (docs/sampling.md). An
+    error that is one request's own, such as NaN logits, ends that request with an update; an error that `step` raises
+    ends the engine.
     """
 
     def __init__(self, context: Context, ends: Collection[int], chunk: int | None = None, reuse: bool = False) -> None:
@@ -145,6 +147,7 @@ class Engine:
         self.chunk = context.rows * context.size if chunk is None else chunk
         self.reuse = reuse
         self._number = 0  # of the next request
+        self._filters: WeakValueDictionary[Any, Filters] = WeakValueDictionary()  # rows that share them are one group
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []
         self._rows: list[_Row] = []  # row r of the context is _rows[r]
@@ -172,10 +175,7 @@ class Engine:
         self._check(request)
         config = request.config
         filters = Filters(config, self.ends, request.bias)
-        for job in (*self._running, *self._waiting):
-            if job.filters.key == filters.key:  # rows with the same filters are filtered together
-                filters = job.filters
-                break
+        filters = self._filters.setdefault(filters.key, filters)
         search = Search(config, self.ends, request.stops) if config.beam else None
         key = key_of(request.seed, request.index, request.ids)
         self._waiting.append(_Job(self._number, request, filters, search, key))
@@ -183,7 +183,8 @@ class Engine:
         return self._number - 1
 
     def _check(self, request: Request) -> None:
-        size, beam = self.context.model.config.vocab_size, request.config.beam
+        size = self.context.vocab_size or self.context.model.config.vocab_size
+        beam = request.config.beam
         if beam > self.context.rows:
             raise UserError(
                 f"beam is {beam}; there is room for {self.context.rows:,} texts at once", "take fewer beams"
@@ -198,13 +199,15 @@ class Engine:
         if not request.ids or not 0 <= min(ids) <= max(ids) < size:
             raise UserError(f"a request has ids from 0 to {size - 1:,}, and one at least", "take the model's tokenizer")
 
-    def cancel(self, number: int) -> None:
-        """Ends a request without another update; its rows are free in the next step. Does nothing if it has ended."""
+    def cancel(self, *numbers: int) -> None:
+        """Ends requests without another update; their rows are free in the next step. Those that have ended are left
+        alone."""
+        wanted = set(numbers)
         for job in (*self._running, *self._waiting):
-            if job.number == number:
+            if job.number in wanted:
                 job.end()
-                (self._running if job in self._running else self._waiting).remove(job)
-                return
+        self._running = [job for job in self._running if not job.done]
+        self._waiting = deque(job for job in self._waiting if not job.done)
 
     def run(self) -> Iterator[Update]:
         """Steps until no request waits or runs."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gpt.errors import UserError
 from gpt.evaluate import Evaluation
 from gpt.exporting import gguf
-from gpt.exporting.history import HUB_NAME, Text
+from gpt.exporting.provenance import HUB_NAME, Text
 from gpt.exporting.source import SourceModel
 from gpt.model.params import breakdown
 from gpt.runs import hf, quantized
@@ -69,10 +69,10 @@ def card(source: SourceModel, facts: Facts) -> str:
 
 
 def _front(source: SourceModel, facts: Facts) -> str:
-    history = source.history
+    provenance = source.provenance
     # Everything here is of a known form, or in JSON's quotes, which are YAML's too.
-    named = [each.name for each in history.ancestors if each.on_hub and HUB_NAME.fullmatch(each.name)]
-    datasets = sorted({text.dataset for text in history.texts or [] if text.dataset})
+    named = [each.name for each in provenance.ancestors if each.on_hub and HUB_NAME.fullmatch(each.name)]
+    datasets = sorted({text.dataset for text in provenance.texts or [] if text.dataset})
     lines = [
         f"license: {facts.license or 'unknown'}",
         f"library_name: {'transformers' if _in_transformers(source, facts) else 'gpt'}",
@@ -93,9 +93,9 @@ def _in_transformers(source: SourceModel, facts: Facts) -> bool:
 
 def _introduction(source: SourceModel, facts: Facts) -> str:
     said = "A decoder that writes text on, token by token, made with the command line program `gpt`."
-    line = source.history.ancestors
+    line = source.provenance.ancestors
     if line:
-        how = "It is fine-tuned from" if source.history.texts is not None else "It is a copy of"
+        how = "It is fine-tuned from" if source.provenance.texts is not None else "It is a copy of"
         said += f" {how} {', made from '.join(_code(each.name) for each in line)}."
     said += "" if facts.license else " Its makers have not said under which license it may be used."
     for each in (each for each in line if each.license):
@@ -118,27 +118,30 @@ def _model(source: SourceModel, facts: Facts) -> Iterator[tuple[str, str]]:
     yield "vocabulary", f"{config.vocab_size:,} ids"
     yield "parameters", f"{breakdown(config).trainable:,}"
     yield "weights", f"{facts.dtype}" + (f": {_STORED[facts.dtype]}" if facts.dtype in _STORED else "")
-    if source.history.bits < bits:
-        yield "rounded before", f"to {source.history.bits} bits: a wider dtype does not bring back what was lost then"
+    if source.provenance.bits < bits:
+        yield (
+            "rounded before",
+            f"to {source.provenance.bits} bits: a wider dtype does not bring back what was lost then",
+        )
 
 
 def _training(source: SourceModel) -> Iterator[str]:
-    history, saved = source.history, source.saved
-    if history.texts is None:
+    provenance, saved = source.provenance, source.saved
+    if provenance.texts is None:
         yield "How it was trained, and on which data, was not recorded where this folder was made."
         return
     seen = f", {saved['tokens_seen']:,} tokens in all" if saved.get("tokens_seen") else ""
     steps = f"{counted(saved['step'], 'step')}{seen}, " if "step" in saved else ""
-    where = f"{history.tokens:,} tokens of text" if history.tokens else "text"
+    where = f"{provenance.tokens:,} tokens of text" if provenance.tokens else "text"
     yield f"Trained for {steps}on {where}. The text, by name and checksum:"
-    rows = [_text_row(text) for text in history.texts]
+    rows = [_text_row(text) for text in provenance.texts]
     yield _table([("text", "files", "bytes", "sha256"), *rows])
-    if any(text.files > 1 for text in history.texts):
+    if any(text.files > 1 for text in provenance.texts):
         yield (
             "A sha256 is that of the text in UTF-8; of several files it is that of their lines `SHA256  NAME`, with "
             "two spaces between and a newline at the end of each."
         )
-    settings = [(name.replace("_", " "), _setting(value)) for name, value in history.settings.items()]
+    settings = [(name.replace("_", " "), _setting(value)) for name, value in provenance.settings.items()]
     if settings:
         yield _table([("setting", "value"), *settings])
 
@@ -151,19 +154,19 @@ def _text_row(text: Text) -> tuple[str, ...]:
 def _setting(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else _code(str(value))
+    return f"{value:g}" if isinstance(value, float) else f"{value}" if isinstance(value, int) else _code(str(value))
 
 
 def _losses(source: SourceModel, facts: Facts) -> Iterator[str]:
-    history, found = source.history, facts.comparison
-    loss = history.val_loss if history.val_loss is not None else source.saved.get("val_loss")
+    provenance, found = source.provenance, facts.comparison
+    loss = provenance.val_loss if provenance.val_loss is not None else source.saved.get("val_loss")
     if loss is None and found is None:
         return
     yield "## Losses"
     if loss is not None:
-        bits = f", {history.bits_per_byte:.4f} bits per byte" if history.bits_per_byte is not None else ""
-        over = "all held-out text" if history.val_loss is not None else "windows of the held-out text, in training"
-        exact = ", before its weights were rounded" if facts.dtype != "float32" or history.bits < 32 else ""
+        bits = f", {provenance.bits_per_byte:.4f} bits per byte" if provenance.bits_per_byte is not None else ""
+        over = "all held-out text" if provenance.val_loss is not None else "windows of the held-out text, in training"
+        exact = ", before its weights were rounded" if facts.dtype != "float32" or provenance.bits < 32 else ""
         yield f"On {over}: {loss:.4f} nats per token{bits}{exact}."
     if found is not None:
         text, rows = found.text, [("", "nats per token", "bits per byte")]
@@ -189,11 +192,11 @@ def _use(source: SourceModel, facts: Facts) -> Iterator[str]:
             "print(tokenizer.decode(model.generate(ids, max_new_tokens=40, do_sample=True)[0]))",
         )
         yield _fenced("\n".join(lines), "python")
-    elif facts.dtype in quantized.BITS:
+    elif source.config.layout != hf.OWN_TYPE:
         yield "transformers does not read these weights: `gpt export` makes a folder in float32 of them that it reads."
     try:
-        gguf.check(source, "f16")
-    except UserError:  # it is not a model for llama.cpp, or gguf is not installed
+        gguf.check(source)
+    except UserError:
         return
     yield "With llama.cpp, ollama or LM Studio, as a GGUF file:"
     yield _fenced(f"gpt export {shlex.quote(name)} -o model.gguf", "console")

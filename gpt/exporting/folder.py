@@ -12,7 +12,7 @@ from torch import Tensor
 from gpt.config import GPTConfig
 from gpt.device import DTYPES
 from gpt.errors import UserError
-from gpt.exporting.history import CARD
+from gpt.exporting.provenance import CARD
 from gpt.exporting.source import SourceModel, whole
 from gpt.files import to_json, whole_folder, write_file, write_pieces
 from gpt.model.params import Parameter, named_parameters

@@ -7,6 +7,7 @@ import errno
 import io
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from gpt.config import GPTConfig
 from gpt.errors import UserError, WorkError
 from gpt.exporting import gguf_tokenizer
 from gpt.exporting.source import SourceModel, whole
-from gpt.files import file_sha256, write_pieces
+from gpt.files import file_sha256, sync_folder, write_pieces
 from gpt.model.decoder import rotary_rates
 from gpt.model.params import Parameter, Shape, named_parameters
 from gpt.model.quantize import GROUP, Quantized, to_int4
@@ -38,10 +39,9 @@ _OTHER_TYPE = "take another --type"
 Array = np.ndarray[Any, Any]
 
 
-def check(source: SourceModel, kind: str) -> None:
-    """Raises `UserError` for a model that llama.cpp does not compute as this decoder does, with the reason, and
-    `WorkError` where the package gguf is missing. ``kind``: of the matrices; each suits each model."""
-    _package()
+def check(source: SourceModel) -> None:
+    """Raises `UserError` for a model that llama.cpp does not compute as this decoder does, with the reason. Needs no
+    package."""
     reason = _unlike(source.config)
     if reason is not None:
         raise UserError(f"llama.cpp does not compute this model: {reason}", _HINT)
@@ -50,14 +50,16 @@ def check(source: SourceModel, kind: str) -> None:
 
 def _unlike(config: GPTConfig) -> str | None:
     """The reason for which llama.cpp does not compute a model of this shape; None where it does."""
-    if config.layout not in ARCHES:
-        return "it has no architecture of these properties (config.json lists them)"
-    if min((each for each in config.windows if each is not None), default=config.block_size) < config.block_size:
-        return f"it has no windows for {config.layout}, and layers of this model see {config.window:,} positions"
+    known, windowed = config.layout in ARCHES, any(config.windows)
+    if windowed and (not known or min(filter(None, config.windows)) < config.block_size):
+        return f"it ignores windows, and layers of this one see {config.window:,} positions"
+    if not known:
+        several = f"{config.norm}, {config.mlp}, {config.positions} positions, biases of {config.biases}"
+        return f"it has no architecture of {several}, {config.n_head} heads and {config.kv_heads} of keys and values"
     if config.layout in ("qwen2", "qwen3") and config.rope_scaling is not None:
         return f"it has no rope_scaling for {config.layout}"
     if config.layout == "qwen2" and config.n_head * config.head_size != config.n_embd:
-        return f"it has heads of n_embd / n_head for qwen2, and those of this model are {config.head_size} wide"
+        return f"its heads of qwen2 are n_embd / n_head wide, and those of this model {config.head_size}"
     if config.n_layer > MOST_LAYERS:
         return f"it has {MOST_LAYERS} layers at most, and this model {config.n_layer:,}"
     if 1 in (config.head_size, config.block_size):
@@ -65,7 +67,8 @@ def _unlike(config: GPTConfig) -> str | None:
     return None
 
 
-def _package() -> ModuleType:
+def package() -> ModuleType:
+    """The package gguf. Raises `WorkError` where it is missing."""
     try:
         import gguf
     except ImportError:
@@ -85,7 +88,7 @@ class _Part:
 
 def _parts(config: GPTConfig, kind: str) -> dict[str, list[_Part]]:
     """The tensors of the file by the parameter that they are made of, in the model's order."""
-    gguf = _package()
+    gguf = package()
     arch = ARCHES[config.layout]
     names = gguf.get_tensor_name_map({name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}[arch], config.n_layer)
     table, found = named_parameters(config), dict[str, list[_Part]]()
@@ -114,8 +117,8 @@ def _kind(p: Parameter, kind: str) -> str:
 
 def write(path: Path, source: SourceModel, kind: str, name: str, license: str | None = None) -> int:
     """Writes a GGUF file, whole or not at all, with matrices of type ``kind``, and returns the number of its tensors.
-    The bytes follow from the model and these words alone. Raises OSError, also where ``path`` is there by then,
-    and `UserError` for numbers that the type cannot hold."""
+    The bytes follow from the model, ``kind``, ``name`` and ``license`` alone. Raises OSError, also where ``path`` is
+    there by then, and `UserError` for numbers that the type cannot hold."""
     parts = _parts(source.config, kind)
     header = _header(source, kind, name, license, [part for together in parts.values() for part in together])
     weights: Parameters = {**source.weights, _ROPE_FREQS: lambda: _rope_factors(source.config)}
@@ -127,13 +130,18 @@ def write(path: Path, source: SourceModel, kind: str, name: str, license: str | 
             for part in together:
                 data = _stored(ours, _rows(value, part.rows), part.kind)
                 yield np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-                yield bytes(-data.nbytes % _package().GGUF_DEFAULT_ALIGNMENT)
+                yield bytes(-data.nbytes % package().GGUF_DEFAULT_ALIGNMENT)
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, "it is there by now, and nothing is overwritten", str(path))
 
-    if write_pieces(path, pieces()) != file_sha256(path, from_disk=True):
-        path.unlink()
-        raise OSError(errno.EIO, "what was written is not what can be read", str(path))
+    digest = write_pieces(path, pieces())
+    try:
+        if file_sha256(path, from_disk=True) != digest:
+            raise OSError(errno.EIO, "what was written is not what can be read", str(path))
+        sync_folder(path.parent)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
     return sum(map(len, parts.values()))
 
 
@@ -144,10 +152,11 @@ def _rope_factors(config: GPTConfig) -> Tensor:
 
 def _header(source: SourceModel, kind: str, name: str, license: str | None, parts: list[_Part]) -> bytes:
     """The file up to its first tensor: what it says of the model, the tokenizer, and where which tensor lies."""
-    gguf, config = _package(), source.config
+    gguf, config = package(), source.config
     writer = gguf.GGUFWriter(None, ARCHES[config.layout])
     writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_name(name.encode("utf-8", "replace").decode())
+    if not re.search("phi-?3", name, re.IGNORECASE):  # llama.cpp would look for the special tokens of Phi-3, and fail
+        writer.add_name(name)
     if license is not None:
         writer.add_license(license)
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[kind]])
@@ -189,7 +198,7 @@ def _stored(ours: str, value: Tensor | Quantized, kind: str) -> Array:
     `UserError` for numbers that the type cannot hold."""
     if kind == "q4_0":
         return _q4_0(ours, value)
-    gguf, numbers = _package(), whole(value)
+    gguf, numbers = package(), whole(value)
     stored: Array
     if kind == "q8_0":
         with np.errstate(over="ignore", invalid="ignore"):
@@ -217,7 +226,7 @@ def _q4_0(ours: str, value: Tensor | Quantized) -> Array:
 
 def restored(config: GPTConfig, name: str, value: Tensor | Quantized, kind: str) -> Tensor:
     """A parameter of ours, by its name, as a file with matrices of type ``kind`` holds it, in float32."""
-    gguf = _package()
+    gguf = package()
     as_kind = _kind(named_parameters(config)[name], kind)
     found = gguf.quants.dequantize(_stored(name, value, as_kind), gguf.GGMLQuantizationType[as_kind.upper()])
     return torch.from_numpy(found)

@@ -1,11 +1,18 @@
-"""A tokenizer in a GGUF file: a byte-level BPE, as llama.cpp runs it."""
+"""A tokenizer in a GGUF file: a byte-level BPE, as llama.cpp runs it.
 
+It gives our ids but for three rare things (tests/test_llama_cpp.py). The 4,382 letters and digits that are new in
+Unicode 16 are none there. Under the patterns of Llama 3 and Qwen, 's is no ending where the s is U+017F. Of added words
+that overlap in a text it finds the longest first, and we the leftmost.
+"""
+
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gpt.errors import UserError
 from gpt.text.backends import ByteBPE, in_characters
 from gpt.text.boundaries import (
+    CL100K_PATTERN,
     DIGITS_PATTERN,
     GPT2_PATTERN,
     LLAMA3_PATTERN,
@@ -19,13 +26,18 @@ from gpt.text.tokenizer_files import merging_pairs
 if TYPE_CHECKING:
     from gguf import GGUFWriter, TokenType
 
-HINT = "export a folder instead: -o FOLDER"
+HINT = "export a folder instead: -o without .gguf"
 
-# llama.cpp's name of each pattern (src/llama-vocab.cpp). It has o200k's and cl100k's only in forms that cut some texts
-# otherwise, so that these are not here.
-_PRE = {backtracking(GPT2_PATTERN): "gpt-2", OLD_GPT2_PATTERN: "gpt-2", backtracking(DIGITS_PATTERN): "smollm"}
-for _pattern in (LLAMA3_PATTERN, MINBPE_PATTERN):  # both cut a text alike
-    _PRE |= {_pattern: "llama-bpe", _pattern.replace("{1,3}", ""): "qwen2"}
+# llama.cpp's name of each pattern (src/llama-vocab.cpp). Its form of o200k's cuts one text in twenty otherwise.
+_PRE = {
+    backtracking(GPT2_PATTERN): "gpt-2",
+    OLD_GPT2_PATTERN: "gpt-2",
+    backtracking(DIGITS_PATTERN): "smollm",
+    CL100K_PATTERN: "llama-bpe",
+    LLAMA3_PATTERN: "llama-bpe",
+    MINBPE_PATTERN: "llama-bpe",  # which cuts a text as Llama 3's does
+    **{each.replace("{1,3}", ""): "qwen2" for each in (LLAMA3_PATTERN, MINBPE_PATTERN)},
+}
 _WHOLE = "llama-bpe"  # under this name alone, a whole piece that is a token needs no merges, as in tiktoken
 
 # The tokens at which llama.cpp ends a text because of their names, whatever a file says.
@@ -43,34 +55,25 @@ def check(tokenizer: Tokenizer) -> None:
     """Raises `UserError` for a tokenizer to which llama.cpp would give other ids, or another end of a text."""
     backend = tokenizer.backend
     if not isinstance(backend, ByteBPE):
-        raise UserError(f"the tokenizer {tokenizer.name} is no byte-level BPE, which a .gguf file takes", HINT)
+        raise UserError("a .gguf file takes a byte-level BPE, and this tokenizer.json is none that is known here", HINT)
     pre = _pre(backend)
     if pre is None:
-        raise UserError(f"llama.cpp does not have the pattern of the tokenizer {tokenizer.name}", HINT)
+        raise UserError("llama.cpp does not have the pattern that cuts this tokenizer's texts into words", HINT)
     if pre != _WHOLE and len(merging_pairs(backend.ranks)) < sum(len(token) > 1 for token in backend.ranks):
-        raise UserError(
-            f"the tokenizer {tokenizer.name} has tokens that no merge makes, which llama.cpp never finds", HINT
-        )
-    both = sorted(set(map(in_characters, backend.ranks)) & {*tokenizer.all_specials, *tokenizer.words})
+        raise UserError("this tokenizer has tokens that no merge makes: llama.cpp would never find them", HINT)
+    both = sorted({*map(in_characters, backend.ranks)} & {*_added(tokenizer)})
     if both:
-        raise UserError(
-            f'"{both[0]}" is a special token and a part of words: llama.cpp tells tokens by their text', HINT
-        )
+        raise UserError(f'"{both[0]}" is an ordinary token too: llama.cpp tells special tokens by their text', HINT)
     if len(_told_ends(tokenizer)) > _NAMED_ENDS:
-        raise UserError(f"llama.cpp ends a text at {_NAMED_ENDS} tokens, and this model at {len(tokenizer.ends)}", HINT)
+        raise UserError(f"llama.cpp would not end a text at all the {len(tokenizer.ends)} tokens that end it", HINT)
 
 
-def warnings(tokenizer: Tokenizer) -> list[str]:
-    """Returns what differs in llama.cpp and is no reason to refuse: its users live with it in the files of Qwen."""
-    backend = tokenizer.backend
+def differences(tokenizer: Tokenizer) -> list[str]:
+    """Returns what differs in llama.cpp, for a user to know, and is no reason to refuse: files of Qwen live with it."""
     found = []
-    if isinstance(backend, ByteBPE) and backend.nfc:
+    if isinstance(tokenizer.backend, ByteBPE) and tokenizer.backend.nfc:
         found.append("llama.cpp does not normalize a text to NFC as this tokenizer does: give it texts in NFC")
-    more = [
-        word
-        for word, id in {**tokenizer.all_specials, **tokenizer.words}.items()
-        if word in _ENDS and id not in tokenizer.ends
-    ]
+    more = [word for word, id in _added(tokenizer).items() if word in _ENDS and id not in tokenizer.ends]
     if more:
         found.append(f"llama.cpp ends a text at {', '.join(more)} too, whatever the file says")
     return found
@@ -83,13 +86,14 @@ def add(writer: "GGUFWriter", tokenizer: Tokenizer, vocab_size: int) -> None:
     assert isinstance(backend, ByteBPE)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_pre(backend) or "")
-    texts, types = zip(*_tokens(tokenizer, vocab_size), strict=True)
-    writer.add_token_list(texts)
-    writer.add_token_types(types)
+    tokens = list(_tokens(tokenizer, vocab_size))
+    writer.add_token_list([text for text, _ in tokens])
+    writer.add_token_types([kind for _, kind in tokens])
     # llama.cpp wants one merge at least; of this pair neither side is a token.
     pairs = merging_pairs(backend.ranks) or [(b"\0\0", b"\0\0")]
     writer.add_token_merges([f"{in_characters(a)} {in_characters(b)}" for a, b in pairs])
     writer.add_bos_token_id(tokenizer.eot if tokenizer.bos is None else tokenizer.bos)
+    writer.add_pad_token_id(tokenizer.eot)
     writer.add_add_bos_token(tokenizer.bos is not None)
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(False)
@@ -101,13 +105,21 @@ def add(writer: "GGUFWriter", tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def _pre(backend: ByteBPE) -> str | None:
-    return _PRE.get(backtracking(backend.pattern))
+    pattern = backtracking(backend.pattern)
+    # cl100k's keeps white space at a text's end together, and Llama 3's cuts it after the last line end. That is the
+    # same as long as no token reaches across.
+    across = (token for token in backend.ranks if re.search(rb"[\r\n]", token) and token[-1:] not in b"\r\n")
+    return None if pattern == CL100K_PATTERN and any(across) else _PRE.get(pattern)
+
+
+def _added(tokenizer: Tokenizer) -> dict[str, int]:
+    return {**tokenizer.all_specials, **tokenizer.words}
 
 
 def _told_ends(tokenizer: Tokenizer) -> list[int]:
     """Returns the ids that end a text and must be told: end-of-text first, then those that llama.cpp does not know by
     their names."""
-    known = {id for word, id in {**tokenizer.all_specials, **tokenizer.words}.items() if word in _ENDS}
+    known = {id for word, id in _added(tokenizer).items() if word in _ENDS}
     return [tokenizer.eot, *sorted(tokenizer.more_ends - known)]
 
 

@@ -12,7 +12,7 @@ from gpt.errors import Interrupted, UserError, check_text
 from gpt.export_config import ExportConfig
 from gpt.exporting import folder, gguf
 from gpt.exporting.card import BITS, Comparison, Facts, card
-from gpt.exporting.history import KEY
+from gpt.exporting.provenance import KEY
 from gpt.exporting.source import SourceModel
 from gpt.files import check_new, disk_errors
 from gpt.interrupt import StopSignal
@@ -71,7 +71,8 @@ def find_target(out: str, config: ExportConfig) -> Target:
 def check(source: SourceModel, target: Target) -> None:
     """Raises `UserError` for a model that cannot be written so, and for a place where a run keeps its own files."""
     if target.is_file:
-        gguf.check(source, target.type)
+        gguf.check(source)
+        gguf.package()
     place, home = target.out.resolve(), source.path.resolve()
     if home in place.parents:
         raise UserError(f"{target.out} lies in the model's own folder", "give a place outside of it with -o")
@@ -119,8 +120,8 @@ def write(
     if target.is_file:
         count = gguf.write(target.out, seen, target.type, target.out.stem, target.license)
         return count, target.out.stat().st_size
-    history = {**asdict(source.history), "bits": min(BITS[target.type], source.history.bits)}
-    meta = {**source.saved, KEY: history, "export": {"dtype": target.type, **_measured(comparison)}}
+    provenance = {**asdict(source.provenance), "bits": min(BITS[target.type], source.provenance.bits)}
+    meta = {**source.saved, KEY: provenance, "export": {"dtype": target.type, **_measured(comparison)}}
     facts = Facts(target.out.name, target.type, target.license, comparison, samples)
     count = folder.write(target.out, seen, target.type, meta, card(source, facts))
     return count, sum(file.stat().st_size for file in target.out.iterdir())

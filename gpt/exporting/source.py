@@ -1,4 +1,4 @@
-"""The model that is exported: its shape, tokenizer, weights, which are read one by one, and history."""
+"""The model that is exported: its shape, tokenizer, weights, which are read one by one, and provenance."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
-from gpt.exporting.history import ModelHistory, read_history
+from gpt.exporting.provenance import Provenance, read_provenance
 from gpt.files import read_json
 from gpt.model.quantize import Quantized
 from gpt.runs import adapter, checkpoint, folder
@@ -28,7 +28,7 @@ class SourceModel:
     config: GPTConfig
     tokenizer: Tokenizer
     weights: Parameters  # by our names, in the model's order; each is read when it is asked for
-    history: ModelHistory = field(default_factory=ModelHistory)
+    provenance: Provenance = field(default_factory=Provenance)
     saved: Mapping[str, Any] = field(default_factory=dict)  # the step and losses in its gpt.json
 
 
@@ -44,7 +44,7 @@ def open_source(path: Path, words: str = "") -> SourceModel:
         weights = checkpoint.stored_parameters(path, config)
     meta = read_json(path / folder.META) if (path / folder.META).is_file() else {}
     saved = {key: meta[key] for key in _KEPT if type(meta.get(key)) in (int, float)}
-    return SourceModel(path, config, tokenizer, weights, read_history(path, words), saved)
+    return SourceModel(path, config, tokenizer, weights, read_provenance(path, words), saved)
 
 
 def whole(value: Tensor | Quantized) -> Tensor:

@@ -14,8 +14,10 @@ from gpt.model.decoder import GPT
 LEVELS = 127  # of int8, on either side of 0
 GROUP = 32  # numbers of a row that share a scale in int4
 MIDDLE = 8  # the level of int4 that is 0
-_TRIED = 16  # scales of a group, of which the one with the least error is taken
-_AT_ONCE = 2**22  # numbers that are rounded at a time
+# Scales tried for a group. Against the largest number over −8, as Q4_0's reference has it, a trained model of 3.7 M
+# parameters has 11 % less squared error and 11 % less divergence from its own predictions; 128 scales give no more.
+_TRIED = 8
+_AT_ONCE = 2**18  # numbers that are rounded at a time: they stay in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -66,23 +68,21 @@ def to_int8(weight: Tensor) -> Quantized:
 
 
 def to_int4(weight: Tensor) -> Quantized:
-    """Rounds a matrix, whose rows are groups of 32, to int4. Of each group's scales that put its largest number near
-    −8 or 8 the one is taken that leaves the least squared error. Raises `UserError` for numbers that are not finite, or
-    too large for a scale in float16."""
+    """Rounds a matrix, whose rows are groups of 32, to int4. Of a group's scales that put its largest number near −8 or
+    8, each fitted by least squares, it takes the one with the least squared error. Raises `UserError` for numbers that
+    are not finite, or too large for a scale in float16."""
     return _in_parts(weight, _rows_to_int4)
 
 
 def _in_parts(weight: Tensor, rounded: Callable[[Tensor], Quantized]) -> Quantized:
-    parts = []
-    for rows in torch.split(weight.detach(), max(1, _AT_ONCE // weight.size(1))):
-        if not rows.isfinite().all():
-            raise UserError("its weights are not all finite numbers")
-        parts.append(rounded(rows.float()))
+    parts = [rounded(rows.float()) for rows in torch.split(weight.detach(), max(1, _AT_ONCE // weight.size(1)))]
     return Quantized(torch.cat([part.levels for part in parts]), torch.cat([part.scales for part in parts]))
 
 
 def _rows_to_int8(rows: Tensor) -> Quantized:
     scales = rows.abs().amax(1) / LEVELS
+    if not scales.isfinite().all():
+        raise _not_finite()
     scales = torch.where(scales < torch.finfo(torch.float32).tiny, 1.0, scales)
     return Quantized((rows / scales[:, None]).round_().to(torch.int8), scales)
 
@@ -92,14 +92,22 @@ def _rows_to_int4(rows: Tensor) -> Quantized:
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     best, least = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
     for step in range(_TRIED):
-        scale = (largest / -(MIDDLE - 1.5 + 3 * step / _TRIED)).half().float()
+        levels = _levels(groups, largest / -(MIDDLE - 1.5 + 3 * step / _TRIED))
+        fitted = (levels * groups).sum(-1, keepdim=True) / levels.square().sum(-1, keepdim=True).clamp_(min=1)
+        scale = fitted.half().float()
         error = (_levels(groups, scale) * scale - groups).square_().sum(-1, keepdim=True)
         better = error < least
         best, least = torch.where(better, scale, best), torch.where(better, error, least)
-    if not best.isfinite().all() or not least.isfinite().all():
-        raise UserError("its weights are too large for int4, whose scales are numbers of float16")
+    if not least.isfinite().all():  # no scale of a group has a finite error
+        if not rows.isfinite().all():
+            raise _not_finite()
+        raise UserError("weights are too large for int4, whose scales are numbers of float16", "round them to 8 bits")
     low, high = (_levels(groups, best) + MIDDLE).to(torch.uint8).chunk(2, dim=-1)
     return Quantized((low | high << 4).flatten(1), best.squeeze(-1).half())
+
+
+def _not_finite() -> UserError:
+    return UserError("weights cannot be rounded: they are not all finite numbers", "take another checkpoint")
 
 
 def _levels(groups: Tensor, scale: Tensor) -> Tensor:

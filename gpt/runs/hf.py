@@ -1,6 +1,6 @@
 """Layouts of checkpoints, as families of transformers have them: ``config.json``, and names and shapes of the weights.
 
-A checkpoint of ours is such a folder, and such a folder is a checkpoint to us; nothing is exported. A model that no
+A checkpoint of ours is such a folder, and such a folder is a checkpoint to us; nothing is converted. A model that no
 family computes has GPT-2's names and says in ``config.json`` that it is no GPT-2.
 """
 

@@ -1,7 +1,7 @@
-"""Checkpoints with rounded matrices: int8 a row, or int4 in groups of 32, by our names, (out, in).
+"""The layout of checkpoints with rounded matrices: int8 by rows, or int4 in groups of 32.
 
-``config.json`` has a ``quantization_config`` without a ``quant_method``, for which transformers refuses the folder
-instead of reading it as something else. A matrix is the tensor of its name and one of its scales.
+A matrix, (out, in), is a tensor of levels under our name and one of its scales. ``config.json`` has a
+``quantization_config`` without a ``quant_method``: transformers refuses such a folder instead of misreading it.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from torch import Tensor
 from gpt.config import GPTConfig
 from gpt.errors import UserError
 from gpt.model.params import Parameter, Shape, named_parameters
-from gpt.model.quantize import GROUP, Quantized, to_int4, to_int8
+from gpt.model.quantize import GROUP, Quantized, to_int4, to_int8, whole
 from gpt.runs.tensors import HINT, Deferred
 
 KEY = "quantization_config"
@@ -23,7 +23,7 @@ BITS = {"int8": 8, "int4": 4}  # by --dtype
 
 
 def describe(bits: int) -> dict[str, Any]:
-    """What ``config.json`` says of rounded matrices."""
+    """The entry of ``config.json`` for rounded matrices."""
     return {"format": "gpt", "bits": bits, "group_size": GROUP}
 
 
@@ -33,10 +33,12 @@ def read_bits(values: Mapping[str, Any]) -> int | None:
     said = values.get(KEY)
     if said is None:
         return None
-    if not isinstance(said, dict) or said not in [describe(bits) for bits in BITS.values()]:
-        raise UserError(f"{KEY} is {said!r:.120}; what gpt export writes alone is read", "take the model in 16 bits")
-    bits: int = said["bits"]
-    return bits
+    for bits in BITS.values():
+        if said == describe(bits):
+            return bits
+    raise UserError(
+        f"{KEY} is {said!r:.120}; only weights that gpt export has rounded are read", "take the model in 16 or 32 bits"
+    )
 
 
 def _bits_of(parameter: Parameter, bits: int) -> int | None:
@@ -64,58 +66,58 @@ def layout(config: GPTConfig, bits: int) -> dict[str, tuple[Shape, str]]:
 
 
 def to_stored(config: GPTConfig, bits: int, weights: Mapping[str, Callable[[], Tensor | Quantized]]) -> dict[str, Any]:
-    """The tensors of the files, rounded when their scales are written; levels are held until they are."""
-    places, found = layout(config, bits), dict[str, Any]()
-    for name, p in named_parameters(config).items():
-        each = _Rounding(partial(lambda p, get: rounded(p, get(), bits), p, weights[name]))
-        for part, get in ((name, each.levels), (name + SCALES, each.scales)):
-            if part in places:
-                found[part] = Deferred(places[part][0], get, places[part][1])
+    """The tensors of the files. A matrix is rounded when its scales are written; its levels are held until they are."""
+    table, found = named_parameters(config), dict[str, Any]()
+    each = {name: _Rounding(p, weights[name], bits) for name, p in table.items()}
+    for name, (shape, code) in layout(config, bits).items():
+        get = each[name].levels if name in each else each[name.removesuffix(SCALES)].scales
+        found[name] = Deferred(shape, get, code)
     return found
 
 
 def rounded(parameter: Parameter, value: Tensor | Quantized, bits: int) -> Tensor | Quantized:
-    """A parameter as it is stored with matrices of ``bits``. One that has as many bits already stays as it is."""
+    """A parameter as it is stored beside matrices of ``bits``. One that has as many bits already stays as it is."""
     kept = _bits_of(parameter, bits)
     if isinstance(value, Quantized) and value.bits == kept:
         return value
-    exact = value.dequantize() if isinstance(value, Quantized) else value.float()
-    return exact if kept is None else (to_int8 if kept == 8 else to_int4)(exact)
+    exact = whole(value)
+    return exact.float() if kept is None else (to_int8 if kept == 8 else to_int4)(exact)
 
 
 class _Rounding:
-    """A parameter that is rounded once, for its scales, which are written before its levels."""
+    """A parameter that is rounded once: its scales are written before its levels."""
 
-    def __init__(self, get: Callable[[], Tensor | Quantized]) -> None:
-        self.get = get
-        self.held: Quantized | None = None
+    def __init__(self, parameter: Parameter, get: Callable[[], Tensor | Quantized], bits: int) -> None:
+        self.parameter, self.get, self.bits = parameter, get, bits
+        self.held: Tensor | Quantized | None = None
 
     def scales(self) -> np.ndarray[Any, Any]:
         """The scales; the levels are held."""
-        found = self.get()
-        assert isinstance(found, Quantized)
-        self.held = found
-        return found.scales.numpy()
+        self.held = rounded(self.parameter, self.get(), self.bits)
+        assert isinstance(self.held, Quantized)
+        return self.held.scales.numpy()
 
     def levels(self) -> np.ndarray[Any, Any]:
-        """The levels, which are let go; of a parameter that is not rounded its numbers."""
-        held, self.held = self.held or self.get(), None
+        """The levels, which are let go; the numbers of a parameter that is not rounded."""
+        held, self.held = self.held, None
+        if held is None:
+            held = rounded(self.parameter, self.get(), self.bits)
         return (held.levels if isinstance(held, Quantized) else held).numpy()
 
 
 def from_stored(
     config: GPTConfig, bits: int, get: Callable[[str], Tensor], where: str
 ) -> dict[str, Callable[[], Tensor | Quantized]]:
-    """The parameters by our names, each made when it is asked for of the tensors that ``get`` returns: views. Raises
-    `UserError` then for scales that are no finite numbers."""
+    """The parameters by our names, each made when it is asked for, of the files' tensors, which ``get`` returns. Raises
+    `UserError` then for scales that are not finite."""
 
-    def rounded(name: str) -> Quantized:
+    def matrix(name: str) -> Quantized:
         found = Quantized(get(name), get(name + SCALES))
         if not found.scales.isfinite().all():
             raise UserError(f"{where} is damaged: the scales of {name} are not all finite numbers", HINT)
         return found
 
     return {
-        name: partial(get if _bits_of(p, bits) is None else rounded, name)
+        name: partial(get if _bits_of(p, bits) is None else matrix, name)
         for name, p in named_parameters(config).items()
     }

@@ -1,21 +1,24 @@
 """Answers: the texts of a request while they are generated, and the shapes in which clients read them."""
 
 import asyncio
-import contextlib
+import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from gpt.decoding.engine import Request as EngineRequest
 from gpt.decoding.engine import Update
+from gpt.errors import UserError
 from gpt.serve.metrics import ServerMetrics
 from gpt.serve.protocol import ApiError, Generation
-from gpt.serve.texts import Choice, Delta, chat_logprobs, completion_logprobs
+from gpt.serve.texts import Choice, Delta, Prompt, chat_logprobs, completion_logprobs
 from gpt.serve.worker import Ticket, Worker
 from gpt.serve_config import ServeConfig
 from gpt.text.tokenizer import Tokenizer
@@ -27,97 +30,100 @@ class Service:
 
     name: str
     tokenizer: Tokenizer
-    vocab_size: int  # of the model
     block_size: int
     worker: Worker
     config: ServeConfig
     metrics: ServerMetrics
-    created: int
-    pending: "set[InFlight]" = field(default_factory=set)  # requests that are being answered
+    created: int  # when the server started, in seconds since 1970
+    pending: "set[Answer]" = field(default_factory=set)  # answers that are being generated
 
 
-@dataclass(eq=False)
-class InFlight:
-    """A request that is being answered."""
+class Answer:
+    """The texts of a request while they are generated, from `begin` to `end`."""
 
-    begun: bool = False
-    failed: ApiError | None = None
-    wake: Callable[[], None] = lambda: None
-
-
-class Work:
-    """The texts of a request while they are generated."""
-
-    def __init__(self, service: Service, prompts: list[list[int]], asked: Generation) -> None:
+    def __init__(self, service: Service, prompts: list[Prompt], asked: Generation) -> None:
         self.service, self.prompts, self.asked = service, prompts, asked
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
-        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        self.begun = False  # whether any of it has been generated
         self.choices: list[Choice] = []
-        self.deltas: list[list[Delta]] = []
-        self._events: asyncio.Queue[tuple[int, Update] | None] = asyncio.Queue()
+        self.deltas: list[list[Delta]] = []  # of each choice, where the answer is no stream
+        self._error: ApiError | None = None
+        self._events: asyncio.Queue[tuple[int, Update] | None] = asyncio.Queue()  # as many as tokens are asked for
         self._tickets: list[Ticket] = []
-        for ids in prompts:
+        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        for prompt in prompts:
             for index in range(asked.best_of):
-                at = len(self.choices)
-                self.choices.append(
-                    Choice(service.tokenizer, asked.config, ids, asked.echo, asked.logprobs is not None)
-                )
+                deliver = partial(self._deliver, len(self.choices))
+                request = EngineRequest(prompt.ids, asked.config, seed, index, asked.bias)
+                self.choices.append(Choice(service.tokenizer, asked.config, prompt, asked.echo))
                 self.deltas.append([])
-                engine = EngineRequest(ids, asked.config, seed, index, asked.bias)
-                self._tickets.append(Ticket(engine, partial(self._deliver, at)))
+                self._tickets.append(Ticket(request, deliver))
 
     def _deliver(self, at: int, update: Update) -> None:
         self._events.put_nowait((at, update))
 
-    @contextlib.asynccontextmanager
-    async def running(self, request: Request) -> AsyncIterator[AsyncIterator[tuple[int, Delta]]]:
-        """Generates. At the end, also an early one, what still runs is cancelled."""
-        service, pending = self.service, InFlight()
-        pending.wake = lambda: self._events.put_nowait(None)
-        service.pending.add(pending)
-        gone = asyncio.create_task(_gone(request, pending))
-        service.metrics.prompt_tokens.inc(sum(map(len, self.prompts)))
-        for ticket in self._tickets:
-            service.worker.add(ticket)
-        try:
-            yield self._run(pending)
-        finally:
-            gone.cancel()
-            service.pending.discard(pending)
-            for ticket, choice in zip(self._tickets, self.choices, strict=True):
-                if not choice.done:
-                    service.worker.cancel(ticket)
+    def begin(self, request: Request) -> None:
+        """Hands the texts in. Until `end`, what a client that goes away asked for is cancelled."""
+        self._started = time.monotonic()
+        self.service.pending.add(self)
+        self.service.metrics.prompt_tokens.inc(sum(len(prompt.ids) for prompt in self.prompts))
+        self.service.worker.add(self._tickets)
+        self._watch = asyncio.create_task(self._cancel_without_client(request))
 
-    async def _run(self, pending: InFlight) -> AsyncIterator[tuple[int, Delta]]:
-        began = time.monotonic()
+    def end(self) -> None:
+        """Cancels what still runs."""
+        self._watch.cancel()
+        self.service.pending.discard(self)
+        self.service.metrics.seconds.observe(time.monotonic() - self._started)
+        self._cancel()
+
+    def fail(self, error: ApiError) -> None:
+        """Makes an error the end of the answer."""
+        self._error = error
+        self._events.put_nowait(None)
+        self._cancel()
+
+    def _cancel(self) -> None:
+        running = [ticket for ticket, each in zip(self._tickets, self.choices, strict=True) if not each.done]
+        if running:
+            self.service.worker.cancel(running)
+
+    async def _cancel_without_client(self, request: Request) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.service.metrics.cancelled.inc()
+        self.fail(ApiError(499, "the client has gone"))
+
+    async def run(self) -> AsyncIterator[tuple[int, Delta]]:
+        """Yields what is added to choices, each with its number, until all have ended. Raises `ApiError` and
+        `UserError`."""
         left = len(self.choices)
         while left:
             event = await self._events.get()
-            if pending.failed is not None:
-                raise pending.failed
-            if event is None:
-                continue
+            if self._error is not None:
+                raise self._error
+            assert event is not None
             at, update = event
             choice = self.choices[at]
             if choice.done:
                 continue
-            if not pending.begun:
-                pending.begun = True
-                self.service.metrics.first_token.observe(time.monotonic() - began)
+            if not self.begun:
+                self.begun = True
+                self.service.metrics.first_token.observe(time.monotonic() - self._started)
             delta = choice.push(update)
             if delta.error is not None:
                 raise delta.error
             if delta.reason is not None:
                 left -= 1
                 if update.reason is None:  # at a stop text, which the engine does not know
-                    self.service.worker.cancel(self._tickets[at])
+                    self.service.worker.cancel([self._tickets[at]])
             if not self.asked.stream:
                 self.deltas[at].append(delta)
             yield at, delta
 
     def best(self) -> list[int]:
-        """The choices that are returned: of each prompt the n with the highest mean log-probability."""
+        """Returns the choices of the answer: of each prompt the n with the highest mean log-probability."""
         asked, found = self.asked, list[int]()
         for start in range(0, len(self.choices), asked.best_of):
             every = range(start, start + asked.best_of)
@@ -126,17 +132,10 @@ class Work:
         return found
 
     def usage(self) -> dict[str, int]:
-        """Counts of ids."""
-        prompt, generated = sum(map(len, self.prompts)), sum(choice.count for choice in self.choices)
+        """Returns counts of ids."""
+        prompt = sum(len(prompt.ids) for prompt in self.prompts)
+        generated = sum(choice.count for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
-
-
-async def _gone(request: Request, pending: InFlight) -> None:
-    """Waits until the client has gone."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    pending.failed = ApiError(499, "the client has gone")
-    pending.wake()
 
 
 class Form:
@@ -147,39 +146,43 @@ class Form:
     def __init__(self, service: Service) -> None:
         self.service = service
 
-    def _head(self, work: Work, kind: str) -> dict[str, Any]:
+    def _head(self, answer: Answer, kind: str) -> dict[str, Any]:
         return {
-            "id": f"{self.prefix}-{work.id}", "object": kind, "created": work.created, "model": self.service.name
+            "id": f"{self.prefix}-{answer.id}", "object": kind, "created": answer.created, "model": self.service.name
         }  # fmt: skip
 
-    def _choice(self, delta: Delta, asked: Generation, streamed: bool) -> dict[str, Any]:
+    def _choice(self, delta: Delta, asked: Generation) -> dict[str, Any]:
         raise NotImplementedError
 
-    def whole(self, work: Work) -> dict[str, Any]:
-        """The answer to a request that is no stream."""
+    def whole(self, answer: Answer) -> bytes:
+        """Returns an answer that is no stream. Choices are encoded one by one, since an encoder lets no other thread
+        run."""
         choices = []
-        for index, at in enumerate(work.best()):
-            deltas = work.deltas[at]
-            joined = Delta(
-                "".join(each.text for each in deltas), [token for each in deltas for token in each.tokens],
-                deltas[-1].reason,
-            )  # fmt: skip
-            choices.append({"index": index, **self._choice(joined, work.asked, False), "finish_reason": joined.reason})
-        return {**self._head(work, self.kind), "choices": choices, "usage": work.usage()}
+        for index, at in enumerate(answer.best()):
+            deltas = answer.deltas[at]
+            text = "".join(delta.text for delta in deltas)
+            joined = Delta(text, [token for delta in deltas for token in delta.tokens], deltas[-1].reason)
+            choices.append(
+                to_json({"index": index, **self._choice(joined, answer.asked), "finish_reason": joined.reason})
+            )
+        head = to_json({**self._head(answer, self.kind), "usage": answer.usage()})
+        return head[:-1] + b', "choices": [' + b", ".join(choices) + b"]}"
 
-    def first(self, work: Work) -> list[dict[str, Any]]:
-        """Chunks before any text."""
+    def first(self, answer: Answer) -> list[dict[str, Any]]:
+        """Returns chunks before any text."""
         return []
 
-    def chunk(self, work: Work, index: int, delta: Delta) -> dict[str, Any]:
-        """A chunk of a stream."""
-        choice = {"index": index, **self._choice(delta, work.asked, True), "finish_reason": delta.reason}
-        usage = {"usage": None} if work.asked.include_usage else {}
-        return {**self._head(work, self.chunk_kind), "choices": [choice], **usage}
+    def chunk(self, answer: Answer, index: int, delta: Delta) -> dict[str, Any]:
+        """Returns a chunk of a stream."""
+        choice = {"index": index, **self._choice(delta, answer.asked), "finish_reason": delta.reason}
+        return {**self._chunk_head(answer), "choices": [choice]}
 
-    def usage_chunk(self, work: Work) -> dict[str, Any]:
-        """The last chunk, where counts were asked for."""
-        return {**self._head(work, self.chunk_kind), "choices": [], "usage": work.usage()}
+    def _chunk_head(self, answer: Answer) -> dict[str, Any]:
+        return self._head(answer, self.chunk_kind) | ({"usage": None} if answer.asked.include_usage else {})
+
+    def usage_chunk(self, answer: Answer) -> dict[str, Any]:
+        """Returns the last chunk, where counts were asked for."""
+        return {**self._head(answer, self.chunk_kind), "choices": [], "usage": answer.usage()}
 
 
 class CompletionForm(Form):
@@ -188,10 +191,12 @@ class CompletionForm(Form):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def _choice(self, delta: Delta, asked: Generation, streamed: bool) -> dict[str, Any]:
+    def _choice(self, delta: Delta, asked: Generation) -> dict[str, Any]:
         logprobs = None
-        if asked.logprobs is not None:
+        if asked.config.logprobs is not None:
             logprobs = completion_logprobs(self.service.tokenizer, delta.tokens)
+            if asked.token_details:  # as /v1/chat/completions has them: ids and bytes, which texts may not tell apart
+                logprobs["content"] = chat_logprobs(self.service.tokenizer, delta.tokens)["content"]
         return {"text": delta.text, "logprobs": logprobs}
 
 
@@ -200,19 +205,54 @@ class ChatForm(Form):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def _choice(self, delta: Delta, asked: Generation, streamed: bool) -> dict[str, Any]:
-        logprobs = None if asked.logprobs is None else chat_logprobs(self.service.tokenizer, delta.tokens)
-        message = {"content": delta.text} if streamed else {"role": "assistant", "content": delta.text, "refusal": None}
-        return {"delta" if streamed else "message": message, "logprobs": logprobs}
+    def _choice(self, delta: Delta, asked: Generation) -> dict[str, Any]:
+        logprobs = None if asked.config.logprobs is None else chat_logprobs(self.service.tokenizer, delta.tokens)
+        if asked.stream:
+            return {"delta": {"content": delta.text}, "logprobs": logprobs}
+        return {"message": {"role": "assistant", "content": delta.text, "refusal": None}, "logprobs": logprobs}
 
-    def first(self, work: Work) -> list[dict[str, Any]]:
-        """Chunks before any text: whose turn it is."""
-        usage = {"usage": None} if work.asked.include_usage else {}
-        return [
-            {
-                **self._head(work, self.chunk_kind), **usage,
-                "choices": [{"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
-                             "finish_reason": None}],
-            }
-            for index in range(len(work.choices))
-        ]  # fmt: skip
+    def first(self, answer: Answer) -> list[dict[str, Any]]:
+        """Returns a chunk for each choice that says whose turn it is."""
+        role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        head = self._chunk_head(answer)
+        return [{**head, "choices": [{"index": index, **role}]} for index in range(len(answer.choices))]
+
+
+class Stream(Response):
+    """An answer as server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer, form: Form) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self.answer, self.form = answer, form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends chunks as the answer grows; an error is the last one."""
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for values in self._chunks():
+                event = b"data: " + to_json(values) + b"\n\n"
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        except (ApiError, UserError) as error:
+            event = b"data: " + to_json(ApiError.of(error).body()) + b"\n\n"
+            await send({"type": "http.response.body", "body": event})
+        finally:
+            self.answer.end()
+
+    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
+        answer, form = self.answer, self.form
+        for first in form.first(answer):
+            yield first
+        async for index, delta in answer.run():
+            if delta.text or delta.tokens or delta.reason:
+                yield form.chunk(answer, index, delta)
+        if answer.asked.include_usage:
+            yield form.usage_chunk(answer)
+
+
+def to_json(values: Any) -> bytes:
+    """Returns JSON in UTF-8."""
+    return json.dumps(values, ensure_ascii=False, allow_nan=False).encode()

@@ -1,39 +1,44 @@
 """The routes of the server: OpenAI's API, a tokenizer, health, metrics, and a page."""
 
 import asyncio
+import base64
+import hashlib
 import hmac
-import json
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gpt.errors import UserError
-from gpt.serve.answers import ChatForm, CompletionForm, Form, Service, Work
+from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream
 from gpt.serve.guard import Guard, error_response
-from gpt.serve.protocol import ApiError, Generation, read_chat, read_completion, read_json
+from gpt.serve.protocol import ApiError, Generation, clean, read_chat, read_completion, read_json
+from gpt.serve.texts import Prompt, read_prompt
 from gpt.text import chat
 
 LARGEST_BODY = 4 * 2**20
+SMALL_BODY = 2**16  # taken however many others are being read
+MOST_READING = 64 * LARGEST_BODY  # bytes of bodies that are being read
 BODY_SECONDS = 30.0
 MOST_TEXTS = 1024  # of a request: prompts times choices
-_OPEN = ("/health", "/", "/v1/models", "/models")  # need no key
+MOST_FIGURES = 2**21  # of a request: tokens, and log-probabilities of each
+_OPEN = ("/", "/health", "/models", "/models/{id:path}")  # need no key
 
 
 class Server:
     """The ASGI application, with the requests that it is answering."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def __init__(self, service: Service, note: Callable[[str], None] = lambda text: None) -> None:
+        self.service, self.note = service, note
         self.stopping = False
+        self._reading = 0  # bytes of bodies that have not come to their end
         routes = [
             Route(f"{prefix}{path}", partial(self._answer, path, handler), methods=[method])
             for method, path, handler in (
@@ -60,39 +65,31 @@ class Server:
 
     def give_up(self) -> None:
         """Ends the requests that are being answered with an error."""
-        for each in self.service.pending:
-            each.failed = ApiError(503, "the server is stopping", code="stopping")
-            each.wake()
+        for answer in list(self.service.pending):
+            answer.fail(_stopping())
 
     async def _answer(
         self, route: str, handler: Callable[[Request], Awaitable[Response]], request: Request
     ) -> Response:
-        began, status = time.monotonic(), 500
         try:
-            self._check_key(request)
+            if route not in _OPEN:
+                self._check_key(request)
             response = await handler(request)
-        except ApiError as error:
-            response = error_response(error)
-        except UserError as error:
-            hint = f" ({error.hint})" if error.hint else ""
-            response = error_response(ApiError(400 if error.exit_code == 2 else 500, error.message + hint))
         except ClientDisconnect:
             self.service.metrics.cancelled.inc()
             response = Response(status_code=499)
-        status = response.status_code
-        self.service.metrics.requests.labels(route, str(status)).inc()
-        self.service.metrics.seconds.observe(time.monotonic() - began)
+        except Exception as error:
+            if not isinstance(error, (ApiError, UserError)):
+                self.note(f"{route}: a fault in gpt itself: {type(error).__name__}: {error}")
+            response = error_response(ApiError.of(error))
+        self.service.metrics.requests.labels(route, str(response.status_code)).inc()
         return response
 
     def _check_key(self, request: Request) -> None:
         key = self.service.config.api_key
-        path = request.url.path.rstrip("/") or "/"
-        if key is None or path in _OPEN or path.startswith(("/v1/models/", "/models/")):
-            return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(
-            given.strip().encode("utf-8", "replace"), key.encode()
-        ):
+        right = key is None or hmac.compare_digest(given.strip().encode(), key.encode())
+        if not right or (key is not None and scheme.lower() != "bearer"):
             raise ApiError(
                 401, "the key is missing or wrong: send it as Authorization: Bearer KEY", code="invalid_api_key"
             )
@@ -106,11 +103,16 @@ class Server:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in request.stream():
                     body += part
+                    self._reading += len(part)
                     if len(body) > LARGEST_BODY:
                         raise ApiError(413, f"the body has more than {LARGEST_BODY:,} bytes")
+                    if self._reading > MOST_READING and len(body) > SMALL_BODY:
+                        raise _come_later("too many large bodies come at once")
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s") from None
-        return read_json(bytes(body))
+        finally:
+            self._reading -= len(body)
+        return await asyncio.to_thread(read_json, bytes(body))
 
     # Small routes
 
@@ -135,7 +137,9 @@ class Server:
 
     async def _health(self, request: Request) -> Response:
         if self.stopping:
-            raise ApiError(503, "the server is stopping", code="stopping")
+            raise _stopping()
+        if self.service.worker.failure is not None:
+            raise self.service.worker.failure
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
@@ -143,23 +147,25 @@ class Server:
         return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _tokenize(self, request: Request) -> Response:
-        values = await self._json(request)
-        text = values.get("prompt", values.get("content", values.get("text")))
+        text = (values := await self._json(request)).get("prompt")
         if not isinstance(text, str):
             raise ApiError(400, "prompt must be a text", "prompt")
-        specials = values.get("add_special_tokens", True)
-        tokenizer = self.service.tokenizer
-        ids = tokenizer.encode(text, specials=bool(tokenizer.files)).tolist()
-        if specials and tokenizer.bos is not None:
-            ids = [tokenizer.bos, *ids]
+        ids = await asyncio.to_thread(self._ids_of, clean(text), values.get("add_special_tokens") is not False)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.service.block_size})
 
+    def _ids_of(self, text: str, opened: bool) -> list[int]:
+        """Returns the ids of a text. A special token by itself has its id, by which clients learn it."""
+        tokenizer = self.service.tokenizer
+        if text in tokenizer.all_specials:
+            return [tokenizer.all_specials[text]]
+        ids: list[int] = tokenizer.encode(text, specials=bool(tokenizer.files)).tolist()
+        return [tokenizer.bos, *ids] if opened and tokenizer.bos is not None else ids
+
     async def _detokenize(self, request: Request) -> Response:
-        ids = (await self._json(request)).get("tokens")
-        if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < self.service.vocab_size for id in ids):
-            raise ApiError(400, f"tokens must be a list of ids below {self.service.vocab_size:,}", "tokens")
-        text = self.service.tokenizer.decode(ids)
-        return JSONResponse({"prompt": text, "text": text})
+        ids, size = (await self._json(request)).get("tokens"), self.service.tokenizer.vocab_size
+        if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < size for id in ids):
+            raise ApiError(400, f"tokens must be a list of ids below {size:,}", "tokens")
+        return JSONResponse({"prompt": await asyncio.to_thread(self.service.tokenizer.decode, ids)})
 
     async def _tokenizer_info(self, request: Request) -> Response:
         tokenizer = self.service.tokenizer
@@ -172,93 +178,98 @@ class Server:
         })  # fmt: skip
 
     async def _page(self, request: Request) -> Response:
-        return HTMLResponse(page(), headers={"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer"})
+        text, policy = page()
+        return HTMLResponse(text, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
 
     # Texts
 
     async def _completions(self, request: Request) -> Response:
+        self._check_room()
         values = await self._json(request)
-        asked = read_completion(values, self.service.config.limit_tokens)
+        asked = await asyncio.to_thread(read_completion, values, self.service.config.limit_tokens)
         self._check_model(values)
-        prompts = [self._ids(prompt) for prompt in asked.prompts]
+        prompts = await asyncio.to_thread(lambda: [self._prompt(prompt) for prompt in asked.prompts])
         return await self._generate(request, prompts, asked.generation, CompletionForm(self.service))
 
     async def _chat(self, request: Request) -> Response:
+        self._check_room()
         values = await self._json(request)
-        config = self.service.config
-        asked = read_chat(values, config.limit_tokens, config.limit_tokens)
+        limit, tokenizer = self.service.config.limit_tokens, self.service.tokenizer
+        asked = read_chat(values, limit)
         self._check_model(values)
-        tokenizer = self.service.tokenizer
         text = await asyncio.to_thread(chat.render, tokenizer, asked.messages)
-        ids = tokenizer.encode(text, specials=True).tolist()
-        if "max_tokens" not in values and "max_completion_tokens" not in values:
-            most = max(1, min(config.limit_tokens, self.service.block_size - len(ids)))
-            generation = replace(asked.generation, config=replace(asked.generation.config, max_tokens=most))
-            asked = replace(asked, generation=generation)
-        return await self._generate(request, [self._ids(ids)], asked.generation, ChatForm(self.service))
+        ids = await asyncio.to_thread(lambda: tokenizer.encode(text, specials=True).tolist())
+        prompt, generation = self._prompt(ids), asked.generation
+        if generation.open_ended:
+            most = max(1, min(limit, self.service.block_size - len(ids)))
+            generation = replace(generation, config=replace(generation.config, max_tokens=most))
+        return await self._generate(request, [prompt], generation, ChatForm(self.service))
 
     def _check_model(self, values: dict[str, Any]) -> None:
         name = values.get("model")
         if name is not None and name != self.service.name:
-            raise self._no_model(str(name))
+            raise self._no_model(clean(str(name)))
 
-    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
-        ids = self.service.tokenizer.prompt(prompt) if isinstance(prompt, str) else list(prompt)
-        limit = self.service.config.limit_tokens
-        if not all(0 <= id < self.service.vocab_size for id in ids):
-            raise ApiError(400, f"the prompt has an id that is not below {self.service.vocab_size:,}", "prompt")
-        if len(ids) > limit:
-            raise ApiError(
-                400, f"the prompt has {len(ids):,} tokens; {limit:,} are the most", "prompt", "context_length_exceeded"
-            )
-        return ids
+    def _prompt(self, given: str | Sequence[int]) -> Prompt:
+        limit, size = self.service.config.limit_tokens, self.service.tokenizer.vocab_size
+        prompt = read_prompt(self.service.tokenizer, given)
+        if not all(0 <= id < size for id in prompt.ids):
+            raise ApiError(400, f"prompt has an id that is not below {size:,}", "prompt")
+        if len(prompt.ids) > limit:
+            raise _too_long(f"prompt has {len(prompt.ids):,} tokens; {limit:,} are the most")
+        return prompt
 
-    async def _generate(self, request: Request, prompts: list[list[int]], asked: Generation, form: Form) -> Response:
-        if len(prompts) * asked.best_of > MOST_TEXTS:
-            raise ApiError(
-                400, f"{len(prompts) * asked.best_of:,} texts are asked for; {MOST_TEXTS:,} are the most", "n"
-            )
-        if any(id >= self.service.vocab_size for id, _ in asked.bias):
-            raise ApiError(400, f"logit_bias has an id that is not below {self.service.vocab_size:,}", "logit_bias")
+    def _check_room(self) -> None:
+        """Raises `ApiError` where no further request is taken."""
         if self.stopping:
-            raise ApiError(503, "the server is stopping", code="stopping")
-        config = self.service.config
-        if (
-            sum(not each.begun for each in self.service.pending) >= config.queue
-            and len(self.service.pending) >= self.service.worker.rows
-        ):
-            raise ApiError(429, "too many requests wait; come again in a moment", code="queue_full")
-        work = Work(self.service, prompts, asked)
-        if not asked.stream:
-            async with work.running(request) as deltas:
-                async for _ in deltas:
-                    pass
-            return JSONResponse(form.whole(work))
-        return StreamingResponse(
-            self._events(request, work, form),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
-        )
+            raise _stopping()
+        if len(self.service.pending) >= self.service.worker.rows + self.service.config.queue:
+            raise _come_later("too many requests wait")
 
-    async def _events(self, request: Request, work: Work, form: Form) -> AsyncIterator[bytes]:
+    async def _generate(self, request: Request, prompts: list[Prompt], asked: Generation, form: Form) -> Response:
+        self._check_size(prompts, asked)
+        self._check_room()
+        answer = Answer(self.service, prompts, asked)
+        answer.begin(request)
+        if asked.stream:
+            return Stream(answer, form)
         try:
-            async with work.running(request) as deltas:
-                for first in form.first(work):
-                    yield _event(first)
-                async for index, delta in deltas:
-                    if delta.text or delta.tokens or delta.reason:
-                        yield _event(form.chunk(work, index, delta))
-            if work.asked.include_usage:
-                yield _event(form.usage_chunk(work))
-            yield b"data: [DONE]\n\n"
-        except ApiError as error:
-            yield _event(error.body())
-        except UserError as error:
-            yield _event(ApiError(500, error.message).body())
+            async for _ in answer.run():
+                pass
+            return Response(await asyncio.to_thread(form.whole, answer), media_type="application/json")
+        finally:
+            answer.end()
+
+    def _check_size(self, prompts: list[Prompt], asked: Generation) -> None:
+        config, size, block_size = asked.config, self.service.tokenizer.vocab_size, self.service.block_size
+        if any(id >= size for id, _ in asked.bias):
+            raise ApiError(400, f"logit_bias has an id that is not below {size:,}", "logit_bias")
+        longest = max(len(prompt.ids) for prompt in prompts)
+        if config.echo_logprobs and longest > block_size:
+            raise _too_long(
+                f"prompt has {longest:,} tokens, and the model sees {block_size:,}: it has no log-probabilities of more"
+            )
+        texts = len(prompts) * asked.best_of
+        if texts > MOST_TEXTS:
+            raise ApiError(400, f"n: {texts:,} texts are asked for; {MOST_TEXTS:,} are the most", "n")
+        tokens = texts * (config.max_tokens + (longest if asked.echo else 0))
+        if tokens * (1 + (config.logprobs or 0)) > MOST_FIGURES:
+            raise ApiError(
+                400, f"max_tokens: {texts:,} texts may become {tokens:,} tokens, with log-probabilities more than "
+                f"{MOST_FIGURES:,} figures; ask for less at once", "max_tokens",
+            )  # fmt: skip
 
 
-def _event(values: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(values, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n\n"
+def _stopping() -> ApiError:
+    return ApiError(503, "the server is stopping", code="stopping")
+
+
+def _come_later(why: str) -> ApiError:
+    return ApiError(429, f"{why}; come again in a moment", code="queue_full")
+
+
+def _too_long(message: str) -> ApiError:
+    return ApiError(400, message, "prompt", "context_length_exceeded")
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
@@ -269,16 +280,18 @@ async def _not_allowed(request: Request, error: Exception) -> Response:
     return error_response(ApiError(405, f"{request.url.path:.200} does not take {request.method:.20}"))
 
 
-_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
-    "frame-ancestors 'none'"
-)
-
-
-def page() -> str:
-    """The page on which people try the model: style and script are in it."""
+@cache
+def page() -> tuple[str, str]:
+    """Returns the page on which people try the model, style and script in it, and the policy under which browsers show
+    it: nothing but these is obeyed, and nobody but this server is asked."""
     folder = files("gpt.serve") / "page"
     text = (folder / "page.html").read_text(encoding="utf-8")
     for name in ("page.css", "page.js"):
         text = text.replace(f"/* {name} */", (folder / name).read_text(encoding="utf-8"))
-    return text
+    policy = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
+    policy += "; frame-ancestors 'none'"
+    for tag in ("style", "script"):
+        inner = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+        digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+        policy += f"; {tag}-src 'sha256-{digest}'"
+    return text, policy

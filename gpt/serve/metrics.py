@@ -34,5 +34,5 @@ class ServerMetrics:
         self.cached.set(sum(map(len, engine.context.ids)))
 
     def text(self) -> bytes:
-        """The text that Prometheus reads."""
+        """Returns the text that Prometheus reads."""
         return generate_latest(self.registry)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
 
 MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, MOST_PROMPTS, MOST_BIASES = 128, 20, 16, 128, 1024
+LONGEST_STOP = 1000  # characters
 _SEEDS = 2**63
 
 
@@ -20,9 +22,21 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
+    @staticmethod
+    def of(error: Exception) -> "ApiError":
+        """Returns any error as an answer."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, UserError):
+            hint = f" ({error.hint})" if error.hint else ""
+            return ApiError(400 if error.exit_code == 2 else 500, error.message + hint)
+        return ApiError(500, f"a fault in gpt itself: {type(error).__name__}: {error!s:.200}")
+
     def body(self) -> dict[str, Any]:
-        """The object that clients read."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        """Returns the object that clients read."""
+        kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
+        if self.status >= 500:
+            kind = "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -42,7 +56,8 @@ class Generation:
     stream: bool
     include_usage: bool
     echo: bool
-    logprobs: int | None  # of each token so many alternatives; None: no log-probabilities at all
+    open_ended: bool  # whether it does not say how many tokens it wants
+    token_details: bool = False  # of completions: the ids and bytes of tokens and alternatives beside their texts
 
 
 @dataclass(frozen=True)
@@ -62,7 +77,7 @@ class Chat:
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """The object in a request's body. Raises `ApiError`."""
+    """Returns the object in a request's body. Raises `ApiError`."""
 
     def no_number(word: str) -> float:
         raise ValueError(f"{word} is no number of JSON")
@@ -110,14 +125,16 @@ class _Fields:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else f"{text[:80]}…"
+    """A value of JSON, shortened."""
+    scalar = value is None or isinstance(value, (bool, int, float, str))
+    return json.dumps(value if not isinstance(value, str) else value[:80])[:80] if scalar else reprlib.repr(value)
 
 
 _NEITHER = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
-    "web_search_options": (), "reasoning_effort": ("none",), "verbosity": ("medium",),
+    "web_search_options": (), "reasoning_effort": ("none",), "verbosity": ("medium",), "store": (False,),
+    "metadata": ({},), "service_tier": ("auto", "default"),
 }  # fmt: skip
 _NO_COMPLETION = {"suffix": ("",), **_NEITHER}
 _NO_CHAT = {"suffix": ("",), "echo": (False,), "best_of": (1,), **_NEITHER}
@@ -139,13 +156,11 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
     else:
         logprobs = fields.count("logprobs", 0, 0, MOST_LOGPROBS) if "logprobs" in fields.values else None
     names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
-    given = next((name for name in names if name in fields.values), names[-1])
-    temperature = fields.number("temperature", 1.0, 0, 100)
+    given = next((name for name in names if name in fields.values), None)
     top_p = fields.number("top_p", 1.0, 0, 1)
     try:
         config = SampleConfig(
-            temperature=temperature,
-            greedy=temperature == 0,
+            temperature=fields.number("temperature", 1.0, 0, 100),
             top_p=0.0 if top_p == 1 else max(top_p, 1e-9),
             top_k=max(0, fields.count("top_k", 0, -1, 2**31)),
             min_p=fields.number("min_p", 0.0, 0, 1),
@@ -153,7 +168,7 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
             presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
             frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
             no_repeat_ngram=fields.count("no_repeat_ngram", 0, 0, limit),
-            max_tokens=fields.count(given, most, 0, limit),
+            max_tokens=fields.count(given or "max_tokens", most, 0, limit),
             min_tokens=fields.count("min_tokens", 0, 0, limit),
             ignore_eot=fields.flag("ignore_eos"),
             stop=_stops(fields.values.get("stop", [])),
@@ -174,7 +189,8 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
         stream=stream,
         include_usage=stream and bool(options.get("include_usage")),
         echo=echo,
-        logprobs=logprobs,
+        open_ended=given is None,
+        token_details=not chat and fields.flag("token_details"),
     )
 
 
@@ -182,13 +198,13 @@ def _stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
         raise _wrong("stop", f"is {_shown(value)}; it must be a text or a list of texts, none of them empty")
-    if len(stops) > MOST_STOPS:
-        raise _wrong("stop", f"has {len(stops)} texts; {MOST_STOPS} are the most")
-    return tuple(map(_text, stops))
+    if len(stops) > MOST_STOPS or any(len(each) > LONGEST_STOP for each in stops):
+        raise _wrong("stop", f"has {len(stops)} texts; {MOST_STOPS} are the most, of {LONGEST_STOP:,} characters each")
+    return tuple(map(clean, stops))
 
 
-def _text(value: str) -> str:
-    """A text of JSON, in which half of a surrogate pair may stand alone; it becomes U+FFFD."""
+def clean(value: str) -> str:
+    """Returns a text of JSON, in which half of a surrogate pair may stand alone, with U+FFFD in its place."""
     return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -227,7 +243,7 @@ def _prompts(value: Any) -> list[str | Sequence[int]]:
     for each in value:
         if not (isinstance(each, str) or (isinstance(each, list) and each and _are_ids(each))):
             raise _wrong("prompt", f"has {_shown(each)}, which is no text and no list of ids")
-        prompts.append(_text(each) if isinstance(each, str) else each)
+        prompts.append(clean(each) if isinstance(each, str) else each)
     return prompts
 
 
@@ -235,9 +251,8 @@ def _are_ids(values: list[Any]) -> bool:
     return all(type(each) is int for each in values)
 
 
-def read_chat(values: Mapping[str, Any], limit: int, most: int) -> Chat:
-    """Reads a request of ``/v1/chat/completions``; ``most``: the tokens of an answer where it does not say. Raises
-    `ApiError`."""
+def read_chat(values: Mapping[str, Any], limit: int) -> Chat:
+    """Reads a request of ``/v1/chat/completions``. ``limit``: tokens that it may ask for. Raises `ApiError`."""
     fields = _Fields(values)
     fields.refuse(_NO_CHAT)
     messages = fields.values.get("messages")
@@ -253,5 +268,5 @@ def read_chat(values: Mapping[str, Any], limit: int, most: int) -> Chat:
             content = None if None in parts else "".join(map(str, parts))
         if not isinstance(role, str) or not isinstance(content, str):
             raise _wrong("messages", f"has {_shown(message)}; a message has a role and a content, which are texts")
-        found.append({"role": _text(role), "content": _text(content)})
-    return Chat(found, _generation(fields, limit, min(most, limit), chat=True))
+        found.append({"role": clean(role), "content": clean(content)})
+    return Chat(found, _generation(fields, limit, limit, chat=True))

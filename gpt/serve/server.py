@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import signal
 import socket
 import time
@@ -24,24 +25,61 @@ from gpt.serve.metrics import ServerMetrics
 from gpt.serve.worker import Worker
 from gpt.serve_config import ServeConfig
 from gpt.text.tokenizer import Tokenizer
+from gpt.words import counted
 
-IDLE_SECONDS = 30  # that a connection may take to send a request's head, and be idle after one
+IDLE_SECONDS = 30  # that a connection may take for a request's head, or be idle between two
+STALLED_SECONDS = 60  # that a client may take to read what lies in its connection
+MOST_CONNECTIONS = 16_384
+SPARE_FILES = 100  # open files that are left for others than connections
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed when no whole request head comes in time."""
+    """A connection that is closed when no request's head comes in time, or nobody reads the answer."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._deadline = self.loop.call_later(IDLE_SECONDS, self._late)
+        self._seen: object = None  # the request of `_watch` before
+        self._stalled: asyncio.TimerHandle | None = None
+        self._timer = self.loop.call_later(IDLE_SECONDS, self._watch)
+        if len(self.connections) > most_connections():
+            idle = [each for each in self.connections if isinstance(each, _Connection) and each.idle]
+            min(idle, key=lambda each: each._timer.when()).transport.abort()
 
-    def _late(self) -> None:
-        if not hasattr(self.cycle, "response_complete"):  # no request has come: it is None then
-            self.transport.close()
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _watch(self) -> None:
+        if self.idle and self.cycle is self._seen:
+            self.transport.abort()
+        self._seen = self.cycle
+        self._timer = self.loop.call_later(IDLE_SECONDS, self._watch)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(STALLED_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._deadline.cancel()
+        self._timer.cancel()
+        self.resume_writing()
         super().connection_lost(error)
+
+
+@functools.cache
+def most_connections() -> int:
+    """Returns how many connections there may be; past them the longest idle one is closed."""
+    with contextlib.suppress(ImportError):  # Windows
+        import resource
+
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return min(MOST_CONNECTIONS, max(1, files - SPARE_FILES))
+    return MOST_CONNECTIONS
 
 
 class _Uvicorn(uvicorn.Server):
@@ -62,7 +100,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def rows_for(model: GPT, compute: Compute, config: ServeConfig) -> int:
-    """Texts at once: as many as were asked for, or as the device has memory for."""
+    """Returns the number of texts at once: as many as were asked for, or as the device has memory for."""
     row = cache_bytes(model.config, model.config.block_size, compute.dtype.itemsize)
     left = max(0, compute.memory() - weight_bytes(model, compute))
     fitting = int(min(CACHE_SHARE * compute.memory(), left) / row)
@@ -92,62 +130,69 @@ def serve(
 ) -> None:
     """Serves a model that was loaded for sampling, until a signal comes; ``ready`` is told the address once requests
     are answered. Raises `UserError` where the address or the memory cannot be had, `Interrupted` at the end."""
-    sock = listen(config)
-    with contextlib.closing(sock):
-        rows, metrics = rows_for(model, compute, config), ServerMetrics()
-        worker = Worker(lambda: Context(model, compute, rows, vocab_size=tokenizer.vocab_size), tokenizer.ends, metrics)
-        service = Service(
-            name, tokenizer, model.config.vocab_size, model.config.block_size, worker, config, metrics, int(time.time())
-        )
+    try:
+        context = Context(model, compute, rows_for(model, compute, config), vocab_size=tokenizer.vocab_size)
+    except UserError as error:
+        raise UserError(error.message, "take a smaller --max-batch") from None
+    metrics = ServerMetrics()
+    worker = Worker(context, tokenizer.ends, metrics)
+    service = Service(name, tokenizer, model.config.block_size, worker, config, metrics, int(time.time()))
+    with contextlib.closing(listen(config)) as sock:
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"http://{host}:{sock.getsockname()[1]}"
-        signum = asyncio.run(_serve(Server(service), sock, lambda: ready(address), note))
+        signum = asyncio.run(_serve(Server(service, note), sock, lambda: ready(address), note))
     raise Interrupted(signum, "the server has stopped")
 
 
-async def _serve(server: Server, sock: socket.socket, ready: Callable[[], None], note: Callable[[str], None]) -> int:
-    service = server.service
+def http_server(server: Server, ready: Callable[[], None]) -> uvicorn.Server:
+    """Returns the server of HTTP, which calls ``ready`` once requests are answered."""
     settings = uvicorn.Config(
-        server.app, http=_Connection, ws="none", lifespan="off", log_config=None, access_log=False,
-        server_header=False, timeout_keep_alive=IDLE_SECONDS, backlog=2048, timeout_graceful_shutdown=2,
+        server.app, http=_Connection, ws="none", lifespan="off", log_config=None, log_level="critical",
+        access_log=False, server_header=False, timeout_keep_alive=IDLE_SECONDS, backlog=2048,
+        timeout_graceful_shutdown=2,
     )  # fmt: skip
-    http = _Uvicorn(settings, ready)
-    loop = asyncio.get_running_loop()
+    return _Uvicorn(settings, ready)
+
+
+async def _serve(server: Server, sock: socket.socket, ready: Callable[[], None], note: Callable[[str], None]) -> int:
+    worker, loop = server.service.worker, asyncio.get_running_loop()
+    http = http_server(server, ready)
     came: list[int] = []
+    ending: list[asyncio.Task[None]] = []
+
+    def end() -> None:
+        """Answers a signal: the first lets running requests go on for a while, the second does not."""
+        if len(came) > 1:
+            server.give_up()
+            http.should_exit = http.force_exit = True
+            return
+        ending.append(asyncio.create_task(_finish(server, http, note)))
 
     def on_signal(signum: int, *_: object) -> None:
         came.append(signum)
-        loop.call_soon_threadsafe(_end, server, http, came, note)
+        loop.call_soon_threadsafe(end)
 
     before = {each: signal.signal(each, on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
-    service.worker.start(loop)
+    worker.start(loop)
     try:
         await http.serve(sockets=[sock])
     finally:
-        service.worker.stop()
+        worker.stop()
         for signum, handler in before.items():
             signal.signal(signum, handler)
     return came[0] if came else signal.SIGTERM
 
 
-def _end(server: Server, http: uvicorn.Server, came: list[int], note: Callable[[str], None]) -> None:
-    """Answers a signal: the first lets running requests go on for a while, the second does not."""
-    if len(came) > 1:
-        server.give_up()
-        http.should_exit = http.force_exit = True
-        return
+async def _finish(server: Server, http: uvicorn.Server, note: Callable[[str], None]) -> None:
+    """Stops the server once its requests have ended, which get an error when their time is over."""
+    pending, grace = server.service.pending, server.service.config.grace
     server.stop()
-    grace = server.service.config.grace
-    if server.service.pending:
-        note(f"{len(server.service.pending)} requests have {grace:g} s to end; Ctrl-C again ends them at once")
-    asyncio.get_running_loop().create_task(_finish(server, http, grace))
-
-
-async def _finish(server: Server, http: uvicorn.Server, grace: float) -> None:
+    if pending:
+        note(f"{counted(len(pending), 'request')} may run for {grace:g} s more; Ctrl-C again ends at once")
     end = time.monotonic() + grace
-    while server.service.pending and time.monotonic() < end:
+    while pending and time.monotonic() < end:
         await asyncio.sleep(0.02)
     server.give_up()
-    while server.service.pending and time.monotonic() < end + 1:
+    while pending and time.monotonic() < end + 1:
         await asyncio.sleep(0.02)
     http.should_exit = True

@@ -13,6 +13,23 @@ from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import Tokenizer
 
 _REASONS = {"eot": "stop", "stop": "stop", "length": "length"}
+_LEAST = -9999.0  # in the place of a log-probability of minus infinity, which JSON does not have
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The ids that a text is generated after. The first ``hidden`` ones begin a text and are no part of it."""
+
+    ids: Sequence[int]
+    hidden: int
+
+
+def read_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> Prompt:
+    """Returns the prompt that a client gave as text or as ids."""
+    if not isinstance(prompt, str):
+        return Prompt(prompt, int(prompt[0] == tokenizer.bos))
+    ids = tokenizer.prompt(prompt)
+    return Prompt(ids, int(tokenizer.bos is not None or not prompt))
 
 
 @dataclass
@@ -28,10 +45,8 @@ class Delta:
 class Choice:
     """One text, from its engine updates. With ``echo`` it begins with its prompt."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, config: SampleConfig, prompt: Sequence[int], echo: bool, logprobs: bool
-    ) -> None:
-        self.tokenizer, self.config, self.prompt, self.echo, self.logprobs = tokenizer, config, prompt, echo, logprobs
+    def __init__(self, tokenizer: Tokenizer, config: SampleConfig, prompt: Prompt, echo: bool) -> None:
+        self.tokenizer, self.config, self.prompt, self.echo = tokenizer, config, prompt, echo
         self.count = 0  # tokens that were generated
         self.logprob = 0.0  # their sum
         self.done = False
@@ -42,15 +57,16 @@ class Choice:
     def push(self, update: Update) -> Delta:
         """Takes an update and returns what it adds."""
         delta = Delta(error=update.error)
-        if not self._begun and update.error is None:
-            self._begin(update, delta)
+        if self.echo and not self._begun and update.error is None:
+            self._add_prompt(update, delta)
+        self._begun = True
         for token in update.tokens:
             if self._stream.stopped:
                 break
             self.count += 1
             self.logprob += token.logprob or 0.0
             ends = token.id in self.tokenizer.ends and not self.config.ignore_eot
-            if self.logprobs:
+            if self.config.logprobs is not None:
                 delta.tokens.append((token, self._offsets.take(token.id, shown=not ends)))
             if not ends:
                 delta.text += self._stream.push(token.id)
@@ -61,20 +77,21 @@ class Choice:
         self.done = reason is not None or update.error is not None
         return delta
 
-    def _begin(self, update: Update, delta: Delta) -> None:
-        self._begun = True
-        if self.echo:
-            delta.text += text_of(self.tokenizer, self.prompt)
-            tokens = update.prompt or [Token(id, None) for id in self.prompt]
-            if self.logprobs:
-                delta.tokens += [
-                    (token, self._offsets.take(token.id, token.id != self.tokenizer.bos)) for token in tokens
-                ]
+    def _add_prompt(self, update: Update, delta: Delta) -> None:
+        hidden = self.prompt.hidden
+        delta.text = text_of(self.tokenizer, self.prompt)
+        if self.config.logprobs is not None:
+            tokens = update.prompt or [Token(id, None) for id in self.prompt.ids]
+            if self.tokenizer.backend.adds_space:
+                self._offsets.begin(-1)  # a space was put before the text, which is no part of it
+            delta.tokens = [(token, self._offsets.take(token.id, at >= hidden)) for at, token in enumerate(tokens)]
+            self._offsets.begin(len(delta.text))
 
 
-def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of a prompt's ids, without what begins it."""
-    return tokenizer.document_bytes(ids).decode("utf-8", "replace")
+def text_of(tokenizer: Tokenizer, prompt: Prompt) -> str:
+    """Returns the text of a prompt, without what begins it."""
+    data = tokenizer.decode_bytes(prompt.ids[prompt.hidden :])
+    return data.removeprefix(b" " if tokenizer.backend.adds_space else b"").decode("utf-8", "replace")
 
 
 class _Offsets:
@@ -82,11 +99,16 @@ class _Offsets:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self.begin(0)
+
+    def begin(self, length: int) -> None:
+        """Continues after ``length`` characters of the text."""
+        self._length = length
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._length = 0
 
     def take(self, id: int, shown: bool) -> int:
-        at = self._length
+        """Returns the place of the next token."""
+        at = max(0, self._length)
         if shown:
             self._length += len(self._decoder.decode(self.tokenizer.decode_bytes([id])))
         return at
@@ -106,12 +128,18 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Iterable[tuple[Token, int]
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, offset in tokens:
         found["tokens"].append(token_text(tokenizer, token.id))
-        found["token_logprobs"].append(token.logprob)
-        # The likeliest, and the token itself where it is not one of them; of two with one text the likelier.
-        likely = dict(sorted((*token.top, (token.id, token.logprob)), key=lambda each: each[1] or 0.0))
-        top = {token_text(tokenizer, id): logprob for id, logprob in likely.items()}
-        found["top_logprobs"].append(None if token.logprob is None else top)
         found["text_offset"].append(offset)
+        if token.logprob is None:
+            found["token_logprobs"].append(None)
+            found["top_logprobs"].append(None)
+            continue
+        found["token_logprobs"].append(max(token.logprob, _LEAST))
+        # The likeliest, and the token itself where it is not one of them; of two with one text the likelier.
+        likely = sorted({(token.id, token.logprob), *token.top}, key=lambda each: -each[1])
+        top: dict[str, float] = {}
+        for id, logprob in likely:
+            top.setdefault(token_text(tokenizer, id), max(logprob, _LEAST))
+        found["top_logprobs"].append(top)
     return found
 
 
@@ -119,9 +147,8 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[tuple[Token, int]]) -> 
     """Log-probabilities in the form of ``/v1/chat/completions``."""
 
     def entry(id: int, logprob: float | None) -> dict[str, Any]:
-        return {
-            "token": token_text(tokenizer, id), "logprob": logprob, "bytes": list(tokenizer.decode_bytes([id]))
-        }  # fmt: skip
+        data, shown = tokenizer.decode_bytes([id]), max(_LEAST if logprob is None else logprob, _LEAST)
+        return {"token": token_text(tokenizer, id), "logprob": shown, "bytes": list(data), "id": id}
 
     content = [
         {**entry(token.id, token.logprob), "top_logprobs": [entry(*each) for each in token.top]} for token, _ in tokens

@@ -4,7 +4,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from gpt.decoding.context import Context
@@ -21,52 +21,59 @@ class Ticket:
 
     request: Request
     deliver: Callable[[Update], None]
-    started: float = 0.0  # when it was handed in, by `time.monotonic`
+    number: int = -1  # the engine's, as long as it generates the text
 
 
 class Worker:
     """Runs an engine in a thread of its own. `add` and `cancel` may be called from the event loop at any time."""
 
-    def __init__(
-        self, make: Callable[[], Context], ends: Collection[int], metrics: ServerMetrics, chunk: int = CHUNK
-    ) -> None:
-        self.make, self.ends, self.metrics, self.chunk = make, ends, metrics, chunk
+    def __init__(self, context: Context, ends: Collection[int], metrics: ServerMetrics, chunk: int = CHUNK) -> None:
+        self.ends, self.metrics, self.chunk = ends, metrics, chunk
+        self.engine = Engine(context, ends, chunk, reuse=True)
+        self.failure: UserError | None = None  # of the device, after which nothing can be computed
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}  # by the engine's number
         self._loop: asyncio.AbstractEventLoop
         self._thread = threading.Thread(target=self._run, name="gpt-serve", daemon=True)
-        self.engine = Engine(make(), ends, chunk, reuse=True)
-        self.rows = self.engine.context.rows
+
+    @property
+    def rows(self) -> int:
+        """The number of texts that are generated at once."""
+        return self.engine.context.rows
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Starts the thread. Updates are delivered in ``loop``."""
         self._loop = loop
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the thread after the step that it computes."""
+    def stop(self, seconds: float = 5) -> None:
+        """Ends the thread after the step that it computes, for which it waits no longer than so many seconds."""
         self._inbox.put(None)
+        self._thread.join(seconds)
 
-    def add(self, ticket: Ticket) -> None:
-        """Hands in a text to generate."""
-        ticket.started = time.monotonic()
-        self._inbox.put(lambda: self._add(ticket))
+    def add(self, tickets: Sequence[Ticket]) -> None:
+        """Hands in texts to generate."""
+        self._inbox.put(lambda: self._add(tickets))
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Gives a text up. Its row is free in the next step; updates that are under way still come."""
-        self._inbox.put(lambda: self._cancel(ticket))
+    def cancel(self, tickets: Sequence[Ticket]) -> None:
+        """Gives texts up. Their rows are free in the next step; updates that are under way still come."""
+        self._inbox.put(lambda: self._cancel(tickets))
 
-    def _add(self, ticket: Ticket) -> None:
-        try:
-            self._tickets[self.engine.add(ticket.request)] = ticket
-        except UserError as error:
-            self._send([(ticket, Update(-1, error=error))])
+    def _add(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            try:
+                if self.failure is not None:
+                    raise self.failure
+                ticket.number = self.engine.add(ticket.request)
+                self._tickets[ticket.number] = ticket
+            except UserError as error:
+                self._send([(ticket, Update(-1, error=error))])
 
-    def _cancel(self, ticket: Ticket) -> None:
-        number = next((number for number, each in self._tickets.items() if each is ticket), None)
-        if number is not None:
+    def _cancel(self, tickets: Sequence[Ticket]) -> None:
+        numbers = [each.number for each in tickets if self._tickets.get(each.number) is each]
+        self.engine.cancel(*numbers)
+        for number in numbers:
             del self._tickets[number]
-            self.engine.cancel(number)
 
     def _run(self) -> None:
         while self._take():
@@ -74,16 +81,17 @@ class Worker:
             try:
                 updates = self.engine.step()
             except Exception as error:
-                self._fail(error)
+                self._fail(_as_user_error(error))
                 continue
             self.metrics.stepped(self.engine, time.monotonic() - began, sum(len(each.tokens) for each in updates))
-            told = [(self._tickets[each.number], each) for each in updates if each.number in self._tickets]
+            told = []
             for each in updates:
-                if each.reason is not None or each.error is not None:
-                    self._tickets.pop(each.number, None)
-            self._send(
-                [(ticket, each) for ticket, each in told if each.tokens or each.prompt or each.reason or each.error]
-            )
+                ticket = self._tickets[each.number]
+                if each.tokens or each.prompt or each.reason or each.error:
+                    told.append((ticket, each))
+                if each.reason or each.error:
+                    del self._tickets[each.number]
+            self._send(told)
 
     def _take(self) -> bool:
         """Does what the inbox asks for; waits for it where there is nothing to compute. Returns False at the end."""
@@ -96,26 +104,34 @@ class Worker:
                 return False
             action()
 
-    def _fail(self, error: Exception) -> None:
-        """Ends every request with an error, and begins anew with an empty context."""
-        said: UserError = WorkError(f"a fault in gpt itself: {type(error).__name__}: {error}", "please report it")
-        if isinstance(error, UserError):
-            said = error
-        elif is_out_of_memory(error):
-            said = WorkError("out of memory", "ask for fewer tokens at once, or serve with a smaller --max-batch")
-        self._send([(ticket, Update(number, error=said)) for number, ticket in self._tickets.items()])
+    def _fail(self, error: UserError) -> None:
+        """Ends every request with an error. The context, which may stand in the middle of a step, is emptied."""
+        self._send([(ticket, Update(number, error=error)) for number, ticket in self._tickets.items()])
         self._tickets = {}
-        del self.engine  # its memory is needed for the next one
-        self.engine = Engine(self.make(), self.ends, self.chunk, reuse=True)
+        context = self.engine.context
+        self.engine = Engine(context, self.ends, self.chunk, reuse=True)
+        try:
+            for row in range(context.rows):
+                context.clear(row)
+        except Exception:
+            self.failure = error
 
     def _send(self, updates: list[tuple[Ticket, Update]]) -> None:
         if updates:
             try:
                 self._loop.call_soon_threadsafe(_deliver, updates)
             except RuntimeError:  # the loop has ended
-                self.stop()
+                self._inbox.put(None)
 
 
 def _deliver(updates: list[tuple[Ticket, Update]]) -> None:
     for ticket, update in updates:
         ticket.deliver(update)
+
+
+def _as_user_error(error: Exception) -> UserError:
+    if isinstance(error, UserError):
+        return error
+    if is_out_of_memory(error):
+        return WorkError("out of memory", "ask for fewer tokens at once, or serve with a smaller --max-batch")
+    return WorkError(f"a fault in gpt itself: {type(error).__name__}: {error}", "please report it")

@@ -58,12 +58,13 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _MARKS, _SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+|\s+(?!\S)|\s+"
 OLD_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_PATTERN = rf"{_CONTRACTION}|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACE}"  # Qwen's too, with single digits
+CL100K_PATTERN = rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|\s+$|\s*[\r\n]|\s+(?!\S)|\s"
 MINBPE_PATTERN = rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|\s*[\r\n]|\s+(?!\S)|\s+"
 _FAMILIES = {  # patterns, without the + of possessive quantifiers; digits may come in groups of any length
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s": _GPT2_RULES,
     OLD_GPT2_PATTERN: _GPT2_RULES,
     r"'(?:[sdmt]|ll|ve|re)|\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N}|$)|\s+(?!\S)|\s": _GPT2_RULES,
-    rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|\s+$|\s*[\r\n]|\s+(?!\S)|\s": _CL100K_RULES,
+    CL100K_PATTERN: _CL100K_RULES,
     MINBPE_PATTERN: _CL100K_RULES,
     LLAMA3_PATTERN: _CL100K_RULES,
     rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_CASED}]*[\p{{Ll}}{_CASED}]+{_CONTRACTION}?"

@@ -106,7 +106,8 @@ def _rendered(
     if tokenizer.chat_template is None:
         raise UserError(
             "this model has no chat template, which turns a conversation into text",
-            "train one with gpt train --chat, or put a chat_template.jinja into its folder",
+            "train it with gpt train --chat, put a chat_template.jinja into its folder, or let it continue texts: "
+            "gpt sample PROMPT, /v1/completions",
         )
     renderer = _renderer(tokenizer.chat_template, tuple(sorted(_words(tokenizer).items())))
     answer = renderer.ask({"messages": [dict(message) for message in messages], "parts": parts})

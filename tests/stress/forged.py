@@ -97,6 +97,7 @@ def make(place: Path) -> None:
     gpt.train(text, out=str(place / "lora"), init=str(place / "run"), lora_rank=2, **{**_SHORT, "merge_lora": True})
     for name in ("run", "lora"):
         _cut(place / name, place / f"begun-{name}")
+    gpt.export(place / "run", place / "exported", dtype="int8")
     theirs, step = place / "theirs", place / "run" / folder.step_name(12)
     theirs.mkdir()
     for name in ("config.json", "tokenizer.json"):
@@ -130,7 +131,7 @@ def _cut(run: Path, copy: Path) -> None:
 
 
 def _sign(name: str) -> Callable[[Path], None]:
-    """Returns a function that rewrites the checksums of a forged run's checkpoint ``name``."""
+    """Returns a function that rewrites the checksums of a forged run's checkpoint ``name``, or of a folder itself."""
 
     def sign(bad: Path) -> None:
         (bad / name / folder.CHECKSUMS).unlink()
@@ -156,13 +157,14 @@ REPORTS = (
     ("report BAD GOOD -o report.html", 1),
     ("report BAD -o r.png", 20),
 )
+EXPORT = ("export BAD -o new", 2)
 RESUME = ("train --resume BAD --quiet", 1)
 LOOKS = (
     (SAMPLE, 1), ("params BAD", 1), ("inspect tokens abc -m BAD", 1), ("inspect neighbors ab -m BAD", 4),
     ("eval BAD small.txt --json", 4), ("bench BAD --new 2 --prompt 2 --quiet", 40),
 )  # fmt: skip
 SUBJECTS = (
-    Subject("run", "run.json", (*REPORTS, (SAMPLE, 2), RESUME)),
+    Subject("run", "run.json", (*REPORTS, (SAMPLE, 2), EXPORT, RESUME)),
     Subject("begun-run", "run.json", (RESUME,)),
     Subject("begun-lora", "run.json", (RESUME,)),
     Subject("run", "metrics.jsonl", (*REPORTS, ("train --resume BAD --steps 13 --quiet", 10))),
@@ -175,6 +177,8 @@ SUBJECTS = (
     Subject("begun-lora", f"{MIDDLE}/training.json", (RESUME,), _sign(MIDDLE)),
     Subject("lora", f"{LAST}/gpt.json", (*LOOKS, ("report BAD", 10)), _sign(LAST)),
     Subject("lora", f"{LAST}/adapter_config.json", LOOKS, _sign(LAST)),
+    Subject("exported", "gpt.json", (*LOOKS, EXPORT), _sign(".")),
+    Subject("exported", "config.json", LOOKS, _sign(".")),
     Subject("theirs", "config.json", LOOKS),
     Subject("theirs", "tokenizer.json", LOOKS),
     Subject("theirs", "model.safetensors.index.json", LOOKS),

@@ -50,7 +50,7 @@ EXAMPLE = "the cat sat on the mat, and the dog ran after the cat. " * 300
 CHANCE = 0.25  # that a value is nonsense
 WEIGHTS = {
     "train": 20, "sample": 24, "eval": 8, "tokenize": 8, "params": 8, "report": 4, "bench": 3, "inspect": 12,
-    "tokenizer": 10, "data": 3,
+    "tokenizer": 10, "data": 3, "export": 6, "serve": 2,
 }  # fmt: skip
 TINY = [
     "--n-layer", "1", "--n-head", "1", "--n-embd", "8", "--block-size", "8", "--batch-tokens", "64", "--steps", "2",
@@ -79,6 +79,7 @@ GOOD: dict[str, list[str]] = {
     "stop": ["."], "val_text": ["text.txt"], "config": ["c.toml"], "resume": ["run", ""], "device": ["cpu"],
     "out": ["new.json", "new.html", "new.png", "new", "new/er", "text.txt", "folder"], "log": ["none"],
     "encoding": ["utf-8", "latin-1"], "special": ["<|x|>"], "preset": ["nano"], "micro_batch": ["auto", "1"],
+    "eval": ["text.txt"], "license": ["mit", "Apache-2.0"], "samples": ["1"],
 }  # fmt: skip
 BOUNDED = {  # what starts processes, which take seconds, or downloads
     "nproc": ["0", "1", "-1", "x", "1025", "1000", "nan"],
@@ -152,10 +153,14 @@ def draw(rng: random.Random, known: dict[tuple[str, ...], Any]) -> Case:
     arguments = [each for each in params if each not in options]
     if path == ("train",) and rng.random() < 0.9:
         case.words += TINY
-    if path[0] in ("sample", "inspect", "eval", "bench") and rng.random() < 0.9:
+    if path[0] in ("sample", "inspect", "eval", "bench", "serve") and rng.random() < 0.9:
         case.words += ["-m", "run"] if any(each.name == "model" for each in options) else []
     if path == ("sample",):
         case.words += ["-n", "4"]
+    if path == ("export",) and rng.random() < 0.8:
+        case.words += ["-o", rng.choice(["new", "new.gguf"])]
+    if path == ("serve",) and rng.random() < 0.9:
+        case.words += ["--port", "0"]
     for option in rng.sample(options, min(len(options), rng.choice([0, 1, 1, 2, 2, 3, 5]))):
         give(rng, case, path, option)
     for argument in arguments:

@@ -1,0 +1,489 @@
+"use strict";
+// The page of `gpt serve`: a text that the model writes on. What comes from a person or from the model is only ever
+// set as text, never as markup.
+const $ = (id) => document.getElementById(id);
+const field = $("text"), shade = $("shade"), paper = $("paper"), likely = $("likely");
+const MOST = 10; // alternatives of a token
+const CHUNK = 1000; // characters of a part that was typed: an edit draws no more than it must
+
+// The text is a list of parts. What was typed is {text}. A token of the model's is {text, id, bytes, logprob, top, run,
+// held, returned}. `run.base` has the ids before the first of the tokens that were written one after the other, so that
+// the model goes on from any of them with exactly the ids that it had; `held` are bytes that begin a character, which the
+// next token ends; `returned`: it ends with \r, which a field shows as \n. A part is never changed, but replaced.
+let parts = [];
+const marks = []; // the element of each part, by which the token is shaded
+let model = { id: "gpt", context_length: Infinity };
+let job = null; // the text that is being written: {controller, ended}
+let seen = -1; // the part whose alternatives are shown
+let hovered = false; // whether the pointer alone has opened them
+let follow = true; // whether the view stays at the end of the text while it grows
+let last = { text: "", parts: [] }; // as the page set them last, before anything was typed
+const past = [], future = []; // lists of parts: for undo and for redo
+const thousands = (number) => number.toLocaleString("en-US");
+const textOf = (list) => list.map((part) => part.text).join("");
+
+// The server
+
+class Told extends Error {} // an error that the page already shows
+
+async function ask(path, body, signal) {
+  const key = sessionStorage.getItem("gpt-key");
+  const headers = { ...(body && { "Content-Type": "application/json" }), ...(key && { Authorization: `Bearer ${key}` }) };
+  const answer = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal })
+    .catch((error) => { throw error.name === "AbortError" ? error : new Error("The server cannot be reached. Is it still running?"); });
+  if (answer.ok) return answer;
+  const said = await answer.json().catch(() => null);
+  if (answer.status === 401) {
+    $("key-says").textContent = key ? "That is not this server's key." : "This server needs its key.";
+    $("key").hidden = false;
+    $("secret").focus();
+    throw new Told();
+  }
+  throw new Error(said?.error?.message ?? `The server answered ${answer.status} ${answer.statusText}`);
+}
+
+async function* events(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ;) {
+    const { done, value } = await reader.read().catch((error) => {
+      if (error.name === "AbortError") throw error;
+      return { done: true };
+    });
+    if (done) throw new Error("The connection was lost. The text so far stays.");
+    const blocks = (rest + value).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      if (!block.startsWith("data: ")) continue;
+      if (block === "data: [DONE]") return;
+      const said = JSON.parse(block.slice(6));
+      if (said.error) throw new Error(said.error.message);
+      yield said;
+    }
+  }
+}
+
+let counted = { text: null, ids: [] }; // the text that was tokenized last
+async function tokenize(text, signal) {
+  if (counted.text !== text) {
+    const { tokens } = await (await ask("tokenize", { prompt: text }, signal)).json();
+    counted = { text, ids: tokens.length ? tokens : [model.end] };
+  }
+  return counted.ids;
+}
+
+function fail(error) {
+  if (error instanceof Told || error.name === "AbortError") return;
+  $("error").textContent = error.message;
+  $("error").hidden = false;
+}
+
+async function load() {
+  try {
+    const [found] = (await (await ask("v1/models")).json()).data;
+    $("model").textContent = document.title = found.id;
+    $("facts").textContent = `sees ${thousands(found.context_length)} tokens at once`;
+    const info = await (await ask("tokenizer_info")).json();
+    model = { ...found, end: info.eos_token_id };
+    $("key").hidden = true;
+    count();
+  } catch (error) {
+    fail(error);
+  }
+  document.body.dataset.ready = "yes";
+}
+
+// The field and its marks
+
+const level = (probability) => [0.9, 0.5, 0.2, 0.05, 0.01].filter((bound) => probability < bound).length;
+
+function element(tag, className = "", text = "") {
+  const node = document.createElement(tag);
+  node.className = className;
+  node.textContent = text;
+  return node;
+}
+
+function mark(part) {
+  const node = element("span", part.run ? `token s${level(Math.exp(part.logprob))}` : "", part.text);
+  node.shows = part;
+  return node;
+}
+
+// Makes the marks those of the parts; what stays the same is not touched.
+function draw() {
+  let same = 0;
+  while (same < parts.length && marks[same]?.shows === parts[same]) same++;
+  for (const node of marks.splice(same)) node.remove();
+  for (const part of parts.slice(same)) marks.push(mark(part));
+  const fresh = document.createDocumentFragment();
+  for (const node of marks.slice(same)) fresh.append(node);
+  shade.append(fresh);
+  if (follow && job) paper.scrollTop = paper.scrollHeight;
+}
+
+function setParts(next) {
+  parts = next;
+  field.value = textOf(parts);
+  field.setSelectionRange(field.value.length, field.value.length);
+  last = { text: field.value, parts: parts.slice() };
+  close();
+  draw();
+  paper.scrollTop = paper.scrollHeight;
+  count();
+}
+
+// The parts of a list with which a text begins, without tokens at their end of which nothing can be seen.
+function kept(list, text) {
+  let end = 0, n = 0;
+  while (n < list.length && text.startsWith(list[n].text, end)) end += list[n++].text.length;
+  while (n && (list[n - 1].run ? !list[n - 1].text : list[n - 1].text.length < CHUNK)) end -= list[--n].text.length;
+  return { list, n, end };
+}
+
+// What was edited loses its probabilities from there on; they come back where the edit is taken back.
+function edited() {
+  const text = field.value, [before, now] = [last.parts, parts].map((list) => kept(list, text));
+  const { list, n, end } = now.end > before.end ? now : before;
+  parts = list.slice(0, n);
+  for (let at = end; at < text.length;) {
+    let stop = Math.min(text.length, at + CHUNK);
+    if (/[\ud800-\udbff]/.test(text[stop - 1])) stop++; // not between the halves of a character
+    parts.push({ text: text.slice(at, stop) });
+    at = stop;
+  }
+  close();
+  draw();
+  count();
+}
+
+// Tokens as they come
+
+// How many bytes at the end begin a character that they do not end.
+function unfinished(bytes) {
+  for (let n = 1; n <= Math.min(3, bytes.length); n++) {
+    const byte = bytes[bytes.length - n];
+    if (byte >= 0xc0) return n < (byte < 0xe0 ? 2 : byte < 0xf0 ? 3 : 4) ? n : 0;
+    if (byte < 0x80) return 0;
+  }
+  return 0;
+}
+
+const utf8 = new TextDecoder("utf-8", { ignoreBOM: true });
+
+function addToken(list, entry, run, top = entry.top_logprobs) {
+  const before = list.at(-1);
+  const bytes = new Uint8Array([...(before?.held ?? []), ...entry.bytes]);
+  const n = bytes.length - unfinished(bytes);
+  const raw = utf8.decode(bytes.subarray(0, n));
+  const text = (before?.returned ? raw.replace(/^\n/, "") : raw).replace(/\r\n?/g, "\n");
+  const returned = raw ? raw.endsWith("\r") : Boolean(before?.returned);
+  list.push({ text, id: entry.id, bytes: entry.bytes, logprob: entry.logprob, top, run, held: bytes.subarray(n), returned });
+}
+
+// The last token with, or without, a sign for a character that it begins and nothing ends.
+function signed(list, ends) {
+  const end = list.at(-1);
+  if (!end?.held?.length || Boolean(end.signed) === ends) return list;
+  const sign = utf8.decode(end.held), text = ends ? end.text + sign : end.text.slice(0, -sign.length);
+  return [...list.slice(0, -1), { ...end, text, signed: ends }];
+}
+
+// The ids before a part of a run.
+function idsBefore(run, at) {
+  return [...run.base, ...parts.slice(0, at).filter((part) => part.run === run).map((part) => part.id)];
+}
+
+// Writing
+
+function settings() {
+  const number = (id) => $(id).valueAsNumber;
+  const seed = $("seed").value ? number("seed") : Math.floor(Math.random() * 2 ** 32);
+  $("seed").placeholder = `random, last ${seed}`;
+  return Object.fromEntries([["seed", seed], ...["temperature", "top_k", "top_p", "max_tokens"].map((id) => [id, number(id)])]);
+}
+
+// Writes on from the text, or from the parts that are given.
+async function write(from = parts) {
+  if (job || !$("settings").reportValidity()) return;
+  const controller = new AbortController(), before = parts.slice();
+  let ended;
+  job = { controller, ended: new Promise((done) => { ended = done; }) };
+  $("error").hidden = true;
+  field.readOnly = follow = true;
+  $("go").textContent = "Stop";
+  $("status").textContent = "Writing …";
+  setParts(signed(from, false));
+  let why = "Stopped.", frame = 0, length = field.value.length, written = 0, context = 0, began = 0, now = 0, told = 0, cost = 0;
+  const rate = () => {
+    const speed = now > began ? `, ${(1000 * (written - 1) / (now - began)).toFixed(1)} per second` : "";
+    $("rate").textContent = written ? `${thousands(written)} token${written > 1 ? "s" : ""}${speed}.` : "";
+    told = now;
+  };
+  const flush = () => {
+    const start = performance.now();
+    frame = 0;
+    if (parts.length === marks.length) return;
+    const fresh = textOf(parts.slice(marks.length));
+    field.setRangeText(fresh, length, length, field.selectionStart === length ? "end" : "preserve");
+    length += fresh.length;
+    draw();
+    if (now - told >= 250) {
+      rate();
+      count(context + written);
+    }
+    cost = performance.now() - start;
+  };
+  try {
+    const run = parts.at(-1)?.run ?? { base: await tokenize(field.value, controller.signal) };
+    const ids = idsBefore(run, parts.length);
+    context = ids.length;
+    const asked = { ...settings(), prompt: ids.slice(-model.context_length), stream: true, logprobs: MOST, token_details: true };
+    for await (const said of events(await ask("v1/completions", asked, controller.signal))) {
+      const choice = said.choices[0], tokens = choice?.logprobs?.content ?? [];
+      if (choice?.finish_reason === "length") why = "The length is reached.";
+      if (choice?.finish_reason === "stop") { // the last token is an end-of-text, which is no text
+        const end = tokens.pop();
+        why = `The model ended the text${end ? ` (${percent(Math.exp(end.logprob))})` : ""}.`;
+      }
+      for (const token of tokens) addToken(parts, token, run);
+      now = performance.now();
+      began ||= now;
+      written += tokens.length;
+      frame ||= setTimeout(flush, Math.max(16, 2 * cost)); // where the text is long, the page has time for other things
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") why = "";
+    fail(error);
+  }
+  clearTimeout(frame);
+  flush();
+  parts = signed(parts, true);
+  if (parts.length > before.length || parts.some((part, at) => part !== before[at])) {
+    past.push(before);
+    future.length = 0;
+  }
+  if (textOf(parts) !== field.value) setParts(parts);
+  last = { text: field.value, parts: parts.slice() };
+  draw();
+  rate();
+  count();
+  $("status").textContent = why;
+  $("go").textContent = "Write on";
+  field.readOnly = false;
+  job = null;
+  buttons();
+  ended();
+}
+
+async function stop() {
+  job?.controller.abort();
+  await job?.ended;
+}
+
+async function step(from, to) {
+  await stop();
+  if (!from.length) return;
+  to.push(parts);
+  follow = true;
+  setParts(from.pop());
+  $("rate").textContent = "";
+  $("status").textContent = from === past ? "Undone." : "Redone.";
+  buttons();
+}
+
+function buttons() {
+  $("undo").setAttribute("aria-disabled", !past.length);
+  $("redo").setAttribute("aria-disabled", !future.length);
+}
+
+// How long the text is, and how much of it the model sees: at once where that is known, else when the typing rests.
+let counting = 0;
+function count(n = parts.at(-1)?.run && idsBefore(parts.at(-1).run, parts.length).length) {
+  clearTimeout(counting);
+  if (n === undefined) {
+    counting = setTimeout(async () => {
+      const text = field.value;
+      const ids = job || model.end === undefined ? null : await tokenize(text).catch(() => null);
+      if (ids && !job && text === field.value) count(text ? ids.length : 0);
+    }, 300);
+    return;
+  }
+  const size = model.context_length;
+  $("length").textContent = `The text has ${thousands(n)} token${n === 1 ? "" : "s"}.`;
+  const forgotten = n > size ? `The text is longer than the ${thousands(size)} tokens that the model sees: it has forgotten the beginning.` : "";
+  if ($("forgotten").textContent !== forgotten) $("forgotten").textContent = forgotten;
+}
+
+// Alternatives
+
+const percent = (probability) => probability && probability < 0.00005 ? "< 0.01 %" : `${(100 * probability).toFixed(2)} %`;
+
+// A token as it is shown alone: spaces can be seen, and bytes that are no characters.
+function shown({ bytes }) {
+  try {
+    const text = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(new Uint8Array(bytes));
+    const names = { " ": "·", "\n": "\\n", "\r": "\\r", "\t": "\\t" };
+    return text.replace(/[ \n\r\t]/g, (c) => names[c]).replace(/[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/gu, (c) => `\\u{${c.codePointAt(0).toString(16)}}`);
+  } catch {
+    return bytes.map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join("");
+  }
+}
+
+function open(at, byPointer = false) {
+  const part = parts[at];
+  if (!part?.run || !marks[at]) return;
+  hovered = byPointer;
+  if (at !== seen) {
+    marks[seen]?.classList.remove("seen");
+    marks[at].classList.add("seen");
+    seen = at;
+    const rank = part.top.findIndex((each) => each.id === part.id);
+    const standing = rank < 0 ? `not among the ${part.top.length} likeliest` : rank ? `number ${rank + 1}` : "the likeliest";
+    $("chosen").textContent = `“${shown(part)}” ${percent(Math.exp(part.logprob))}, ${standing}`;
+    $("list").replaceChildren(...(rank < 0 ? [...part.top, part] : part.top).map((each) => choice(each, part)));
+    for (const [id, by] of [["before", -1], ["after", 1]]) $(id).setAttribute("aria-disabled", !parts[at + by]?.run);
+  }
+  likely.hidden = false;
+  place();
+}
+
+function choice(each, part) {
+  const item = element("li"), button = element("button"), probability = Math.exp(each.logprob);
+  button.type = "button";
+  button.append(element("span", "word", shown(each)), element("span", "share", percent(probability)));
+  button.style.setProperty("--share", `${100 * probability}%`);
+  button.tabIndex = each.id === part.id ? 0 : -1;
+  if (each.id === part.id) button.setAttribute("aria-current", "true");
+  button.addEventListener("click", () => pick(seen, each));
+  item.append(button);
+  return item;
+}
+
+// Beneath the token, or above where there is no room; never beyond the window's edges.
+function place() {
+  const box = marks[seen].getClientRects()[0], view = paper.getBoundingClientRect();
+  if (!box || box.bottom < view.top || box.top > view.bottom) return close();
+  const { offsetWidth: width, offsetHeight: height } = likely, { clientWidth, clientHeight } = document.documentElement;
+  const below = box.bottom + height + 4 <= clientHeight || box.top < height + 4;
+  likely.style.left = `${Math.max(8, Math.min(box.left, clientWidth - width - 8))}px`;
+  likely.style.top = `${below ? box.bottom + 2 : box.top - height - 2}px`;
+}
+
+function close() {
+  if (likely.contains(document.activeElement)) field.focus();
+  marks[seen]?.classList.remove("seen");
+  likely.hidden = true;
+  seen = -1;
+}
+
+// Cuts the text at a token, puts another one there, and goes on.
+async function pick(at, entry) {
+  const { run, top } = parts[at], next = parts.slice(0, at);
+  await stop();
+  addToken(next, entry, run, top);
+  field.focus();
+  await write(next);
+}
+
+function partAtCursor() {
+  if (field.selectionStart !== field.selectionEnd) return -1;
+  let end = 0;
+  return parts.findIndex((part) => (end += part.text.length) > field.selectionStart);
+}
+
+function walk(by) {
+  const buttons = [...$("list").querySelectorAll("button")];
+  const at = buttons.indexOf(document.activeElement);
+  const to = at < 0 ? buttons.findIndex((button) => button.tabIndex === 0) : at + by;
+  buttons[Math.max(0, Math.min(buttons.length - 1, to))].focus();
+}
+
+function stepToken(by) {
+  if (!parts[seen + by]?.run) return;
+  const inside = $("list").contains(document.activeElement);
+  open(seen + by);
+  if (inside) walk(0);
+}
+
+// What people do
+
+field.addEventListener("input", edited);
+document.addEventListener("selectionchange", () => {
+  if (document.activeElement !== field) return;
+  const at = partAtCursor();
+  if (parts[at]?.run) open(at);
+  else if (!hovered) close();
+});
+
+let resting = 0; // a pointer that only passes opens nothing
+const leave = () => { if (hovered && !likely.matches(":hover") && !likely.contains(document.activeElement)) close(); };
+field.addEventListener("pointermove", ({ pointerType, clientX, clientY }) => {
+  clearTimeout(resting);
+  if (pointerType !== "mouse") return;
+  resting = setTimeout(() => {
+    const at = marks.indexOf(document.elementsFromPoint(clientX, clientY).find((node) => node.shows?.run));
+    if (at < 0) leave();
+    else if (at !== seen) open(at, true);
+  }, 120);
+});
+for (const node of [field, likely]) node.addEventListener("pointerleave", () => {
+  clearTimeout(resting);
+  resting = setTimeout(leave, 300);
+});
+document.addEventListener("pointerdown", ({ target }) => { if (!likely.contains(target) && target !== field) close(); });
+likely.addEventListener("focusout", ({ relatedTarget }) => {
+  if (relatedTarget && relatedTarget !== field && !likely.contains(relatedTarget)) close();
+});
+$("before").addEventListener("click", () => stepToken(-1));
+$("after").addEventListener("click", () => stepToken(1));
+paper.addEventListener("scroll", () => {
+  follow = paper.scrollTop + paper.clientHeight > paper.scrollHeight - 30;
+  if (seen >= 0) place();
+});
+for (const name of ["scroll", "resize"]) addEventListener(name, () => seen >= 0 && place());
+
+function actOf({ key, ctrlKey, metaKey, altKey, shiftKey }) {
+  const mod = ctrlKey || metaKey, focused = document.activeElement;
+  if (mod && key === "Enter") return () => write();
+  if (key === "Escape") return () => { close(); stop(); };
+  if (altKey && key === "ArrowDown" && focused === field) return () => {
+    const at = partAtCursor();
+    open(parts[at]?.run ? at : parts.findLastIndex((part) => part.run && part.text));
+    if (seen >= 0) walk(0);
+  };
+  if (likely.contains(focused)) {
+    const acts = { ArrowDown: [walk, 1], ArrowUp: [walk, -1], ArrowLeft: [stepToken, -1], ArrowRight: [stepToken, 1] };
+    if (acts[key]) return () => acts[key][0](acts[key][1]);
+  }
+  const typed = focused === field ? field.value !== last.text : focused.tagName === "INPUT"; // the browser undoes that
+  const again = key.toLowerCase() === "y" || (key.toLowerCase() === "z" && shiftKey);
+  if (mod && !typed && again && future.length) return () => step(future, past);
+  if (mod && !typed && !again && key === "z" && past.length) return () => step(past, future);
+  return null;
+}
+
+document.addEventListener("keydown", (event) => {
+  const act = actOf(event);
+  if (!act) return;
+  event.preventDefault();
+  act();
+});
+$("go").addEventListener("click", () => (job ? stop() : write()));
+$("undo").addEventListener("click", () => step(past, future));
+$("redo").addEventListener("click", () => step(future, past));
+
+for (const range of document.querySelectorAll("input[type=range]")) {
+  const number = range.previousElementSibling;
+  range.value = number.value;
+  range.addEventListener("input", () => { number.value = range.value; });
+  number.addEventListener("input", () => { if (number.value) range.value = number.value; });
+}
+$("settings").addEventListener("submit", (event) => event.preventDefault());
+$("key").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("gpt-key", $("secret").value);
+  $("secret").value = "";
+  load();
+});
+if (/Mac|iPhone|iPad/.test(navigator.platform)) $("mod").textContent = "⌘";
+load();

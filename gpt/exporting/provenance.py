@@ -1,4 +1,4 @@
-"""A model's history, for its card: the text and settings that it was trained with, and the models it was made from.
+"""A model's provenance, for its card: the text and settings that it was trained with, and the models it was made from.
 
 It is read from ``run.json`` and written into the ``gpt.json`` of an exported folder, so that later exports know it too.
 Of paths and addresses it has the last part alone: no folder, user or host of a machine.
@@ -19,7 +19,7 @@ from gpt.runs.record import RunRecord, Table
 from gpt.settings import LARGEST, Count, checked
 from gpt.text import catalogue
 
-KEY = "history"  # in gpt.json
+KEY = "provenance"  # in gpt.json
 CARD = "README.md"
 _LARGEST_CARD = 2**20  # bytes
 _MOST_TEXTS = 20  # that are listed one by one
@@ -55,7 +55,7 @@ class Ancestor:
 
 
 @dataclass(frozen=True)
-class ModelHistory:
+class Provenance:
     """What is known of how a model was made."""
 
     texts: list[Text] | None = None  # None: not known
@@ -67,20 +67,20 @@ class ModelHistory:
     bits: Count = 32  # the fewest that its weights were ever rounded to
 
 
-def read_history(path: Path, words: str) -> ModelHistory:
-    """The history of the checkpoint at ``path``, which the user named by ``words``. Raises `UserError` where a file
+def read_provenance(path: Path, words: str) -> Provenance:
+    """The provenance of the checkpoint at ``path``, which the user named by ``words``. Raises `UserError` where a file
     that tells it is damaged."""
-    found = _history(path)
+    found = _provenance(path)
     if found.texts is None:  # then it is a model of others
         ancestors = found.ancestors if _is_exported(path) else _line(words, path)
         found = replace(found, ancestors=ancestors)
     return replace(found, bits=min(found.bits, hf.load_bits(folder.home(path)) or 32))
 
 
-def _history(path: Path, line: int = 0) -> ModelHistory:
+def _provenance(path: Path, line: int = 0) -> Provenance:
     """What a checkpoint's own files say; ``line`` counts the models that were made from it."""
     if _is_exported(path):
-        return checked(ModelHistory, read_json(path / folder.META)[KEY], str(path / folder.META))
+        return checked(Provenance, read_json(path / folder.META)[KEY], str(path / folder.META))
     run = path.absolute().parent
     if folder.is_run(run):
         try:
@@ -90,17 +90,17 @@ def _history(path: Path, line: int = 0) -> ModelHistory:
             raise UserError(error.message, hint) from None
     if adapter.is_adapter(path):
         base = folder.base_of(path)
-        return ModelHistory(ancestors=_line(base, hub.fetch(base) if hub.is_remote(base) else Path(base), line))
+        return Provenance(ancestors=_line(base, hub.fetch(base) if hub.is_remote(base) else Path(base), line))
     base = _front_matter(path).get("base_model", "")
     on_hub = HUB_NAME.fullmatch(base) is not None
-    return ModelHistory(ancestors=[Ancestor(base if on_hub else last_part(base), on_hub)] if base else [])
+    return Provenance(ancestors=[Ancestor(base if on_hub else last_part(base), on_hub)] if base else [])
 
 
 def _is_exported(path: Path) -> bool:
     return (path / folder.META).is_file() and isinstance(read_json(path / folder.META).get(KEY), dict)
 
 
-def _of_run(record: RunRecord, path: Path, line: int) -> ModelHistory:
+def _of_run(record: RunRecord, path: Path, line: int) -> Provenance:
     resolved, result = record.resolved or {}, record.result or {}
     own = {key: resolved.get(key) for key in (*_SETTINGS, *(_ADAPTERS if resolved.get("lora_rank") else ()))}
     model = resolved.get("model")
@@ -112,8 +112,8 @@ def _of_run(record: RunRecord, path: Path, line: int) -> ModelHistory:
         own["pairs"] = True
     settings: Table = {key: each for key, each in own.items() if not isinstance(each, dict | None)}
     is_best = result.get("checkpoint") == path.name
-    return ModelHistory(
-        texts_of(record.sources or [], record.texts or []),
+    return Provenance(
+        None if record.sources is None else texts_of(record.sources, record.texts or []),
         record.tokens.train if record.tokens else None,
         settings,
         _number(result.get("val_loss")) if is_best else None,
@@ -129,11 +129,17 @@ def _number(value: Any) -> float | None:
 def _line(words: str, path: Path, line: int = 0) -> list[Ancestor]:
     """The model at ``path``, which the user named by ``words``, and the models that it was made from in turn."""
     on_hub = hub.is_remote(words)
-    name = words.removeprefix(hub.PREFIX).partition("@")[0] if on_hub else _own_name(words) or _own_name(str(path))
+    name = (
+        words.removeprefix(hub.PREFIX).partition("@")[0]
+        if on_hub
+        else _own_name(words) or _own_name(str(path.absolute()))
+    )
     before: list[Ancestor] = []
     with contextlib.suppress(UserError, OSError):  # it may be gone, or have changed
-        before = _history(path, line + 1).ancestors if line < _LONGEST_LINE and path.is_dir() else []
-    return [Ancestor(name or "a model without a name", on_hub, _front_matter(path).get("license")), *before]
+        before = _provenance(path, line + 1).ancestors if line < _LONGEST_LINE and path.is_dir() else []
+    said = _front_matter(path)
+    license = said.get("license_name") or said.get("license") or "/"  # a name stands beside the license "other"
+    return [Ancestor(name or "a model without a name", on_hub, None if "/" in license else license), *before]
 
 
 def _own_name(words: str) -> str:

@@ -1,0 +1,134 @@
+"""A server for tests: in a thread, on a port of its own, with a small model."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from gpt import api
+from gpt.api import LanguageModel
+from gpt.decoding.context import Context
+from gpt.sample_config import SampleConfig
+from gpt.serve import server as servers
+from gpt.serve.answers import Service
+from gpt.serve.app import Server
+from gpt.serve.metrics import ServerMetrics
+from gpt.serve.worker import Worker
+from gpt.serve_config import ServeConfig
+
+
+def load(path: Path) -> LanguageModel:
+    """A model laid out as `gpt serve` and `gpt sample` do."""
+    return api.load(path, dtype="float32", sampling=SampleConfig(compile="off"))
+
+
+class Served:
+    """A server that runs: its client, its address, and what it answers from."""
+
+    def __init__(self, server: Server, sock: socket.socket, stop: Callable[[], None]) -> None:
+        self.server, self.service, self.stop = server, server.service, stop
+        self.port = sock.getsockname()[1]
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+
+    def post(self, route: str, **body: Any) -> httpx.Response:
+        return self.client.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
+
+    def ask(self, route: str = "/v1/completions", **body: Any) -> Any:
+        """The answer to a request that must succeed."""
+        answer = self.post(route, **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def stream(self, route: str = "/v1/completions", **body: Any) -> list[Any]:
+        """The chunks of a stream."""
+        answer = self.post(route, **{"stream": True, **body})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        return events(answer.text)
+
+    def refuse(self, route: str = "/v1/completions", status: int = 400, **body: Any) -> Any:
+        """The error of a request that must fail."""
+        answer = self.post(route, **body)
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+    def raw(self, data: bytes, read: bool = True) -> bytes:
+        """What the server sends to these bytes, until it closes the connection or says nothing more."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=2) as sock:
+            sock.sendall(data)
+            return received(sock) if read else b""
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def idle(self, seconds: float = 20) -> None:
+        """Waits until nothing is generated."""
+        end = time.monotonic() + seconds
+        while self.service.pending or self.service.worker.engine.busy:
+            assert time.monotonic() < end, "something is generated still"
+            time.sleep(0.005)
+
+
+def received(sock: socket.socket) -> bytes:
+    data = b""
+    try:
+        while part := sock.recv(2**16):
+            data += part
+    except (TimeoutError, ConnectionError):
+        pass
+    return data
+
+
+def events(text: str) -> list[Any]:
+    """The chunks of a stream that ended as it should."""
+    *lines, end = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert end == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def request(body: Any, route: str = "/v1/completions", *headers: str) -> bytes:
+    """The bytes of a request."""
+    data = json.dumps(body).encode()
+    head = [f"POST {route} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
+    return "\r\n".join([*head, f"Content-Length: {len(data)}", "", ""]).encode() + data
+
+
+@contextmanager
+def served(model: LanguageModel, rows: int = 4, chunk: int = 16, **settings: Any) -> Iterator[Served]:
+    """Serves a model until the end of the block."""
+    config, metrics = ServeConfig(port=0, **settings), ServerMetrics()
+    context = Context(model.model, model.compute, rows, vocab_size=model.tokenizer.vocab_size)
+    worker = Worker(context, model.tokenizer.ends, metrics, chunk)
+    service = Service("tiny", model.tokenizer, model.model.config.block_size, worker, config, metrics, 1)
+    server, sock, ready = Server(service), servers.listen(config), threading.Event()
+    http = servers.http_server(server, ready.set)
+
+    async def run() -> None:
+        worker.start(asyncio.get_running_loop())
+        await http.serve(sockets=[sock])
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    assert ready.wait(30)
+
+    def stop() -> None:
+        http.should_exit = http.force_exit = True
+
+    found = Served(server, sock, stop)
+    try:
+        yield found
+    finally:
+        found.client.close()
+        stop()
+        thread.join(30)
+        worker.stop()
+        sock.close()

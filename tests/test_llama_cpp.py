@@ -1,0 +1,164 @@
+"""Exported .gguf files in llama.cpp itself, by the extra interop; skipped without it. benchmarks/llama_cpp.py does the
+same with more texts, and measures."""
+
+import pydoc_data.topics
+import unicodedata
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import vocabularies
+from conftest import GPT2_RANKS, make_text
+
+pytest.importorskip("xllamacpp", reason="needs the extra interop: pip install 'gpt[interop]'")
+
+from benchmarks import llama_cpp
+from benchmarks.llama_cpp import LlamaCpp
+from gpt.api import LanguageModel
+from gpt.evaluate import total_loss
+from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
+from gpt.text.tokenizer_files import find_tokenizer
+
+pytestmark = pytest.mark.slow
+TEXTS = llama_cpp.texts(200)
+TEXT = "\n".join(pydoc_data.topics.topics.values())[:40_000]
+UNICODE_16 = "\U00013b88"  # a letter since Unicode 16, which llama.cpp does not know
+
+Serve = Callable[..., LlamaCpp]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Callable[[Tokenizer], LlamaCpp]]:
+    """llama.cpp with an untrained model of a tokenizer."""
+    running = []
+
+    def start(tokenizer: Tokenizer) -> LlamaCpp:
+        server = LlamaCpp(llama_cpp.untrained(tmp_path / "untrained.gguf", tokenizer))
+        running.append(server.__enter__())
+        return server
+
+    yield start
+    for server in running:
+        server.__exit__()
+
+
+@pytest.fixture(scope="module")
+def learnt() -> list[Tokenizer]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_RANKS))
+        if not GPT2_RANKS.is_dir():
+            patched.setattr(llama_cpp, "gpt2_tokenizer", bytes_tokenizer)
+        return [tokenizer for _, tokenizer in llama_cpp.vocabularies(make_text())]
+
+
+@pytest.mark.parametrize("number", range(11))
+def test_token_ids_are_ours(number: int, learnt: list[Tokenizer], served: Serve) -> None:
+    if number == 10 and not GPT2_RANKS.is_dir():
+        pytest.skip("GPT-2's vocabulary is not here")
+    assert llama_cpp.other_ids(learnt[number], served(learnt[number]), TEXTS) == []
+
+
+@pytest.mark.parametrize("form", vocabularies.TIKTOKEN)
+def test_prompts_of_other_families_are_ours(form: str, served: Serve, tmp_path: Path) -> None:
+    tokenizer = find_tokenizer(str(vocabularies.write(form, tmp_path / form)))
+    server = served(tokenizer)
+    some = [unicodedata.normalize("NFC", text) for text in TEXTS] if form == "qwen" else TEXTS
+    words = ["<|im_start|>", "<|eot_id|>", "<think>", "<|begin_of_text|>", *tokenizer.all_specials]
+    some = [text + words[i % len(words)] + text[:5] for i, text in enumerate(some)]
+    assert llama_cpp.other_ids(tokenizer, server, some) == []
+    asked = [server.ids(text, add_special=True, parse_special=True) for text in some]
+    assert asked == [tokenizer.prompt(text) for text in some]
+    if tokenizer.chat_template is not None:
+        said = server.post("/apply-template", messages=[{"role": "user", "content": "Hello"}])
+        assert said["prompt"] == "<|im_start|>Hello<|im_end|>"
+
+
+def test_a_letter_that_llama_cpp_does_not_know_is_the_only_difference(served: Serve) -> None:
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"a\xf0": 256}
+    tokenizer = Tokenizer("bpe", llama_cpp.ByteBPE(llama_cpp.GPT2_PATTERN, ranks), 257)
+    some = [f"a{UNICODE_16}", "a\U00012000", "a🐕"]
+    assert llama_cpp.other_ids(tokenizer, served(tokenizer), some) == some[:1]
+
+
+def test_a_text_ends_where_ours_does(served: Serve) -> None:
+    bytes_ = bytes_tokenizer()
+    ends = {"<|im_end|>": 257, "<a>": 258, "<b>": 259}
+    tokenizer = Tokenizer(
+        "bytes", bytes_.backend, 256, specials={**ends, "<c>": 260}, more_ends=frozenset(ends.values())
+    )
+    server = served(tokenizer)
+
+    def stop(id: int) -> str:
+        said = server.post("/completion", prompt="a", n_predict=3, logit_bias=[[id, 1e9]], temperature=0)
+        return str(said["stop_type"])
+
+    assert [id for id in range(256, 263) if stop(id) == "eos"] == [256, 257, 258, 259]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LanguageModel]:
+    """Small models, trained once."""
+    made: dict[str, LanguageModel] = {}
+
+    def train(name: str, **settings: Any) -> LanguageModel:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("llama")
+            text = folder / "text.txt"
+            text.write_text(TEXT, encoding="utf-8")
+            made[name] = llama_cpp.trained(text, folder / "run", 200, n_layer=2, n_embd=96, split_on="", **settings)
+        return made[name]
+
+    return train
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "learnt": {"vocab_size": 600},
+    "bytes": {"tokenizer": "bytes"},
+    "modern": {"arch": "modern", "vocab_size": 600},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_texts_are_ours(name: str, trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
+    model = trained(name, **MODELS[name])
+    some = llama_cpp.prompts(model, TEXT, 20)
+    with LlamaCpp(llama_cpp.exported(model, tmp_path / "model.gguf", type="f32")) as server:
+        theirs = [server.continuation(prompt) for prompt in some]
+    with llama_cpp.with_table_gelu():
+        found = llama_cpp.greedy(model, some, theirs)
+    assert all(gap < llama_cpp.TIE for gap in found.apart), found
+    assert found.tokens > 300 and len({tuple(ids) for ids in theirs}) > 10
+    assert name == "bytes" or sum(ids[-1] == model.tokenizer.eot for ids in theirs) > 5
+
+
+def test_losses_and_log_probabilities_are_ours(trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
+    model = trained("learnt", **MODELS["learnt"])
+    some = llama_cpp.text_windows(model, TEXT)[:2]
+    for kind, within in (("f32", 2e-4), ("f16", 5e-4), ("q8_0", 5e-3), ("q4_0", 5e-3)):
+        with LlamaCpp(llama_cpp.exported(model, tmp_path / f"{kind}.gguf", type=kind)) as server:
+            theirs = llama_cpp.their_loss(server, some)
+            total, count = total_loss(llama_cpp.with_weights_of(model.path, model, kind), some, model.compute)
+            assert theirs == pytest.approx(total / count, abs=within), kind
+            if kind == "f32":
+                far = llama_cpp.their_logprobs(server, some, 40, model.model.config.vocab_size)
+                with llama_cpp.with_table_gelu():
+                    far = np.abs(far - llama_cpp.our_logprobs(model, some, 40))
+                assert far.mean() < 1e-4 and far.max() < 2e-3
+
+
+def test_a_name_like_phi3_does_not_keep_a_file_from_being_read(
+    trained: Callable[..., LanguageModel], tmp_path: Path
+) -> None:
+    with LlamaCpp(llama_cpp.exported(trained("bytes", **MODELS["bytes"]), tmp_path / "my-Phi3.gguf")) as server:
+        assert server.ids("a") == [97]
+
+
+def test_a_damaged_file_ends_llama_cpp_and_not_us(trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
+    path = llama_cpp.exported(trained("bytes", **MODELS["bytes"]), tmp_path / "model.gguf", type="f16")
+    path.write_bytes(path.read_bytes()[:5000])
+    server = LlamaCpp(path)
+    with pytest.raises(RuntimeError, match="does not read"):
+        server.__enter__()
+    assert server.process.returncode not in (0, None)

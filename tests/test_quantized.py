@@ -1,0 +1,525 @@
+"""Folders of rounded matrices: every command reads them as what they stand for, and refuses what they cannot be."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Done, Gpt, curve, make_text, one_line_of_what_and_what_next, slow
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import gpt as library
+from gpt import api
+from gpt.config import ARCHITECTURES, GPTConfig
+from gpt.decoding.weights import Int8Linear
+from gpt.device import Compute
+from gpt.errors import UserError
+from gpt.model.decoder import GPT
+from gpt.model.params import named_parameters
+from gpt.model.quantize import GROUP, Quantized, QuantizedEmbedding, to_int4, to_int8
+from gpt.runs import checkpoint, folder, hub
+from gpt.sample_config import SampleConfig
+from gpt.text.tokenizer import bytes_tokenizer
+
+MODERN = ARCHITECTURES["modern"]
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "modern": MODERN | {"n_kv_head": 1},
+    "untied": MODERN | {"qk_norm": False, "biases": "qkv", "tied": False},
+    "sinusoidal": {"positions": "sinusoidal"},
+    "own": {"positions": "rotary"},
+    "narrow": {"n_embd": 24},  # rows of which are no groups of 32
+}
+SAMPLING = SampleConfig()
+
+
+def save(path: Path, **properties: Any) -> Path:
+    """A checkpoint of random weights."""
+    torch.manual_seed(0)
+    model = GPT(
+        GPTConfig(**{"vocab_size": 257, "block_size": 48, "n_layer": 2, "n_head": 2, "n_embd": 64} | properties)
+    )
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    checkpoint.save(path, model, checkpoint.TokenizerFiles(bytes_tokenizer(), model.config), {})
+    return path
+
+
+def export(model: Path, dtype: str) -> Path:
+    out = model.with_name(f"{model.name}-{dtype}")
+    if not out.exists():
+        api.export(model, out, dtype=dtype)
+    return out
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Returns the folder of a shape, made once: in float32, rounded, or rounded and then restored (int4-float32)."""
+    place = tmp_path_factory.mktemp("quantized")
+
+    def get(shape: str, dtypes: str = "float32") -> Path:
+        found = place / shape
+        if not found.exists():
+            save(found, **SHAPES[shape])
+        for dtype in dtypes.split("-"):
+            found = export(found, dtype)
+        return found
+
+    return get
+
+
+Made = Callable[..., Path]
+
+
+def logits(path: Path, **how: Any) -> Tensor:
+    idx = torch.randint(257, (3, 40), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        found: Tensor = library.load(path, device="cpu", **how).model(idx)
+        return found.float()
+
+
+# Rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_is_its_definition(dtype: torch.dtype) -> None:
+    weight = (torch.randn(300, 2048) * torch.logspace(-20, 20, 300)[:, None]).to(dtype)
+    weight[3] = 0
+    rounded, exact = to_int8(weight), weight.float()
+    scales = exact.abs().amax(1) / 127
+    assert torch.equal(rounded.scales[scales > 0], scales[scales > 0])
+    assert torch.equal(rounded.levels, (exact / rounded.scales[:, None]).round().to(torch.int8))
+    assert torch.equal(rounded.dequantize(), rounded.levels.float() * rounded.scales[:, None])
+    assert rounded.levels.abs().amax(1)[scales > 0].eq(127).all()
+    assert (rounded.bits, rounded.shape) == (8, (300, 2048))
+
+
+def test_int4_is_q4_0_of_gguf() -> None:
+    """The same numbers in the same bytes, and less error than its own rounding."""
+    gguf = pytest.importorskip("gguf")
+    q4_0 = gguf.GGMLQuantizationType.Q4_0
+    weight = (
+        torch.randn(130, 4 * GROUP, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 130)[:, None]
+    )
+    weight[7] = 0
+    weight[8, :GROUP] = 0
+    rounded = to_int4(weight)
+    assert (rounded.bits, rounded.shape) == (4, (130, 128))
+    blocks = np.concatenate(
+        [rounded.scales.numpy()[..., None].view(np.uint8), rounded.levels.view(130, 4, GROUP // 2).numpy()], axis=-1
+    )
+    restored = rounded.dequantize()
+    assert np.array_equal(gguf.quants.dequantize(blocks.reshape(130, -1), q4_0), restored.numpy())
+    theirs = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), q4_0), q4_0))
+    ours, plain = ((each - weight).view(-1, GROUP).square().sum(1) for each in (restored, theirs))
+    assert ours.sum() < 0.91 * plain.sum()
+    assert (restored[7] == 0).all()
+    ids = torch.tensor([[8, 0], [129, 7]])
+    assert torch.equal(rounded.rows(ids), restored[ids])
+
+
+@pytest.mark.parametrize("rounds", [to_int8, to_int4])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_none_are_not_rounded(rounds: Callable[[Tensor], Quantized], bad: float) -> None:
+    weight = torch.ones(9000, 64)
+    weight[8000, 40] = bad
+    with pytest.raises(UserError, match="not all finite"):
+        rounds(weight)
+
+
+def test_numbers_at_the_ends_of_float16() -> None:
+    assert (to_int4(torch.full((2, 32), 1e-12)).dequantize() == 0).all()
+    large = torch.full((2, 32), 4e5)
+    torch.testing.assert_close(to_int4(large).dequantize(), large, rtol=1e-3, atol=0)
+    with pytest.raises(UserError, match="too large for int4"):
+        to_int4(torch.full((2, 32), 1e6))
+
+
+# What a folder computes
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_folder_of_int8_is_the_option_int8(made: Made, shape: str) -> None:
+    plain, rounded = made(shape), made(shape, "float32-int8")
+    for how in ({"sampling": SAMPLING}, {"sampling": SampleConfig(compile="on")}, {}):
+        assert torch.equal(logits(rounded, dtype="int8", **how), logits(plain, dtype="int8", **how))
+    assert torch.equal(logits(rounded, sampling=SAMPLING), logits(plain, dtype="int8", sampling=SAMPLING))
+    one, other = (
+        library.load(path, dtype=dtype, sampling=SAMPLING).generate("ab", greedy=True, max_tokens=60)
+        for path, dtype in ((rounded, "auto"), (plain, "int8"))
+    )
+    assert one == other
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_rounded_folder_computes_its_numbers(made: Made, shape: str, dtype: str) -> None:
+    """Bit for bit what the folder does that those numbers are written to in float32."""
+    rounded, restored = made(shape, f"float32-{dtype}"), made(shape, f"float32-{dtype}-float32")
+    for how in (
+        {}, {"sampling": SAMPLING, "dtype": "float32"}, {"sampling": SAMPLING, "dtype": "bfloat16"},
+        {"sampling": SampleConfig(compile="on"), "dtype": "float32"},
+    ):  # fmt: skip
+        assert torch.equal(logits(rounded, **how), logits(restored, **how)), how
+    config = checkpoint.peek(rounded)[0]
+    stored = checkpoint.stored_parameters(made(shape), config)
+    weights = {name: whole.detach() for name, whole in library.load(rounded).model.state_dict().items()}
+    for name, p in named_parameters(config).items():
+        if p.kind in ("embedding", "unembedding") or (p.kind == "linear" and (dtype == "int8" or p.shape[1] % GROUP)):
+            assert torch.equal(weights[name], to_int8(stored[name]()).dequantize())
+        elif p.kind == "linear":
+            assert torch.equal(weights[name], to_int4(stored[name]()).dequantize())
+        elif p.trained:
+            assert torch.equal(weights[name], stored[name]())
+    parts: dict[str, Tensor] = {}
+    checkpoint.load_parts(rounded, config, lambda name, whole: parts.update({name: whole.clone()}))
+    assert all(torch.equal(whole, weights[name]) for name, whole in parts.items())
+    assert set(parts) == set(dict(library.load(rounded).model.named_parameters()))
+
+
+def test_rows_of_a_rounded_embedding_are_restored_as_they_are_used(made: Made) -> None:
+    for shape, dtype, how in (("gpt2", "int4", "float32"), ("untied", "int4", "float32"), ("modern", "int8", "auto")):
+        model = library.load(made(shape, f"float32-{dtype}"), dtype=how, sampling=SAMPLING).model
+        assert isinstance(model.wte, QuantizedEmbedding)
+        assert not model.wte.weight.levels.is_inference()
+        assert isinstance(model.lm_head, Int8Linear) == (how == "auto")
+    assert type(library.load(made("untied", "float32-int8")).model.wte) is not QuantizedEmbedding
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_exported_again(made: Made, dtype: str) -> None:
+    """Numbers that are rounded already are written as they stand."""
+    rounded = made("untied", f"float32-{dtype}")
+    again = made("untied", f"float32-{dtype}-{dtype}")
+    assert (again / "model.safetensors").read_bytes() == (rounded / "model.safetensors").read_bytes()
+    for other, near in (("bfloat16", 0.05), ("float16", 0.02), ("int8", 0.2)):
+        expected = logits(rounded)
+        assert (logits(made("untied", f"float32-{dtype}-{other}")) - expected).abs().max() < near * expected.abs().max()
+
+
+def test_several_files_with_an_index(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "MOST_BYTES", 30_000)
+    for dtype in ("int8", "int4"):
+        api.export(made("gpt2"), tmp_path / dtype, dtype=dtype)
+        assert len(list((tmp_path / dtype).glob("model-*.safetensors"))) > 2
+        assert torch.equal(logits(tmp_path / dtype), logits(made("gpt2", f"float32-{dtype}")))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_what_an_upload_may_lose(made: Made, tmp_path: Path, dtype: str) -> None:
+    """Without our own two files and the card it is read as a folder of transformers is."""
+    rounded = made("modern", f"float32-{dtype}")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        shutil.copy(rounded / name, tmp_path)
+    assert torch.equal(logits(tmp_path), logits(rounded))
+
+
+# Commands
+
+
+@pytest.fixture
+def pair(run_folder: Path, workdir: Path) -> tuple[Path, Path]:
+    """A trained model in int4, and its numbers in float32."""
+    run = Path("run")
+    shutil.copytree(folder.find_checkpoint(str(run_folder)), run)
+    return export(run, "int4"), export(export(run, "int4"), "float32")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "sample the -m MODEL -n 20 --greedy --json --logprobs 2 --ignore-eot",
+        "sample the -m MODEL -n 20 --seed 3 -N 3",
+        "sample the -m MODEL -n 12 --beam 3 --json",
+        "sample -m MODEL -n 12 --greedy --prompts prompts.jsonl",
+        "sample the -m MODEL -n 20 --greedy --speculate 4",
+        "sample -i -m MODEL -n 8 --seed 1",
+        "sample the -m MODEL -n 12 --greedy --dtype int8",
+        "sample the -m MODEL -n 12 --greedy --dtype bfloat16",
+        "eval MODEL text.txt --json",
+        "inspect attention -p the_cat -m MODEL --json",
+        "inspect neighbors the -m MODEL --json",
+        "inspect analogy the - cat + dog -m MODEL --json",
+        "inspect positions -m MODEL --json",
+        "inspect tokens the_cat -m MODEL --json",
+        "params MODEL --memory --json",
+        "params MODEL --flops --json",
+    ],
+)
+def test_commands(gpt: Gpt, pair: tuple[Path, Path], words: str) -> None:
+    Path("prompts.jsonl").write_text('{"prompt": "the"}\n{"prompt": "a cat"}\n')
+    Path("text.txt").write_bytes(make_text(300).encode())
+
+    def said(model: Path) -> Done:
+        done = gpt(*words.replace("MODEL", "MODEL.").split(), stdin=b"the cat\n")
+        shutil.rmtree("MODEL.")
+        return done
+
+    found = []
+    for model in pair:
+        shutil.copytree(model, "MODEL.")
+        found.append(said(model))
+    assert found[0].code == 0, found[0].err
+    assert found[0].out == found[1].out
+
+
+def test_bench_says_int8(gpt: Gpt, made: Made) -> None:
+    words = ("bench", made("gpt2", "float32-int8"), "-n", "2", "--rounds", "1", "--prompt-tokens", "4", "--json")
+    assert json.loads(gpt(*words).out)["dtype"] == "int8"
+    assert json.loads(gpt(*words, "--dtype", "float32").out)["dtype"] == "float32"
+    done = gpt(*words, "--compile", "on")
+    assert (done.code, "are not compiled" in done.err) == (0, True)
+
+
+def test_what_is_rounded_anew_is_said(gpt: Gpt, made: Made) -> None:
+    def notes(dtype: str, *words: str) -> str:
+        return gpt("sample", "x", "-m", made("gpt2", f"float32-{dtype}"), "-n", "2", *words).err
+
+    for silent in (notes("int8"), notes("int8", "--dtype", "int8"), notes("int8", "--dtype", "float32"), notes("int4")):
+        assert "round" not in silent
+    assert "int8 rounds the weights" in notes("int4", "--dtype", "int8")
+
+
+@pytest.mark.parametrize("rank", [0, slow(4)])
+def test_training_from_a_rounded_folder(gpt: Gpt, pair: tuple[Path, Path], rank: int) -> None:
+    Path("text.txt").write_bytes(make_text().encode())
+    runs = []
+    for number, init in enumerate(pair):
+        runs.append(Path(f"tuned-{number}"))
+        words = ["--steps", "8", "--batch-tokens", "128", "--dtype", "float32", "--save-every", "4"]
+        words += ["--lora-rank", str(rank), "--merge-lora"] if rank else []
+        done = gpt("train", "text.txt", "--init", init, "-o", runs[-1], "--quiet", *words)
+        assert done.code == 0, done.err
+    assert curve(runs[0]) == curve(runs[1])
+    sampled = [gpt("sample", "the", "-m", run, "-n", "12", "--greedy", "--dtype", "float32").out for run in runs]
+    assert sampled[0] == sampled[1] != ""
+    done = gpt("train", "--resume", runs[0], "--steps", "10", "--quiet")
+    assert done.code == 0, done.err
+    exported = gpt("export", runs[0], "-o", "again", "--dtype", "int4")
+    assert exported.code == 0, exported.err
+    if rank:
+        assert gpt("sample", "the", "-m", runs[0], "-n", "4", "--dtype", "int8").code == 0
+        with pytest.raises(ValueError, match="quant_method"):
+            pytest.importorskip("peft").AutoPeftModelForCausalLM.from_pretrained(folder.find_checkpoint(str(runs[0])))
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bytes_each", "asked"), [("int8", 1, "auto"), ("int8", 4, "float32"), ("int4", 4, "float32"), ("int4", 1, "int8")]
+)  # fmt: skip
+def test_weights_that_do_not_fit(
+    gpt: Gpt, made: Made, monkeypatch: pytest.MonkeyPatch, dtype: str, bytes_each: int, asked: str
+) -> None:
+    path = made("gpt2", f"float32-{dtype}")
+    numbers = sum(parameter.numel() for parameter in library.load(path).model.parameters())
+    words = ("sample", "x", "-m", path, "-n", "2", "--device", "cpu", "--dtype", asked)
+    monkeypatch.setattr(Compute, "memory", lambda self: bytes_each * numbers - 1)
+    one_line_of_what_and_what_next(gpt(*words), "the weights of")
+    monkeypatch.setattr(Compute, "memory", lambda self: bytes_each * numbers + 100_000)
+    assert gpt(*words).code == 0
+
+
+PEAK = """
+import sys
+import gpt.api
+from gpt.sample_config import SampleConfig
+
+def status(key):
+    return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+
+gpt.api.load(sys.argv[1], device="cpu", sampling=SampleConfig()).generate("some text", max_tokens=4)  # what is lazy
+before = status("VmRSS")
+loaded = gpt.api.load(sys.argv[2], device="cpu", sampling=SampleConfig())
+loaded.generate("some text", max_tokens=4)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_folder_of_int8_is_in_memory_once(made: Made, tmp_path: Path, tied: bool) -> None:
+    large = save(tmp_path / "large", **MODERN, vocab_size=30_000, n_layer=8, n_head=8, n_embd=1024, tied=tied)
+    rounded = export(large, "int8")
+    words = [sys.executable, "-c", PEAK, made("gpt2", "float32-int8"), rounded]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    # Besides, FBGEMM takes some 60 MB once. Twice in memory it is more.
+    assert int(done.stdout) < 1.5 * (rounded / "model.safetensors").stat().st_size + 90e6
+
+
+# Damage
+
+
+def signed(path: Path) -> None:
+    (path / folder.CHECKSUMS).unlink()
+    folder.write_checksums(path)
+
+
+def config_of(path: Path, **changed: Any) -> None:
+    said = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({key: v for key, v in (said | changed).items() if v != "gone"}))
+
+
+def tensors_of(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    found = load_file(path / "model.safetensors")
+    change(found)
+    save_file({name: tensor.contiguous() for name, tensor in found.items()}, path / "model.safetensors")
+
+
+def put(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], object]:
+    return lambda found: found.update({name: value(found[name])})
+
+
+def filled(number: float) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.clone().index_fill_(0, torch.tensor([tensor.size(0) - 1]), number)
+
+
+BITS = {"format": "gpt", "bits": 8, "group_size": 32}
+QKV, EMBEDDING = "h.1.attn.c_attn.weight", "wte.weight"
+CONFIGS: list[Any] = [
+    {"quant_method": "gptq", "bits": 4, "group_size": 128}, {"quant_method": "awq", "bits": 4, "zero_point": True},
+    {"quant_method": "bitsandbytes", "load_in_8bit": True}, {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    {**BITS, "quant_method": "gpt"}, {**BITS, "bits": 3}, {**BITS, "bits": 10**30}, {**BITS, "bits": "8"},
+    {**BITS, "group_size": 64}, {**BITS, "format": "other"}, {"bits": 8}, {}, [], "int8", 8, True, {**BITS, "more": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("said", CONFIGS)
+def test_quantization_of_another_kind(gpt: Gpt, made: Made, tmp_path: Path, said: Any) -> None:
+    shutil.copytree(made("gpt2", "float32-int8"), tmp_path / "c")
+    config_of(tmp_path / "c", quantization_config=said)
+    signed(tmp_path / "c")
+    one_line_of_what_and_what_next(gpt("sample", "x", "-m", tmp_path / "c"), "quantization_config is")
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "scales gone": ("int8", lambda c: tensors_of(c, lambda t: t.pop(f"{QKV}.scales")), f"{QKV}.scales is missing"),
+    "scales of another shape": ("int8", lambda c: tensors_of(c, put(f"{QKV}.scales", lambda t: t[:-1])), "has the shape"),
+    "a column of scales": ("int8", lambda c: tensors_of(c, put(f"{QKV}.scales", lambda t: t[:, None])), "has the shape"),
+    "scales of another dtype": ("int8", lambda c: tensors_of(c, put(f"{QKV}.scales", Tensor.half)), "is F16; F32"),
+    "int4's too": ("int4", lambda c: tensors_of(c, put(f"{QKV}.scales", Tensor.float)), "is F32; F16"),
+    "nan": ("int8", lambda c: tensors_of(c, put(f"{QKV}.scales", filled(torch.nan))), "not all finite"),
+    "infinity": ("int4", lambda c: tensors_of(c, put(f"{QKV}.scales", filled(torch.inf))), "not all finite"),
+    "embedding": ("int4", lambda c: tensors_of(c, put(f"{EMBEDDING}.scales", filled(-torch.inf))), "not all finite"),
+    "float levels": ("int8", lambda c: tensors_of(c, put(QKV, Tensor.float)), "is F32; I8"),
+    "bytes": ("int8", lambda c: tensors_of(c, put(QKV, lambda t: t.view(torch.uint8))), "is U8; I8"),
+    "int8 in int4": ("int4", lambda c: tensors_of(c, put(QKV, lambda t: t.view(torch.int8))), "is I8; U8"),
+    "transposed": ("int8", lambda c: tensors_of(c, put(QKV, Tensor.t)), "has the shape"),
+    "a level too few": ("int4", lambda c: tensors_of(c, put(QKV, lambda t: t[:, 1:])), "has the shape"),
+    "more": ("int8", lambda c: tensors_of(c, lambda t: t.update({"x": torch.ones(2)})), "no place for"),
+    "an unembedding": ("int8", lambda c: tensors_of(c, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()})), "no place for"),
+    "no unembedding": ("int8", lambda c: config_of(c, tie_word_embeddings=False), "lm_head.weight and 1 more is missing"),
+    "float that says int8": ("float32", lambda c: config_of(c, quantization_config=BITS), "no place for"),
+    "int8 that says float": ("int8", lambda c: config_of(c, quantization_config="gone"), "no place for|asks for"),
+    "int8 that says int4": ("int8", lambda c: config_of(c, quantization_config={**BITS, "bits": 4}), "has the shape|is I8"),
+    "int4 that says int8": ("int4", lambda c: config_of(c, quantization_config=BITS), "asks for"),
+    "larger": ("int8", lambda c: config_of(c, vocab_size=10**7), "asks for"),
+    "deeper": ("int4", lambda c: config_of(c, n_layer=3), "is missing|asks for"),
+    "cut": ("int4", lambda c: (c / "model.safetensors").write_bytes((c / "model.safetensors").read_bytes()[:-5]), "damaged"),
+    "headless": ("int8", lambda c: (c / "model.safetensors").write_bytes(b"\xff" * 200_000), "header has"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_damage_is_refused(gpt: Gpt, made: Made, tmp_path: Path, case: str) -> None:
+    dtype, damage, message = DAMAGES[case]
+    shutil.copytree(made("gpt2", "-".join(dict.fromkeys(("float32", dtype)))), tmp_path / "c")
+    damage(tmp_path / "c")
+    words = ("sample", "x", "-m", tmp_path / "c", "-n", "1")
+    assert "is damaged: its sha256" in gpt(*words).err
+    signed(tmp_path / "c")
+    done = gpt(*words)
+    assert done.code == 2, done
+    assert len(done.err.splitlines()) <= 2
+    assert any(each in done.err for each in message.split("|")), done.err
+    with pytest.raises(UserError):
+        library.load(tmp_path / "c")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="the harness is POSIX only")
+def test_forged_headers_and_configs(made: Made, workdir: Path) -> None:
+    import random
+
+    from tests.stress.forged import forged, outcome
+
+    chance, seen = random.Random(0), []
+    for dtype in ("int8", "int4"):
+        rounded = made("modern", f"float32-{dtype}")
+        data = (rounded / "model.safetensors").read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        for file, text in (("config.json", (rounded / "config.json").read_text()), ("header", data[8:end].decode())):
+            for number, case in zip(range(100), forged(text, False, chance), strict=False):
+                bad = Path(f"{dtype}-{file}-{number}")
+                shutil.copytree(rounded, bad)
+                if file == "header":
+                    header = case.text.encode()
+                    (bad / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
+                else:
+                    (bad / file).write_text(case.text)
+                signed(bad)
+                for command in ("sample x -n 2 --greedy -m", "params", "inspect tokens abc -m"):
+                    found = outcome([*command.split(), str(bad)])
+                    seen.append(found)
+                    assert found in ("works", "refused"), f"{bad} {case.where}, {command}: {found}"
+                shutil.rmtree(bad)
+    assert seen.count("refused") > 100
+
+
+# Others
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("shape", ["gpt2", "modern", "untied"])
+def test_transformers_refuses_it(made: Made, shape: str, dtype: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = made(shape, f"float32-{dtype}")
+    name = json.loads((path / "config.json").read_text())["architectures"][0]
+    for reader in (transformers.AutoModelForCausalLM, getattr(transformers, name), transformers.AutoModel):
+        with pytest.raises(ValueError, match="quant_method"):
+            reader.from_pretrained(path)
+    assert transformers.AutoTokenizer.from_pretrained(path)("ab")["input_ids"] == [97, 98]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("shape", ["gpt2", "modern", "untied"])
+def test_its_tensors_have_no_place_in_transformers(made: Made, shape: str, dtype: str) -> None:
+    """So that a reader that minds no quantization_config cannot fill a model with them."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(made(shape)))
+    for model in (theirs, theirs.base_model):
+        with pytest.raises(RuntimeError, match="Missing key|size mismatch"):
+            model.load_state_dict(load_file(made(shape, f"float32-{dtype}") / "model.safetensors"))
+
+
+def test_the_hub_s_files_are_fetched(made: Made) -> None:
+    names = {path.name for path in made("gpt2", "float32-int4").iterdir()}
+    assert {name for name in names if any(fnmatch(name, pattern) for pattern in hub.FILES)} == names
+
+
+def disguised_logits(path: Path, **how: Any) -> Tensor:
+    idx = torch.randint(257, (3, 40), generator=torch.Generator().manual_seed(0)).to("cuda")
+    with torch.inference_mode():
+        return library.load(path, device="cuda", **how).model(idx).float().cpu()
+
+
+def test_on_a_gpu(made: Made, cuda: Any) -> None:
+    """Products are of bfloat16 and int8; a folder gives what the option does, and nearly what is exact."""
+    for shape in ("gpt2", "untied"):
+        plain, rounded = made(shape), made(shape, "float32-int8")
+        expected = disguised_logits(plain, dtype="int8", sampling=SAMPLING)
+        assert torch.equal(disguised_logits(rounded, sampling=SAMPLING), expected)
+        exact = disguised_logits(rounded, dtype="float32")
+        assert (expected - exact).abs().max() < 0.1 * exact.abs().max()
+        assert torch.equal(disguised_logits(made(shape, "float32-int4"), dtype="float32", sampling=SAMPLING),
+                           disguised_logits(made(shape, "float32-int4-float32"), dtype="float32", sampling=SAMPLING))  # fmt: skip

@@ -1,0 +1,477 @@
+"""The answers of `gpt serve` to correct and to wrong requests, against `gpt sample`."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Gpt
+from serving import Served, load, served
+
+from gpt.api import LanguageModel
+from gpt.decoding.write import Sample
+from gpt.sample_config import SampleConfig
+
+PROMPT = "the cat sat on"
+
+
+@pytest.fixture(scope="module")
+def model(run_folder: Path) -> LanguageModel:
+    return load(run_folder)
+
+
+@pytest.fixture(scope="module")
+def server(model: LanguageModel) -> Iterator[Served]:
+    with served(model) as found:
+        yield found
+
+
+def sample(model: LanguageModel, prompt: str = PROMPT, seed: int = 0, index: int = 0, **settings: Any) -> Sample:
+    """A text of `gpt sample` with the server's defaults."""
+    config = SampleConfig(**{"temperature": 1.0, "max_tokens": 16, **settings})
+    writing = model.write(prompt, config, seed, index)
+    list(writing)
+    return writing.sample
+
+
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of a request, and of `gpt sample`
+    ({}, {}),
+    ({"temperature": 0}, {"greedy": True}),
+    ({"temperature": 0.5, "top_p": 0.8}, {"temperature": 0.5, "top_p": 0.8}),
+    ({"top_p": 0}, {"greedy": True}),
+    ({"top_k": 5, "min_p": 0.1}, {"top_k": 5, "min_p": 0.1}),
+    ({"top_k": -1}, {}),
+    ({"repetition_penalty": 1.5, "no_repeat_ngram": 2}, {"repetition_penalty": 1.5, "no_repeat_ngram": 2}),
+    ({"presence_penalty": 2, "frequency_penalty": -1.5}, {"presence_penalty": 2.0, "frequency_penalty": -1.5}),
+    ({"max_tokens": 40, "min_tokens": 30}, {"max_tokens": 40, "min_tokens": 30}),
+    ({"max_tokens": 60, "ignore_eos": True}, {"max_tokens": 60, "ignore_eot": True}),
+    ({"stop": "a"}, {"stop": ("a",)}),
+    ({"stop": ["ing", " the"], "max_tokens": 50}, {"stop": ("ing", " the"), "max_tokens": 50}),
+    ({"max_tokens": 0}, {"max_tokens": 0}),
+    ({"max_tokens": 16.0, "n": None, "stop": None, "logprobs": None, "logit_bias": {}, "suffix": None}, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("asked, settings", SETTINGS, ids=str)
+def test_a_text_is_that_of_gpt_sample(server: Served, model: LanguageModel, asked: Any, settings: Any) -> None:
+    body = {"prompt": PROMPT, "seed": 3, "n": 2, **{key: value for key, value in asked.items() if key != "n"}}
+    expected = [sample(model, seed=3, index=index, **settings) for index in range(2)]
+    answer = server.ask(**body)
+    assert [choice["text"] for choice in answer["choices"]] == [each.text for each in expected]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    reasons = ["length" if each.finish_reason == "length" else "stop" for each in expected]
+    assert [choice["finish_reason"] for choice in answer["choices"]] == reasons
+    count = sum(len(each.tokens) + (each.finish_reason == "eot") for each in expected)
+    prompt = len(model.tokenizer.prompt(PROMPT))
+    usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
+    assert answer["usage"] == usage
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "tiny"
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+
+    chunks = server.stream(**body, stream_options={"include_usage": True})
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == usage
+    for index, each in enumerate(expected):
+        of_this = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in of_this) == each.text
+        assert [choice["finish_reason"] for choice in of_this[:-1]] == [None] * (len(of_this) - 1)
+        assert of_this[-1]["finish_reason"] == reasons[index]
+    assert all(c["usage"] is None and c["id"] == chunks[0]["id"] for c in chunks[:-1])
+
+
+def test_the_defaults_are_those_of_openai(server: Served, model: LanguageModel) -> None:
+    answer = server.ask(prompt=PROMPT, seed=1, no_such_field={"a": [1]}, user="me", model="tiny")
+    assert answer["choices"][0]["text"] == sample(model, seed=1).text
+    texts = {server.ask(prompt=PROMPT, max_tokens=30)["choices"][0]["text"] for _ in range(4)}
+    assert len(texts) > 1  # a seed is drawn
+
+
+@pytest.mark.parametrize("seed", [0, 7, -5, 2**63 - 1, -(2**63)])
+def test_a_seed_is_that_of_gpt_sample(server: Served, model: LanguageModel, seed: int) -> None:
+    assert server.ask(prompt=PROMPT, seed=seed)["choices"][0]["text"] == sample(model, seed=seed).text
+
+
+def test_prompts_are_a_text_or_ids_or_several(server: Served, model: LanguageModel) -> None:
+    texts = [PROMPT, "dogs chased", ""]
+    ids = [model.tokenizer.prompt(text) for text in texts]
+    expected = [sample(model, text, index=index).text for text in texts for index in range(2)]
+    for prompts in (texts, ids):
+        answer = server.ask(prompt=prompts, n=2, seed=0)
+        assert [choice["text"] for choice in answer["choices"]] == expected
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+    assert server.ask(prompt=ids[0], seed=0)["choices"][0]["text"] == expected[0]
+    mixed = server.ask(prompt=[texts[0], ids[1]], seed=0)
+    assert [choice["text"] for choice in mixed["choices"]] == [expected[0], expected[2]]
+
+
+def test_the_best_of_several(server: Served, model: LanguageModel) -> None:
+    """Those with the highest mean log-probability, best first; all of them are counted."""
+    every = [sample(model, index=index) for index in range(6)]
+    mean = {each.text: each.logprob / (len(each.tokens) + (each.finish_reason == "eot")) for each in every}
+    answer = server.ask(prompt=PROMPT, seed=0, n=2, best_of=6)
+    assert [choice["text"] for choice in answer["choices"]] == sorted(mean, key=lambda text: -mean[text])[:2]
+    counted = sum(len(each.tokens) + (each.finish_reason == "eot") for each in every)
+    assert answer["usage"]["completion_tokens"] == counted
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+@pytest.mark.parametrize("new", [0, 1, 12])
+@pytest.mark.parametrize("echo", [False, True])
+def test_log_probabilities_are_those_of_gpt_sample(
+    server: Served, model: LanguageModel, count: int, new: int, echo: bool
+) -> None:
+    prompt = "Zürich; naïve 🐕"
+    expected = sample(model, prompt, max_tokens=new, logprobs=count, echo_logprobs=echo)
+    answer = server.ask(prompt=prompt, seed=0, max_tokens=new, logprobs=count, echo=echo)
+    choice, tokens = answer["choices"][0], [*(expected.prompt_logprobs or ()), *(expected.logprobs or ())]
+    found = choice["logprobs"]
+    assert choice["text"] == (prompt if echo else "") + expected.text
+    assert len(found["tokens"]) == len(tokens)
+    assert found["tokens"] == [shown(model, token.id) for token in tokens]
+    if echo:
+        assert found["token_logprobs"][0] is None
+        assert found["top_logprobs"][0] is None
+    for token, name, logprob, top in zip(
+        tokens, found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+    ):
+        if token.logprob is None:
+            continue
+        assert logprob == pytest.approx(token.logprob, abs=1e-5)
+        assert top[name] == logprob  # the same float
+        likeliest = [shown(model, id) for id, _ in token.top]
+        assert list(top)[:count] == likeliest
+        assert len(top) == count + (name not in likeliest)
+        assert max(top.values()) == next(iter(top.values()))
+    data = [model.tokenizer.decode_bytes([token.id]) for token in tokens if token.id not in model.tokenizer.ends]
+    assert b"".join(data).decode(errors="replace") == choice["text"]
+    for at, offset in enumerate(found["text_offset"]):
+        whole = b"".join(data[:at]).decode("utf-8", "ignore")  # characters that are complete by then
+        assert offset == len(whole)
+
+
+def shown(model: LanguageModel, id: int) -> str:
+    data = model.tokenizer.decode_bytes([id])
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def test_log_probabilities_on_the_command_line_are_the_same(server: Served, gpt: Gpt, run_folder: Path) -> None:
+    """Token by token, as `gpt sample --json --logprobs` writes them."""
+    words = [
+        "sample",
+        PROMPT,
+        "-m",
+        run_folder,
+        "--seed",
+        "5",
+        "-t",
+        "1",
+        "-n",
+        "9",
+        "--logprobs",
+        "2",
+        "--echo-logprobs",
+    ]
+    done = gpt(*words, "--dtype", "float32", "--json")
+    line = json.loads(done.out)
+    choice = server.ask(prompt=PROMPT, seed=5, max_tokens=9, logprobs=2, echo=True)["choices"][0]
+    assert choice["text"] == PROMPT + line["text"]
+    every = [*line["prompt_logprobs"], *line["logprobs"]]
+    assert len(every) == len(choice["logprobs"]["tokens"])
+    for each, logprob in zip(every, choice["logprobs"]["token_logprobs"], strict=True):
+        assert logprob == (None if each["logprob"] is None else pytest.approx(each["logprob"], abs=1e-5))
+
+
+def test_what_the_harness_asks_for(server: Served, model: LanguageModel) -> None:
+    """lm-evaluation-harness: ids of several lengths, one more token than it looks at, greedy or not by comparison."""
+    prompts = [model.tokenizer.prompt(text) for text in (PROMPT, "dogs", "the mat while raining in")]
+    answer = server.ask(prompt=prompts, temperature=0, max_tokens=1, logprobs=1, echo=True, seed=1234)
+    for choice, ids in zip(answer["choices"], prompts, strict=True):
+        found = choice["logprobs"]
+        assert len(found["token_logprobs"]) == len(ids) + 1
+        with torch.inference_mode():
+            logits = model.model.unembed(model.model.trunk(torch.tensor([ids])))[0, :, : model.tokenizer.vocab_size]
+            logprobs = logits.log_softmax(-1)
+        for at in range(1, len(ids)):
+            assert found["token_logprobs"][at] == pytest.approx(float(logprobs[at - 1, ids[at]]), abs=1e-5)
+            greedy = found["token_logprobs"][at] == max(found["top_logprobs"][at].values())
+            assert greedy == (int(logprobs[at - 1].argmax()) == ids[at])
+
+
+def test_an_echo_of_ids_that_are_no_characters(server: Served, model: LanguageModel) -> None:
+    half = model.tokenizer.encode("🦊").tolist()[:-1]
+    choice = server.ask(prompt=half, echo=True, logprobs=0, max_tokens=2, temperature=0)["choices"][0]
+    assert choice["text"].startswith("�")
+    assert all(token.startswith("bytes:") for token in choice["logprobs"]["tokens"][: len(half)])
+    assert choice["logprobs"]["text_offset"][len(half)] == len(model.tokenizer.decode(half))
+
+
+def test_an_echo_without_log_probabilities_and_an_empty_one(server: Served, model: LanguageModel) -> None:
+    long = "the cat sat on the mat " * 20  # longer than the context
+    assert server.ask(prompt=long, echo=True, max_tokens=0)["choices"][0]["text"] == long
+    chunks = server.stream(prompt="", echo=True, max_tokens=3, seed=0)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == sample(model, "", max_tokens=3).text
+    error = server.refuse(prompt=long, echo=True, logprobs=1)
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+
+
+def test_log_probabilities_of_a_stream_are_those_of_the_whole(server: Served) -> None:
+    body = {"prompt": PROMPT, "seed": 2, "max_tokens": 12, "logprobs": 3, "echo": True, "stop": ["an"]}
+    whole = server.ask(**body)["choices"][0]
+    parts = [chunk["choices"][0] for chunk in server.stream(**body)]
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    for key in ("tokens", "text_offset"):
+        assert [each for part in parts for each in part["logprobs"][key]] == whole["logprobs"][key]
+    joined = [each for part in parts for each in part["logprobs"]["token_logprobs"]]
+    assert joined[1:] == pytest.approx(whole["logprobs"]["token_logprobs"][1:], abs=1e-5)
+
+
+def test_streams_have_whole_characters_and_nothing_of_a_stop_text(server: Served, model: LanguageModel) -> None:
+    """Ids that are bytes of characters are forced, so that pieces would be halves."""
+    ids = model.tokenizer.encode("🦊").tolist()
+    bias = {str(id): 100 for id in set(ids)}
+    for stop in ([], ["🦊"], ["�"]):
+        for seed in range(6):
+            body = {"prompt": "🦊", "logit_bias": bias, "seed": seed, "max_tokens": 20, "stop": stop}
+            whole = server.ask(**body)["choices"][0]
+            parts = [chunk["choices"][0]["text"] for chunk in server.stream(**body)]
+            assert "".join(parts) == whole["text"]
+            assert not any(each in whole["text"] for each in stop)
+    text = server.ask(prompt=PROMPT, temperature=0, max_tokens=40)["choices"][0]["text"]
+    for stop in (text[5:9], text[-6:], text[:2], text[3:30]):
+        body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 40, "stop": [stop]}
+        parts = [chunk["choices"][0]["text"] for chunk in server.stream(**body)]
+        assert "".join(parts) == text[: text.index(stop)] == server.ask(**body)["choices"][0]["text"]
+        assert server.ask(**body)["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_bias_forces_and_forbids(server: Served, model: LanguageModel) -> None:
+    id = int(model.tokenizer.encode("z")[0])
+    assert server.ask(prompt=PROMPT, max_tokens=5, logit_bias={str(id): 100})["choices"][0]["text"] == "zzzzz"
+    first = server.ask(prompt=PROMPT, temperature=0, max_tokens=1, logprobs=1)["choices"][0]
+    (banned,) = model.tokenizer.encode(first["text"], continues=True).tolist()
+    other = server.ask(prompt=PROMPT, temperature=0, max_tokens=1, logit_bias={str(banned): -100})["choices"][0]
+    assert other["text"] != first["text"]
+
+
+def test_penalties_by_brute_force(server: Served, model: LanguageModel) -> None:
+    """Greedy texts with a loop that computes the whole model anew for each token."""
+    presence, frequency = 0.9, 0.6
+    ids, counts = model.tokenizer.prompt(PROMPT), Counter[int]()
+    start = len(ids)
+    for _ in range(14):
+        with torch.inference_mode():
+            logits = model.model.unembed(model.model.trunk(torch.tensor([ids])))[0, -1, : model.tokenizer.vocab_size]
+        logits = logits.clone()
+        for id, count in counts.items():
+            logits[id] -= presence + frequency * count
+        ids.append(int(logits.argmax()))
+        counts[ids[-1]] += 1
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 14, "ignore_eos": True}
+    answer = server.ask(**body, presence_penalty=presence, frequency_penalty=frequency)
+    assert answer["choices"][0]["text"] == model.tokenizer.decode(ids[start:])
+    assert answer["choices"][0]["text"] != server.ask(**body)["choices"][0]["text"]
+
+
+def test_a_text_past_the_context_goes_on(server: Served, model: LanguageModel) -> None:
+    expected = sample(model, max_tokens=100, ignore_eot=True)
+    assert expected.slid
+    assert server.ask(prompt=PROMPT, seed=0, max_tokens=100, ignore_eos=True)["choices"][0]["text"] == expected.text
+
+
+DEEP = json.loads("[" * 900 + "]" * 900)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("prompt", 5), ("prompt", []), ("prompt", [[]]), ("prompt", [True]), ("prompt", [1.5]), ("prompt", {"a": 1}),
+        ("prompt", [1, "a"]), ("prompt", [400]), ("prompt", [-1]), ("prompt", [2**70]), ("prompt", DEEP),
+        ("prompt", ["a"] * 129), ("prompt", "ab " * 3000), ("max_tokens", "5"), ("max_tokens", -1), ("max_tokens", 4097),
+        ("max_tokens", 1.5), ("max_tokens", True), ("max_tokens", 10**300), ("temperature", "hot"), ("temperature", -1),
+        ("temperature", 101), ("temperature", [1]), ("top_p", 1.1), ("top_p", -0.1), ("top_k", 1.5), ("top_k", -2),
+        ("min_p", 2), ("n", 0), ("n", 129), ("best_of", 129), ("best_of", 0), ("stop", 5), ("stop", [""]), ("stop", [1]),
+        ("stop", ["a"] * 17), ("stop", "a" * 1001), ("seed", 1.5), ("seed", 2**63), ("seed", "1"), ("echo", 1),
+        ("logprobs", 21), ("logprobs", -1), ("logprobs", True), ("logit_bias", [1]), ("logit_bias", {"a": 1}),
+        ("logit_bias", {"400": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"1": "x"}), ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"²": 1}), ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", -1),
+        ("no_repeat_ngram", -1), ("min_tokens", -1), ("ignore_eos", "yes"), ("stream", "yes"), ("stream_options", [1]),
+        ("stream_options", {"include_usage": 1}), ("suffix", "x"), ("tools", [{"type": "function"}]),
+        ("response_format", {"type": "json_object"}), ("store", True), ("functions", [{}]),
+    ],
+    ids=lambda value: f"{value!s:.20}",
+)  # fmt: skip
+def test_a_wrong_value_is_refused_by_its_name(server: Served, field: str, value: Any) -> None:
+    error = server.refuse(**{"prompt": "a", field: value})
+    assert error["param"] == field
+    assert field in error["message"]
+    assert len(error["message"]) < 400
+    assert error["type"] == "invalid_request_error"
+
+
+def test_what_contradicts_itself_is_refused(server: Served) -> None:
+    assert server.refuse(max_tokens=1)["param"] == "prompt"
+    assert server.refuse(prompt=None)["param"] == "prompt"
+    assert server.refuse(prompt="a", n=3, best_of=2)["param"] == "best_of"
+    assert server.refuse(prompt="a", stream=True, best_of=2)["param"] == "best_of"
+    assert server.refuse(prompt=["a"] * 128, n=9)["param"] == "n"
+    assert server.refuse(prompt="a", n=128, max_tokens=4096, logprobs=20)["param"] == "max_tokens"
+    assert server.refuse(prompt="a", model="gpt-4", status=404)["code"] == "model_not_found"
+    assert server.refuse(prompt="a", model="\ud800", status=404)["param"] == "model"
+    assert server.refuse(prompt="a", model=["tiny"], status=404)["param"] == "model"
+
+
+NEUTRAL = {
+    "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "stop": [], "suffix": "", "tools": [], "top_p": 1,
+    "tool_choice": "none", "response_format": {"type": "text"}, "best_of": 1, "echo": False, "stream": False, "top_k": 0,
+    "repetition_penalty": 1, "min_p": 0, "stream_options": {}, "store": False, "service_tier": "auto", "metadata": {},
+}  # fmt: skip
+
+
+def test_neutral_values_and_nulls_change_nothing(server: Served, model: LanguageModel) -> None:
+    expected = sample(model).text
+    assert server.ask(prompt=PROMPT, seed=0, **NEUTRAL)["choices"][0]["text"] == expected
+    nothing = dict.fromkeys([*NEUTRAL, "max_tokens", "temperature", "n", "logprobs", "user", "model"])
+    assert server.ask(prompt=PROMPT, seed=0, **nothing)["choices"][0]["text"] == expected
+
+
+def test_halves_of_surrogates_and_control_characters(server: Served) -> None:
+    answer = server.ask(prompt="a\ud800b\x00\x1b[31m", echo=True, max_tokens=0, stop=["\udfff"])
+    assert answer["choices"][0]["text"] == "a�b\x00\x1b[31m"
+
+
+def test_models(server: Served) -> None:
+    listed = server.client.get("/v1/models").json()
+    assert listed["object"] == "list"
+    (one,) = listed["data"]
+    assert (one["id"], one["object"], one["context_length"]) == ("tiny", "model", 32)
+    assert server.client.get("/models/tiny").json() == one
+    error = server.client.get("/v1/models/no/such").json()["error"]
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+
+
+def test_the_tokenizer_as_the_harness_reads_it(server: Served, model: LanguageModel) -> None:
+    info = server.client.get("/tokenizer_info").json()
+    assert (info["eos_token"], info["bos_token"], info["pad_token"]) == ("<|endoftext|>", None, None)
+    for text in ("", "it’s raining", "a <|endoftext|> b", "\x00🐕"):
+        ids = server.ask("/tokenize", prompt=text, add_special_tokens=False)["tokens"]
+        assert ids == model.tokenizer.encode(text).tolist()
+        assert server.ask("/detokenize", tokens=ids)["prompt"] == text
+    assert server.ask("/tokenize", prompt=info["eos_token"], add_special_tokens=False)["tokens"] == [
+        model.tokenizer.eot
+    ]
+    assert server.refuse("/tokenize", prompt=[1])["param"] == "prompt"
+    for tokens in ([400], [-1], ["a"], 5, None, [True]):
+        assert server.refuse("/detokenize", tokens=tokens)["param"] == "tokens"
+
+
+def test_health_metrics_and_unknown_routes(server: Served) -> None:
+    assert server.client.get("/health").json() == {"status": "ok"}
+    server.ask(prompt=PROMPT, max_tokens=3)
+    text = server.client.get("/metrics").text
+    for name in ("requests_total", "requests_waiting", "texts_running", "prompt_tokens_total", "generated_tokens_total",
+                 "cache_positions", "step_seconds_bucket", "first_token_seconds_bucket", "request_seconds_bucket"):  # fmt: skip
+        assert f"gpt_{name}" in text
+    assert 'gpt_requests_total{route="/completions",status="200"}' in text
+    assert server.client.get("/v1/completions").status_code == 405
+    for path in ("/nothing", "/v1/embeddings", "/v1/%ff%00", "/" + "a" * 5000):
+        answer = server.client.post(path, json={})
+        assert answer.status_code == 404
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert server.client.get("/").headers["content-security-policy"].startswith("default-src 'none'")
+
+
+def test_the_routes_answer_without_v1(server: Served, model: LanguageModel) -> None:
+    assert server.ask("/completions", prompt=PROMPT, seed=0)["choices"][0]["text"] == sample(model).text
+    assert server.client.get("/v1/health").status_code == server.client.get("/v1/tokenizer_info").status_code == 200
+
+
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
+CHAT = [{"role": "system", "content": "Be a cat."}, {"role": "user", "content": [{"type": "text", "text": "the cat"}]}]
+TEXT = "<|system|>Be a cat.\n<|user|>the cat\n<|assistant|>"
+
+
+@pytest.fixture(scope="module")
+def chat(model: LanguageModel) -> Iterator[Served]:
+    """A server whose tokenizer has a chat template."""
+    from dataclasses import replace
+
+    tokenizer = replace(model.tokenizer, files={"chat_template.jinja": TEMPLATE.encode()})
+    with served(replace(model, tokenizer=tokenizer)) as found:
+        yield found
+
+
+def test_a_chat_is_the_text_of_its_template(chat: Served, model: LanguageModel) -> None:
+    expected = sample(model, TEXT, max_tokens=8, logprobs=2)
+    body = {"messages": CHAT, "seed": 0, "max_completion_tokens": 8, "logprobs": True, "top_logprobs": 2}
+    answer = chat.ask("/v1/chat/completions", **body)
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
+    assert answer["object"] == "chat.completion"
+    assert answer["usage"]["prompt_tokens"] == len(model.tokenizer.prompt(TEXT))
+    told = choice["logprobs"]["content"]
+    assert [each["token"] for each in told] == [shown(model, token.id) for token in expected.logprobs or ()]
+    for each, token in zip(told, expected.logprobs or (), strict=True):
+        assert each["logprob"] == pytest.approx(token.logprob, abs=1e-5)
+        assert bytes(each["bytes"]) == model.tokenizer.decode_bytes([token.id])
+        assert [other["token"] for other in each["top_logprobs"]] == [shown(model, id) for id, _ in token.top]
+    chunks = chat.stream("/v1/chat/completions", **body, n=1, stream_options={"include_usage": True})
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks[:-1]) == expected.text
+    assert chunks[-2]["choices"][0]["finish_reason"] == choice["finish_reason"]
+    assert chunks[-1]["usage"] == answer["usage"]
+    assert {c["object"] for c in chunks} == {"chat.completion.chunk"}
+    assert [e for c in chunks[1:-1] for e in c["choices"][0]["logprobs"]["content"]] == [
+        {**each, "logprob": pytest.approx(each["logprob"], abs=1e-5), "top_logprobs": [
+            {**other, "logprob": pytest.approx(other["logprob"], abs=1e-5)} for other in each["top_logprobs"]]}
+        for each in told
+    ]  # fmt: skip
+
+
+def test_chats_with_several_choices_and_without_a_number_of_tokens(chat: Served, model: LanguageModel) -> None:
+    answer = chat.ask("/v1/chat/completions", messages=CHAT, n=3, seed=1, max_tokens=6)
+    expected = [sample(model, TEXT, 1, index, max_tokens=6).text for index in range(3)]
+    assert [choice["message"]["content"] for choice in answer["choices"]] == expected
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    for nothing in ({}, {"max_tokens": None}):
+        short = chat.ask("/v1/chat/completions", messages=[{"role": "a", "content": "b"}], ignore_eos=True, **nothing)
+        assert short["usage"]["total_tokens"] == 32  # what the context has room for
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("messages", []), ("messages", "hi"), ("messages", [5]), ("messages", [{"role": "user"}]),
+        ("messages", [{"role": 1, "content": "a"}]), ("messages", [{"role": "user", "content": [{"type": "image_url"}]}]),
+        ("echo", True), ("best_of", 2), ("suffix", "x"), ("tools", [{}]), ("logprobs", 3), ("top_logprobs", 2),
+        ("max_completion_tokens", "x"), ("max_tokens", -1), ("n", 0), ("response_format", {"type": "json_schema"}),
+        ("audio", {"voice": "x"}), ("modalities", ["audio"]),
+    ],
+    ids=lambda value: f"{value!s:.20}",
+)  # fmt: skip
+def test_a_wrong_value_of_a_chat_is_refused_by_its_name(chat: Served, field: str, value: Any) -> None:
+    error = chat.refuse("/v1/chat/completions", **{"messages": CHAT, field: value})
+    assert error["param"] == field
+
+
+def test_a_chat_without_a_template_says_how_to_get_one(server: Served) -> None:
+    error = server.refuse("/v1/chat/completions", messages=CHAT)
+    assert "chat template" in error["message"]
+    assert "/v1/completions" in error["message"]
+
+
+def test_a_log_probability_is_never_a_number_that_json_lacks() -> None:
+    from gpt.decoding.logits import Token
+    from gpt.serve.texts import chat_logprobs, completion_logprobs
+    from gpt.text.tokenizer import bytes_tokenizer
+
+    tokens = [(Token(97, -math.inf, ((98, 0.0), (99, -math.inf))), 0)]
+    for found in (completion_logprobs(bytes_tokenizer(), tokens), chat_logprobs(bytes_tokenizer(), tokens)):
+        json.dumps(found, allow_nan=False)

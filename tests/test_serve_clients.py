@@ -1,0 +1,107 @@
+"""`gpt serve` as the `openai` package sees it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import Served, load, served
+
+from gpt.api import LanguageModel
+
+openai = pytest.importorskip("openai", reason="openai, of the extra interop, is not installed")
+pytestmark = pytest.mark.slow
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+CHAT = [{"role": "user", "content": "the cat"}]
+
+
+@pytest.fixture(scope="module")
+def model(run_folder: Path) -> LanguageModel:
+    loaded = load(run_folder)
+    return replace(loaded, tokenizer=replace(loaded.tokenizer, files={"chat_template.jinja": TEMPLATE.encode()}))
+
+
+@pytest.fixture(scope="module")
+def server(model: LanguageModel) -> Iterator[Served]:
+    with served(model, api_key="sesame") as found:
+        yield found
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="sesame", max_retries=0) as found:
+        yield found
+
+
+def test_completions_and_their_streams(client: Any, model: LanguageModel) -> None:
+    expected = model.generate("the cat", seed=3, num=2, temperature=1.0, max_tokens=12)
+    asked = {"model": "tiny", "prompt": "the cat", "seed": 3, "n": 2, "max_tokens": 12, "logprobs": 2}
+    answer = client.completions.create(**asked)
+    assert [choice.text for choice in answer.choices] == expected
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    texts = ["", ""]
+    *chunks, last = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == expected
+    assert last.usage == answer.usage
+    logprobs = answer.choices[0].logprobs
+    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert top[token] == logprob
+    ours = client.completions.create(**asked, extra_body={"top_k": 1})
+    assert len({choice.text for choice in ours.choices}) == 1
+
+
+def test_chats_and_their_streams(client: Any) -> None:
+    asked = {"model": "tiny", "messages": CHAT, "seed": 1, "max_completion_tokens": 8}
+    answer = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
+    message = answer.choices[0].message
+    assert message.role == "assistant"
+    told = answer.choices[0].logprobs.content
+    assert all(len(each.top_logprobs) == 3 for each in told)
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
+    assert chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason
+
+
+def test_models(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").object == "model"
+
+
+def test_errors_are_its_exceptions(client: Any, server: Served) -> None:
+    create = client.completions.create
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(model="tiny", prompt="a", temperature=-1)
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as caught:
+        create(model="gpt-4", prompt="a")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").completions.create(model="tiny", prompt="a")
+    server.server.stopping = True
+    try:
+        with pytest.raises(openai.InternalServerError):
+            create(model="tiny", prompt="a")
+    finally:
+        server.server.stopping = False
+    pending = server.service.pending
+    fakes: list[Any] = [object() for _ in range(100)]
+    pending.update(fakes)
+    try:
+        with pytest.raises(openai.RateLimitError):
+            create(model="tiny", prompt="a")
+    finally:
+        pending.difference_update(fakes)
+
+
+def test_an_error_in_a_stream_is_raised(client: Any, server: Served) -> None:
+    stream = client.completions.create(
+        model="tiny", prompt="a", stream=True, max_tokens=4000, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    server.service.worker._loop.call_soon_threadsafe(server.server.give_up)
+    with pytest.raises(openai.APIError, match="stopping"):
+        list(stream)

@@ -1,0 +1,526 @@
+"""`gpt serve` under load, beside clients that leave, stall or lie, and when the engine fails."""
+
+import contextlib
+import json
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from conftest import Gpt, one_line_of_what_and_what_next, spawn
+from serving import Served, events, load, received, request, served
+
+from gpt.api import LanguageModel
+from gpt.decoding.engine import Engine
+from gpt.errors import UserError
+from gpt.sample_config import SampleConfig
+from gpt.serve import app, server
+from gpt.serve_config import ServeConfig
+
+LONG = {"prompt": "the cat", "max_tokens": 4000, "ignore_eos": True}  # runs for seconds
+
+
+@pytest.fixture(scope="module")
+def model(run_folder: Path) -> LanguageModel:
+    return load(run_folder)
+
+
+@pytest.fixture(scope="module")
+def one(model: LanguageModel) -> Iterator[Served]:
+    """A server that generates one text at a time, and lets one request wait."""
+    with served(model, rows=1, queue=1) as found:
+        yield found
+
+
+def until(holds: Callable[[], object], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.002)
+
+
+def begun(server: Served) -> None:
+    """Waits until something is generated."""
+    until(lambda: server.service.worker.engine.running)
+
+
+@pytest.mark.parametrize("body", [{"stream": True}, {}, {"n": 5}, {"prompt": "cat " * 2000}])
+def test_a_client_that_leaves_is_cancelled_and_its_slot_is_free(one: Served, body: dict[str, Any]) -> None:
+    sock = one.connect()
+    sock.sendall(request({**LONG, **body}))
+    begun(one)
+    if body.get("stream"):
+        assert b"data: " in sock.recv(2**16) + sock.recv(2**16)
+    left = time.monotonic()
+    sock.close()
+    assert one.ask(prompt="the cat", max_tokens=2)["usage"]["completion_tokens"] <= 2
+    assert time.monotonic() - left < 1.5
+    one.idle(1)
+    assert b"gpt_requests_cancelled_total" in one.client.get("/metrics").content
+
+
+def test_a_client_that_leaves_while_it_waits_is_forgotten(one: Served) -> None:
+    first, second = one.connect(), one.connect()
+    first.sendall(request({**LONG, "stream": True}))
+    begun(one)
+    second.sendall(request(LONG))
+    until(lambda: len(one.service.pending) == 2)
+    second.close()
+    until(lambda: len(one.service.pending) == 1)
+    assert not one.service.worker.failure
+    first.close()
+    one.idle()
+
+
+def test_a_full_queue_says_when_to_come_again(one: Served) -> None:
+    with one.connect() as running, one.connect() as waiting:
+        running.sendall(request({**LONG, "stream": True}))
+        begun(one)
+        waiting.sendall(request(LONG))
+        until(lambda: len(one.service.pending) == 2)
+        answer = one.post("/v1/completions", prompt="a")
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["code"] == "queue_full"
+        assert one.client.get("/health").status_code == 200  # it is never too busy to say so
+    one.idle()
+    one.ask(prompt="a", max_tokens=1)
+
+
+def test_who_does_not_read_is_dropped_and_holds_up_nobody(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "STALLED_SECONDS", 0.5)
+    with served(model, rows=2) as found, found.connect() as stalled:
+        body = {**LONG, "stream": True, "logprobs": 20, "n": 2}
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.sendall(request(body))
+        begun(found)
+        found.ask(prompt="a", max_tokens=3)
+        found.idle(60)
+        assert "gpt_requests_cancelled_total 1.0" in found.client.get("/metrics").text
+
+
+def test_a_half_sent_body_or_head_ends(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.2)
+    whole = request({"prompt": "a"})
+    with served(model) as found:
+        assert found.raw(whole[:-3]).startswith(b"HTTP/1.1 408 ")
+        for part in (whole[:20], b"", b"G"):
+            assert found.raw(part) == b""  # the connection is closed
+        with found.connect() as sock:  # after a first request too
+            sock.sendall(whole + b"POST /v1/comp")
+            assert received(sock).count(b"HTTP/1.1 200") == 1
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b'"a"', b"null", b"5", b'{"prompt": "a"', b'{"prompt": "a\n"}', b'{"prompt": "\xff"}', b"\x00",
+        b'{"prompt": NaN}', b'{"temperature": Infinity}', b"[" * 100_000, b'{"a":' * 50_000, b"{'prompt': 1}",
+        b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", b'{"prompt": "a", "temperature": 1e999}', b"\xef\xbb\xbf\xef",
+    ],
+    ids=lambda body: repr(body[:16]),
+)  # fmt: skip
+def test_a_body_that_is_no_request_is_refused(one: Served, body: bytes) -> None:
+    answer = one.client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert len(answer.content) < 600
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
+def test_a_body_of_another_type_is_refused(one: Served, kind: str) -> None:
+    """What a form or a script of another page may send without being asked first."""
+    answer = one.client.post("/v1/completions", content=b'{"prompt": "a"}', headers={"Content-Type": kind})
+    assert answer.status_code == 415
+
+
+def test_bodies_that_are_too_large_or_come_in_chunks(one: Served) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "x": "y" * 3_000_000}).encode()
+    kind = {"Content-Type": "application/json"}
+
+    def chunks(body: bytes) -> Iterator[bytes]:
+        for at in range(0, len(body), 50_000):
+            yield body[at : at + 50_000]
+
+    assert one.client.post("/v1/completions", content=chunks(body), headers=kind).status_code == 200
+    assert one.client.post("/v1/completions", content=body + b" " * 1_500_000, headers=kind).status_code == 413
+    assert one.client.post("/v1/completions", content=chunks(body * 2), headers=kind).status_code == 413
+    assert one.ask(prompt="a", max_tokens=1)
+
+
+def test_large_bodies_at_once_have_a_bound(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MOST_READING", 500_000)
+    large = HEAD + b"Content-Length: 400000\r\n\r\n" + b" " * 390_000
+    with served(model) as found, found.connect() as first:
+        first.sendall(large)
+        until(lambda: found.server._reading >= 390_000)
+        assert found.raw(large).startswith(b"HTTP/1.1 429 ")
+        found.ask(prompt="a", max_tokens=1)  # a small one is taken
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00", b"\r\n\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x00" * 50_000,
+        b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 20_000, b"GET /" + b"a" * 100_000,
+        HEAD + b"Content-Length: -1\r\n\r\n", HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", HEAD + b"Content-Length: 99999999999999999999\r\n\r\n{}",
+        HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n3\r\n{}\n\r\n0\r\n\r\n", b"BREW / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+    ],
+    ids=lambda data: repr(data[:40]),
+)  # fmt: skip
+def test_garbage_gets_one_answer_or_none_and_the_next_request_is_answered(one: Served, data: bytes) -> None:
+    with one.connect() as sock:
+        sock.settimeout(0.5)
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(data)
+        answer = received(sock)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 ")
+    assert b" 500 " not in answer.split(b"\r\n")[0]
+    assert one.ask(prompt="a", max_tokens=1)["object"] == "text_completion"
+
+
+def test_pipelined_requests_and_a_kept_connection(one: Served) -> None:
+    with one.connect() as sock:
+        sock.sendall(b"".join(request({"prompt": "a", "max_tokens": count, "ignore_eos": True}) for count in (1, 2, 3)))
+        data = b""
+        while data.count(b"completion_tokens") < 3:
+            data += sock.recv(2**16)
+        found = [
+            json.loads(part.split(b"\r\n\r\n")[1][: part.index(b"HTTP") if b"HTTP" in part else None])
+            for part in data.split(b"HTTP/1.1 200 OK")[1:]
+        ]
+        assert [each["usage"]["completion_tokens"] for each in found] == [1, 2, 3]
+        sock.sendall(request({"prompt": "a", "max_tokens": 4, "ignore_eos": True}))
+        assert b'"completion_tokens": 4' in sock.recv(2**16) + sock.recv(2**16)
+
+
+def test_foreign_hosts_and_origins_are_refused(model: LanguageModel) -> None:
+    with served(model, cors=("https://example.org",)) as found:
+        own = f"127.0.0.1:{found.port}"
+        body = {"json": {"prompt": "a", "max_tokens": 1}}
+
+        def status(host: str = own, **headers: str) -> int:
+            return found.client.post("/v1/completions", headers={"Host": host, **headers}, **body).status_code
+
+        for host in (own, "localhost", f"localhost:{found.port}", "LOCALHOST", "[::1]:80", "127.0.0.1"):
+            assert status(host) == 200
+        for host in (
+            "evil.example",
+            f"evil.example:{found.port}",
+            "127.0.0.1.evil.example",
+            "localhost.evil",
+            "",
+            "0.0.0.0",
+        ):
+            assert status(host) == 403
+        assert status(Origin=f"http://{own}") == 200
+        for origin in (
+            "https://evil.example",
+            "null",
+            "http://127.0.0.1:1",
+            "file://",
+            "https://example.org.evil",
+            "é",
+        ):
+            answer = found.client.post("/v1/completions", headers={"Origin": origin.encode()}, **body)
+            assert answer.status_code == 403
+            assert "access-control-allow-origin" not in answer.headers
+            assert found.client.get("/health", headers={"Origin": origin.encode()}).status_code == 403
+        allowed = found.client.post("/v1/completions", headers={"Origin": "https://example.org"}, **body)
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == "https://example.org"
+        wrong = found.client.post("/v1/completions", headers={"Origin": "https://example.org"}, json={})
+        assert (wrong.status_code, wrong.headers["access-control-allow-origin"]) == (400, "https://example.org")
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        before = found.client.options("/v1/completions", headers={"Origin": "https://example.org", **asked})
+        assert before.status_code == 204
+        assert "authorization" in before.headers["access-control-allow-headers"]
+        assert (
+            found.client.options("/v1/completions", headers={"Origin": "https://evil.example", **asked}).status_code
+            == 403
+        )
+
+
+def test_a_key_is_asked_for(model: LanguageModel) -> None:
+    with served(model, api_key="sesame-1") as found:
+        body = {"json": {"prompt": "a", "max_tokens": 1}}
+        right = {"Authorization": "Bearer sesame-1"}
+        assert found.client.post("/v1/completions", headers=right, **body).status_code == 200
+        for given in (None, "", "Bearer", "Bearer sesame-2", "Bearer sesame-11", "Bearer sesame", "Basic sesame-1",
+                      "sesame-1", "Bearer sésame-1".encode(), b"Bearer \xff\xfe", "Bearer " + "a" * 5000):  # fmt: skip
+            answer = found.client.post(
+                "/v1/completions", headers={} if given is None else {"Authorization": given}, **body
+            )
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert "sesame-1" not in answer.text
+        for route in ("/metrics", "/tokenizer_info", "/v1/metrics"):
+            assert found.client.get(route).status_code == 401
+            assert found.client.get(route, headers=right).status_code == 200
+        for route in ("/health", "/v1/health", "/v1/models", "/models/tiny", "/"):
+            assert found.client.get(route).status_code == 200
+        for route in ("/tokenize", "/detokenize", "/v1/chat/completions"):
+            assert found.post(route).status_code == 401
+
+
+def test_not_a_number_ends_its_request_alone(model: LanguageModel) -> None:
+    broken = load(model.path)
+    with torch.no_grad():
+        broken.model.wte.weight[7] = torch.nan  # in prompts; the unembedding is laid out apart
+    with served(broken) as found, ThreadPoolExecutor(4) as pool:
+        bodies = [{"prompt": [7, 1] if number % 2 else [1, 2], "logit_bias": {"7": -100}} for number in range(8)]
+        answers = list(pool.map(lambda body: found.post("/v1/completions", **body), bodies))
+        assert [answer.status_code for answer in answers] == [200, 500] * 4
+        assert "no finite numbers" in answers[1].json()["error"]["message"]
+        stream = found.post("/v1/completions", prompt=[7], stream=True).text
+        assert "no finite numbers" in stream
+        assert "[DONE]" not in stream
+        assert "finish_reason" not in stream
+
+
+@pytest.mark.parametrize(
+    "error, says",
+    [(RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"), (ZeroDivisionError("x"), "a fault in gpt itself")],
+    ids=["memory", "fault"],
+)  # fmt: skip
+def test_an_error_of_a_step_is_told_to_all_and_the_next_request_works(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
+) -> None:
+    expected = model.generate("the cat", seed=0, temperature=1.0, max_tokens=16)
+    step = Engine.step
+
+    def fails(engine: Engine) -> Any:
+        updates = step(engine)
+        if engine.running >= 2:
+            raise error
+        return updates
+
+    with served(model) as found, ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(Engine, "step", fails)
+        texts = list(pool.map(lambda stream: found.post("/v1/completions", **LONG, stream=stream), [True, False]))
+        assert texts[0].status_code == 200
+        assert says in texts[0].text
+        assert "[DONE]" not in texts[0].text
+        assert texts[1].status_code == 500
+        assert says in texts[1].json()["error"]["message"]
+        assert [found.ask(prompt="the cat", seed=0)["choices"][0]["text"]] == expected
+
+
+def mixed(rng: random.Random, number: int) -> dict[str, Any]:
+    """A request of any kind."""
+    words = ["the", "cat", "sat", "on", "mat", "while", "raining", "dogs", "chased", "Zürich;", "naïve"]
+    choices: list[dict[str, Any]] = [
+        {}, {"temperature": 0}, {"temperature": 1.5, "top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05, "ignore_eos": True},
+        {"repetition_penalty": 1.3, "no_repeat_ngram": 3}, {"min_tokens": 6}, {"stop": ["a", "the c"]}, {"stop": "ing"},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.3},
+    ]  # fmt: skip
+    prompt = " ".join(rng.choices(words, k=rng.choice([1, 3, 8, 30])))
+    return {"prompt": prompt, "max_tokens": rng.randint(1, 24), "seed": number, "n": rng.choice([1, 1, 3]),
+            "stream": rng.random() < 0.5, **rng.choice(choices)}  # fmt: skip
+
+
+def texts_of(answer: httpx.Response, body: dict[str, Any]) -> list[str]:
+    """The texts of an answer, a stream or not."""
+    if not body["stream"]:
+        return [choice["text"] for choice in answer.json()["choices"]]
+    found = [""] * body["n"]
+    for chunk in events(answer.text):
+        found[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    return found
+
+
+def expected_texts(model: LanguageModel, body: dict[str, Any]) -> list[str]:
+    """The texts of `gpt sample`."""
+    settings = {key: value for key, value in body.items() if key not in ("prompt", "seed", "n", "stream", "ignore_eos")}
+    config = SampleConfig(**{"temperature": 1.0, **settings}, ignore_eot=body.get("ignore_eos", False))
+    pieces = model.write_all([body["prompt"]], config, body["seed"], body["n"])
+    return [piece.sample.text for piece in pieces if piece.sample is not None]
+
+
+@pytest.mark.parametrize("count, clients", [(48, 8), pytest.param(400, 64, marks=pytest.mark.slow)])
+def test_mixed_requests_at_once_equal_gpt_sample(model: LanguageModel, count: int, clients: int) -> None:
+    """Some clients leave in the middle."""
+    rng = random.Random(count)
+    bodies = [mixed(rng, number) for number in range(count)]
+    leaving = {number for number in range(count) if rng.random() < 0.2}
+
+    def ask(number: int) -> list[str] | None:
+        if number in leaving:
+            with found.connect() as sock:
+                sock.sendall(request({**bodies[number], "max_tokens": 500, "ignore_eos": True}))
+                if number % 2:
+                    sock.recv(100)
+            return None
+        answer = found.post("/v1/completions", **bodies[number])
+        assert answer.status_code == 200, answer.text
+        return texts_of(answer, bodies[number])
+
+    with served(model, rows=8, queue=100) as found, ThreadPoolExecutor(clients) as pool:
+        told = list(pool.map(ask, range(count)))
+        found.idle()
+    differ = [n for n, texts in enumerate(told) if texts is not None and texts != expected_texts(model, bodies[n])]
+    assert len(differ) <= count // 100, differ  # near-ties
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="its select takes 512 sockets")
+def test_ten_thousand_connections(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = min(10_000, (files - 200) // 2)  # both ends are in this process
+    monkeypatch.setattr(server, "most_connections", lambda: count - 100)
+    with served(model) as found:
+        socks = []
+        for _ in range(count):
+            socks.append(socket.create_connection(("127.0.0.1", found.port), timeout=30))
+        assert found.ask(prompt="a", max_tokens=1)
+        for sock in socks:
+            sock.close()
+        assert found.ask(prompt="a", max_tokens=1)
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ({"host": "0.0.0.0"}, "others could reach 0.0.0.0"), ({"api_key": "é"}, "the key"), ({"api_key": ""}, "the key"),
+        ({"api_key": "a\n"}, "the key"), ({"cors": ("*",)}, "no origin"), ({"cors": ("https://a.b/c",)}, "no origin"),
+        ({"port": 70_000}, "port"), ({"max_batch": -1}, "max-batch"), ({"limit_tokens": 0}, "limit-tokens"),
+        ({"grace": -1.0}, "grace"), ({"queue": -1}, "queue"),
+    ],
+)  # fmt: skip
+def test_settings_without_a_meaning(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        ServeConfig(**settings)
+    assert ServeConfig(host="0.0.0.0", api_key="secret").host == "0.0.0.0"
+
+
+def test_what_cannot_be_served_is_told_before_it_listens(gpt: Gpt, run_folder: Path) -> None:
+    one_line_of_what_and_what_next(gpt("serve", "-m", run_folder, "--host", "0.0.0.0"), "there is no key")
+    one_line_of_what_and_what_next(gpt("serve", "-m", "nowhere"), "nowhere")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        one_line_of_what_and_what_next(gpt("serve", "-m", run_folder, "--port", port), f"port {port}")
+    key = gpt("serve", "-m", run_folder, "--host", "no.such.host.invalid", "--api-key", "k")
+    assert key.code == 2
+    assert "cannot listen at no.such.host.invalid" in key.err
+    assert "GPT_SERVE_API_KEY" in key.err
+
+
+def test_a_model_that_does_not_fit_is_told(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(model.compute), "memory", lambda compute: 300_000)
+    monkeypatch.setattr(server, "listen", lambda config: pytest.fail("it listens"))
+    with pytest.raises(UserError, match="keys and values") as caught:
+        server.serve(model.model, model.tokenizer, model.compute, "tiny", ServeConfig(port=0, max_batch=1000))
+    assert "--max-batch" in caught.value.hint
+
+
+class Process:
+    """`gpt serve` in a process of its own."""
+
+    def __init__(self, run: Path, *words: str, **kwargs: Any) -> None:
+        self.process = spawn("serve", "-m", run, "--port", "0", *words, **kwargs)
+        assert self.process.stderr is not None
+        self.line = next(line for line in self.process.stderr if "serving" in line).strip()
+        self.client = httpx.Client(base_url=self.line.split()[-1], timeout=30)
+
+    def stream(self) -> Iterator[str]:
+        body = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True, "n": 8}
+        with self.client.stream("POST", "/v1/completions", json=body) as answer:
+            yield from answer.iter_lines()
+
+    def end(self) -> tuple[int, str]:
+        _, err = self.process.communicate(timeout=30)
+        return self.process.returncode, err
+
+
+@pytest.fixture
+def process(run_folder: Path, request: pytest.FixtureRequest) -> Iterator[Process]:
+    found = Process(run_folder, *getattr(request, "param", ()))
+    yield found
+    found.client.close()
+    if found.process.poll() is None:
+        found.process.kill()
+    found.process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals for one process")
+@pytest.mark.parametrize("process", [("--grace", "1")], indirect=True)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_running_requests_go_on_for_a_while(process: Process, signum: int) -> None:
+    assert process.line.startswith("serving ")
+    lines = process.stream()
+    next(lines)
+    process.process.send_signal(signum)
+    time.sleep(0.3)
+    with httpx.Client(base_url=process.client.base_url) as other:
+        refused = other.post("/v1/completions", json={"prompt": "a"})
+        assert refused.status_code == other.get("/health").status_code == 503
+        assert refused.json()["error"]["code"] == "stopping"
+    rest = [line for line in lines if line]
+    assert "the server is stopping" in rest[-1]
+    assert not any('"finish_reason": "' in line or "[DONE]" in line for line in rest)
+    status, err = process.end()
+    assert status == 128 + signum
+    assert "1 request may run for 1 s more" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals for one process")
+def test_a_second_signal_ends_at_once_and_an_idle_server_at_the_first(process: Process) -> None:
+    lines = process.stream()
+    next(lines)
+    process.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    began = time.monotonic()
+    process.process.send_signal(signal.SIGINT)
+    status, err = process.end()
+    assert time.monotonic() - began < 8
+    assert status == 130
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals for one process")
+def test_the_key_comes_from_the_environment(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPT_SERVE_API_KEY", "sesame")
+    found = Process(run_folder, "--name", "book")
+    try:
+        assert found.line.startswith("serving book at http://127.0.0.1:")
+        assert found.client.post("/v1/completions", json={"prompt": "a"}).status_code == 401
+        key = {"Authorization": "Bearer sesame"}
+        assert (
+            found.client.post("/v1/completions", json={"prompt": "a", "model": "book"}, headers=key).status_code == 200
+        )
+        found.process.send_signal(signal.SIGINT)
+        status, err = found.end()
+        assert status == 130
+        assert "sesame" not in err
+    finally:
+        found.client.close()
+        if found.process.poll() is None:
+            found.process.kill()
+            found.process.communicate()

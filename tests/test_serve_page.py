@@ -1,0 +1,486 @@
+"""The page of ``gpt serve`` in a real browser: it writes what the API writes, shows its numbers, and obeys nobody else."""
+
+import base64
+import hashlib
+import json
+import math
+import re
+import subprocess
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import spawn
+from test_pages import luminance
+
+KEY = "the key"
+NAME = "<img src=x onerror='window.taken = 1'>"
+DONE = "job === null && document.getElementById('go').textContent === 'Write on'"
+
+
+def test_the_page_is_self_contained() -> None:
+    app = pytest.importorskip("gpt.serve.app", reason="the extra serve is not installed")
+    text, policy = app.page()
+    assert "://" not in text
+    assert re.findall(r"""(?:src|href)=["']([^"']*)""", text) == ["data:,"]
+    assert not re.search("innerHTML|outerHTML|insertAdjacentHTML|document.write|eval|unsafe", text + policy)
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules["default-src"] == rules["base-uri"] == rules["frame-ancestors"] == "'none'"
+    assert rules["connect-src"] == "'self'"
+    for tag in ("style", "script"):
+        inside = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        assert len(inside) == 1
+        assert f"/* page.{tag}" not in inside[0]
+        digest = base64.b64encode(hashlib.sha256(inside[0].encode()).digest()).decode()
+        assert rules[f"{tag}-src"] == f"'sha256-{digest}'"
+
+
+@pytest.fixture(scope="module")
+def address(run_folder: Path) -> Iterator[str]:
+    """A server of a tiny model, which has a key, and a name that would be markup."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPT_SERVE_API_KEY", KEY)
+        patch.setenv("GPT_THREADS", "1")
+        process = spawn("serve", "-m", run_folder, "--port", "0", "--name", NAME)
+    try:
+        said = ""
+        while not (found := re.search(r"at (http://\S+)", said)):
+            line = process.stderr.readline()  # type: ignore
+            assert line, said
+            said += line
+        yield found[1]
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+def ask(address: str, path: str, **values: Any) -> Any:
+    """An answer of the API."""
+    request = urllib.request.Request(
+        f"{address}/{path}", json.dumps(values).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
+    )  # fmt: skip
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+def completion(address: str, **values: Any) -> dict[str, Any]:
+    values = {"temperature": 0.8, "logprobs": 10, "token_details": True, **values}
+    choice: dict[str, Any] = ask(address, "v1/completions", **values)["choices"][0]
+    return choice
+
+
+@pytest.fixture
+def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
+    """Opens the page, with the key; fails the test where it asked anybody else, complained, or made markup of text."""
+    said: list[str] = []
+    asked: list[str] = []
+    pages = []
+
+    def opened(key: str | None = KEY, width: int = 1100, **settings: Any) -> Any:
+        page = browser.new_page(viewport={"width": width, "height": 800}, **settings)
+        page.set_default_timeout(30_000)
+        pages.append(page)
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        if key is not None:
+            page.add_init_script(f"sessionStorage.setItem('gpt-key', {json.dumps(key)})")
+        page.goto(address)
+        page.wait_for_selector("body[data-ready]")
+        return page
+
+    yield opened
+    for page in pages:
+        assert page.evaluate("[document.images.length, document.scripts.length, window.taken]") == [0, 1, None]
+        page.close()
+    assert [each for each in said if not each.startswith("Failed to load resource")] == []
+    assert all(url.startswith((address, "data:,")) for url in asked)
+
+
+def until(page: Any, condition: str) -> None:
+    """Waits until a condition holds. (Playwright's own way evaluates it in the page, whose policy forbids that.)"""
+    for _ in range(1500):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(20)
+    pytest.fail(condition)
+
+
+def write(page: Any, text: str | None = None, wait: bool = True, **settings: Any) -> str:
+    """Types a text and settings, writes on, and returns what stands in the field then."""
+    for name, value in settings.items():
+        page.fill(f"#{name}", str(value))
+    if text is not None:
+        page.fill("#text", text)
+    page.focus("#text")
+    page.keyboard.press("Control+Enter")
+    if wait:
+        until(page, DONE)
+    return str(page.input_value("#text"))
+
+
+def marks(page: Any) -> list[dict[str, Any]]:
+    """The generated tokens that are marked, with the class of their shade."""
+    found: list[dict[str, Any]] = page.evaluate(
+        "marks.filter((m) => m.shows.run).map((m) => ({ text: m.textContent, id: m.shows.id, kind: m.className,"
+        " logprob: m.shows.logprob }))"
+    )
+    return found
+
+
+def likely(page: Any) -> list[tuple[str, str]]:
+    """The alternatives that are shown, with their probabilities."""
+    return [tuple(each.inner_text().split("\n")) for each in page.locator("#list button").all()]
+
+
+def percent(logprob: float) -> str:
+    share = 100 * math.exp(logprob)
+    return "< 0.01 %" if share < 0.005 else f"{share:.2f} %"
+
+
+def entry(data: bytes, id: int = 300, logprob: float = -0.5, top: list[Any] | None = None) -> dict[str, Any]:
+    each = {"id": id, "token": "?", "bytes": list(data), "logprob": logprob}
+    return {**each, "top_logprobs": [each] if top is None else top}
+
+
+def answered(page: Any, *entries: dict[str, Any], end: str = "data: [DONE]\n\n") -> None:
+    """Has a stream of such tokens be the answer of the next requests."""
+    chunks = [{"choices": [{"text": "", "logprobs": {"content": [each]}, "finish_reason": None}]} for each in entries]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + end
+    page.route("**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+
+
+def test_text_and_numbers_are_those_of_the_api(open_page: Any, address: str) -> None:
+    page = open_page()
+    for prompt, seed in (("the cat", 3), ("Zürich; 🐕", 4)):
+        settings = {"seed": seed, "max_tokens": 40, "temperature": 1.1, "top_k": 50, "top_p": 0.9}
+        text = write(page, prompt, **settings)
+        expected = completion(address, prompt=prompt, **settings)
+        assert text == re.sub("\r\n?", "\n", prompt + expected["text"])
+        tokens = expected["logprobs"]["content"][: len(marks(page))]
+        assert len(tokens) >= len(expected["logprobs"]["content"]) - 1
+        assert [(each["id"], each["logprob"]) for each in tokens] == [(m["id"], m["logprob"]) for m in marks(page)]
+        for at, token in list(enumerate(tokens))[::7]:
+            page.evaluate("(at) => open(parts.findIndex((part) => part.run) + at)", at)
+            rows = token["top_logprobs"] + ([] if token["id"] in [x["id"] for x in token["top_logprobs"]] else [token])
+            assert [share for _, share in likely(page)] == [percent(row["logprob"]) for row in rows]
+            assert page.locator("#list [aria-current]").count() == 1
+            level = sum(math.exp(token["logprob"]) < bound for bound in (0.9, 0.5, 0.2, 0.05, 0.01))
+            assert f"s{level}" in marks(page)[at]["kind"]
+    assert re.match(r"40 tokens, \d+\.\d per second\.|\d+ tokens?", page.inner_text("#rate"))
+    assert page.locator("h1").inner_text() == NAME
+    assert page.locator("#facts").inner_text() == "sees 32 tokens at once"
+
+
+def test_an_empty_text_begins_with_end_of_text(open_page: Any, address: str) -> None:
+    page = open_page()
+    text = write(page, "", seed=5, max_tokens=12)
+    assert text == completion(address, prompt="", seed=5, max_tokens=12)["text"].replace("\r\n", "\n")
+
+
+def test_undo_and_redo(open_page: Any) -> None:
+    page = open_page()
+    texts = ["the cat", write(page, "the cat", max_tokens=5), write(page), write(page)]
+    assert len(set(texts)) == 4
+    shades = marks(page)
+    page.keyboard.press("Control+z")
+    assert page.input_value("#text") == texts[2]
+    page.click("#undo")
+    page.keyboard.press("Control+z")
+    assert page.input_value("#text") == texts[0]
+    assert page.get_attribute("#undo", "aria-disabled") == "true"
+    for text in texts[1:]:
+        page.keyboard.press("Control+Shift+Z")
+        assert page.input_value("#text") == text
+    assert marks(page) == shades
+    page.focus("#text")
+    page.keyboard.type(" dog")
+    page.click("#undo")
+    assert page.input_value("#text") == texts[2]
+    page.click("#redo")
+    assert page.input_value("#text") == texts[3] + " dog"
+
+
+def test_an_alternative_by_keys_alone(open_page: Any, address: str) -> None:
+    page = open_page()
+    text = write(page, "the cat", seed=7, max_tokens=10)
+    tokens = marks(page)
+    page.keyboard.press("Alt+ArrowDown")  # at the end: the last token
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    at = len(tokens) - 3
+    assert page.evaluate("marks[seen].shows.id") == tokens[at]["id"]
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineWidth")
+    assert outline == "3px"
+    while page.evaluate("document.activeElement.parentNode.previousSibling"):
+        page.keyboard.press("ArrowUp")
+    page.keyboard.press("ArrowDown")
+    chosen = page.evaluate("parts[seen].top[1]")
+    before = ask(address, "tokenize", prompt="the cat")["tokens"] + [each["id"] for each in tokens[:at]]
+    page.keyboard.press("Enter")
+    until(page, DONE)
+    assert page.evaluate("document.activeElement.id") == "text"
+    after = completion(address, prompt=[*before, chosen["id"]], seed=7, max_tokens=10)
+    ids = [each["id"] for each in after["logprobs"]["content"]]
+    now = marks(page)
+    assert [each["id"] for each in now[:at]] == [each["id"] for each in tokens[:at]]
+    assert (now[at]["id"], now[at]["logprob"]) == (chosen["id"], chosen["logprob"])
+    assert [each["id"] for each in now[at + 1 :]] == ids[: len(now) - at - 1]
+    assert len(now) >= at + 1 + len(ids) - 1
+    page.keyboard.press("Control+z")
+    assert page.input_value("#text") == text
+    page.keyboard.press("Alt+ArrowDown")
+    page.keyboard.press("Escape")
+    assert page.evaluate("[document.activeElement.id, likely.hidden]") == ["text", True]
+
+
+def test_pointing_and_clicking(open_page: Any) -> None:
+    page = open_page()
+    write(page, "the cat", seed=8, max_tokens=30)
+    box = page.locator("#shade .token").nth(3).bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_selector("#likely", state="visible")
+    assert page.evaluate("marks.filter((m) => m.shows.run).indexOf(marks[seen])") == 3
+    word = page.evaluate("parts[seen].top[2]")
+    page.locator("#list button").nth(2).click()
+    until(page, DONE)
+    assert marks(page)[3]["id"] == word["id"]
+    page.mouse.move(5, 5)
+    box = page.locator("#shade .token").nth(2).bounding_box()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)  # also sets the cursor
+    assert page.evaluate("marks.filter((m) => m.shows.run).indexOf(marks[seen])") == 2
+    page.mouse.click(5, 5)
+    assert page.locator("#likely").is_hidden()
+
+
+def test_stop(open_page: Any, address: str) -> None:
+    page = open_page()
+    write(page, "the cat", wait=False, max_tokens=4000)
+    until(page, "marks.length > 20")
+    assert page.locator("#text").get_attribute("readonly") is not None
+    page.keyboard.press("Escape")
+    until(page, DONE)
+    assert 20 < len(marks(page)) < 4000
+    assert page.inner_text("#status") == "Stopped."
+    request = urllib.request.Request(f"{address}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    for _ in range(100):
+        with urllib.request.urlopen(request) as answer:
+            if b"gpt_requests_waiting 0" in answer.read():
+                break
+    page.keyboard.type(" and on")
+    assert page.input_value("#text").endswith(" and on")
+    assert write(page, max_tokens=3).find(" and on") > 0
+    write(page, "the cat", wait=False, max_tokens=4000)
+    until(page, "marks.length > 5")
+    page.click("#go")
+    until(page, DONE)
+    assert page.inner_text("#go") == "Write on"
+
+
+def test_an_edit_takes_probabilities_away_from_there_on(open_page: Any, address: str) -> None:
+    page = open_page()
+    text = write(page, "the cat", seed=9, max_tokens=20)
+    before = marks(page)
+    edge = len("the cat") + sum(len(each["text"]) for each in before[:6])
+    page.evaluate("(at) => field.setSelectionRange(at, at)", edge)
+    page.keyboard.type("<b>")
+    assert page.input_value("#text") == text[:edge] + "<b>" + text[edge:]
+    assert marks(page) == before[:6]
+    assert page.locator("#likely").is_hidden()
+    for _ in range(3):
+        page.keyboard.press("Backspace")
+    assert marks(page) == before
+    page.keyboard.press("Backspace")
+    assert len(marks(page)) < 6
+    edited = page.input_value("#text")
+    ids = ask(address, "tokenize", prompt=edited)["tokens"]
+    after = completion(address, prompt=ids[-32:], seed=9, max_tokens=5)
+    assert write(page, max_tokens=5) == edited + after["text"]
+    assert page.evaluate("shade.textContent") == page.input_value("#text")
+
+
+def test_text_is_never_markup(open_page: Any) -> None:
+    page = open_page()
+    bad = "<img src=x onerror='window.taken = 1'><script>window.taken = 2</script>"
+    other = entry(f"</button>{bad}".encode(), 301)
+    answered(page, entry(bad.encode(), top=[other]), entry(b"\x1b[31m\xe2\x80\xae", 302))
+    assert write(page, bad) == bad + bad + "\x1b[31m\u202e"
+    page.evaluate("open(parts.findIndex((part) => part.run))")
+    assert likely(page)[0][0] == f"</button>{bad}".replace(" ", "·")
+    page.evaluate("open(parts.length - 1)")
+    assert likely(page)[0][0] == "\\u{1b}[31m\\u{202e}"
+    assert page.evaluate("shade.textContent") == page.input_value("#text")
+
+
+def test_bytes_that_are_no_characters(open_page: Any) -> None:
+    page = open_page()
+    dog = "🐕".encode()
+    tokens = [
+        entry(x, 300 + i)
+        for i, x in enumerate((b"\xef\xbb\xbfa", dog[:1], dog[1:3], dog[3:] + b"\r", b"\nb", b"\xff", b"c\xc3"))
+    ]
+    answered(page, *tokens)
+    assert write(page, "x") == "x\ufeffa🐕\nb\ufffdc\ufffd"
+    assert [each["text"] for each in marks(page)] == ["\ufeffa", "", "", "🐕\n", "b", "", "\ufffdc\ufffd"]
+    page.evaluate("open(2)")
+    assert likely(page)[0][0] == "\\xf0"
+    page.click("#after")
+    assert likely(page)[0][0] == "\\x9f\\x90"
+    page.unroute("**/v1/completions")
+    answered(page, entry(b"\xa9!", 310))
+    assert write(page) == "x\ufeffa🐕\nb\ufffdcé!"  # goes on in the middle of a character
+    sent: list[Any] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if "completions" in request.url else None)
+    page.evaluate("pick(3, { id: 77, bytes: [0x9f, 0x90, 0x88], logprob: -1 })")
+    until(page, DONE)
+    assert page.input_value("#text").startswith("x\ufeffa🐈")
+    assert sent[0]["prompt"][-3:] == [300, 301, 77]
+
+
+def test_errors_are_one_line_and_the_text_stays(open_page: Any) -> None:
+    page = open_page()
+    error = page.locator("#error")
+    assert write(page, "the cat", max_tokens=5000) == "the cat"
+    assert error.inner_text() == "max_tokens is 5000; it must be a whole number from 0 to 4,096"
+    assert page.get_attribute("#undo", "aria-disabled") == "true"
+    answered(page, entry(b" sat"), end="")
+    assert write(page, max_tokens=5) == "the cat sat"
+    assert error.inner_text() == "The connection was lost. The text so far stays."
+    page.unroute("**/v1/completions")
+    answered(page, entry(b" on"), end='data: {"error": {"message": "out of <b>memory</b>"}}\n\n')
+    assert write(page) == "the cat sat on"
+    assert error.inner_text() == "out of <b>memory</b>"
+    page.unroute("**/v1/completions")
+    page.route("**/v1/completions", lambda route: route.fulfill(status=502, body="<h1>no</h1>"))
+    write(page)
+    assert error.inner_text().startswith("The server answered 502")
+    page.unroute("**/v1/completions")
+    page.route("**/v1/completions", lambda route: route.abort())
+    assert write(page) == "the cat sat on"
+    assert error.inner_text() == "The server cannot be reached. Is it still running?"
+    page.unroute("**/v1/completions")
+    write(page)
+    assert error.is_hidden()
+
+
+def test_the_key_is_asked_for_and_kept_in_the_tab(open_page: Any) -> None:
+    page = open_page(key=None)
+    assert page.locator("#key").is_visible()
+    assert page.evaluate("document.activeElement.id") == "secret"
+    page.keyboard.type("wrong")
+    page.keyboard.press("Enter")
+    until(page, "document.getElementById('key-says').textContent.startsWith('That is not')")
+    page.keyboard.type(KEY)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#key", state="hidden")
+    assert len(write(page, "the cat", max_tokens=5)) > len("the cat")
+    assert page.evaluate("[localStorage.length, document.cookie, sessionStorage.length]") == [0, "", 1]
+    page.reload()
+    page.wait_for_selector("body[data-ready]")
+    assert page.locator("#key").is_hidden()
+
+
+def test_a_text_longer_than_the_context(open_page: Any) -> None:
+    page = open_page()
+    page.fill("#text", "cat " * 10)
+    until(page, "/^The text has \\d+ tokens/.test(document.getElementById('length').textContent)")
+    assert page.inner_text("#forgotten") == ""
+    page.fill("#text", "cat " * 100)
+    until(page, "document.getElementById('forgotten').textContent")
+    assert "longer than the 32 tokens that the model sees" in page.inner_text("#forgotten")
+    assert page.locator("#forgotten[role=status]").count() == 1
+    assert len(write(page, max_tokens=5)) > 400
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_and_contrast(open_page: Any, scheme: str) -> None:
+    page = open_page(width=360, color_scheme=scheme)
+    write(page, "a" * 300 + " the cat", max_tokens=60, temperature=1.5)
+    page.evaluate("open(parts.findLastIndex((part) => part.run && part.text.trim()))")
+    page.click("summary")
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    assert page.evaluate("paper.scrollWidth <= paper.clientWidth")
+    if page.locator("#likely").is_visible():
+        box = page.locator("#likely").bounding_box()
+        assert 0 <= box["x"] <= box["x"] + box["width"] <= 360
+    back, text = page.evaluate(
+        "[document.body, field].map((x) => [getComputedStyle(x).backgroundColor, getComputedStyle(x).color])"
+    )
+    shades = page.evaluate(
+        "[...document.querySelectorAll('.legend .token')].map((x) => getComputedStyle(x).backgroundColor)"
+    )
+    assert len(shades) == 6
+    for shade in (back[0], *shades[1:]):
+        low, high = sorted([luminance(shade), luminance(text[1])])
+        assert (high + 0.05) / (low + 0.05) >= 4.5
+    steps = [luminance(shade) for shade in (back[0], *shades[1:])]
+    assert steps == sorted(steps, reverse=scheme == "light")  # by lightness alone, for those who see few colours
+    names = page.evaluate(
+        "[...document.querySelectorAll('input, textarea, button')].filter((x) => !(x.labels?.length || x.getAttribute('aria-label') || x.textContent.trim())).length"
+    )
+    assert names == 0
+
+
+def test_sliders(open_page: Any) -> None:
+    page = open_page()
+    sent: list[Any] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if "completions" in request.url else None)
+    answered(page, entry(b"!"))
+    write(page, "the cat")
+    names = ("temperature", "top_k", "top_p", "max_tokens")
+    assert [sent[-1][name] for name in names] == [0.8, 0, 1, 200]  # as `gpt sample`
+    page.focus("#temperature + input")
+    page.keyboard.press("ArrowRight")
+    assert page.input_value("#temperature") == "0.85"
+    page.fill("#temperature", "0.3")
+    assert page.input_value("#temperature + input") == "0.3"
+    page.fill("#top_p", "3")
+    write(page, wait=False)
+    assert page.evaluate("document.activeElement.id") == "top_p"  # the browser says what is wrong
+    assert len(sent) == 1
+    write(page, top_p=0.5, top_k=7, max_tokens=9, seed=11)
+    assert [sent[-1][name] for name in (*names, "seed")] == [0.3, 7, 0.5, 9, 11]
+
+
+def test_much_text_stays_usable(open_page: Any) -> None:
+    """100,000 characters pasted, and 4,000 tokens on top of them."""
+    page = open_page()
+    page.fill("#text", "The cat sat on the mat, 🐕.\n" * 3600)
+    for key in "axv":
+        page.keyboard.press(f"Control+{key}")
+    assert len(page.input_value("#text")) > 90_000
+    began = page.evaluate("performance.now()")
+    for _ in range(10):
+        page.keyboard.type("x")
+    assert page.evaluate("performance.now()") - began < 5000
+    assert page.evaluate("shade.textContent === field.value")
+    page.evaluate(
+        """() => {
+          const asked = fetch, top = [...Array(10).keys()].map((id) => ({ id, bytes: [32, 97 + id], logprob: -2.3 }));
+          const chunk = `data: ${JSON.stringify({ choices: [{ logprobs: { content: [{ ...top[3], top_logprobs: top }] } }] })}\\n\\n`;
+          let left = 200;
+          window.gaps = [];
+          let before = performance.now();
+          const frame = () => { const now = performance.now(); gaps.push(now - before); before = now; if (job) requestAnimationFrame(frame); };
+          window.fetch = (path, options) => {
+            if (path !== "v1/completions") return asked(path, options);
+            requestAnimationFrame(frame);
+            return Promise.resolve(new Response(new ReadableStream({ async pull(stream) {
+              await new Promise((go) => setTimeout(go, 5));
+              stream.enqueue(new TextEncoder().encode(left-- ? chunk.repeat(20) : "data: [DONE]\\n\\n"));
+              if (left < 0) stream.close();
+            } })));
+          };
+        }"""
+    )
+    assert write(page).endswith(" d d d")
+    assert len(marks(page)) == 4000
+    gaps = sorted(page.evaluate("gaps"))
+    assert gaps[len(gaps) // 2] < 500  # milliseconds between frames
