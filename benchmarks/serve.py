@@ -46,7 +46,6 @@ class Reply:
     status: int
     texts: dict[int, str] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)  # of each chunk with text
-    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,7 @@ class Target:
     port: int
     model: str
     pid: int
+    extra: dict[str, Any]  # fields that it takes beside those of all
 
 
 async def ask(target: Target, body: dict[str, Any], leave_after: float | None = None) -> Reply:
@@ -87,15 +87,13 @@ def _take_whole(reply: Reply, body: bytes) -> None:
     if reply.status == 200:
         found = json.loads(body)
         reply.texts = {choice["index"]: choice["text"] for choice in found["choices"]}
-        reply.tokens = found["usage"]["completion_tokens"]
 
 
 def _take_chunk(reply: Reply, chunk: dict[str, Any], at: float) -> None:
     for choice in chunk.get("choices", ()):
-        reply.texts[choice["index"]] = reply.texts.get(choice["index"], "") + (choice.get("text") or "")
-        reply.times.append(at)
-    if chunk.get("usage"):
-        reply.tokens = chunk["usage"]["completion_tokens"]
+        if choice.get("text"):
+            reply.texts[choice["index"]] = reply.texts.get(choice["index"], "") + choice["text"]
+            reply.times.append(at)
 
 
 # Servers
@@ -108,7 +106,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(words: Sequence[str], port: int, model: str) -> Iterator[Target]:
+def running(words: Sequence[str], port: int, model: str, **extra: Any) -> Iterator[Target]:
     """Runs a server until the end of the block. Raises `RuntimeError` where it does not answer within a minute."""
     with tempfile.TemporaryFile() as log:
         one = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -116,7 +114,7 @@ def running(words: Sequence[str], port: int, model: str) -> Iterator[Target]:
             words, cwd=ROOT, env={**os.environ, **one}, stdin=subprocess.PIPE, stdout=log, stderr=log
         )
         try:
-            target = Target(port, model, process.pid)
+            target = Target(port, model, process.pid, extra)
             if not asyncio.run(_answers(process, target)):
                 log.seek(0)
                 said = log.read().decode("utf-8", "replace").strip().splitlines()
@@ -147,7 +145,7 @@ def ours(run: Path, batch: int = 32) -> contextlib.AbstractContextManager[Target
     port = free_port()
     words = [str(SCRIPTS / "gpt"), "serve", "-m", str(run), "--port", str(port), "--name", "it", "--dtype", "float32"]
     words += ["--threads", "1", "--max-batch", str(batch), "--queue", "200"]
-    return running(words, port, "it")
+    return running(words, port, "it", ignore_eos=True)
 
 
 def llama_cpp(run: Path, place: Path) -> contextlib.AbstractContextManager[Target]:
@@ -156,7 +154,7 @@ def llama_cpp(run: Path, place: Path) -> contextlib.AbstractContextManager[Targe
     if not path.exists():
         subprocess.run([SCRIPTS / "gpt", "export", str(run), "-o", str(path)], check=True, capture_output=True)
     words = [sys.executable, "-m", "benchmarks.serve", str(path), "--llama-cpp", str(port)]
-    return running(words, port, "it")
+    return running(words, port, "it", ignore_eos=True)
 
 
 def serve_llama_cpp(path: str, port: int) -> None:
@@ -187,17 +185,18 @@ def transformers(run: Path, batches: bool) -> contextlib.AbstractContextManager[
 
 
 def speed(target: Target, clients: int, prompts: Sequence[str]) -> tuple[float, float]:
-    """Returns tokens per second of so many equal requests at once, and the median seconds to a first token."""
+    """Returns pieces of text, which are tokens, per second of so many equal requests at once, and the median seconds to
+    a first one."""
 
     async def all_at_once() -> tuple[float, float]:
-        bodies = [
-            {"prompt": prompts[at], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
-            for at in range(clients)
-        ]
+        asked = {"max_tokens": TOKENS, "temperature": 0, "stream": True, **target.extra}
+        bodies = [{"prompt": prompts[at], **asked} for at in range(clients)]
         began = time.perf_counter()
         replies = await asyncio.gather(*(ask(target, body) for body in bodies))
         seconds = time.perf_counter() - began
-        return TOKENS * clients / seconds, statistics.median(reply.times[0] for reply in replies)
+        return sum(len(reply.times) for reply in replies) / seconds, statistics.median(
+            reply.times[0] for reply in replies
+        )
 
     return asyncio.run(all_at_once())
 
@@ -257,7 +256,7 @@ async def beside_a_long_prompt(target: Target, rng: random.Random) -> tuple[floa
     short = (await ask(target, body(16))).times[0]
     long = (await ask(target, body(LONG))).times[0]
     other = asyncio.create_task(ask(target, body(LONG)))
-    await asyncio.sleep(0.3 * long)
+    await asyncio.sleep(rng.uniform(0.1, 0.6) * long)  # at any moment of a chunk
     beside = (await ask(target, body(16))).times[0]
     await other
     text = asyncio.create_task(ask(target, body(16, 100)))
@@ -273,7 +272,7 @@ def first_tokens(place: Path) -> list[str]:
 
     async def rounds(target: Target) -> list[tuple[float, float, float, float]]:
         await beside_a_long_prompt(target, rng)
-        return [await beside_a_long_prompt(target, rng) for _ in range(5)]
+        return [await beside_a_long_prompt(target, rng) for _ in range(15)]
 
     with ours(random_run(place), 8) as target:
         found = asyncio.run(rounds(target))
