@@ -210,6 +210,8 @@ async function write(from = parts) {
   job = { controller, ended: new Promise((done) => { ended = done; }) };
   $("error").hidden = true;
   field.readOnly = follow = true;
+  past.push(before);
+  buttons();
   $("go").textContent = "Stop";
   $("status").textContent = "Writing …";
   setParts(signed(from, false));
@@ -259,10 +261,8 @@ async function write(from = parts) {
   clearTimeout(frame);
   flush();
   parts = signed(parts, true);
-  if (parts.length > before.length || parts.some((part, at) => part !== before[at])) {
-    past.push(before);
-    future.length = 0;
-  }
+  if (parts.length === before.length && parts.every((part, at) => part === before[at])) past.pop();
+  else future.length = 0;
   if (textOf(parts) !== field.value) setParts(parts);
   last = { text: field.value, parts: parts.slice() };
   draw();
@@ -456,7 +456,7 @@ function actOf({ key, ctrlKey, metaKey, altKey, shiftKey }) {
     const acts = { ArrowDown: [walk, 1], ArrowUp: [walk, -1], ArrowLeft: [stepToken, -1], ArrowRight: [stepToken, 1] };
     if (acts[key]) return () => acts[key][0](acts[key][1]);
   }
-  const typing = focused === field ? field.value !== last.text : focused.tagName === "INPUT"; // the browser undoes that
+  const typing = focused === field ? !job && field.value !== last.text : focused.tagName === "INPUT"; // the browser undoes that
   const again = key.toLowerCase() === "y" || (key.toLowerCase() === "z" && shiftKey);
   if (mod && !typing && again && future.length) return () => step(future, past);
   if (mod && !typing && !again && key === "z" && past.length) return () => step(past, future);
