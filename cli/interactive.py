@@ -28,7 +28,7 @@ QUOTES = '"""'
 HISTORY = 1000  # lines that are remembered
 
 
-class Conversation:
+class Interaction:
     """Reads prompts and commands until the input ends."""
 
     def __init__(

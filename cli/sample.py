@@ -87,14 +87,14 @@ def _talk(
 ) -> None:
     if any(others):
         raise UserError("--interactive reads prompts and writes texts as they come", "leave out what says otherwise")
-    from .interactive import Conversation
+    from .interactive import Interaction
 
     with progress.starting(quiet=False):
         from gpt import api
     load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=render.note, sampling=settings)
     loaded = load(model)
     seed = render.draw_seed(announce=settings.draws) if seed is None else seed
-    Conversation(loaded, load, settings, seed).run()
+    Interaction(loaded, load, settings, seed).run()
 
 
 def _prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> list[str]:

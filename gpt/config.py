@@ -495,6 +495,10 @@ class TrainConfig(TextConfig):
     pairs: bool = option(
         False, 'TEXT is JSON lines of {"prompt": …, "completion": …}; the loss counts completions alone.', panel=_TUNE
     )
+    chat: bool = option(
+        False, 'TEXT is JSON lines of {"messages": [{"role": …, "content": …}, …]}; the loss counts what the assistant '
+        "says, and the ends of its turns.", panel=_TUNE,
+    )  # fmt: skip
     lora_rank: int | None = option(
         None, "With --init: train low-rank adapters of so many dimensions, and leave the weights as they are.",
         panel=_TUNE, shown="off", low=1, high=2**20,
@@ -614,9 +618,19 @@ class TrainConfig(TextConfig):
                 raise UserError(f"{names} both {what}", "give one of them")
         if self.arch == "modern" and self.positions not in (None, "rotary"):
             raise UserError(f"--positions {self.positions} does not go with --arch modern", "its positions are rotary")
-        if self.pairs and self.batch_ramp is not None:
-            raise UserError("--batch-ramp is for running text, not for --pairs", "leave one of them out")
+        if self.pairs and self.chat:
+            raise UserError("--pairs and --chat both say what TEXT is", "give one of them")
+        if self.has_examples and self.batch_ramp is not None:
+            raise UserError(
+                f"--batch-ramp is for running text, not for --{'chat' if self.chat else 'pairs'}",
+                "leave one of them out",
+            )
         self._check_adapters()
+
+    @property
+    def has_examples(self) -> bool:
+        """Whether it trains on pairs or conversations, which are rows of their own, and not on running text."""
+        return self.pairs or self.chat
 
     def _check_adapters(self) -> None:
         if self.lora_rank is not None and self.init is None:

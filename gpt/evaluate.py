@@ -147,7 +147,7 @@ def window_losses(model: GPT, some: Sequence[Window], compute: Compute) -> list[
     """Computes the loss of each counted target of each window, in nats."""
     logits, targets = window_logits(model, some, compute)
     of_all = losses.token_losses(logits, targets).cpu().double().numpy()
-    return [of_all[row, window.skipped : len(window.y)] for row, window in enumerate(some)]
+    return [of_row[counts] for of_row, counts in zip(of_all, (targets != losses.IGNORED).cpu().numpy(), strict=True)]
 
 
 def each_window(

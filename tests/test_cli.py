@@ -69,7 +69,7 @@ def test_version(gpt: Gpt) -> None:
 # Options: frozen, so that adding or losing one is a decision
 
 OPTIONS = {
-    "train": "--init --pairs --lora-rank --lora-alpha --lora-targets --merge-lora "
+    "train": "--init --pairs --chat --lora-rank --lora-alpha --lora-targets --merge-lora "
     "--out -o --preset --arch --positions --n-layer --n-head --n-kv-head --n-embd --block-size --window --dropout --tokenizer --vocab-size "
     "--sample-bytes --val-fraction --val-text --field --split-on --encoding --errors --skip-bad --jobs --steps --epochs --minutes --batch-tokens --micro-batch --batch-ramp --optimizer --lr --warmup --warmup-tokens --schedule --decay --weight-decay "
     "--clip --eval-every --patience --save-every --keep --sample-every --log --device --nproc --threads --shard --tensor --recompute --dtype --compile --seed --resume --config --print-config "

@@ -18,10 +18,10 @@ from gpt.config import TextConfig
 from gpt.errors import UserError
 from gpt.model.loss import IGNORED
 from gpt.sample_config import SampleConfig
-from gpt.text.pairs import Pair, read_pairs, split
+from gpt.text.examples import Pair, read_examples, split
 from gpt.text.tokenizer import bytes_tokenizer
 from gpt.training import evaluation
-from gpt.training.data import PairBatches, PairSet
+from gpt.training.example_rows import ExampleRows, PairEncoder, RowBatches
 
 VERBS = ["love ama", "see vede", "hear sente", "call chiama", "find trova", "know conosce", "help aiuta", "want vuole"]
 WHO = ["you ti", "him lo", "her la", "them li", "us ci", "me mi", "it lo", "all tutti"]
@@ -84,13 +84,14 @@ def test_the_held_out_loss_is_the_completions(file: Path) -> None:
     assert result.bits_per_byte == pytest.approx(total / np.log(2) / size, rel=1e-5)
 
 
-def pair_set(*pairs: tuple[str, str]) -> PairSet:
-    return PairSet([Pair(*pair, f"line {number}") for number, pair in enumerate(pairs)], bytes_tokenizer())
+def rows_of(*pairs: tuple[str, str]) -> ExampleRows:
+    encoder = PairEncoder(bytes_tokenizer(), 64, skip_bad=False)
+    return encoder.encode([Pair(*pair, f"line {number}") for number, pair in enumerate(pairs)])
 
 
 def test_rows_and_targets() -> None:
-    pairs = pair_set(("ab", "cde"), ("", "x"), ("pqr", ""))
-    x, y = PairBatches(pairs, 3, seed=1).global_batch(0)
+    pairs = rows_of(("ab", "cde"), ("", "x"), ("pqr", ""))
+    x, y = RowBatches(pairs, 3, seed=1).global_batch(0)
     assert x.shape == y.shape == (3, 5)
     rows = {bytes(row[row > 0].astype("u1")): target for row, target in zip(x, y, strict=True)}
     a, b, c = (
@@ -101,12 +102,12 @@ def test_rows_and_targets() -> None:
     assert a.tolist() == [IGNORED, *b"cde", EOT]
     assert b.tolist() == [ord("x"), EOT, *[IGNORED] * 3]
     assert c.tolist() == [IGNORED, IGNORED, EOT, IGNORED, IGNORED]
-    assert pairs.counted == 4 + 2 + 1 == int((y != IGNORED).sum())
+    assert pairs.targets == 4 + 2 + 1 == int((y != IGNORED).sum())
 
 
 def test_batches_are_a_function_of_seed_and_step() -> None:
-    pairs = pair_set(*((f"p{number}", "c") for number in range(10)))
-    batches = PairBatches(pairs, 4, seed=3)
+    pairs = rows_of(*((f"p{number}", "c") for number in range(10)))
+    batches = RowBatches(pairs, 4, seed=3)
     drawn = [row[1] for step in range(5) for row in batches.global_batch(step)[0].tolist()]
     assert sorted(drawn[:10]) == sorted(drawn[10:20]) == [ord(str(number)) for number in range(10)]
     assert drawn[:10] != drawn[10:20]
@@ -140,14 +141,14 @@ def test_accumulation_counts_every_target_alike(file: Path) -> None:
 def test_pairs_in_whatever_they_are_packed(workdir: Path) -> None:
     Path("a.jsonl.gz").write_bytes(gzip.compress(jsonl(TRANSLATIONS[:5]).encode()))
     Path("b.txt").write_text("\n" + jsonl(TRANSLATIONS[5:9]) + "\n")
-    found = read_pairs(["a.jsonl.gz", "b.txt"], TextConfig(val_fraction=0))
+    found = read_examples(["a.jsonl.gz", "b.txt"], TextConfig(val_fraction=0), Pair)
     assert [(pair.prompt, pair.completion) for pair in found.train] == [tuple(p.values()) for p in TRANSLATIONS[:9]]
     assert found.train[5].where == "b.txt, line 2"
     Path("bad.jsonl").write_text(jsonl([TRANSLATIONS[0], {"prompt": "x"}, TRANSLATIONS[1]]))
-    found = read_pairs(["bad.jsonl"], TextConfig(val_fraction=0, skip_bad=True))
+    found = read_examples(["bad.jsonl"], TextConfig(val_fraction=0, skip_bad=True), Pair)
     assert (len(found.train), found.skipped) == (2, 1)
     Path("wide.jsonl").write_text(json.dumps({"prompt": "è", "completion": "é"}, ensure_ascii=False), encoding="utf-16")
-    found = read_pairs(["wide.jsonl"], TextConfig(val_fraction=0, encoding="utf-16"))
+    found = read_examples(["wide.jsonl"], TextConfig(val_fraction=0, encoding="utf-16"), Pair)
     assert found.train == [Pair("è", "é", "wide.jsonl, line 1")]
 
 
@@ -169,7 +170,7 @@ def test_the_split() -> None:
 
 def test_a_held_out_file_of_its_own(file: Path) -> None:
     Path("val.jsonl").write_text(jsonl(TRANSLATIONS[:3]))
-    found = read_pairs([str(file)], TextConfig(val_text="val.jsonl"))
+    found = read_examples([str(file)], TextConfig(val_text="val.jsonl"), Pair)
     assert (len(found.train), len(found.held_out)) == (65, 3)
 
 

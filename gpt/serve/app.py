@@ -17,11 +17,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gpt.errors import UserError
-from gpt.serve import chat
 from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream
 from gpt.serve.guard import Guard, error_response
 from gpt.serve.protocol import ApiError, Generation, clean, read_chat, read_completion, read_json
 from gpt.serve.texts import Prompt, read_prompt
+from gpt.text import chat
 
 LARGEST_BODY = 4 * 2**20
 SMALL_BODY = 2**16  # taken however many others are being read

@@ -20,6 +20,7 @@ from gpt.errors import UserError, WorkError
 from gpt.text.boundaries import cuts
 
 Ids = npt.NDArray[np.uint32]
+Int64s = npt.NDArray[np.int64]
 HINT = "take another --tokenizer, or break up the long runs of one kind of character in the text"
 NEEDS_LIBRARY = "pip install 'gpt[hf]'"
 
@@ -71,6 +72,10 @@ class ByteBPE(_Pickled):
                 ids.append(found)
                 count += cut
         return np.concatenate(ids), count
+
+    def size(self, text: str) -> int:
+        """Returns the number of bytes of all tokens of ``text``."""
+        return len((nfc(text) if self.nfc else text).encode("utf-8", "surrogatepass"))
 
     def _encode(self, text: str) -> tuple[Ids, int]:
         text = nfc(text) if self.nfc else text
@@ -187,6 +192,13 @@ class Library(_Pickled):
             message = f"the tokenizer fails on a text of {len(text):,} characters: {error}"
             raise UserError(message, HINT) from None
         return np.array(ids, np.uint32), 0
+
+    def offsets(self, text: str) -> tuple[Int64s, Int64s]:
+        """Returns the characters of ``text`` at which its tokens start and end, special tokens among them."""
+        self._tokenizer.encode_special_tokens = False
+        found = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        starts, ends = np.array(found, np.int64).reshape(-1, 2).T
+        return starts, ends
 
 
 def _made(values: Mapping[str, Any]) -> Any:

@@ -136,6 +136,7 @@ _BOM = b"\xef\xbb\xbf"
 _parse = json.JSONDecoder().raw_decode  # json.loads takes twice as long: it looks for white space around each value
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
+ROLES = ("system", "user", "assistant")
 OnBad = Callable[[UserError], None]  # raises the error, or counts it
 
 
@@ -180,6 +181,25 @@ def pairs(name: str, stream: ByteStream, field: str, encoding: TextEncoding, on_
         return json.dumps([prompt, completion, f"{name}, line {number:,}"], ensure_ascii=False)
 
     return _objects(name, stream, encoding, on_bad, pair)
+
+
+def chats(name: str, stream: ByteStream, field: str, encoding: TextEncoding, on_bad: OnBad) -> Iterator[str]:
+    """Yields the messages and the place of each line's object, as a JSON list."""
+
+    def chat(record: dict[str, Any], number: int) -> str:
+        hint = '--chat reads {"messages": [{"role": "user", "content": "…"}, …]}, one a line'
+        messages = record.get("messages")
+        if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+            raise _Bad('no list of objects "messages" in it', hint)
+        found = [{key: _string(each, key, hint, null=False) for key in ("role", "content")} for each in messages]
+        for role in (message["role"] for message in found):
+            if role not in ROLES:
+                raise _Bad(f"there is no role {role!r:.40}", f"roles are {', '.join(ROLES)}")
+        if not any(message["role"] == "assistant" for message in found):
+            raise _Bad("no message is the assistant's: there is nothing to learn", hint)
+        return json.dumps([found, f"{name}, line {number:,}"], ensure_ascii=False)
+
+    return _objects(name, stream, encoding, on_bad, chat)
 
 
 def _objects(

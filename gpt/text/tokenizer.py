@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tiktoken
 
 from gpt.config import LIMITS
@@ -71,6 +72,11 @@ class Tokenizer:
                 raise UserError(f"the tokenizer {self.name} has no token {id}, which begins or ends a text")
 
     @property
+    def keeps_files(self) -> bool:
+        """Whether its vocabulary is in files of transformers', which are saved again as they are."""
+        return not self.files.keys().isdisjoint(("tokenizer.json", "vocab.json"))
+
+    @property
     def _added(self) -> dict[str, int]:
         return {**self.all_specials, **self.words}
 
@@ -123,6 +129,21 @@ class Tokenizer:
         """Returns the ids of ``text``, uint32. With ``specials``, special tokens get their ids; else they are text.
         ``continues``: the text follows another one, so that no space is put before it."""
         return self.backend.encode(text, self._added if specials else self.words, specials, continues)[0]
+
+    def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Ids, npt.NDArray[np.bool_]]:
+        """Returns the ids of ``text``, special tokens among them, and which of them have a part in one of the ``spans``
+        of characters."""
+        ids = self.encode(text, specials=True)
+        if isinstance(self.backend, Library):
+            starts, ends = self.backend.offsets(text)
+        else:
+            ends = np.cumsum([len(self._bytes[id]) for id in ids.tolist()], dtype=np.int64)
+            starts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
+            spans = [(self.backend.size(text[:start]), self.backend.size(text[:end])) for start, end in spans]
+        marked = np.zeros(len(ids), np.bool_)
+        for start, end in spans:
+            marked |= (starts < end) & (ends > start)
+        return ids, marked
 
     def encode_counted(self, text: str) -> tuple[Ids, int]:
         """Returns the ids of ``text``, without special tokens, and the number of cuts in pieces that were too long."""

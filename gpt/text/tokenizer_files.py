@@ -37,8 +37,8 @@ from gpt.text.tokenizer import (
 
 FORMAT = 1
 NEVER = 2**63  # a rank
-WHOLE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-_BESIDE = (TOKENIZER_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE, "added_tokens.json")
+WHOLE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+_BESIDE = (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, "added_tokens.json")
 _WHOLE_KEPT = (WHOLE, *_BESIDE)
 KEPT = (*_WHOLE_KEPT, "vocab.json", "merges.txt")  # files of transformers' that are saved again as they are
 RANKS = "tokenizer.tiktoken"
@@ -174,13 +174,50 @@ def tokenizer_files(tokenizer: Tokenizer, block_size: int | None = None) -> dict
     """Returns names and contents of the files that tiktoken, the tokenizers library and transformers read: those that
     were kept, or ones made for a vocabulary of ours."""
     ranks = {RANKS: to_tiktoken(tokenizer.backend.ranks)} if isinstance(tokenizer.backend, ByteBPE) else {}
-    if tokenizer.files:
+    if tokenizer.keeps_files:
         return {**tokenizer.files, **ranks}
     return {
         WHOLE: json.dumps(to_tokenizer_json(tokenizer), ensure_ascii=False).encode(),
         TOKENIZER_CONFIG: to_json(to_tokenizer_config(tokenizer, block_size)),
         **ranks,
+        **tokenizer.files,
     }
+
+
+def with_specials(tokenizer: Tokenizer, words: Sequence[str]) -> Tokenizer:
+    """Returns a tokenizer that has further special tokens, whose ids are the next ones. Kept files say so too; those
+    without a ``tokenizer.json`` are left out, since one is made then."""
+    new = {word: id for id, word in enumerate(words, tokenizer.vocab_size)}
+    files, backend = dict(tokenizer.files), tokenizer.backend
+    if not new:
+        return tokenizer
+    if WHOLE in files:
+        values = json.loads(files[WHOLE])
+        values["added_tokens"] = [*(values.get("added_tokens") or []), *_added_tokens(new)]
+        files[WHOLE] = json.dumps(values, ensure_ascii=False).encode()
+        files.pop("added_tokens.json", None)  # of those before, and the file above has all
+        config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
+        if "added_tokens_decoder" in config:
+            config["added_tokens_decoder"] |= {
+                str(token["id"]): {key: value for key, value in token.items() if key != "id"}
+                for token in _added_tokens(new)
+            }
+            files[TOKENIZER_CONFIG] = to_json(config)
+        backend = Library(files[WHOLE]) if isinstance(backend, Library) else backend
+    else:
+        files = {}
+    return replace(tokenizer, backend=backend, specials={**tokenizer.specials, **new}, files=files)
+
+
+def _added_tokens(words: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Returns special tokens as ``tokenizer.json`` lists them."""
+    return [
+        {
+            "id": id, "content": word, "single_word": False,
+            "lstrip": False, "rstrip": False, "normalized": False, "special": True,
+        }
+        for word, id in sorted(words.items(), key=lambda item: item[1])
+    ]  # fmt: skip
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -234,19 +271,12 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
             "type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False,
         }  # fmt: skip
         pre = {"type": "Sequence", "pretokenizers": [split, level | {"use_regex": False}]}
-    added = [
-        {
-            "id": id, "content": word, "single_word": False,
-            "lstrip": False, "rstrip": False, "normalized": False, "special": True,
-        }
-        for word, id in sorted(tokenizer.all_specials.items(), key=lambda item: item[1])
-    ]  # fmt: skip
     pairs = merging_pairs(ranks)
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": added,
+        "added_tokens": _added_tokens(tokenizer.all_specials),
         "normalizer": None,
         "pre_tokenizer": pre,
         "post_processor": level,
@@ -377,11 +407,11 @@ def _ends(settings: Mapping[str, Any], added: Mapping[str, int]) -> list[int]:
         if not all(type(id) is int and 0 <= id < LIMITS["vocab_size"] for id in ids):
             raise UserError(f"eos_token_id is {said!r}, which is no id", "mend the model's generation_config.json")
         return [id for id in ids if id in added.values()]
-    word = _content(settings.get("eos_token"))
+    word = content(settings.get("eos_token"))
     return [added[word]] if word in added else []
 
 
-def _content(token: Any) -> str:
+def content(token: Any) -> str:
     """Returns a token's text, which may stand alone or with the token's properties."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else ""
@@ -391,7 +421,7 @@ def _bos(values: Mapping[str, Any], config: Mapping[str, Any], specials: Mapping
     """Returns the token that stands before a text: transformers takes ``add_bos_token`` where it is said, else the
     post-processor's template."""
     if "add_bos_token" in config or "add_eos_token" in config:
-        return specials.get(_content(config.get("bos_token"))) if config.get("add_bos_token") else None
+        return specials.get(content(config.get("bos_token"))) if config.get("add_bos_token") else None
     for step in steps(values.get("post_processor"), "processors"):
         if step.get("type") == "TemplateProcessing":
             first = step["single"][0].get("SpecialToken")

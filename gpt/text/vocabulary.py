@@ -48,15 +48,20 @@ def tokenizer_for(
 
 
 def make_tokenizer(
-    kind: str, vocab_size: int | None, texts: Iterable[str], n_bytes: int, most: int = 2**24
+    kind: str,
+    vocab_size: int | None,
+    texts: Iterable[str],
+    n_bytes: int,
+    most: int = 2**24,
+    specials: Sequence[str] = (),
 ) -> Tokenizer:
     """Returns the tokenizer of ``--tokenizer`` and ``--vocab-size``; ``auto`` learns one from ``texts``, of a corpus of
-    ``n_bytes``. ``most`` bounds the size where none is given."""
+    ``n_bytes``, with further ``specials``. ``most`` bounds the size where none is given."""
     if kind != "auto":
         return find_tokenizer(kind)
     if vocab_size is not None:
-        return learn_tokenizer(texts, vocab_size)
-    return learn_tokenizer_up_to(texts, min(most, auto_vocab_size(n_bytes)))
+        return learn_tokenizer(texts, vocab_size, specials)
+    return learn_tokenizer_up_to(texts, min(most, auto_vocab_size(n_bytes)), specials)
 
 
 _BINS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, None))  # bytes per token, from and to

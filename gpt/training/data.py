@@ -1,10 +1,5 @@
-"""The data of a run: running text in a folder of tokens, made in the run or by `gpt tokenize`, or pairs of prompt and
-completion.
-
-A row of pairs is ids(prompt) + ids(completion) + end-of-text, padded to the longest of its step. Sampling starts from
-the same ids (`Tokenizer.prompt`), and the prompt is encoded apart from what follows. Only the completion's ids and the
-end-of-text count as targets.
-"""
+"""The data of a run: running text in a folder of tokens, made in the run or by `gpt tokenize`; or pairs of prompt and
+completion, or conversations."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -13,20 +8,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gpt.config import TextConfig, TrainConfig, find_preset
+from gpt.config import GPTConfig, TextConfig, TrainConfig, find_preset
 from gpt.errors import UserError
 from gpt.evaluate import Window, spread_windows, windows
 from gpt.files import file_sha256, reading
-from gpt.model.loss import IGNORED
-from gpt.text.batches import Batches, Int64s, shuffled
+from gpt.text import chat
+from gpt.text.batches import Batches, Int64s
 from gpt.text.corpus import Corpus, Listener, TextSample
 from gpt.text.documents import Chunk, utf8_size
-from gpt.text.pairs import Pair, read_pairs
+from gpt.text.examples import Conversation, Example, Pair, read_examples
 from gpt.text.token_folder import MANIFEST, TokenFolder, is_token_folder
 from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.vocabulary import make_tokenizer, tokenizer_for
-from gpt.training.recipe import Recipe, preset_name
+from gpt.training.example_rows import ChatEncoder, Encoder, ExampleRows, PairEncoder, RowBatches
+from gpt.training.recipe import Recipe, example_context, preset_name
 from gpt.words import counted
 
 
@@ -49,12 +45,14 @@ class Dataset:
     held_out_bytes: int
     held_out_targets: int  # held-out ids that are predicted
     sources: list[dict[str, Any]]  # that were read, for the run's record, each with its checksum
-    batches: Callable[[Recipe], Batched]  # raises `UserError` for a pair that is longer than the context
+    batches: Callable[[Recipe], Batched]
     windows: Callable[[int], Iterator[Window]]  # all that is held out, for a context of so many tokens
     some_windows: Callable[[int, int], list[Window]]  # the same, but at most so many, spread over all
-    rows: int = 0  # pairs to train on; 0 for running text
-    prompt: str = ""  # of the samples that show how the model learns; "" begins them like documents
-    pairs: "tuple[PairSet, PairSet] | None" = None  # to train on, and held out; None for running text
+    prompt_ids: list[int]  # of the samples that show how the model learns
+    prompt: str = ""  # their text; "" begins them like documents
+    rows: int = 0  # examples to train on; 0 for running text
+    pairs: "tuple[ExampleRows, ExampleRows] | None" = None  # to train on, and held out; None where there are none
+    chat: bool = False  # whether the examples are conversations
 
 
 def tokenized(texts: Sequence[str]) -> Path | None:
@@ -128,6 +126,7 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
         batches=lambda r: Batches(train, r.model.block_size, r.rows, r.seed, r.ramp),
         windows=lambda block_size: windows(held_out.documents, block_size),
         some_windows=lambda block_size, wanted: spread_windows(held_out.documents, block_size, wanted),
+        prompt_ids=folder.tokenizer.prompt(""),
     )
 
 
@@ -185,118 +184,70 @@ def describe(folder: TokenFolder, corpus: Corpus | None = None) -> list[str]:
     return lines
 
 
-class PairSet:
-    """Encoded pairs: the ids of each, how many of its targets do not count, and where it was read."""
-
-    def __init__(self, pairs: Sequence[Pair], tokenizer: Tokenizer) -> None:
-        self.ids: list[Int64s] = []
-        self.skipped: list[int] = []
-        self.where = [pair.where for pair in pairs]
-        for pair in pairs:
-            prompt = tokenizer.prompt(pair.prompt)
-            completion = tokenizer.encode(pair.completion, continues=True).tolist()
-            self.ids.append(np.array([*prompt, *completion, tokenizer.eot], np.int64))
-            self.skipped.append(len(prompt) - 1)
-
-    def __len__(self) -> int:
-        """Ids of all pairs."""
-        return sum(len(ids) for ids in self.ids)
-
-    @property
-    def counted(self) -> int:
-        """Targets that count: the completions' ids and an end-of-text each."""
-        return len(self) - len(self.ids) - sum(self.skipped)
-
-    def window(self, number: int) -> Window:
-        """A pair as a window to evaluate."""
-        ids = self.ids[number]
-        return Window(number, 0, ids[:-1], ids[1:], self.skipped[number])
-
-    def spread(self, wanted: int) -> list[Window]:
-        """At most ``wanted`` of the pairs, spread over all of them."""
-        total = len(self.ids)
-        return [self.window(i * total // min(wanted, total)) for i in range(min(wanted, total))]
-
-    def check(self, block_size: int) -> None:
-        """Raises `UserError` naming a pair that is longer than the context."""
-        for ids, where in zip(self.ids, self.where, strict=True):
-            if len(ids) - 1 > block_size:
-                raise UserError(
-                    f"{where}: the pair has {len(ids) - 1:,} tokens; the context holds {block_size:,}",
-                    "shorten it, or give a larger --block-size",
-                )
-
-
-@dataclass(frozen=True)
-class PairBatches:
-    """Batches of ``rows`` pairs, as a function of seed and step. Each epoch has all pairs once, in an order of its
-    own."""
-
-    pairs: PairSet
-    rows: int
-    seed: int
-
-    def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s]:
-        """See `Batched`; T is the length of the step's longest pair; targets that do not count are `IGNORED`."""
-        places = np.arange(step * self.rows, (step + 1) * self.rows, dtype=np.int64)
-        chosen = [self.pairs.window(number) for number in shuffled(places, len(self.pairs.ids), self.seed).tolist()]
-        shape = (self.rows // ranks, max(len(window.x) for window in chosen))
-        x, y = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
-        for row, window in enumerate(chosen[rank * shape[0] : (rank + 1) * shape[0]]):
-            x[row, : len(window.x)] = window.x
-            y[row, window.skipped : len(window.y)] = window.y[window.skipped :]
-        return x, y
-
-
-def open_pairs(
+def open_examples(
     texts: Sequence[str],
     config: TrainConfig,
     device: str,
     note: Callable[[str], None],
     tokenizer: Tokenizer | None = None,
+    start: GPTConfig | None = None,
+    block_size: int | None = None,
 ) -> Dataset:
-    """Reads and encodes the pairs of ``texts`` with ``tokenizer``, that of the model that is fine-tuned; None learns a
-    vocabulary from the prompts and completions that are trained on."""
+    """Reads and encodes the pairs or conversations of ``texts`` with ``tokenizer``; None learns a vocabulary from those
+    that are trained on. ``start`` is the shape of the model that is fine-tuned, ``block_size`` the context of a run
+    that is resumed. Raises `UserError` where nothing is left to train on."""
+    kind: type[Example] = Conversation if config.chat else Pair
     for text in filter(is_token_folder, texts):
-        raise UserError(f"{text} is tokenized: --pairs reads JSON lines", "give the pairs as text")
+        raise UserError(f"{text} is tokenized: {kind.option} reads JSON lines", f"give the {kind.plural} as text")
     usual = TextConfig()
     for name in ("field", "split_on"):
         if getattr(config, name) != getattr(usual, name):
-            note(f"--pairs reads prompts and completions: --{name.replace('_', '-')} is not used")
-    corpus = read_pairs(texts, config)
-    data_bytes = sum(utf8_size(pair.prompt) + utf8_size(pair.completion) for pair in corpus.train)
-    if tokenizer is None:
-        words = (Chunk(text, True) for pair in corpus.train for text in (pair.prompt, pair.completion))
-        most = find_preset(preset_name(config, data_bytes, device)).model.vocab_size
-        sample = TextSample(words, data_bytes, config.sample_bytes)
-        tokenizer = make_tokenizer(config.tokenizer, config.vocab_size, sample, data_bytes, most)
-    train, held_out = PairSet(corpus.train, tokenizer), PairSet(corpus.held_out, tokenizer)
-    note(f"{', '.join(texts)}: {len(corpus.train):,} pairs to train on, {len(corpus.held_out):,} held out")
+            note(f"{kind.option} reads {kind.content}: --{name.replace('_', '-')} is not used")
+    corpus = read_examples(texts, config, kind)
+    n_bytes = sum(source["bytes"] for source in corpus.sources)
+    block_size = block_size or example_context(config, n_bytes, device, start)
+    encoder: Encoder[Any] = (ChatEncoder if config.chat else PairEncoder)(
+        tokenizer or _learn(corpus.train, config, device), block_size, config.skip_bad
+    )
+    train, held_out = encoder.encode(corpus.train), encoder.encode(corpus.held_out)
+    note(f"{', '.join(texts)}: {len(train):,} {kind.plural} to train on, {len(held_out):,} held out")
     if corpus.skipped:
         note(f"{corpus.skipped:,} files or lines could not be read and were left out")
+    for line in encoder.notes():
+        note(line)
+    tokenizer = encoder.tokenizer
     note(
-        f"tokenizer {tokenizer.name}: {tokenizer.vocab_size:,} ids, {len(train):,} tokens to train on, of which "
-        f"{train.counted:,} count"
+        f"tokenizer {tokenizer.name}: {tokenizer.vocab_size:,} ids, {train.tokens:,} tokens to train on, of which "
+        f"{train.targets:,} count"
     )
-
-    def batches(recipe: Recipe) -> PairBatches:
-        for side in (train, held_out):
-            side.check(recipe.model.block_size)
-        return PairBatches(train, recipe.rows, recipe.seed)
-
+    if not train:
+        raise UserError(f"there are no {kind.plural} to train on", "give others, or a larger --block-size")
+    prompt, prompt_ids = encoder.prompt((corpus.held_out or corpus.train)[0])
     return Dataset(
         corpus.name,
         tokenizer,
-        sum(source["bytes"] for source in corpus.sources),
-        len(train),
-        len(held_out),
-        sum(utf8_size(pair.completion) for pair in corpus.held_out),
-        held_out.counted,
+        n_bytes,
+        train.tokens,
+        held_out.tokens,
+        held_out.bytes,
+        held_out.targets,
         corpus.sources,
-        batches,
-        windows=lambda block_size: map(held_out.window, range(len(held_out.ids))),
+        batches=lambda recipe: RowBatches(train, recipe.rows, recipe.seed),
+        windows=lambda block_size: map(held_out.window, range(len(held_out))),
         some_windows=lambda block_size, wanted: held_out.spread(wanted),
-        rows=len(corpus.train),
-        prompt=(corpus.held_out or corpus.train)[0].prompt,
-        pairs=(train, held_out),
+        prompt_ids=prompt_ids,
+        prompt=prompt,
+        rows=len(train),
+        pairs=None if config.chat else (train, held_out),
+        chat=config.chat,
     )
+
+
+def _learn(examples: Sequence[Example], config: TrainConfig, device: str) -> Tokenizer:
+    """Makes the tokenizer of ``--tokenizer``, learnt from the texts of examples, with the special tokens of chats."""
+    n_bytes = sum(utf8_size(text) for example in examples for text in example.texts)
+    words = (Chunk(text, True) for example in examples for text in example.words)
+    most = find_preset(preset_name(config, n_bytes, device)).model.vocab_size
+    sample = TextSample(words, n_bytes, config.sample_bytes)
+    specials = (chat.START, chat.END) if config.chat else ()
+    return make_tokenizer(config.tokenizer, config.vocab_size, sample, n_bytes, most, specials)

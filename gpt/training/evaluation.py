@@ -20,7 +20,7 @@ from gpt.model.loss import bits_per_byte
 from gpt.runs import folder
 from gpt.sample_config import SampleConfig
 from gpt.training.context import Answers, RunContext
-from gpt.training.data import PairSet
+from gpt.training.example_rows import ExampleRows
 from gpt.training.parallel import Parallel
 from gpt.training.recipe import Recipe
 
@@ -60,12 +60,12 @@ def read_best(run: RunContext, parallel: Parallel, recipe: Recipe) -> Best:
     return Best(path, model, loss, bits, sample_lines(run, parallel, model, compute, recipe.seed), *answers)
 
 
-def _answers(parallel: Parallel, model: GPT, pairs: PairSet, compute: Compute, stop: StopSignal) -> Answers | None:
+def _answers(parallel: Parallel, model: GPT, pairs: ExampleRows, compute: Compute, stop: StopSignal) -> Answers | None:
     """Counts the pairs that are answered exactly; None if there are none. Raises `Stopped` after a signal."""
-    if not pairs.ids:
+    if not pairs:
         return None
     exact, asked = _summed(evaluate.count_exact, parallel, model, pairs.spread(ASKED), compute, stop)
-    return Answers(int(exact), int(asked), len(pairs.ids))
+    return Answers(int(exact), int(asked), len(pairs))
 
 
 def mean_loss(parallel: Parallel, model: GPT, windows: Iterable[Window], compute: Compute, stop: StopSignal) -> float:
@@ -101,11 +101,10 @@ def _sample_lines(run: RunContext, parallel: Parallel, model: GPT, compute: Comp
     training = model.training
     model.eval()
     tokenizer, prompt = run.data.tokenizer, run.data.prompt
-    given = tokenizer.prompt(prompt)
     how = dataclasses.replace(SAMPLE, greedy=True) if prompt else SAMPLE
     try:
         context = Context(model, compute, vocab_size=tokenizer.vocab_size)
-        drawn = generate(context, given, how, tokenizer.ends, seed)
+        drawn = generate(context, run.data.prompt_ids, how, tokenizer.ends, seed)
         tokens = parallel.until_stopped(run.session.stop, drawn)
         ids = [token.id for token in tokens if token.id not in tokenizer.ends]
     except NotANumber as error:  # the loss decides whether the run continues

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
+import torch.nn as nn
+from torch import Tensor
 from torch.optim import AdamW
 
 from gpt.config import ARCHITECTURES, GPTConfig, Optimizer, Preset, TrainConfig
@@ -16,6 +18,7 @@ from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder, hub
 from gpt.runs.adapter import Adapter
 from gpt.runs.record import StartRecord
+from gpt.text import chat
 from gpt.text.tokenizer import Tokenizer
 from gpt.training.optim import BETAS, Optimizers
 
@@ -40,10 +43,35 @@ class InitCheckpoint:
     model: GPTConfig
     tokenizer: Tokenizer
     sha256: dict[str, str]
+    added: range = range(0)  # the ids of tokens that it does not have, and that fine-tuning adds
+
+    def for_chat(self) -> "InitCheckpoint":
+        """The same with a chat template: ChatML's where it has none, whose special tokens are added if need be."""
+        tokenizer = chat.with_template(self.tokenizer)
+        added = range(self.tokenizer.vocab_size, tokenizer.vocab_size)
+        model = replace(self.model, vocab_size=max(self.model.vocab_size, tokenizer.vocab_size))
+        return replace(self, tokenizer=tokenizer, added=added, model=model)
 
     def load(self, shape: GPTConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> GPT:
-        """Loads its weights as ``shape``, which is its own but for another dropout or a shorter context."""
-        return checkpoint.load(self.path, device, shape, dtype=dtype).model.to(dtype).train()
+        """Loads its weights as ``shape``, which is `model` but for another dropout or a shorter context."""
+        own = checkpoint.peek(self.path)[0].vocab_size
+        model = checkpoint.load(self.path, device, replace(shape, vocab_size=own), dtype=dtype).model.to(dtype).train()
+        model.config = shape
+        for name, table in (("wte.weight", model.wte), ("lm_head.weight", model.lm_head)):
+            if table is not None:
+                weight: Tensor = table.weight.detach()  # type: ignore[operator]
+                table.weight = nn.Parameter(self.grown(name, weight))
+        return model
+
+    def grown(self, name: str, parameter: Tensor) -> Tensor:
+        """A parameter of it, with a row for each added token where it has rows of tokens: the mean of all tokens that
+        it knows (Hewitt 2021)."""
+        if name not in ("wte.weight", "lm_head.weight") or not self.added:
+            return parameter
+        missing = parameter.new_empty((self.model.vocab_size - len(parameter), parameter.size(1)))
+        rows = torch.cat([parameter, missing])
+        rows[self.added.start : self.added.stop] = parameter[: self.added.start].float().mean(0).to(rows.dtype)
+        return rows
 
     def record(self) -> StartRecord:
         """Its entry in ``run.json``."""
@@ -63,9 +91,20 @@ def find_init(config: TrainConfig) -> InitCheckpoint | None:
     if config.init is None:
         return None
     path = folder.find_checkpoint(config.init)
-    model, tokenizer = checkpoint.peek(path)
-    _check_shape(config, model)
-    return InitCheckpoint(config.init, path, model, tokenizer, folder.weight_checksums(path))
+    init = open_init(config, config.init, path, folder.weight_checksums(path))
+    _check_shape(config, init.model)
+    if config.lora_rank and init.added:
+        raise UserError(
+            f"{config.init} has no chat template, and no special tokens for one, which adapters cannot learn",
+            "leave out --lora-rank, or take a model with a chat template",
+        )
+    return init
+
+
+def open_init(config: TrainConfig, asked: str, path: Path, sha256: dict[str, str]) -> InitCheckpoint:
+    """The checkpoint at ``path``, to be trained as ``config`` says."""
+    init = InitCheckpoint(asked, path, *checkpoint.peek(path), sha256)
+    return init.for_chat() if config.chat else init
 
 
 def _check_shape(config: TrainConfig, model: GPTConfig) -> None:

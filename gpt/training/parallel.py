@@ -292,7 +292,7 @@ def parallelize(
     """The model of a run, shared as its recipe says: new, of ``init``, or of the checkpoint at ``path`` that the run
     resumes from. Moments are new. Raises `UserError` for adapters that do not fit the model."""
     if recipe.is_sharded:
-        sharded = shard(recipe, compute, world, path or (init.path if init else None))
+        sharded = shard(recipe, compute, world, path, init)
         sharded.model.recompute = recipe.recompute
         muon = partial(ShardedMuon, sharded)
         optimizer = make_optimizer(sharded.own, recipe.optimizer, recipe.weight_decay, compute.dtype, world, muon)
@@ -312,9 +312,11 @@ def parallelize(
     return (Replicated if world.size > 1 else Single)(model, optimizer, compute, world)
 
 
-def shard(recipe: Recipe, compute: Compute, world: World, path: Path | None) -> "ShardedModel":
-    """A model of which each rank of ``world`` holds a part: of the checkpoint at ``path``, or a new one, with the
-    numbers that a process by itself would draw."""
+def shard(
+    recipe: Recipe, compute: Compute, world: World, path: Path | None, init: InitCheckpoint | None = None
+) -> "ShardedModel":
+    """A model of which each rank of ``world`` holds a part: of the checkpoint at ``path``, of ``init``, or a new one,
+    with the numbers that a process by itself would draw."""
     from gpt.parallel.shard import Grid, ShardedModel, drawn  # FSDP takes seconds to import
 
     grid = Grid(world.data_size, recipe.tensor, recipe.shard == "full")
@@ -322,11 +324,13 @@ def shard(recipe: Recipe, compute: Compute, world: World, path: Path | None) -> 
     sharded = ShardedModel(recipe.model, grid, mesh, compute.dtype, world.gradients)
     sharded.allocate(compute.device)
     sharded.accumulates_whole = 4 * sharded.parameters // recipe.tensor < WHOLE_GRADIENTS * compute.memory()
-    if path is None:
+    if path is not None:
+        checkpoint.load_parts(path, recipe.model, sharded.fill)
+    elif init is not None:
+        checkpoint.load_parts(init.path, recipe.model, lambda name, p: sharded.fill(name, init.grown(name, p)))
+    else:
         for name, whole in drawn(recipe.model):
             sharded.fill(name, whole)
-    else:
-        checkpoint.load_parts(path, recipe.model, sharded.fill)
     return sharded
 
 

@@ -114,6 +114,14 @@ def preset_name(config: TrainConfig, n_bytes: int, device: str) -> str:
     return auto_preset(n_bytes, device) if config.preset == "auto" else config.preset
 
 
+def example_context(config: TrainConfig, n_bytes: int, device: str, start: GPTConfig | None) -> int:
+    """The context of a run on examples of ``n_bytes``, which does not shrink to the text. ``start`` is the shape of the
+    model that is fine-tuned."""
+    if start is not None:
+        return finetune.training_shape(config, start, lambda text: None).block_size
+    return config.block_size or find_preset(preset_name(config, n_bytes, device)).model.block_size
+
+
 def resolve(
     config: TrainConfig,
     compute: Compute,
@@ -402,7 +410,7 @@ def auto_dropout(epochs: float) -> float:
 
 def _compiles(config: TrainConfig, compute: Compute, flops: float) -> bool:
     """Whether to compile. ``auto`` does so on a GPU alone: on two CPU cores it took 24 to 34 s and made steps of `nano`
-    0 to 20 % faster, those of a larger model none (docs/defaults.md). Not for pairs, whose batches vary in length."""
+    0 to 20 % faster, those of a larger model none (docs/defaults.md). Not for examples: batches vary in length."""
     if config.compile != "auto":
         return config.compile == "on"
-    return compute.device.type == "cuda" and not config.pairs and flops >= COMPILE_FROM
+    return compute.device.type == "cuda" and not config.has_examples and flops >= COMPILE_FROM

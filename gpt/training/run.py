@@ -35,8 +35,8 @@ from gpt.text.tokenizer import Tokenizer
 from gpt.training import logs
 from gpt.training.budget import TimeBudget, preset_for_minutes
 from gpt.training.context import Listener, Result, RunContext, Session, data_record, first_record, versions
-from gpt.training.data import Dataset, load_tokens, make_tokens, open_pairs, open_tokens, tokenized
-from gpt.training.finetune import InitCheckpoint, find_init
+from gpt.training.data import Dataset, load_tokens, make_tokens, open_examples, open_tokens, tokenized
+from gpt.training.finetune import InitCheckpoint, find_init, open_init
 from gpt.training.loop import Trainer, measure_budget
 from gpt.training.parallel import parallelize
 from gpt.training.recipe import Recipe, asked_micro_batch, check_heads, check_model, check_share, resolve
@@ -151,14 +151,15 @@ def prepare(
     writes what ``run.json`` says by then: it is there before the text is tokenized. If anything fails
     ``until_first_step``, no folder is left."""
     listen, note, asked = session.listen, session.note, config
-    if session.world.size > 1 and config.pairs and "-" in texts:
-        raise UserError("pairs from stdin cannot be read by several processes", "put them into a file")
+    if session.world.size > 1 and config.has_examples and "-" in texts:
+        what = "conversations" if config.chat else "pairs"
+        raise UserError(f"{what} from stdin cannot be read by several processes", "put them into a file")
     init = find_init(config)
     tokenizer = init.tokenizer if init else None
     data: Dataset | None = None
     corpus = None
-    if config.pairs:
-        data = open_pairs(texts, config, compute.device.type, note, tokenizer)
+    if config.has_examples:
+        data = open_examples(texts, config, compute.device.type, note, tokenizer, init.model if init else None)
     elif path := tokenized(texts):
         data = open_tokens(path, config, note, tokenizer)
         config = preset_for_minutes(config, compute, data.bytes, note, session.world.size)
@@ -428,7 +429,7 @@ def same_init(begun: Begun, world: World) -> InitCheckpoint | None:
         return None
     if init is not None:
         if not world.is_main:
-            return InitCheckpoint(init.model, Path(init.path), *checkpoint.peek(Path(init.path)), init.sha256)
+            return open_init(begun.config, init.model, Path(init.path), init.sha256)
         asked = init.path
         if hub.is_remote(begun.config.init or ""):
             asked = f"{str(begun.config.init).partition('@')[0]}@{Path(asked).name}"
@@ -452,8 +453,9 @@ def open_data(begun: Begun, compute: Compute, init: InitCheckpoint | None, sessi
         if session.world.is_main:
             own.verify()
         data = load_tokens(own, found=False)
-    elif config.pairs:
-        data = open_pairs(texts, config, kind, note, tokenizer)
+    elif config.has_examples:
+        block_size = begun.recipe.model.block_size if begun.recipe else None
+        data = open_examples(texts, config, kind, note, tokenizer, init.model if init else None, block_size)
     elif path := tokenized(texts):
         data = open_tokens(path, config, note, tokenizer)
     else:  # the run ended while it tokenized

@@ -1,0 +1,187 @@
+"""Examples to learn answers from, of JSON lines, packed or not: pairs of prompt and completion, or conversations."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Generic, TypeVar
+
+from gpt.config import ReadConfig, TextConfig
+from gpt.errors import UserError
+from gpt.text import formats, sources
+from gpt.text.corpus import HASHED_SPLIT_FROM, hash_fraction
+from gpt.text.documents import RECORDS, Chunk, Reader, utf8_size
+from gpt.text.unpack import PackedFile, Source
+
+
+class Example:
+    """An example. Its fields are the values that ``read`` yields."""
+
+    option: ClassVar[str]  # with which it is read
+    plural: ClassVar[str]
+    content: ClassVar[str]  # of a line, in words
+    form: ClassVar[str]  # of a line
+    read: ClassVar[Callable[..., Iterator[str]]]
+
+    @property
+    def texts(self) -> list[str]:
+        """All of its texts."""
+        raise NotImplementedError
+
+    @property
+    def words(self) -> list[str]:
+        """The texts from which a vocabulary for it is learnt."""
+        return self.texts
+
+    @property
+    def identity(self) -> str:
+        """Everything in it but where it was read."""
+        return json.dumps(self.texts)
+
+
+@dataclass(frozen=True)
+class Pair(Example):
+    """A prompt and the completion that should follow it. ``where``: file and line."""
+
+    option = "--pairs"
+    plural = "pairs"
+    content = "prompts and completions"
+    form = '{"prompt": …, "completion": …}'
+    read = formats.pairs
+
+    prompt: str
+    completion: str
+    where: str
+
+    @property
+    def texts(self) -> list[str]:
+        """The prompt and the completion."""
+        return [self.prompt, self.completion]
+
+
+@dataclass(frozen=True)
+class Conversation(Example):
+    """Messages, each with its role and its content. ``where``: file and line."""
+
+    option = "--chat"
+    plural = "conversations"
+    content = "messages"
+    form = '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}]}'
+    read = formats.chats
+
+    messages: list[dict[str, str]]
+    where: str
+
+    @property
+    def texts(self) -> list[str]:
+        """The contents."""
+        return [message["content"] for message in self.messages]
+
+    @property
+    def words(self) -> list[str]:
+        """Roles, as they stand in ChatML, and contents."""
+        return [text for message in self.messages for text in (f"{message['role']}\n", message["content"])]
+
+    @property
+    def identity(self) -> str:
+        """The messages."""
+        return json.dumps([[message["role"], message["content"]] for message in self.messages])
+
+
+E = TypeVar("E", bound=Example)
+
+
+class ExampleReader(Reader, Generic[E]):
+    """Reads every file as JSON lines, whatever its suffix."""
+
+    def __init__(self, config: ReadConfig, kind: type[E]) -> None:
+        super().__init__(config)
+        self.kind = kind
+        self.records = dict.fromkeys(RECORDS, kind.read)
+
+    def examples(self, source: Source) -> Iterator[E]:
+        """Yields the examples of a source, in order. Raises `UserError` naming a line without one, unless
+        ``skip_bad``."""
+        held: list[str] = []
+        for chunk in self.documents(source):
+            if chunk.begins and held:
+                yield self.kind(*json.loads("".join(held)))
+                held.clear()
+            held.append(chunk.text)
+        if held:
+            yield self.kind(*json.loads("".join(held)))
+
+    def _plain(self, file: PackedFile) -> Iterator[Chunk | None]:
+        yield from self._records(file, ".jsonl")
+
+    _whole = _plain  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class ExampleCorpus(Generic[E]):
+    """All examples, split into training and held-out ones, with a record of each source."""
+
+    name: str
+    train: list[E]
+    held_out: list[E]
+    sources: list[dict[str, Any]]
+    skipped: int
+
+
+def read_examples(texts: Sequence[str], config: TextConfig, kind: type[E]) -> ExampleCorpus[E]:
+    """Reads all examples of ``texts`` into memory and splits them. Raises `UserError` where there are none."""
+    if not texts:
+        raise UserError(f"{kind.option} needs a TEXT", f"a file of {kind.form}, one a line")
+    reader = ExampleReader(ReadConfig(**{f.name: getattr(config, f.name) for f in fields(ReadConfig)}), kind)
+    skipped = reader.skipped if config.skip_bad else None
+    examples, read = _read(reader, sources.find(texts, skipped))
+    own: list[E] = []
+    if config.val_text is not None:
+        own, more = _read(reader, sources.find([config.val_text], skipped))
+        read += more
+    if not examples:
+        raise UserError(f"{texts[0]} is empty: 0 {kind.plural}", f"give {kind.form}, one a line")
+    train, held_out = examples, own
+    if config.val_text is None:
+        train, held_out = split(examples, config.val_fraction, config.seed)
+    return ExampleCorpus(sources.run_name(texts), train, held_out, read, reader.skipped.count)
+
+
+def _read(reader: ExampleReader[E], found: Sequence[Source]) -> tuple[list[E], list[dict[str, Any]]]:
+    """Returns the examples of sources, and of each source its size, number of examples, bytes and sha256."""
+    examples: list[E] = []
+    records: list[dict[str, Any]] = []
+    for source in found:
+        digest, first, size = hashlib.sha256(), len(examples), 0
+        for example in reader.examples(source):
+            examples.append(example)
+            size += sum(map(utf8_size, example.texts))
+            digest.update(example.identity.encode())
+        count = len(examples) - first
+        about = {"name": source.name, "size": source.size, "documents": count, "bytes": size}
+        records.append({**about, "sha256": digest.hexdigest()})
+    return examples, records
+
+
+def split(examples: Sequence[E], fraction: float, seed: int) -> tuple[list[E], list[E]]:
+    """Returns the examples to train on and those held out: the last ``fraction``; from `HASHED_SPLIT_FROM` on by a
+    hash of seed and example, so that adding some moves none. Never nothing, unless ``fraction`` is 0.
+
+    Raises `UserError` where there are too few for two sides.
+    """
+    if fraction == 0:
+        return list(examples), []
+    if len(examples) < HASHED_SPLIT_FROM:
+        kept = len(examples) - max(1, round(len(examples) * fraction))
+        train, held_out = list(examples[:kept]), list(examples[kept:])
+    else:
+        shares = [hash_fraction(example.identity, seed) for example in examples]
+        bound = max(fraction, min(shares) * 1.0000001)
+        train = [example for example, at in zip(examples, shares, strict=True) if at >= bound]
+        held_out = [example for example, at in zip(examples, shares, strict=True) if at < bound]
+    if not train:
+        raise UserError(
+            f"there are too few {examples[0].plural} to hold {fraction:g} of them out: {len(examples):,}",
+            "give more, or --val-fraction 0 to hold nothing out",
+        )
+    return train, held_out

@@ -1,0 +1,220 @@
+"""Conversations: chat templates give transformers' texts and ids, answers alone count, models learn to answer."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vocabularies
+from transformers import AutoTokenizer
+
+from gpt.errors import UserError
+from gpt.text import chat
+from gpt.text.examples import Conversation
+from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer, bytes_tokenizer
+from gpt.text.tokenizer_files import find_tokenizer, save_tokenizer
+from gpt.training.example_rows import ChatEncoder
+
+SYSTEM = {"role": "system", "content": "Answer briefly.\n"}
+CHAT = [
+    {"role": "user", "content": " What is 2 + 2? é日本 "},
+    {"role": "assistant", "content": "It is 4.\n\nSure!"},
+    {"role": "user", "content": 'And <b>"then"</b>?'},
+    {"role": "assistant", "content": "  5"},
+]
+QUESTION = CHAT[:3]
+
+# Short templates with what well-known ones use.
+LLAMA3 = (
+    "{{- bos_token }}{%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}"
+    "{%- if messages[0]['role'] == 'system' %}{%- set said = messages[0]['content'] | trim %}"
+    "{%- set messages = messages[1:] %}{%- else %}{%- set said = '' %}{%- endif %}"
+    "{{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday: ' + date_string + '\\n' + said + '<|eot_id|>' }}"
+    "{%- if tools is not none %}{{- tools | tojson(indent=4) }}{%- endif %}"
+    "{%- for message in messages %}{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}"
+    "{{- message['content'] | trim + '<|eot_id|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
+)
+QWEN = """\
+{%- set ns = namespace(last=messages|length - 1, seen=false) %}
+{%- for message in messages[::-1] %}
+    {%- if message.role == "user" and not ns.seen %}
+        {%- set ns.seen = true %}
+        {%- set ns.last = messages|length - loop.index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if loop.first and message.role != "system" %}
+        {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}
+    {%- endif %}
+    {%- if message.content is string %}{% set text = message.content %}{% else %}{% set text = '' %}{% endif %}
+    {{- '<|im_start|>' ~ message.role ~ '\\n' ~ text ~ '<|im_end|>' ~ '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+ZEPHYR = """\
+{% for message in messages %}
+    {% if message['role'] == 'user' %}
+{{ '<|user|>\\n' + message['content'] + eos_token }}
+    {% elif message['role'] == 'system' %}
+{{ '<|system|>\\n' + message['content'] + eos_token }}
+    {% elif message['role'] == 'assistant' %}
+{{ '<|assistant|>\\n'  + message['content'] + eos_token }}
+    {% else %}{% continue %}{% endif %}
+    {% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+    {% endif %}
+{% endfor %}
+"""
+MISTRAL = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system line') }}{% endif %}"
+    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% if message['role'] == 'user' %}"
+    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+TAGGED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+TOOLS = "{% for m in messages %}{{ m | tojson }}{{ m.content | tojson(indent=2) }}{% if loop.index > 1 %}{% break %}{% endif %}{% endfor %}"
+TEMPLATES = {
+    "llama3": ("llama3", LLAMA3), "qwen": ("qwen", QWEN), "zephyr": ("mistral", ZEPHYR), "mistral": ("llama2", MISTRAL),
+    "chatml": ("smollm2", chat.CHATML), "tagged": ("qwen", TAGGED), "unigram": ("unigram", ZEPHYR), "tools": ("gpt2", TOOLS),
+}  # fmt: skip
+
+
+def with_chat_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    return replace(tokenizer, files={**tokenizer.files, CHAT_TEMPLATE: template.encode()})
+
+
+def both(folder: Path, form: str, template: str) -> tuple[Tokenizer, Any]:
+    """Ours and transformers', of a form with a template."""
+    vocabularies.write(form, folder)
+    (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+    return find_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+
+
+def jsonl(chats: list[Any]) -> str:
+    return "".join(json.dumps({"messages": each}) + "\n" for each in chats)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_texts_and_ids_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    ours, theirs = both(tmp_path / "form", *TEMPLATES[name])
+    for messages in (QUESTION, [SYSTEM, *QUESTION]):
+        if messages[0] is SYSTEM and name == "mistral":
+            with pytest.raises(UserError, match="no system line"):
+                chat.render(ours, messages)
+            continue
+        wanted = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert chat.render(ours, messages) == wanted
+        ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert chat.prompt(ours, messages) == ids
+
+
+@pytest.mark.parametrize("form", ["smollm2", "qwen", "llama2", "unigram"])
+def test_what_counts_is_what_transformers_marks(form: str, tmp_path: Path) -> None:
+    """ChatML without tags, against transformers' mask for ChatML with them."""
+    folder = vocabularies.write(form, tmp_path / "form")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = chat.with_template(find_tokenizer(str(folder)))
+    save_tokenizer(ours, tmp_path / "saved")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    text, spans, ends = chat.answers(ours, [SYSTEM, *CHAT])
+    ids, counts = ours.encode_marked(text, spans)
+    tagged = TAGGED if ours.bos is None else "{{ bos_token }}" + TAGGED
+    wanted = theirs.apply_chat_template(
+        [SYSTEM, *CHAT], chat_template=tagged, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert ids.tolist() == wanted["input_ids"]
+    assert counts.astype(int).tolist() == wanted["assistant_masks"]
+    assert ends == {ours.all_specials["<|im_end|>"]} <= ours.ends
+    text, spans, _ = chat.answers(with_chat_template(ours, tagged), [SYSTEM, *CHAT])
+    assert ours.encode_marked(text, spans)[1].tolist() == counts.tolist()
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ namespace(__init__=1) }}", "no member"),
+        ("{% set ns = namespace() %}{% set ns._x = 1 %}", "no member"),
+        ("{{ 'x' * 10 ** 7 }}", "more than 4,194,304 characters"),
+        ("{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}", "refuses|longer"),
+        ("{{ 'x' * 10 ** 11 }}", "refuses|longer"),
+        ("{% for m in messages %}", "Unexpected end"),
+        ("{{ messages[9].content.x }}", "no element 9"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{% include 'x' %}", "refuses"),
+    ],
+)  # fmt: skip
+def test_a_template_that_fails_or_asks_for_too_much_is_refused(template: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        chat.render(with_chat_template(bytes_tokenizer(), template), QUESTION)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ range(99999) | map('string') | sum(start='') if 0 else 7 ** (10 ** 9) }}",  # no Python between
+    ],
+)
+def test_a_template_that_computes_for_ever_is_ended(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "SECONDS", 0.5)
+    tokenizer = with_chat_template(bytes_tokenizer(), template)
+    for _ in range(2):  # the second time in a new process
+        began = time.monotonic()
+        with pytest.raises(UserError, match="takes longer than 0.5 s"):
+            chat.render(tokenizer, QUESTION)
+        assert time.monotonic() - began < 4
+
+
+def test_no_template_and_ones_that_cannot_be_learnt_from() -> None:
+    with pytest.raises(UserError, match="no chat template"):
+        chat.render(bytes_tokenizer(), QUESTION)
+    later = chat.CHATML.replace("message['content']", "(message['content'] if loop.last else '…')")
+    tokenizer = chat.with_template(bytes_tokenizer())
+    with pytest.raises(UserError, match="in another way once others follow"):
+        chat.answers(with_chat_template(tokenizer, later), CHAT)
+    with pytest.raises(UserError, match="no special token"):
+        chat.answers(with_chat_template(bytes_tokenizer(), chat.CHATML), CHAT)
+
+
+def encoded(block_size: int, messages: list[dict[str, str]]) -> tuple[str, str, ChatEncoder]:
+    """What is left of a conversation in a context, and what of it counts."""
+    encoder = ChatEncoder(bytes_tokenizer(), block_size, skip_bad=False)
+    row = encoder.row(Conversation(messages, "line 1"))
+    if row is None:
+        return "", "", encoder
+    tokenizer = encoder.tokenizer
+    assert row.bytes == len(tokenizer.decode(row.ids[row.counts].tolist()).replace("<|im_end|>", "").encode())
+    return tokenizer.decode(row.ids.tolist()), tokenizer.decode(row.ids[row.counts].tolist()), encoder
+
+
+def test_a_long_conversation_is_cut_at_a_turn() -> None:
+    messages = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
+    turn = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"
+    whole = f"{turn}\n{turn.replace('a<', 'c<').replace('b<', 'd<')}\n"
+    length = lambda text: len(bytes_tokenizer().encode(text.replace("<|im_start|>", "s").replace("<|im_end|>", "e")))
+    text, counts, encoder = encoded(length(whole) - 1, messages)
+    assert (text, counts, list(encoder.notes())) == (whole, "b<|im_end|>d<|im_end|>", [])
+    for block_size in (length(whole) - 3, length(turn), length(turn) - 1):  # of the second turn a part fits, or nothing
+        text, counts, encoder = encoded(block_size, messages)
+        assert (text, counts) == (turn, "b<|im_end|>")
+        assert "1 cut after the last answer" in next(encoder.notes())
+    text, counts, encoder = encoded(length(turn) - 2, messages)
+    assert (text, counts) == (turn.removesuffix("<|im_end|>"), "b")
+    assert "1 within the first" in next(encoder.notes())
+    text, counts, encoder = encoded(length(turn) - 3, messages)
+    assert text == ""
+    assert "1 left out" in next(encoder.notes())
