@@ -117,7 +117,7 @@ function draw() {
   const fresh = document.createDocumentFragment();
   for (const node of marks.slice(same)) fresh.append(node);
   shade.append(fresh);
-  if (follow && job) paper.scrollTop = paper.scrollHeight;
+  if (follow && job && seen < 0) paper.scrollTop = paper.scrollHeight; // not while alternatives are looked at
 }
 
 function setParts(next) {
