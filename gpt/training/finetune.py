@@ -59,7 +59,7 @@ class InitCheckpoint:
         model.config = shape
         for name, table in (("wte.weight", model.wte), ("lm_head.weight", model.lm_head)):
             if table is not None:
-                weight: Tensor = table.weight.detach()  # type: ignore[operator, union-attr]
+                weight: Tensor = table.weight.detach()  # type: ignore[operator]
                 table.weight = nn.Parameter(self.grown(name, weight))
         return model
 
