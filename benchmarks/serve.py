@@ -10,6 +10,7 @@ measured where the extra `interop` is installed, `transformers serve` where tran
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -45,17 +46,16 @@ class Reply:
     status: int
     texts: dict[int, str] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)  # of each chunk with text
-    tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server that answers at a port, and the name by which it knows the model."""
+    """A server that answers at a port, the name by which it knows the model, and its process."""
 
-    name: str
     port: int
     model: str
     pid: int
+    extra: dict[str, Any]  # fields that it takes beside those of all
 
 
 async def ask(target: Target, body: dict[str, Any], leave_after: float | None = None) -> Reply:
@@ -87,15 +87,13 @@ def _take_whole(reply: Reply, body: bytes) -> None:
     if reply.status == 200:
         found = json.loads(body)
         reply.texts = {choice["index"]: choice["text"] for choice in found["choices"]}
-        reply.tokens = found["usage"]["completion_tokens"]
 
 
 def _take_chunk(reply: Reply, chunk: dict[str, Any], at: float) -> None:
     for choice in chunk.get("choices", ()):
-        reply.texts[choice["index"]] = reply.texts.get(choice["index"], "") + (choice.get("text") or "")
-        reply.times.append(at)
-    if chunk.get("usage"):
-        reply.tokens = chunk["usage"]["completion_tokens"]
+        if choice.get("text"):
+            reply.texts[choice["index"]] = reply.texts.get(choice["index"], "") + choice["text"]
+            reply.times.append(at)
 
 
 # Servers
@@ -108,15 +106,15 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(name: str, words: Sequence[str], port: int, model: str, **environment: str) -> Iterator[Target]:
+def running(words: Sequence[str], port: int, model: str, **extra: Any) -> Iterator[Target]:
     """Runs a server until the end of the block. Raises `RuntimeError` where it does not answer within a minute."""
     with tempfile.TemporaryFile() as log:
         one = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         process = subprocess.Popen(
-            words, cwd=ROOT, env={**os.environ, **one, **environment}, stdin=subprocess.PIPE, stdout=log, stderr=log
+            words, cwd=ROOT, env={**os.environ, **one}, stdin=subprocess.PIPE, stdout=log, stderr=log
         )
         try:
-            target = Target(name, port, model, process.pid)
+            target = Target(port, model, process.pid, extra)
             if not asyncio.run(_answers(process, target)):
                 log.seek(0)
                 said = log.read().decode("utf-8", "replace").strip().splitlines()
@@ -147,7 +145,7 @@ def ours(run: Path, batch: int = 32) -> contextlib.AbstractContextManager[Target
     port = free_port()
     words = [str(SCRIPTS / "gpt"), "serve", "-m", str(run), "--port", str(port), "--name", "it", "--dtype", "float32"]
     words += ["--threads", "1", "--max-batch", str(batch), "--queue", "200"]
-    return running("`gpt serve`", words, port, "it")
+    return running(words, port, "it", ignore_eos=True)
 
 
 def llama_cpp(run: Path, place: Path) -> contextlib.AbstractContextManager[Target]:
@@ -156,7 +154,7 @@ def llama_cpp(run: Path, place: Path) -> contextlib.AbstractContextManager[Targe
     if not path.exists():
         subprocess.run([SCRIPTS / "gpt", "export", str(run), "-o", str(path)], check=True, capture_output=True)
     words = [sys.executable, "-m", "benchmarks.serve", str(path), "--llama-cpp", str(port)]
-    return running("llama.cpp", words, port, "it")
+    return running(words, port, "it", ignore_eos=True)
 
 
 def serve_llama_cpp(path: str, port: int) -> None:
@@ -180,50 +178,47 @@ def transformers(run: Path, batches: bool) -> contextlib.AbstractContextManager[
     port, path = free_port(), str(folder.find_checkpoint(str(run)).absolute())
     start = "from transformers.cli.transformers import main; main()"
     words = [sys.executable, "-c", start, "serve", "--port", str(port), "--device", "cpu", "--dtype", "float32"]
-    name = "`transformers serve`"
-    if batches:
-        name, words = f"{name}, continuous batching", [*words, "--continuous-batching"]
-    return running(name, words, port, path)
+    return running([*words, *(["--continuous-batching"] if batches else [])], port, path)
 
 
 # Throughput and first tokens
 
 
 def speed(target: Target, clients: int, prompts: Sequence[str]) -> tuple[float, float]:
-    """Returns tokens per second of so many equal requests at once, and the median seconds to a first token."""
+    """Returns pieces of text, which are tokens, per second of so many equal requests at once, and the median seconds to
+    a first one."""
 
     async def all_at_once() -> tuple[float, float]:
-        bodies = [
-            {"prompt": prompts[at], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
-            for at in range(clients)
-        ]
+        asked = {"max_tokens": TOKENS, "temperature": 0, "stream": True, **target.extra}
+        bodies = [{"prompt": prompts[at], **asked} for at in range(clients)]
         began = time.perf_counter()
         replies = await asyncio.gather(*(ask(target, body) for body in bodies))
         seconds = time.perf_counter() - began
-        return TOKENS * clients / seconds, statistics.median(reply.times[0] for reply in replies)
+        return sum(len(reply.times) for reply in replies) / seconds, statistics.median(
+            reply.times[0] for reply in replies
+        )
 
     return asyncio.run(all_at_once())
 
 
 def compare(run: Path, prompts: Sequence[str], place: Path) -> list[str]:
     """Returns a table of servers that take turns."""
-    kinds: list[Callable[[], contextlib.AbstractContextManager[Target]]] = [
-        lambda: ours(run), lambda: llama_cpp(run, place), lambda: transformers(run, False), lambda: transformers(run, True),
-    ]  # fmt: skip
     rates: dict[str, dict[int, list[tuple[float, float]]]] = {}
     left_out: list[str] = []
-    for kind, manager in enumerate(kinds):
+    for name, manager in {
+        "`gpt serve`": lambda: ours(run),
+        "llama.cpp": lambda: llama_cpp(run, place),
+        "`transformers serve`": lambda: transformers(run, batches=False),
+        "`transformers serve`, continuous batching": lambda: transformers(run, batches=True),
+    }.items():
         try:
             with manager() as target:
                 speed(target, 1, prompts)  # warm-up
-                rates[target.name] = {
+                rates[name] = {
                     clients: [speed(target, clients, prompts[n * 40 :]) for n in range(ROUNDS)] for clients in CLIENTS
                 }
-        except (RuntimeError, OSError, subprocess.CalledProcessError, IndexError, statistics.StatisticsError) as error:
-            name = ("`gpt serve`", "llama.cpp", "`transformers serve`", "`transformers serve`, continuous batching")[
-                kind
-            ]
-            left_out.append(f"- {name} was not measured: {str(error)[:200]}")
+        except Exception as error:  # a server of others may fail in any way
+            left_out.append(f"- {name} was not measured: {type(error).__name__}: {str(error)[:200]}")
     lines = [
         "| server | clients | tokens per second | times one client's | median first token, ms |",
         "|---|---|---|---|---|",
@@ -251,8 +246,8 @@ def random_run(place: Path) -> Path:
 
 
 async def beside_a_long_prompt(target: Target, rng: random.Random) -> tuple[float, float, float, float]:
-    """Returns seconds to the first token of a short request alone, of a long one alone, and of a short one beside a long
-    one; and the longest pause of a running text beside a long prompt."""
+    """Returns seconds to the first token of a short request alone, of a long one alone, of a short one beside a long
+    one, and the longest pause of a running text beside a long prompt."""
 
     def body(length: int, tokens: int = 1) -> dict[str, Any]:
         ids = [rng.randrange(32, 120) for _ in range(length)]
@@ -261,14 +256,14 @@ async def beside_a_long_prompt(target: Target, rng: random.Random) -> tuple[floa
     short = (await ask(target, body(16))).times[0]
     long = (await ask(target, body(LONG))).times[0]
     other = asyncio.create_task(ask(target, body(LONG)))
-    await asyncio.sleep(0.3 * long)
+    await asyncio.sleep(rng.uniform(0.1, 0.6) * long)  # at any moment of a chunk
     beside = (await ask(target, body(16))).times[0]
     await other
     text = asyncio.create_task(ask(target, body(16, 100)))
     await asyncio.sleep(5 * short)
     await ask(target, body(LONG))
     times = (await text).times
-    return short, long, beside, max(b - a for a, b in zip(times, times[1:], strict=False))
+    return short, long, beside, max(b - a for a, b in itertools.pairwise(times))
 
 
 def first_tokens(place: Path) -> list[str]:
@@ -277,18 +272,19 @@ def first_tokens(place: Path) -> list[str]:
 
     async def rounds(target: Target) -> list[tuple[float, float, float, float]]:
         await beside_a_long_prompt(target, rng)
-        return [await beside_a_long_prompt(target, rng) for _ in range(5)]
+        return [await beside_a_long_prompt(target, rng) for _ in range(15)]
 
     with ours(random_run(place), 8) as target:
         found = asyncio.run(rounds(target))
     short, long, beside, pause = (statistics.median(values) for values in zip(*found, strict=True))
     chunk = long / -(-LONG // CHUNK)
-    bound = 2 * short + chunk
     return [
-        f"First token of a prompt of 16 tokens, with a model of 8 layers, 256 wide: {1000 * short:.0f} ms alone, "
-        f"{1000 * beside:.0f} ms beside a prompt of {LONG:,} tokens that is being read (which takes {1000 * long:.0f} ms "
-        f"alone, {1000 * chunk:.0f} ms per chunk of {CHUNK}); twice that alone and a chunk are {1000 * bound:.0f} ms. The "
-        f"longest pause of a running text beside such a prompt: {1000 * pause:.0f} ms.",
+        "A model of 8 layers, 256 wide; milliseconds:", "",
+        "| first token of 16 tokens alone | beside a prompt that is being read | bound: twice that and a chunk "
+        "| longest pause of a running text beside such a prompt |", "|---|---|---|---|",
+        f"| {1000 * short:.0f} | {1000 * beside:.0f} | {1000 * (2 * short + chunk):.0f} | {1000 * pause:.0f} |", "",
+        f"The prompt has {LONG:,} tokens; alone its first token comes after {1000 * long:.0f} ms, "
+        f"{1000 * chunk:.0f} ms per chunk of {CHUNK}.",
     ]  # fmt: skip
 
 
@@ -340,10 +336,10 @@ def exact(run: Path, prompts: Sequence[str]) -> list[str]:
     ]
     lines = [
         f"{REQUESTS:,} requests of mixed kinds from {CONNECTIONS} connections in {seconds:.0f} s, of which "
-        f"{REQUESTS - len(told) - len(lost)} were left by their clients: {len(lost)} lost, {len(told) - len(differ)} of "
-        f"{len(told)} equal to `gpt sample` in float32.",
+        f"{REQUESTS - len(told) - len(lost)} were left by their clients: {len(lost)} lost, "
+        f"{len(told) - len(differ)} of {len(told)} equal to `gpt sample` in float32.",
     ]  # fmt: skip
-    return [*lines, *(f"- differs, a near-tie: {json.dumps(bodies[at])}" for at in differ)]
+    return [*lines, *(f"- differs: {json.dumps(bodies[at])}" for at in differ)]
 
 
 def expected(model: api.LanguageModel, body: dict[str, Any]) -> list[str]:

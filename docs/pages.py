@@ -7,9 +7,10 @@ training one; needs the dev extra and a Chromium
 import contextlib
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,37 @@ def draw(pictures: Path) -> None:
             page.goto(Path(f"{PAGE_OF.get(name, 'attention')}.html").absolute().as_uri())
             page.wait_for_selector("body[data-ready]")
             page.screenshot(path=pictures / f"{name}.png", full_page=True, clip=take(page))
+        with serving(BOOK) as address:
+            page.goto(address)
+            page.wait_for_selector("body[data-ready]")
+            page.screenshot(path=pictures / "serve.png", clip=_served(page))
         browser.close()
+
+
+@contextlib.contextmanager
+def serving(run: str) -> Iterator[str]:
+    """Serves a run while it is entered, and gives its address."""
+    command = [sys.executable, "-c", "from gpt_cli.main import run; run()", "serve", "-m", run, "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            yield next(line for line in process.stderr if line.startswith("serving")).split()[-1]
+        finally:
+            process.terminate()
+
+
+def _served(page: Page) -> dict[str, float]:
+    """Has the model write, and shows the alternatives of the last whole word that it was in doubt about."""
+    for name, value in {"text": PROMPT, "max_tokens": "50", "seed": "4"}.items():
+        page.fill(f"#{name}", value)
+    page.click("#go")
+    page.wait_for_selector("#status:text('.')")
+    page.evaluate(
+        "open(parts.findLastIndex((part) => /^ ..+/.test(part.text) && part.logprob > -3 && part.logprob < -1))"
+    )
+    page.evaluate("document.activeElement.blur()")
+    box = _box(page, "#keys")
+    return {"x": 0, "y": 0, "width": 960, "height": box["y"] + box["height"] + 16}
 
 
 def _top(height: int) -> Callable[[Page], dict[str, float]]:

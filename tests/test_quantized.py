@@ -459,7 +459,7 @@ def test_forged_headers_and_configs(made: Made, workdir: Path) -> None:
         data = (rounded / "model.safetensors").read_bytes()
         end = 8 + int.from_bytes(data[:8], "little")
         for file, text in (("config.json", (rounded / "config.json").read_text()), ("header", data[8:end].decode())):
-            for number, case in zip(range(100), forged(text, False, chance), strict=False):
+            for number, case in zip(range(30), forged(text, False, chance), strict=False):
                 bad = Path(f"{dtype}-{file}-{number}")
                 shutil.copytree(rounded, bad)
                 if file == "header":
@@ -473,7 +473,7 @@ def test_forged_headers_and_configs(made: Made, workdir: Path) -> None:
                     seen.append(found)
                     assert found in ("works", "refused"), f"{bad} {case.where}, {command}: {found}"
                 shutil.rmtree(bad)
-    assert seen.count("refused") > 100
+    assert seen.count("refused") > 30
 
 
 # Others

@@ -238,7 +238,7 @@ def test_streams_have_whole_characters_and_nothing_of_a_stop_text(server: Served
     ids = model.tokenizer.encode("🦊").tolist()
     bias = {str(id): 100 for id in set(ids)}
     for stop in ([], ["🦊"], ["�"]):
-        for seed in range(6):
+        for seed in range(3):
             body = {"prompt": "🦊", "logit_bias": bias, "seed": seed, "max_tokens": 20, "stop": stop}
             whole = server.ask(**body)["choices"][0]
             parts = [chunk["choices"][0]["text"] for chunk in server.stream(**body)]

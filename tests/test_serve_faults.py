@@ -95,6 +95,7 @@ def test_a_full_queue_says_when_to_come_again(one: Served) -> None:
     one.ask(prompt="a", max_tokens=1)
 
 
+@pytest.mark.slow
 def test_who_does_not_read_is_dropped_and_holds_up_nobody(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt.errors import UserError
+from gpt.errors import NotANumber, UserError
 from gpt.model.decoder import GPT
 
 LEVELS = 127  # of int8, on either side of 0
@@ -106,8 +106,8 @@ def _rows_to_int4(rows: Tensor) -> Quantized:
     return Quantized((low | high << 4).flatten(1), best.squeeze(-1).half())
 
 
-def _not_finite() -> UserError:
-    return UserError("weights cannot be rounded: they are not all finite numbers", "take another checkpoint")
+def _not_finite() -> NotANumber:
+    return NotANumber("weights cannot be rounded: they are not all finite numbers")
 
 
 def _levels(groups: Tensor, scale: Tensor) -> Tensor:

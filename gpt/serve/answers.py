@@ -121,6 +121,7 @@ class Answer:
             if not self.asked.stream:
                 self.deltas[at].append(delta)
             yield at, delta
+            await asyncio.sleep(0)  # others' turn: a queue that is not empty lets nobody else run
 
     def best(self) -> list[int]:
         """Returns the choices of the answer: of each prompt the n with the highest mean log-probability."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import gc
 import signal
 import socket
 import time
@@ -137,6 +138,8 @@ def serve(
     metrics = ServerMetrics()
     worker = Worker(context, tokenizer.ends, metrics)
     service = Service(name, tokenizer, model.config.block_size, worker, config, metrics, int(time.time()))
+    gc.collect()
+    gc.freeze()  # what lives as long as the server needs no look at each collection, which stops all threads
     with contextlib.closing(listen(config)) as sock:
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"http://{host}:{sock.getsockname()[1]}"

@@ -16,6 +16,7 @@ let model = { id: "gpt", context_length: Infinity };
 let job = null; // the text that is being written: {controller, ended}
 let seen = -1; // the part whose alternatives are shown
 let hovered = false; // whether the pointer alone has opened them
+let typed = -1; // where the cursor stands after an edit, which opens nothing
 let follow = true; // whether the view stays at the end of the text while it grows
 let last = { text: "", parts: [] }; // as the page set them last, before anything was typed
 const past = [], future = []; // lists of parts: for undo and for redo
@@ -23,8 +24,6 @@ const thousands = (number) => number.toLocaleString("en-US");
 const textOf = (list) => list.map((part) => part.text).join("");
 
 // The server
-
-class Told extends Error {} // an error that the page already shows
 
 async function ask(path, body, signal) {
   const key = sessionStorage.getItem("gpt-key");
@@ -37,7 +36,7 @@ async function ask(path, body, signal) {
     $("key-says").textContent = key ? "That is not this server's key." : "This server needs its key.";
     $("key").hidden = false;
     $("secret").focus();
-    throw new Told();
+    throw new Error(""); // the page has said it
   }
   throw new Error(said?.error?.message ?? `The server answered ${answer.status} ${answer.statusText}`);
 }
@@ -72,7 +71,7 @@ async function tokenize(text, signal) {
 }
 
 function fail(error) {
-  if (error instanceof Told || error.name === "AbortError") return;
+  if (error.name === "AbortError" || !error.message) return;
   $("error").textContent = error.message;
   $("error").hidden = false;
 }
@@ -142,6 +141,7 @@ function kept(list, text) {
 
 // What was edited loses its probabilities from there on; they come back where the edit is taken back.
 function edited() {
+  typed = field.selectionStart;
   const text = field.value, [before, now] = [last.parts, parts].map((list) => kept(list, text));
   const { list, n, end } = now.end > before.end ? now : before;
   parts = list.slice(0, n);
@@ -196,10 +196,10 @@ function idsBefore(run, at) {
 // Writing
 
 function settings() {
-  const number = (id) => $(id).valueAsNumber;
-  const seed = $("seed").value ? number("seed") : Math.floor(Math.random() * 2 ** 32);
+  const seed = $("seed").value ? $("seed").valueAsNumber : Math.floor(Math.random() * 2 ** 32);
   $("seed").placeholder = `random, last ${seed}`;
-  return Object.fromEntries([["seed", seed], ...["temperature", "top_k", "top_p", "max_tokens"].map((id) => [id, number(id)])]);
+  const numbers = ["temperature", "top_k", "top_p", "max_tokens"].map((id) => [id, $(id).valueAsNumber]);
+  return { seed, ...Object.fromEntries(numbers) };
 }
 
 // Writes on from the text, or from the parts that are given.
@@ -210,6 +210,8 @@ async function write(from = parts) {
   job = { controller, ended: new Promise((done) => { ended = done; }) };
   $("error").hidden = true;
   field.readOnly = follow = true;
+  past.push(before);
+  buttons();
   $("go").textContent = "Stop";
   $("status").textContent = "Writing …";
   setParts(signed(from, false));
@@ -234,6 +236,7 @@ async function write(from = parts) {
     cost = performance.now() - start;
   };
   try {
+    if (model.end === undefined) await load();
     const run = parts.at(-1)?.run ?? { base: await tokenize(field.value, controller.signal) };
     const ids = idsBefore(run, parts.length);
     context = ids.length;
@@ -258,10 +261,8 @@ async function write(from = parts) {
   clearTimeout(frame);
   flush();
   parts = signed(parts, true);
-  if (parts.length > before.length || parts.some((part, at) => part !== before[at])) {
-    past.push(before);
-    future.length = 0;
-  }
+  if (parts.length === before.length && parts.every((part, at) => part === before[at])) past.pop();
+  else future.length = 0;
   if (textOf(parts) !== field.value) setParts(parts);
   last = { text: field.value, parts: parts.slice() };
   draw();
@@ -392,8 +393,7 @@ function partAtCursor() {
 }
 
 function walk(by) {
-  const buttons = [...$("list").querySelectorAll("button")];
-  const at = buttons.indexOf(document.activeElement);
+  const buttons = [...$("list").querySelectorAll("button")], at = buttons.indexOf(document.activeElement);
   const to = at < 0 ? buttons.findIndex((button) => button.tabIndex === 0) : at + by;
   buttons[Math.max(0, Math.min(buttons.length - 1, to))].focus();
 }
@@ -409,7 +409,8 @@ function stepToken(by) {
 
 field.addEventListener("input", edited);
 document.addEventListener("selectionchange", () => {
-  if (document.activeElement !== field) return;
+  if (document.activeElement !== field || field.selectionStart === typed) return;
+  typed = -1;
   const at = partAtCursor();
   if (parts[at]?.run) open(at);
   else if (!hovered) close();
@@ -455,10 +456,10 @@ function actOf({ key, ctrlKey, metaKey, altKey, shiftKey }) {
     const acts = { ArrowDown: [walk, 1], ArrowUp: [walk, -1], ArrowLeft: [stepToken, -1], ArrowRight: [stepToken, 1] };
     if (acts[key]) return () => acts[key][0](acts[key][1]);
   }
-  const typed = focused === field ? field.value !== last.text : focused.tagName === "INPUT"; // the browser undoes that
+  const typing = focused === field ? !job && field.value !== last.text : focused.tagName === "INPUT"; // the browser undoes that
   const again = key.toLowerCase() === "y" || (key.toLowerCase() === "z" && shiftKey);
-  if (mod && !typed && again && future.length) return () => step(future, past);
-  if (mod && !typed && !again && key === "z" && past.length) return () => step(past, future);
+  if (mod && !typing && again && future.length) return () => step(future, past);
+  if (mod && !typing && !again && key === "z" && past.length) return () => step(past, future);
   return null;
 }
 
@@ -478,7 +479,6 @@ for (const range of document.querySelectorAll("input[type=range]")) {
   range.addEventListener("input", () => { number.value = range.value; });
   number.addEventListener("input", () => { if (number.value) range.value = number.value; });
 }
-$("settings").addEventListener("submit", (event) => event.preventDefault());
 $("key").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem("gpt-key", $("secret").value);
