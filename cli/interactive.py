@@ -17,10 +17,19 @@ from . import render
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
 
-HELP = """\
+PLAIN_HELP = """\
 TEXT             the model writes on after it; end a line with \\ to go on in the next, or put \"\"\" before and after
 /retry           another text after the same prompt
 /more            on from where the text ended
+"""
+CHAT_HELP = """\
+TEXT             the model answers; end a line with \\ to go on in the next, or put \"\"\" before and after
+/retry           another answer to the same
+/more            on from where the answer ended
+/system TEXT     what the model is told before the conversation; without TEXT: nothing
+/clear           begins the conversation anew
+"""
+HELP = """\
 /set             all settings; /set NAME VALUE changes one: /set temperature 0.7
 /model PATH      another model
 /help  /quit     this; the end (or Ctrl-D). Ctrl-C ends a text. // at the start of a prompt is one /"""
@@ -29,19 +38,25 @@ HISTORY = 1000  # lines that are remembered
 
 
 class Interaction:
-    """Reads prompts and commands until the input ends."""
+    """Reads prompts and commands until the input ends. With a model that has a chat template they are a conversation,
+    else each is a text to continue."""
 
     def __init__(
         self, loaded: "LanguageModel", load: Callable[[str], "LanguageModel"], settings: SampleConfig, seed: int
     ) -> None:
         self.loaded, self.load, self.settings, self.seed = loaded, load, settings, seed
-        self.prompt: str | None = None
+        self.messages: list[dict[str, str]] = []  # of the conversation, or a prompt and its text; no system line
+        self.system = ""
         self.index = 0  # which sample of the prompt comes next
-        self.text = ""  # the prompt and what was written after it
         self.commands: dict[str, Callable[[str], object]] = {
-            "/retry": self._retry, "/more": self._more, "/set": self._set, "/model": self._model,
-            "/help": lambda _: render.write(HELP + "\n"), "/quit": lambda _: sys.exit(0),
+            "/retry": self._retry, "/more": self._more, "/system": self._set_system, "/clear": self._clear,
+            "/set": self._set, "/model": self._model, "/help": self._help, "/quit": lambda _: sys.exit(0),
         }  # fmt: skip
+
+    @property
+    def chats(self) -> bool:
+        """Whether this is a conversation."""
+        return self.loaded.tokenizer.chat_template is not None
 
     def run(self) -> None:
         """Runs until the end of stdin. Raises `UserError` where there is no stdin."""
@@ -50,7 +65,8 @@ class Interaction:
         with contextlib.suppress(AttributeError, ValueError):
             sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         if sys.stdin.isatty():
-            render.note("/help says what there is besides prompts; Ctrl-D ends")
+            what = "messages" if self.chats else "prompts"
+            render.note(f"/help says what there is besides {what}; Ctrl-D ends")
         with _history():
             while (words := read()) is not None:
                 try:
@@ -61,11 +77,16 @@ class Interaction:
                     continue  # it ends the text
 
     def take(self, words: str) -> None:
-        """Runs a command, or continues a prompt. Raises `UserError` for a command that cannot be followed."""
+        """Runs a command, continues a prompt, or answers a message. Raises `UserError` for a command that cannot be
+        followed."""
         check_text("the line", words)
         if not words.startswith("/") or words.startswith("//"):
-            self.prompt, self.index = words.removeprefix("/") if words.startswith("//") else words, 0
-            self._write(self.prompt)
+            said = words.removeprefix("/") if words.startswith("//") else words
+            if not self.chats:
+                self.messages = []
+            self.messages.append({"role": "user", "content": said})
+            self.index = 0
+            self._answer()
             return
         name, _, rest = words.partition(" ")
         if name not in self.commands:
@@ -73,29 +94,81 @@ class Interaction:
         self.commands[name](rest.strip())
 
     def _retry(self, _: str) -> None:
-        if self.prompt is None:
+        if not self.messages:
             raise UserError("there is no prompt yet", "write one")
+        if self.messages[-1]["role"] == "assistant":
+            self.messages.pop()
         self.index += 1
-        self._write(self.prompt)
+        self._answer()
 
     def _more(self, _: str) -> None:
-        if self.prompt is None:
+        if not self.messages or self.messages[-1]["role"] != "assistant":
             raise UserError("there is no text yet", "write a prompt")
-        self._write(self.text, echo=False)
+        self._answer(more=True)
 
-    def _write(self, prompt: str, echo: bool = True) -> None:
-        self.text = prompt
-        render.write(prompt if echo else "")
+    def _answer(self, more: bool = False) -> None:
+        """Writes an answer to the last message, or ``more`` of it. One that the chat template refuses is forgotten."""
+        before = self.messages.pop()["content"] if more else ""
+        try:
+            prompt = self._chat_prompt() if self.chats else self.messages[-1]["content"]
+        except UserError:
+            self.messages.pop()
+            raise
+        if isinstance(prompt, str):
+            render.write("" if more else prompt)
+            prompt += before
+        else:
+            prompt += self.loaded.tokenizer.encode(before, continues=True).tolist()
+        answer = {"role": "assistant", "content": before}
+        self.messages.append(answer)
         writing = self.loaded.write(prompt, self.settings, self.seed, self.index)
         try:
             for piece in writing:
                 render.write(piece)
-                self.text += piece
+                answer["content"] += piece
         finally:
             render.write("\n")
         forgotten = render.Overflow()
         forgotten.add(writing.sample)
         render.context_notes(forgotten, self.loaded.model.config.block_size)
+
+    def _chat_prompt(self) -> list[int]:
+        """Returns the ids of the conversation, without its oldest turns where these and an answer, or a quarter of the
+        context for it, do not fit into the context."""
+        from gpt.text import chat
+
+        size = self.loaded.model.config.block_size
+        room = size - min(self.settings.max_tokens, size // 4)
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        kept = self.messages
+        while True:
+            ids = chat.prompt(self.loaded.tokenizer, [*system, *kept])
+            turns = [at for at, message in enumerate(kept) if at and message["role"] == "user"]
+            if len(ids) <= room or not turns:
+                break
+            kept = kept[turns[0] :]
+        if dropped := len(self.messages) - len(kept):
+            render.note(f"the context of {size:,} tokens is full: the first {dropped:,} messages were left out")
+            self.messages = kept
+        return ids
+
+    def _set_system(self, text: str) -> None:
+        self._check_chats("/system")
+        self.system = text
+
+    def _clear(self, _: str) -> None:
+        self._check_chats("/clear")
+        self.messages = []
+
+    def _check_chats(self, command: str) -> None:
+        if not self.chats:
+            raise UserError(
+                f"{command} is for a conversation, and {self.loaded.path} has no chat template",
+                "gpt train --chat gives a model one",
+            )
+
+    def _help(self, _: str) -> None:
+        render.write((CHAT_HELP if self.chats else PLAIN_HELP) + HELP + "\n")
 
     def _set(self, words: str) -> None:
         name, value = (*re.split(r"[\s=]+", words, maxsplit=1), "")[:2]

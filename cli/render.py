@@ -143,7 +143,7 @@ def percent_of_peak(mfu: float | None) -> str:
 def result_json(result: "Result") -> dict[str, Any]:
     """Returns the last line of ``gpt train --json``."""
     values = asdict(result)
-    for key in ("sample", "prompt", "mfu", "answers", "held_out_answers"):
+    for key in ("sample", "prompt", "mfu", "answers", "held_out_answers", "chat"):
         del values[key]
     rounded = {"tokens_per_second": round(result.tokens_per_second, 1), "seconds": round(result.seconds, 2)}
     return values | {"run": str(result.run), "checkpoint": str(result.checkpoint)} | rounded
@@ -165,6 +165,7 @@ def result(result: "Result", console: Console | None = None) -> None:
     console.print(Text(excerpt(result.sample, 12), "italic"))
     short = 0 < len(result.prompt) <= 60 and result.prompt.isprintable()
     prompt = f"{shlex.quote(result.prompt)} --greedy" if short else '"Once upon"'
+    prompt = "-i" if result.chat else prompt
     console.print(Text.assemble(("more   ", "bold"), f"gpt sample {prompt} -m {shlex.quote(str(result.run))}"))
 
 

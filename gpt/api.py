@@ -73,9 +73,11 @@ class LanguageModel:
         """The caches in which it generates, kept from call to call."""
         return ContextPool(self.model, self.compute, self.note, self.tokenizer.vocab_size)
 
-    def write(self, prompt: str = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0) -> Writing:
+    def write(
+        self, prompt: str | list[int] = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0
+    ) -> Writing:
         """Returns a sample, or the best text of a search, to iterate over while it is generated. It depends on the
-        prompt, the settings, ``seed`` and ``index`` alone."""
+        prompt, a text or its ids, the settings, ``seed`` and ``index`` alone."""
         config = replace(config or SampleConfig(), n_best=1)
         writer = TextGenerator(self.contexts, self.tokenizer, config, seed)
         return Writing(writer.write([prompt], [index]))

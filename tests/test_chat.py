@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import vocabularies
-from transformers import AutoTokenizer
+from conftest import TINY, Gpt, one_line_of_what_and_what_next
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import gpt as library
+from gpt import events
 from gpt.errors import UserError
+from gpt.sample_config import SampleConfig
 from gpt.text import chat
 from gpt.text.examples import Conversation
 from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer, bytes_tokenizer
@@ -218,3 +223,117 @@ def test_a_long_conversation_is_cut_at_a_turn() -> None:
     text, counts, encoder = encoded(length(turn) - 3, messages)
     assert text == ""
     assert "1 left out" in next(encoder.notes())
+
+
+WORDS = ["zero", "one", "two", "three", "four", "five"]
+CHATS = [
+    [*([SYSTEM] if number % 3 else []), {"role": "user", "content": f"Spell {number}."},
+     {"role": "assistant", "content": f"{word}!"}, {"role": "user", "content": f"And {5 - number}?"},
+     {"role": "assistant", "content": f"{WORDS[5 - number]}."}]
+    for number, word in enumerate(WORDS)
+] * 4  # fmt: skip
+SHORT: dict[str, Any] = {
+    **TINY,
+    "chat": True,
+    "block_size": 128,
+    "batch_tokens": 256,
+    "dtype": "float32",
+    "sample_every": 0,
+}
+
+
+@pytest.fixture
+def file(workdir: Path) -> Path:
+    path = workdir / "chats.jsonl"
+    path.write_text(jsonl(CHATS))
+    return path
+
+
+def same_in_transformers(folder: Path) -> None:
+    """The folder's ids and logits are transformers' own, which ends where we do."""
+    ours, theirs = library.load(folder), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = chat.prompt(ours.tokenizer, QUESTION)
+    assert theirs.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False) == ids
+    assert theirs.apply_chat_template(CHATS[1], tokenize=False) == chat.answers(ours.tokenizer, CHATS[1])[0]
+    end = theirs.convert_tokens_to_ids("<|im_end|>")
+    assert end in ours.tokenizer.ends
+    assert set(model.generation_config.eos_token_id) == ours.tokenizer.ends
+    with torch.no_grad():
+        x = torch.tensor([ids[-8:]])
+        torch.testing.assert_close(model(x).logits, ours.model(x)[..., : model.config.vocab_size], rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_learns_from_nothing_and_transformers_reads_it(file: Path) -> None:
+    result = library.train(file, steps=3, **SHORT)
+    model = library.load(result.run)
+    assert {"<|im_start|>", "<|im_end|>"} <= model.tokenizer.all_specials.keys()
+    assert result.val_loss is not None
+    same_in_transformers(result.checkpoint)
+    rows = ChatEncoder(model.tokenizer, 128, skip_bad=False).encode(
+        [Conversation(CHATS[-1], ""), Conversation(CHATS[-2], "")]
+    )
+    total, count, size = 0.0, 0, 0
+    for row in rows:  # the two that are held out
+        with torch.no_grad():
+            logs = model.model(torch.from_numpy(row.ids)[None, :-1])[0].log_softmax(-1)
+        places = row.counts[1:].nonzero()[0]
+        total -= sum(float(logs[at, row.ids[at + 1]]) for at in places)
+        count, size = count + len(places), size + row.bytes
+    assert result.val_loss == pytest.approx(total / count, rel=1e-5)
+    assert size == sum(len(m["content"]) for messages in CHATS[-2:] for m in messages if m["role"] == "assistant")
+
+
+def test_a_model_without_the_special_tokens_gets_rows_for_them(run_folder: Path, workdir: Path) -> None:
+    file = workdir / "chats.jsonl"
+    file.write_text(jsonl([[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 20))
+    before = library.load(run_folder)
+    known = before.tokenizer.vocab_size
+    heard: list[Any] = []
+    result = library.train(file, init=run_folder, chat=True, steps=2, lr=0.0, dtype="float32", listen=heard.append)
+    after = library.load(result.run)
+    assert after.tokenizer.vocab_size == after.model.config.vocab_size == known + 2
+    table = after.model.wte.weight
+    torch.testing.assert_close(table[:known], before.model.wte.weight)
+    for id in (known, known + 1):
+        torch.testing.assert_close(table[id], before.model.wte.weight.mean(0))
+    assert any(isinstance(event, events.EvalEvent) and event.step == 0 for event in heard)
+    same_in_transformers(result.checkpoint)
+    again = library.train(file, init=result.run, chat=True, steps=1, lora_rank=2, dtype="float32", sample_every=0)
+    assert library.load(again.run).tokenizer == after.tokenizer
+    with pytest.raises(UserError, match="no special tokens for one, which adapters cannot learn"):
+        library.train(file, init=run_folder, chat=True, steps=1, lora_rank=2)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"messages": []}, "no message is the assistant's"),
+        ({"messages": "hi"}, 'no list of objects "messages"'),
+        ({"prompt": "a"}, 'no list of objects "messages"'),
+        ({"messages": [{"role": "user"}]}, 'no "content" in it'),
+        ({"messages": [{"role": "user", "content": 5}]}, '"content" is not a string'),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "there is no role 'tool'"),
+        ({"messages": CHATS[0][:1]}, "no message is the assistant's"),
+    ],
+)
+def test_a_wrong_line_is_named_or_left_out(gpt: Gpt, workdir: Path, line: Any, said: str) -> None:
+    Path("chats.jsonl").write_text(jsonl(CHATS[:1]) + json.dumps(line) + "\n")
+    one_line_of_what_and_what_next(gpt("train", "chats.jsonl", "--chat"), f"chats.jsonl, line 2: {said}")
+    done = gpt("train", "chats.jsonl", "--chat", "--skip-bad", "--val-fraction", "0", "--steps", "1")
+    assert done.code == 0, done.err
+    assert "gpt sample -i -m" in done.out
+
+
+def test_a_conversation_at_the_prompt(gpt: Gpt, file: Path) -> None:
+    run = library.train(file, steps=2, **SHORT).run
+    lines = (
+        b"Spell 1.\n/retry\n/more\n/system Be brief.\nAnd 2?\n/clear\nHello\n/help\n" + b"And more words to read?\n" * 6
+    )
+    done = gpt("sample", "-i", "-m", run, "--seed", "1", "-n", "6", stdin=lines)
+    assert done.code == 0, done.err
+    assert "messages were left out" in done.err
+    assert "/system TEXT" in done.out
+    model = library.load(run)
+    ids = chat.prompt(model.tokenizer, [{"role": "user", "content": "Spell 1."}])
+    assert done.out.startswith("".join(model.write(ids, SampleConfig(max_tokens=6), seed=1)))

@@ -271,6 +271,19 @@ def test_pairs(workdir: Path) -> None:
         library.resume("other")
 
 
+@pytest.mark.parametrize("fine_tunes", [False, True])
+def test_chats(workdir: Path, run_folder: Path, fine_tunes: bool) -> None:
+    says = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n * n}."}] for n in range(60)]
+    Path("chats.jsonl").write_text("\n".join(json.dumps({"messages": each}) for each in says))
+    start = {"init": run_folder} if fine_tunes else {**TINY, "vocab_size": 270}
+    settings: dict[str, Any] = {**start, "chat": True, "steps": 6, "dropout": 0.1, "dtype": "float32"}
+    whole = library.train("chats.jsonl", out="whole", **settings)
+    interrupted_at(3, lambda listen: library.train("chats.jsonl", out="parts", listen=listen, **settings))
+    result = library.resume("parts")
+    assert_same(result.run, whole.run)
+    assert (result.val_loss, result.sample, result.prompt) == (whole.val_loss, whole.sample, whole.prompt)
+
+
 @pytest.mark.parametrize("rank", [None, 4])
 def test_fine_tuning(run_folder: Path, text: Path, rank: int | None) -> None:
     base = Path(shutil.copytree(folder.find_checkpoint(str(run_folder)), "base"))

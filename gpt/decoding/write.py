@@ -95,11 +95,12 @@ class TextGenerator:
         return int(ids[0])
 
     def write(
-        self, prompts: Sequence[str], indices: Sequence[int] = (0,), done: Collection[tuple[int, int]] = ()
+        self, prompts: Sequence[str | list[int]], indices: Sequence[int] = (0,), done: Collection[tuple[int, int]] = ()
     ) -> Iterator[Piece]:
-        """Yields samples ``indices`` of each prompt, or its beams, a piece at a time, one text after the other: while
-        one is yielded, those after it are computed meanwhile. Texts that are ``done`` (prompt, index) are left out."""
-        ids = [self.tokenizer.prompt(prompt) for prompt in prompts]
+        """Yields samples ``indices`` of each prompt, a text or its ids, or its beams, a piece at a time, one text after
+        the other: while one is yielded, those after it are computed meanwhile. Texts that are ``done`` (prompt, index)
+        are left out."""
+        ids = [self.tokenizer.prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         wanted: Iterator[tuple[int, int]]
         if self.config.beam:  # a prompt's texts come together
             best = range(self.config.n_best)

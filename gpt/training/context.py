@@ -119,6 +119,7 @@ class Result:
     prompt: str  # that they began with
     answers: Answers | None = None  # to the pairs that were trained on; None for running text
     held_out_answers: Answers | None = None
+    chat: bool = False  # whether it is a model to talk with
 
     def record(self) -> dict[str, Any]:
         """Its entry in ``run.json``, without paths, so that the folder may be moved."""

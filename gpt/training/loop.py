@@ -358,6 +358,7 @@ class Trainer:
             prompt=self.data.prompt,
             answers=best.answers,
             held_out_answers=best.held_out_answers,
+            chat=self.data.chat,
         )
         self.write_record(ended=reason, result=result.record())
         return result
