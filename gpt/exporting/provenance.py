@@ -108,8 +108,7 @@ def _of_run(record: RunRecord, path: Path, line: int) -> Provenance:
         own["context"] = model.get("block_size")
     if record.compute is not None:
         own["dtype"] = record.compute.dtype
-    if record.settings and record.settings.get("pairs"):
-        own["pairs"] = True
+    own |= {kind: True for kind in ("pairs", "chat") if record.settings and record.settings.get(kind)}
     settings: Table = {key: each for key, each in own.items() if not isinstance(each, dict | None)}
     is_best = result.get("checkpoint") == path.name
     return Provenance(
