@@ -147,7 +147,11 @@ def window_losses(model: GPT, some: Sequence[Window], compute: Compute) -> list[
     """Computes the loss of each counted target of each window, in nats."""
     logits, targets = window_logits(model, some, compute)
     of_all = losses.token_losses(logits, targets).cpu().double().numpy()
-    return [of_row[counts] for of_row, counts in zip(of_all, (targets != losses.IGNORED).cpu().numpy(), strict=True)]
+    found = []
+    for of_row, window in zip(of_all, some, strict=True):
+        own = slice(window.skipped, len(window.y))
+        found.append(of_row[own][window.y[own] != losses.IGNORED])
+    return found
 
 
 def each_window(

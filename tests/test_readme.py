@@ -48,6 +48,8 @@ def few_steps(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
     Path("chapter.txt").write_bytes(make_text(300, seed=1).encode())
     pairs = [{"prompt": f"{n} and 1 =>", "completion": f" {n + 1}"} for n in range(40)]
     Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    chat = [{"role": "user", "content": "What follows 1?"}, {"role": "assistant", "content": "2 follows."}]
+    Path("chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
     Path("prompts.jsonl").write_text('{"prompt": "Once upon"}\n{"prompt": "the cat"}\n')
     Path("notes").mkdir()
     Path("notes/one.md").write_bytes(make_text(3000, seed=2).encode())
@@ -78,7 +80,7 @@ def test_commands_of_the_readme(gpt: Callable[..., Done], page: str) -> None:
                 command([*words[1:], "--help"])
             assert stop.value.code == 0
             continue
-        stdin = b""
+        stdin = b"What follows 1?\n" if "-i" in words else b""
         if "<" in words:
             at = words.index("<")
             stdin = Path(words[at + 1]).read_bytes()
