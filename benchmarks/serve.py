@@ -166,7 +166,6 @@ def serve_llama_cpp(path: str, port: int) -> None:
     params.n_gpu_layers, params.n_parallel, params.verbosity = 0, max(CLIENTS), 1
     params.n_ctx = max(CLIENTS) * 256
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.warmup = params.fit_params = params.ui = False
     server = xllamacpp.Server(params)
     sys.stdin.read()
