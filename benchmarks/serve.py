@@ -91,8 +91,8 @@ def _take_whole(reply: Reply, body: bytes) -> None:
 
 def _take_chunk(reply: Reply, chunk: dict[str, Any], at: float) -> None:
     for choice in chunk.get("choices", ()):
+        reply.texts[choice["index"]] = reply.texts.get(choice["index"], "") + (choice.get("text") or "")
         if choice.get("text"):
-            reply.texts[choice["index"]] = reply.texts.get(choice["index"], "") + choice["text"]
             reply.times.append(at)
 
 
