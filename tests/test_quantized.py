@@ -206,11 +206,12 @@ def test_exported_again(made: Made, dtype: str) -> None:
 
 
 def test_several_files_with_an_index(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {dtype: made("gpt2", f"float32-{dtype}") for dtype in ("int8", "int4")}  # which other tests share
     monkeypatch.setattr(checkpoint, "MOST_BYTES", 30_000)
-    for dtype in ("int8", "int4"):
+    for dtype, one_file in whole.items():
         api.export(made("gpt2"), tmp_path / dtype, dtype=dtype)
         assert len(list((tmp_path / dtype).glob("model-*.safetensors"))) > 2
-        assert torch.equal(logits(tmp_path / dtype), logits(made("gpt2", f"float32-{dtype}")))
+        assert torch.equal(logits(tmp_path / dtype), logits(one_file))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
