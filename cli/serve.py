@@ -37,7 +37,10 @@ def serve(
         model, device=device, dtype=dtype, threads=threads, note=render.note, sampling=SampleConfig(compile="off")
     )
     path = Path(loaded.path)
-    name = settings.name or model or (path.parent if (path.parent / "run.json").exists() else path).as_posix()
+    home = path.parent if (path.parent / "run.json").exists() else path
+    name = settings.name or model or home.as_posix()
+    if settings.name is None and Path(name).is_absolute():
+        name = Path(name).name  # clients need no key to read it, and no path of this machine
     run(
         loaded.model, loaded.tokenizer, loaded.compute, name, settings,
         lambda address: render.note(f"serving {name} at {address}"), render.note,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpt.config import Arch, GPTConfig
+from gpt.config import ARCHITECTURES, Arch, GPTConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
 from gpt.decoding.logits import Token
@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 EOT = 49
+# The properties of each family's models, apart from `gpt.runs.hf`, which is tested with them.
+_PLAIN = ARCHITECTURES["modern"] | {"qk_norm": False}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": ARCHITECTURES["gpt2"],
+    "llama": _PLAIN,
+    "mistral": _PLAIN,
+    "qwen2": _PLAIN | {"biases": "qkv"},
+    "qwen3": ARCHITECTURES["modern"],
+}
 PROMPTS = [[1, 2, 3], [4], list(range(12)), [9, 9, 9, 9], list(range(30)), [5, 6], [7]]
 
 

@@ -234,3 +234,21 @@ def test_log_probabilities_of_a_prompt_in_chunks_are_those_of_the_whole() -> Non
             torch.tensor([token.logprob for token in ours[1:]]), torch.tensor([token.logprob for token in theirs[1:]]),
             atol=1e-5,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_rows_that_are_exchanged_continue_as_before(window: int | None) -> None:
+    """Short and long ones, of rings that have been filled more than once too."""
+    properties: dict[str, Any] = {} if window is None else {"window": window, "window_layers": (1,)}
+    model = tiny_model(200, "rotary", "modern", **properties)
+    prompts = [[3, 1, 4], [n * 7 % 50 for n in range(150)]]
+    apart, exchanged = Context(model, CPU, 3), Context(model, CPU, 3)
+    for context in (apart, exchanged):
+        context.fill(0, prompts)
+    exchanged.swap(0, 1)
+    exchanged.swap(1, 2)
+    exchanged.swap(2, 1)
+    assert exchanged.ids[:2] == prompts[::-1]
+    for ids in ([5, 6], [7, 8], [9, 9]):
+        x, y = apart.step([[id] for id in ids]), exchanged.step([[id] for id in reversed(ids)])
+        assert torch.allclose(x, y.flip(0), atol=1e-5)

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 import vocabularies
 from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow
-from models import CPU, engine_of, ours_with
+from models import CPU, FAMILIES, engine_of, ours_with
 from safetensors.torch import load_file, save_file
 
 import gpt as library
-from gpt.config import ARCHITECTURES, PRESETS, GPTConfig, RopeScaling
+from gpt.config import PRESETS, GPTConfig, RopeScaling
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request
 from gpt.device import Compute
@@ -29,14 +29,6 @@ from gpt.text.tokenizer import bytes_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
-PLAIN = ARCHITECTURES["modern"] | {"qk_norm": False}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": ARCHITECTURES["gpt2"],
-    "llama": PLAIN,
-    "mistral": PLAIN,
-    "qwen2": PLAIN | {"biases": "qkv"},
-    "qwen3": ARCHITECTURES["modern"],
-}
 IDS, EOT = 257, 256
 # Of each family one shape, and more where time is no matter.
 SHAPES = [(family, 0) for family in FAMILIES] + [slow(family, n) for family in FAMILIES for n in range(1, 10)]

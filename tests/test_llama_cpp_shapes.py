@@ -12,10 +12,10 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from models import source_of
+from models import FAMILIES, source_of
 from torch import Tensor
 
-from gpt.config import ARCHITECTURES, GPTConfig, RopeScaling
+from gpt.config import GPTConfig, RopeScaling
 from gpt.export_config import FileType
 from gpt.exporting import gguf
 from gpt.exporting.source import SourceModel
@@ -26,14 +26,6 @@ pytestmark = [
     pytest.mark.skipif(not find_spec("xllamacpp"), reason="xllamacpp is not installed: pip install 'gpt[interop]'"),
 ]
 WORKER = Path(__file__).parent / "workers" / "llama_cpp_logprobs.py"
-PLAIN = ARCHITECTURES["modern"] | {"qk_norm": False}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": ARCHITECTURES["gpt2"],
-    "llama": PLAIN,
-    "mistral": PLAIN,
-    "qwen2": PLAIN | {"biases": "qkv"},
-    "qwen3": ARCHITECTURES["modern"],
-}
 # Most nats between its log-probability of an id and ours with the weights of the file. Before a product with a matrix
 # that is not f32 it rounds activations as well: to float16, or to int8 in groups of 32. Of 400 files the most were
 # 5e-6, 4e-3, 0.11 and 0.06.

@@ -146,7 +146,7 @@ def write(path: Path, source: SourceModel, kind: str, name: str, license: str | 
 
 
 def _rope_factors(config: GPTConfig) -> Tensor:
-    """What the frequencies of rotary positions are divided by, (D / 2)."""
+    """Returns the divisors of the frequencies of rotary positions, (D / 2)."""
     return rotary_rates(replace(config, rope_scaling=None)) / rotary_rates(config)
 
 

@@ -56,7 +56,7 @@ class Ancestor:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What is known of how a model was made."""
+    """The known facts of a model's making."""
 
     texts: list[Text] | None = None  # None: not known
     tokens: Count | None = None  # of the text, to train on
@@ -78,7 +78,7 @@ def read_provenance(path: Path, words: str) -> Provenance:
 
 
 def _provenance(path: Path, line: int = 0) -> Provenance:
-    """What a checkpoint's own files say; ``line`` counts the models that were made from it."""
+    """Reads the provenance in a checkpoint's own files; ``line`` counts the models that were made from it."""
     if _is_exported(path):
         return checked(Provenance, read_json(path / folder.META)[KEY], str(path / folder.META))
     run = path.absolute().parent

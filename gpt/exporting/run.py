@@ -26,7 +26,7 @@ OnBytes = Callable[[int, int], None]  # bytes of weights that have been read, an
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be written, and where."""
+    """The file or folder to write, and the type of its matrices."""
 
     out: Path
     is_file: bool
@@ -36,7 +36,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and what was measured."""
+    """The result of an export: the file or folder, its size, and the losses."""
 
     out: Path
     format: str  # "gguf" or "folder"
@@ -51,8 +51,8 @@ class Exported:
 
 
 def find_target(out: str, config: ExportConfig) -> Target:
-    """What the user asks for. Raises `UserError` for settings that contradict each other and where something of that
-    name is there, `WorkError` where nothing can be written. Reads no model."""
+    """Reads -o and the settings as a target, and no model. Raises `UserError` for settings that contradict each other
+    and where something of that name is there, `WorkError` where nothing can be written."""
     if not out:
         raise UserError("-o is empty", "give the name of a new folder, or of a new .gguf file")
     check_text("the name of -o", out)

@@ -168,8 +168,9 @@ class KVCache:
 
     def swap(self, a: int, b: int) -> None:
         """Exchanges two rows."""
+        filled = int(max(self.lengths[a], self.lengths[b]))  # no position of them lies in a later column
         for each in (*self.keys, *self.values):
-            each[[a, b]] = each[[b, a]]
+            each[[a, b], :, :filled] = each[[b, a], :, :filled]
         self.lengths[[a, b]] = self.lengths[[b, a]]
 
 

@@ -26,7 +26,7 @@ from gpt.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Service:
-    """What the routes answer from."""
+    """The model, its worker and the settings that the routes share."""
 
     name: str
     tokenizer: Tokenizer

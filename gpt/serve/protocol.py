@@ -46,7 +46,7 @@ def _wrong(name: str, what: str) -> ApiError:
 
 @dataclass(frozen=True)
 class Generation:
-    """What a request asks for beside its prompt."""
+    """The settings of a request: everything beside its prompt."""
 
     config: SampleConfig
     seed: int | None  # None: one that is drawn
