@@ -33,7 +33,7 @@ from gpt.sample_config import SampleConfig
 
 CLIENTS = (1, 8, 32)
 TOKENS = 64  # of each text whose speed is measured
-ROUNDS = 3
+ROUNDS = 5
 REQUESTS, CONNECTIONS = 1000, 64
 LONG = 1000  # tokens of the prompt beside which a short one is timed
 CHUNK = 128  # as gpt/serve/worker.py has it
@@ -203,31 +203,31 @@ def speed(target: Target, clients: int, prompts: Sequence[str]) -> tuple[float, 
 def compare(run: Path, prompts: Sequence[str], place: Path) -> list[str]:
     """Returns a table of servers that take turns."""
     rates: dict[str, dict[int, list[tuple[float, float]]]] = {}
-    left_out: list[str] = []
-    for name, manager in {
+    left_out: dict[str, str] = {}
+    servers: dict[str, Callable[[], contextlib.AbstractContextManager[Target]]] = {
         "`gpt serve`": lambda: ours(run),
         "llama.cpp": lambda: llama_cpp(run, place),
         "`transformers serve`": lambda: transformers(run, batches=False),
         "`transformers serve`, continuous batching": lambda: transformers(run, batches=True),
-    }.items():
+    }
+    for n, (name, manager) in itertools.product(range(ROUNDS), servers.items()):
         try:
             with manager() as target:
-                speed(target, 1, prompts)  # warm-up
-                rates[name] = {
-                    clients: [speed(target, clients, prompts[n * 40 :]) for n in range(ROUNDS)] for clients in CLIENTS
-                }
+                speed(target, max(CLIENTS), prompts)  # warm-up
+                for clients in CLIENTS:
+                    rates.setdefault(name, {}).setdefault(clients, []).append(speed(target, clients, prompts[n * 40 :]))
         except Exception as error:  # a server of others may fail in any way
-            left_out.append(f"- {name} was not measured: {type(error).__name__}: {str(error)[:200]}")
+            left_out[name] = f"- {name} was not measured: {type(error).__name__}: {str(error)[:200]}"
     lines = [
         "| server | clients | tokens per second | times one client's | median first token, ms |",
         "|---|---|---|---|---|",
     ]
     for name, of_one in rates.items():
-        alone = statistics.median(rate for rate, _ in of_one[1])
         for clients, rounds in of_one.items():
             rate, first = (statistics.median(values) for values in zip(*rounds, strict=True))
-            lines.append(f"| {name} | {clients} | {rate:,.0f} | {rate / alone:.1f} | {1000 * first:,.0f} |")
-    return [*lines, "", *left_out]
+            times = statistics.median(many[0] / one[0] for many, one in zip(rounds, of_one[1], strict=True))
+            lines.append(f"| {name} | {clients} | {rate:,.0f} | {times:.1f} | {1000 * first:,.0f} |")
+    return [*lines, "", *left_out.values()]
 
 
 # A short request beside a long prompt
