@@ -33,7 +33,7 @@ from gpt.sample_config import SampleConfig
 
 CLIENTS = (1, 8, 32)
 TOKENS = 64  # of each text whose speed is measured
-ROUNDS = 5
+ROUNDS = 3
 REQUESTS, CONNECTIONS = 1000, 64
 LONG = 1000  # tokens of the prompt beside which a short one is timed
 CHUNK = 128  # as gpt/serve/worker.py has it
