@@ -486,4 +486,5 @@ $("key").addEventListener("submit", (event) => {
   load();
 });
 if (/Mac|iPhone|iPad/.test(navigator.platform)) $("mod").textContent = "⌘";
+field.focus(); // the attribute autofocus takes effect later, when something else may have it
 load();
