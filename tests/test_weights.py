@@ -20,7 +20,7 @@ from gpt.decoding.context import Context
 from gpt.decoding.engine import Request
 from gpt.decoding.weights import Int8Linear, PackedLinear, compiled, prepare
 from gpt.device import Compute
-from gpt.model.decoder import GPT
+from gpt.model.decoder import GPT, Rope
 from gpt.model.quantize import round_to_int8, to_int8
 from gpt.sample_config import SampleConfig
 
@@ -146,9 +146,9 @@ def test_a_fixed_cache_computes_the_same() -> None:
         shapes: set[object] = set()
 
         def step(
-            x: torch.Tensor, rope: torch.Tensor | None, cache: object, model: GPT = model, shapes: set[object] = shapes
+            x: torch.Tensor, rope: Rope | None, cache: object, model: GPT = model, shapes: set[object] = shapes
         ) -> torch.Tensor:
-            shapes.add((x.shape, None if rope is None else rope.shape, cache.mask(1).shape))  # type: ignore[attr-defined]
+            shapes.add((x.shape, None if rope is None else rope[0].shape, cache.mask(1).shape))  # type: ignore[attr-defined]
             return model.stack(x, rope, cache)  # type: ignore[arg-type]
 
         found: list[list[int]] = [[] for _ in requests]
