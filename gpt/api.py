@@ -16,7 +16,6 @@ from gpt import device as devices
 from gpt import events
 from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
-from gpt.decoding.bench import DecodingSpeed, measure
 from gpt.decoding.context import ContextPool
 from gpt.decoding.weights import compiled, is_int8, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
@@ -30,16 +29,16 @@ from gpt.model.quantize import round_to_int8
 from gpt.runs import adapter, checkpoint, folder, hf
 from gpt.sample_config import Dtype, SampleConfig
 from gpt.settings import from_dict
-from gpt.text.corpus import Listener, open_corpus
 from gpt.text.shards import SIDES, Side
-from gpt.text.token_folder import TokenFolder
-from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # what trains or exports imports these: to sample, they need not be
+if TYPE_CHECKING:  # imported where they are needed: sampling starts without them
+    from gpt.decoding.bench import DecodingSpeed
     from gpt.exporting.card import Comparison
     from gpt.exporting.run import Exported
     from gpt.exporting.source import SourceModel
+    from gpt.text.corpus import Listener
+    from gpt.text.token_folder import TokenFolder
     from gpt.training.context import Listener as RunListener
     from gpt.training.context import Result
 
@@ -121,7 +120,7 @@ class LanguageModel:
         config: ReadConfig | None = None,
         side: str = "val",
         stride: int | None = None,
-        listen: Listener = lambda event: None,
+        listen: "Listener" = lambda event: None,
         on_window: OnWindow | None = None,
     ) -> Evaluation:
         """Measures the loss over files, folders or corpora by name, of any size; or over one ``side`` of a token
@@ -142,10 +141,13 @@ def _opened(
     tokenizer: Tokenizer,
     config: ReadConfig,
     side: Side,
-    listen: Listener,
+    listen: "Listener",
     note: Callable[[str], None] = lambda text: None,
-) -> Iterator[tuple[TokenFolder, Documents]]:
+) -> Iterator[tuple["TokenFolder", Documents]]:
     """Yields the ids of texts, or of one side of a token folder, with the folder that they are in."""
+    from gpt.text.corpus import open_corpus
+    from gpt.text.token_folder import TokenFolder
+    from gpt.text.tokenize import tokenize
     from gpt.training.data import tokenized
 
     path = tokenized(texts)
@@ -203,8 +205,9 @@ def load(
     if decodes or int8:
         packed = sampling is not None and sampling.compile != "on"
         finish, narrow = functools.partial(prepare, compute=compute, packed=packed), compute.dtype
+    count = breakdown(hf.load_config(folder.home(found))).trainable
+    devices.use_threads(compute, threads, count if decodes else None)  # first, since weights are laid out by them too
     loaded = checkpoint.load(found, compute.device, dtype=narrow, mapped=True, finish=finish, int8=int8)
-    devices.use_threads(compute, threads, _parameters(loaded.model) if decodes else None)
     if int8 and bits != 8:
         note("int8 rounds the weights: gpt eval TEXT with and without --dtype int8 says what it costs this model")
     return LanguageModel(loaded.model, loaded.tokenizer, compute, found, note)
@@ -249,7 +252,7 @@ class Measured:
     dtype: str
     compiled: bool
     settings: BenchConfig
-    speed: DecodingSpeed
+    speed: "DecodingSpeed"
 
 
 def bench(
@@ -263,6 +266,8 @@ def bench(
     note: Callable[[str], None] = lambda text: None,
 ) -> Measured:
     """Measures how fast a model samples: ``target`` is a preset, with random weights, or what `load` takes."""
+    from gpt.decoding.bench import measure
+
     config = config or BenchConfig()
     sampling = SampleConfig(compile="on" if compile == "on" else "off")
     if isinstance(target, str) and target in PRESETS:
@@ -293,7 +298,7 @@ def export(
     eval: str | None = None,
     device: str = "auto",
     note: Callable[[str], None] = lambda text: None,
-    listen: Listener = lambda event: None,
+    listen: "Listener" = lambda event: None,
     **settings: Any,
 ) -> "Exported":
     """Writes a model, which `load` takes, to ``out``: a GGUF file where it ends in .gguf, else a folder for publishing.
@@ -338,7 +343,7 @@ def export(
     )
 
 
-def _samples(model: LanguageModel, num: int, listen: Listener) -> list[str]:
+def _samples(model: LanguageModel, num: int, listen: "Listener") -> list[str]:
     found: list[str] = []
     for piece in model.write_all([""], num=num):
         if piece.sample is not None:
@@ -352,7 +357,7 @@ def _compared(
     source: "SourceModel",
     stored: checkpoint.Parameters,
     built: Callable[[checkpoint.Parameters], LanguageModel],
-    listen: Listener,
+    listen: "Listener",
 ) -> "Comparison":
     """Measures the loss on ``text`` with the weights as they are and as they are ``stored``."""
     from gpt.exporting.card import Comparison
