@@ -1,4 +1,4 @@
-"""Weight layouts for decoding, where a step reads all weights for a few positions: packed, narrow, or int8.
+"""Weight layouts for decoding, where a step reads all weights for a few positions: packed, narrow, int8, or int4.
 
 A model that has been prepared computes logits and nothing else: it is neither trained nor saved.
 """
@@ -9,17 +9,22 @@ from typing import TypeVar
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
-from gpt.device import Compute
+from gpt.device import Compute, has_native_bfloat16
 from gpt.errors import is_out_of_memory
 from gpt.model.cache import KVCache
-from gpt.model.decoder import GPT
-from gpt.model.params import counts, multiplied
-from gpt.model.quantize import LEVELS, Quantized, QuantizedLinear
+from gpt.model.decoder import GPT, Linear
+from gpt.model.params import multiplied
+from gpt.model.quantize import GROUP, LEVELS, MIDDLE, Quantized, QuantizedLinear
 
 Step = Callable[[Tensor, Tensor | None, KVCache], Tensor]  # what `GPT.stack` computes
 Module = TypeVar("Module", bound=nn.Module)
+# Positions up to which a CPU's int4 kernel is faster than restored weights. Measured for the matrices of GPT-2 124M on
+# two cores: the kernel takes 0.55 ms a position; restoring takes 20 ms, and then 0.2 ms a position.
+_FEW = 48
+_AT_ONCE = 2**20  # numbers of a matrix that are restored at a time: they stay in the processor's cache
 
 
 class PackedLinear(nn.Module):
@@ -55,6 +60,7 @@ class Int8Linear(nn.Module):
 
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
         super().__init__()
+        self.numbers = self.nbytes = weight.levels.numel()
         self.weight: Tensor | torch.ScriptObject = weight.levels
         self.bias = bias
         self.integer = weight.levels.device.type == "cpu" and has_byte_products()
@@ -81,6 +87,82 @@ class Int8Linear(nn.Module):
         return whole
 
 
+class Int4Linear(nn.Module):
+    """A linear map whose weight is rounded to int4, with a scale for each 32 numbers of an output.
+
+    The kernels are torch's tinygemm ones. They compute (level − 8) · scale + zero with scales in bfloat16, products of
+    bfloat16 and sums in float32. Many positions at once are multiplied by restored weights instead, which are kept for
+    that as they were given: where they come from a mapped file, on the disk.
+    """
+
+    def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        levels = weight.unpacked()
+        if levels.device.type == "cpu":
+            self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
+            self.product = torch.ops.aten._weight_int4pack_mm_for_cpu
+        else:
+            pairs = levels[:, ::2] << 4 | levels[:, 1::2]
+            tiles = next(tiles for tiles in (8, 4, 2) if levels.size(1) % (16 * tiles) == 0)
+            self.packed = torch.ops.aten._convert_weight_to_int4pack(pairs, tiles)
+            self.product = torch.ops.aten._weight_int4pack_mm
+        scales = weight.scales.bfloat16().t()
+        self.scales = torch.stack([scales, torch.zeros_like(scales)], dim=-1)  # (in / 32, out, 2): scale and zero
+        self.numbers, self.nbytes = levels.numel(), self.packed.nbytes + self.scales.nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) → (…, out), of the input's dtype."""
+        rows = x.reshape(-1, x.size(-1))
+        if len(rows) > _FEW:
+            out = self._restored(rows)
+        else:
+            out = self.product(rows.bfloat16(), self.packed, GROUP, self.scales)
+        out = out.to(x.dtype) if self.bias is None else self.bias + out
+        whole: Tensor = out.view(*x.shape[:-1], -1)
+        return whole
+
+    def _restored(self, rows: Tensor) -> Tensor:
+        """Products with some outputs' weights at a time, in the dtype in which the device multiplies fastest."""
+        levels, scales = self.weight.levels, self.weight.scales
+        on_cpu = rows.device.type == "cpu"
+        dtype = torch.float32 if on_cpu and not has_native_bfloat16() else torch.bfloat16
+        some = max(1, _AT_ONCE // rows.size(1))
+        if on_cpu:  # FBGEMM restores a group's numbers in the order of their bytes: 0, 16, 1, 17 …
+            rows = rows.view(len(rows), -1, 2, GROUP // 2).transpose(2, 3).flatten(1)
+        rows, parts = rows.to(dtype), []
+        for at in range(0, len(levels), some):
+            part = Quantized(levels[at : at + some], scales[at : at + some])
+            weight = _unpack(part) if on_cpu else part.dequantize()
+            parts.append(F.linear(rows, weight.to(dtype)))
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def runs_on(device: torch.device) -> bool:
+        """Whether the device has a fast kernel: CPUs with AVX2, and CUDA from Ampere on."""
+        if device.type == "cpu":
+            return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and has_byte_products()
+        return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
+
+    @staticmethod
+    def fits(weight: Quantized) -> bool:
+        """Whether the kernel takes a matrix: for a multiple of 16 outputs, and scales that `_unpack` can have."""
+        finite = (MIDDLE * weight.scales).isfinite().all()
+        return weight.shape[0] % 16 == 0 and Int4Linear.runs_on(weight.levels.device) and bool(finite)
+
+
+def _unpack(weight: Quantized) -> Tensor:
+    """Restores int4 weights by FBGEMM, exactly, (out, in) in float32, a group's numbers in the order 0, 16, 1, 17 …"""
+    scales = weight.scales.reshape(-1, 1)
+    rows = [
+        weight.levels.view(torch.int16).view(-1, GROUP // 4),
+        scales.view(torch.int16),
+        (-MIDDLE * scales).view(torch.int16),
+    ]
+    found: Tensor = torch.ops.quantized.embedding_bag_4bit_unpack(torch.cat(rows, dim=1).view(torch.uint8))
+    return found.view(weight.shape)
+
+
 def has_byte_products() -> bool:
     """Whether this build of torch multiplies bytes on the CPU (FBGEMM, on x86)."""
     return "fbgemm" in torch.backends.quantized.supported_engines
@@ -104,43 +186,58 @@ def _pack(weight: Quantized) -> torch.ScriptObject:
 
 def prepare(model: Module, compute: Compute, *, packed: bool = True) -> Module:
     """Changes a model, or a part of one, in place for fast steps, and returns it: weights in the dtype of ``compute``,
-    each linear map in the layout that the device reads fastest. Without ``packed`` those that are not rounded to int8
-    stay as they are, for a compiler to lay out."""
+    each linear map in the layout that the device reads fastest. Without ``packed`` those that are not rounded stay as
+    they are, for a compiler to lay out. Where the device has no fast kernel for int4, such weights are restored."""
     if compute.dtype != torch.float32:
         model.to(compute.dtype)
     packed = packed and PackedLinear.fits(compute.device, compute.dtype)
     with torch.no_grad():
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                if isinstance(child, QuantizedLinear) and child.weight.bits == 8:
-                    setattr(parent, name, Int8Linear(child.weight, child.bias))
-                elif isinstance(child, nn.Linear) and packed:
-                    setattr(parent, name, PackedLinear(child.weight.detach(), child.bias))
+                laid = _laid_out(child, compute.dtype) if isinstance(child, QuantizedLinear) else child
+                if isinstance(laid, nn.Linear) and packed:
+                    laid = PackedLinear(laid.weight.detach(), laid.bias)
+                if laid is not child:
+                    setattr(parent, name, laid)
         if isinstance(model, GPT) and model.lm_head is None and packed:
             model.lm_head = PackedLinear(model.wte.weight.detach(), None)
     return model
 
 
-def is_int8(model: GPT) -> bool:
-    """Whether a prepared model's matrices are rounded to int8."""
-    return any(isinstance(module, Int8Linear) for module in model.modules())
+def _laid_out(linear: QuantizedLinear, dtype: torch.dtype) -> nn.Module:
+    """Lays out a rounded matrix for its kernel, or restores it in ``dtype``."""
+    weight = linear.weight
+    if weight.bits == 8:
+        return Int8Linear(weight, linear.bias)
+    if Int4Linear.fits(weight):
+        return Int4Linear(weight, linear.bias)
+    rows, columns = weight.shape
+    restored = Linear(columns, rows, bias=False, device="meta")
+    restored.weight = nn.Parameter(weight.dequantize().to(dtype), requires_grad=False)
+    restored.register_parameter("bias", linear.bias)
+    return restored
+
+
+def dtype_name(model: GPT, compute: Compute) -> str:
+    """The dtype of most of a prepared model's matrices: ``int4`` or ``int8`` where a kernel computes with them."""
+    kinds = {type(module) for module in model.h.modules()}
+    return "int4" if Int4Linear in kinds else "int8" if Int8Linear in kinds else compute.dtype_name
 
 
 def weight_bytes(model: GPT, compute: Compute) -> int:
     """The bytes of weights that a step reads: each matrix once, the unembedding among them, and not an embedding that
     is another one."""
-    own = counts(model.config)
-    vectors = own["bias"] + own["norm"]
-    size = 1 if is_int8(model) else compute.dtype.itemsize
-    return (multiplied(model.config) - vectors) * size + vectors * compute.dtype.itemsize
+    rounded = [module for module in model.modules() if isinstance(module, Int8Linear | Int4Linear)]
+    wide = multiplied(model.config) - sum(module.numbers for module in rounded)
+    return wide * compute.dtype.itemsize + sum(module.nbytes for module in rounded)
 
 
 def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:
-    """Compiles the model's stack for steps of one position, as CUDA graphs on a GPU. Returns None for packed and int8
-    weights, whose kernels the compiler cannot see into. Where compiling fails, ``note`` is called and steps run
+    """Compiles the model's stack for steps of one position, as CUDA graphs on a GPU. Returns None for packed and
+    rounded weights, whose kernels the compiler cannot see into. Where compiling fails, ``note`` is called and steps run
     uncompiled."""
-    if any(isinstance(module, PackedLinear | Int8Linear) for module in model.modules()):
-        note("weights in int8, and those packed for the CPU, are not compiled: their kernels are")
+    if any(isinstance(module, PackedLinear | Int8Linear | Int4Linear) for module in model.modules()):
+        note("rounded weights, and those packed for the CPU, are not compiled: their kernels are")
         return None
     mode = "reduce-overhead" if compute.device.type == "cuda" else "default"
     fast = torch.compile(model.stack, dynamic=False, mode=mode)
