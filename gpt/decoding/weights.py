@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpt.device import Compute, has_native_bfloat16
@@ -22,8 +21,8 @@ from gpt.model.quantize import GROUP, LEVELS, MIDDLE, Quantized, QuantizedLinear
 Step = Callable[[Tensor, Tensor | None, KVCache], Tensor]  # what `GPT.stack` computes
 Module = TypeVar("Module", bound=nn.Module)
 # Positions up to which a CPU's int4 kernel is faster than restored weights. Measured for the matrices of GPT-2 124M on
-# two cores: the kernel takes 0.55 ms a position; restoring takes 20 ms, and then 0.2 ms a position.
-_FEW = 48
+# two cores: the kernel takes 0.55 ms a position; restoring takes 27 ms, and then 0.23 ms a position.
+_FEW = 80
 _AT_ONCE = 2**20  # numbers of a matrix that are restored at a time: they stay in the processor's cache
 
 
@@ -90,77 +89,67 @@ class Int8Linear(nn.Module):
 class Int4Linear(nn.Module):
     """A linear map whose weight is rounded to int4, with a scale for each 32 numbers of an output.
 
-    The kernels are torch's tinygemm ones. They compute (level − 8) · scale + zero with scales in bfloat16, products of
-    bfloat16 and sums in float32. Many positions at once are multiplied by restored weights instead, which are kept for
-    that as they were given: where they come from a mapped file, on the disk.
+    The kernels are torch's, from tinygemm. They compute (level − 8) · scale + zero with scales in bfloat16, products of
+    bfloat16 and sums in float32. A CPU multiplies many positions at once by restored weights instead.
     """
 
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
-        levels = weight.unpacked()
-        if levels.device.type == "cpu":
-            self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
-            self.product = torch.ops.aten._weight_int4pack_mm_for_cpu
-        else:
-            pairs = levels[:, ::2] << 4 | levels[:, 1::2]
-            tiles = next(tiles for tiles in (8, 4, 2) if levels.size(1) % (16 * tiles) == 0)
-            self.packed = torch.ops.aten._convert_weight_to_int4pack(pairs, tiles)
-            self.product = torch.ops.aten._weight_int4pack_mm
-        scales = weight.scales.bfloat16().t()
+        self.bias = bias
+        levels, scales = weight.unpacked(), weight.scales.bfloat16().t()
         self.scales = torch.stack([scales, torch.zeros_like(scales)], dim=-1)  # (in / 32, out, 2): scale and zero
-        self.numbers, self.nbytes = levels.numel(), self.packed.nbytes + self.scales.nbytes
+        self.restores = False
+        if levels.device.type == "cpu":
+            self.weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
+            self.product = torch.ops.aten._weight_int4pack_mm_for_cpu
+            self.block = 64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 32
+            if len(levels) % self.block == 0:  # the layout is torch's own affair, so it is compared
+                self.restores = torch.equal(self._levels(slice(None)).flatten(1).t(), levels)
+        else:
+            tiles = next(tiles for tiles in (8, 4, 2) if levels.size(1) % (16 * tiles) == 0)
+            self.weight = torch.ops.aten._convert_weight_to_int4pack(levels[:, ::2] << 4 | levels[:, 1::2], tiles)
+            self.product = torch.ops.aten._weight_int4pack_mm
+        self.numbers, self.nbytes = levels.numel(), self.weight.nbytes + self.scales.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out), of the input's dtype."""
         rows = x.reshape(-1, x.size(-1))
-        if len(rows) > _FEW:
-            out = self._restored(rows)
+        if self.restores and len(rows) > _FEW:
+            out = self._many(rows)
         else:
-            out = self.product(rows.bfloat16(), self.packed, GROUP, self.scales)
+            out = self.product(rows.bfloat16(), self.weight, GROUP, self.scales)
         out = out.to(x.dtype) if self.bias is None else self.bias + out
         whole: Tensor = out.view(*x.shape[:-1], -1)
         return whole
 
-    def _restored(self, rows: Tensor) -> Tensor:
-        """Products with some outputs' weights at a time, in the dtype in which the device multiplies fastest."""
-        levels, scales = self.weight.levels, self.weight.scales
-        on_cpu = rows.device.type == "cpu"
-        dtype = torch.float32 if on_cpu and not has_native_bfloat16() else torch.bfloat16
-        some = max(1, _AT_ONCE // rows.size(1))
-        if on_cpu:  # FBGEMM restores a group's numbers in the order of their bytes: 0, 16, 1, 17 …
-            rows = rows.view(len(rows), -1, 2, GROUP // 2).transpose(2, 3).flatten(1)
-        rows, parts = rows.to(dtype), []
-        for at in range(0, len(levels), some):
-            part = Quantized(levels[at : at + some], scales[at : at + some])
-            weight = _unpack(part) if on_cpu else part.dequantize()
-            parts.append(F.linear(rows, weight.to(dtype)))
+    def _many(self, rows: Tensor) -> Tensor:
+        """Products with restored weights, some outputs at a time, in the dtype that the CPU multiplies fastest."""
+        dtype = torch.bfloat16 if has_native_bfloat16() else torch.float32
+        rows, scales, parts = rows.to(dtype), self.scales[:, None, :, 0].to(dtype), []
+        width = self.block * max(1, _AT_ONCE // (self.block * rows.size(1)))
+        for at in range(0, scales.size(2), width):
+            levels = self._levels(slice(at // self.block, (at + width) // self.block)).to(dtype).sub_(MIDDLE)
+            some = levels.view(len(scales), GROUP, -1).mul_(scales[..., at : at + width])
+            parts.append(rows @ some.flatten(0, 1))
         return torch.cat(parts, dim=-1)
+
+    def _levels(self, blocks: slice) -> Tensor:
+        """The levels of some blocks of outputs, uint8 (in, blocks, 2, block / 2). A byte has those of an output of a
+        block's first half, in its low bits, and of its second."""
+        pairs = self.weight.view(-1, 2 * len(self.weight[0]), self.block // 2)[blocks].transpose(0, 1)
+        return torch.stack([pairs & 15, pairs >> 4], dim=2)
 
     @staticmethod
     def runs_on(device: torch.device) -> bool:
         """Whether the device has a fast kernel: CPUs with AVX2, and CUDA from Ampere on."""
         if device.type == "cpu":
-            return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and has_byte_products()
+            return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
         return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
 
     @staticmethod
     def fits(weight: Quantized) -> bool:
-        """Whether the kernel takes a matrix: for a multiple of 16 outputs, and scales that `_unpack` can have."""
-        finite = (MIDDLE * weight.scales).isfinite().all()
-        return weight.shape[0] % 16 == 0 and Int4Linear.runs_on(weight.levels.device) and bool(finite)
-
-
-def _unpack(weight: Quantized) -> Tensor:
-    """Restores int4 weights by FBGEMM, exactly, (out, in) in float32, a group's numbers in the order 0, 16, 1, 17 …"""
-    scales = weight.scales.reshape(-1, 1)
-    rows = [
-        weight.levels.view(torch.int16).view(-1, GROUP // 4),
-        scales.view(torch.int16),
-        (-MIDDLE * scales).view(torch.int16),
-    ]
-    found: Tensor = torch.ops.quantized.embedding_bag_4bit_unpack(torch.cat(rows, dim=1).view(torch.uint8))
-    return found.view(weight.shape)
+        """Whether the kernel takes a matrix: one with a multiple of 16 outputs."""
+        return weight.shape[0] % 16 == 0 and Int4Linear.runs_on(weight.levels.device)
 
 
 def has_byte_products() -> bool:
