@@ -352,11 +352,14 @@ print(status("VmHWM") - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_folder_of_int8_is_in_memory_once(made: Made, tmp_path: Path, tied: bool) -> None:
+def test_a_rounded_folder_is_in_memory_once(made: Made, tmp_path: Path, tied: bool, dtype: str) -> None:
+    if dtype == "int4" and not fast_int4:
+        pytest.skip("the int4 kernel needs AVX2")
     large = save(tmp_path / "large", **MODERN, vocab_size=30_000, n_layer=8, n_head=8, n_embd=1024, tied=tied)
-    rounded = export(large, "int8")
-    words = [sys.executable, "-c", PEAK, made("gpt2", "float32-int8"), rounded]
+    rounded = export(large, dtype)
+    words = [sys.executable, "-c", PEAK, made("gpt2", f"float32-{dtype}"), rounded]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     # Besides, FBGEMM takes some 60 MB once. Twice in memory it is more.
     assert int(done.stdout) < 1.5 * (rounded / "model.safetensors").stat().st_size + 90e6

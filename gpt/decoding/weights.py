@@ -3,6 +3,7 @@
 A model that has been prepared computes logits and nothing else: it is neither trained nor saved.
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import TypeVar
@@ -23,7 +24,7 @@ Module = TypeVar("Module", bound=nn.Module)
 # Positions up to which a CPU's int4 kernel is faster than restored weights. Measured for the matrices of GPT-2 124M on
 # two cores: the kernel takes 0.55 ms a position; restoring takes 27 ms, and then 0.23 ms a position.
 _FEW = 80
-_AT_ONCE = 2**20  # numbers of a matrix that are restored at a time: they stay in the processor's cache
+_AT_ONCE = 2**20  # numbers of a matrix that are packed or restored at a time: they stay in the processor's cache
 
 
 class PackedLinear(nn.Module):
@@ -96,20 +97,31 @@ class Int4Linear(nn.Module):
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
         super().__init__()
         self.bias = bias
-        levels, scales = weight.unpacked(), weight.scales.bfloat16().t()
+        scales = weight.scales.bfloat16().t()
         self.scales = torch.stack([scales, torch.zeros_like(scales)], dim=-1)  # (in / 32, out, 2): scale and zero
-        self.restores = False
-        if levels.device.type == "cpu":
-            self.weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
+        self.block = 64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 32  # outputs, in a CPU's layout
+        self.restores = weight.levels.device.type == "cpu" and weight.shape[0] % self.block == 0
+        if weight.levels.device.type == "cpu":
+            self.weight = torch.empty_like(weight.levels)
             self.product = torch.ops.aten._weight_int4pack_mm_for_cpu
-            self.block = 64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 32
-            if len(levels) % self.block == 0:  # the layout is torch's own affair, so it is compared
-                self.restores = torch.equal(self._levels(slice(None)).flatten(1).t(), levels)
+            self._pack(weight)
         else:
+            levels = weight.unpacked()
             tiles = next(tiles for tiles in (8, 4, 2) if levels.size(1) % (16 * tiles) == 0)
             self.weight = torch.ops.aten._convert_weight_to_int4pack(levels[:, ::2] << 4 | levels[:, 1::2], tiles)
             self.product = torch.ops.aten._weight_int4pack_mm
-        self.numbers, self.nbytes = levels.numel(), self.weight.nbytes + self.scales.nbytes
+        self.numbers, self.nbytes = math.prod(weight.shape), self.weight.nbytes + self.scales.nbytes
+
+    def _pack(self, weight: Quantized) -> None:
+        """Packs some blocks of outputs at a time, since torch packs levels of four bytes. The layout is torch's own
+        affair: where it is not the one that `_levels` reads, nothing is restored."""
+        some = self.block * max(1, _AT_ONCE // (self.block * weight.shape[1]))
+        for at in range(0, weight.shape[0], some):
+            levels = Quantized(weight.levels[at : at + some], weight.scales[at : at + some]).unpacked()
+            self.weight[at : at + some] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
+            if self.restores:
+                blocks = slice(at // self.block, (at + some) // self.block)
+                self.restores = torch.equal(self._levels(blocks).flatten(1).t(), levels)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out), of the input's dtype."""
