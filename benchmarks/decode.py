@@ -27,14 +27,17 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import steps
 from benchmarks.peers import THREADS
 from benchmarks.results import ROOT, SCRIPTS, machine, write_section
 from gpt import api
 from gpt.config import PRESETS, GPTConfig
 from gpt.decoding.bench import bandwidth_of
 from gpt.device import Compute
+from gpt.errors import UserError
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint
+from gpt.sample_config import SampleConfig
 from gpt.text.backends import ByteBPE
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, gpt2_tokenizer
 
@@ -157,6 +160,14 @@ class Bench:
             systems["one"]["transformers"] = self.peer("transformers", "float32")
         return systems
 
+    def loaded(self) -> Iterator[tuple[str, api.LanguageModel]]:
+        """Yields the models as `gpt sample` loads them, but for dtypes that it refuses."""
+        for dtype in KINDS:
+            try:
+                yield dtype, api.load(self.place / dtype, dtype=dtype, device="cpu", sampling=SampleConfig())
+            except UserError as error:
+                print(f"{dtype} is left out: {error}", file=sys.stderr)
+
 
 def random_model(config: GPTConfig) -> GPT:
     """Makes a model with random weights. Those of blocks are larger than at the start of a training: they would add so
@@ -187,7 +198,7 @@ Rates = dict[str, list[float]]  # tokens per second of each round, by system
 def measure(wanted: dict[str, Part], bench: Bench, rounds: int) -> tuple[dict[str, Rates], dict[str, list[int]]]:
     """Runs all systems in turn. Returns the rates of each part, and the float32 ids of one text that `gpt` and
     transformers chose."""
-    systems = bench.commands(wanted)
+    systems = bench.commands(wanted) if wanted else {}
     rates = {name: {system: list[float]() for system in systems[name]} for name in wanted}
     texts: dict[str, list[int]] = {}
     for _ in range(rounds):
@@ -247,6 +258,13 @@ def exactness(bench: Bench, part: Part, texts: dict[str, list[int]]) -> Iterator
     yield f"transformers' text is {'the same' if same is None else f'another from token {same} on'}."
 
 
+def step_lines(bench: Bench) -> Iterator[str]:
+    """Yields a table of where a token's time goes."""
+    yield "Milliseconds; choice: from logits to an id; host: the engine's bookkeeping."
+    yield ""
+    yield from steps.table(bench.loaded(), (1, EIGHT))
+
+
 def models(tiny: bool) -> Iterator[tuple[str, GPTConfig, Tokenizer]]:
     """Yields models' names, shapes and tokenizers: GPT-2's vocabulary, as far as the model has ids for it."""
     if tiny:
@@ -269,29 +287,37 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=list(parts(TINY)), nargs="+")
+    parser.add_argument("--only", choices=[*parts(TINY), "steps"], nargs="+")
     parser.add_argument("--model", choices=["gpt2", "smollm2-135m"])
     parser.add_argument("--folder", type=Path, help="make the models here, or take those that are here")
     asked = parser.parse_args()
     every = parts(TINY if asked.tiny else Sizes())
-    wanted = {name: every[name] for name in asked.only or every}
+    wanted = {name: part for name, part in every.items() if name in (asked.only or every)}
     for name, config, tokenizer in models(asked.tiny):
-        if asked.model in (None, name):
-            with tempfile.TemporaryDirectory(prefix="gpt-") as folder:
-                bench = Bench(config, tokenizer, (asked.folder or Path(folder)) / name)
-                speed = bandwidth_of(CPU)
-                rates, texts = measure(wanted, bench, asked.rounds)
-            for key, part in wanted.items():
-                lines = [
-                    *machine("python -m benchmarks.decode"),
-                    f"- torch {torch.__version__}, transformers {version('transformers')}, xllamacpp "
-                    f"{version('xllamacpp')}, {THREADS} threads; just before, memory read {speed / 1e9:.1f} GB/s",
-                    "", *table(part, rates[key]), *(exactness(bench, part, texts) if key == "one" else []),
-                ]  # fmt: skip
-                if asked.tiny:
-                    print("\n".join(lines))
-                else:
-                    write_section(f"Decoding, {name}: {part.title}", lines)
+        if asked.model not in (None, name):
+            continue
+        with tempfile.TemporaryDirectory(prefix="gpt-") as folder:
+            bench = Bench(config, tokenizer, (asked.folder or Path(folder)) / name)
+            speed = bandwidth_of(CPU)
+            rates, texts = measure(wanted, bench, asked.rounds)
+            sections = {
+                f"Decoding, {name}: {part.title}": [
+                    *table(part, rates[key]), *(exactness(bench, part, texts) if key == "one" else [])
+                ] for key, part in wanted.items()
+            }  # fmt: skip
+            if "steps" in (asked.only or ["steps"]):
+                sections[f"Where a token's time goes, {name}"] = list(step_lines(bench))
+        about = [
+            *machine("python -m benchmarks.decode"),
+            f"- torch {torch.__version__}, transformers {version('transformers')}, xllamacpp {version('xllamacpp')}, "
+            f"{THREADS} threads; just before, memory read {speed / 1e9:.1f} GB/s",
+            "",
+        ]
+        for title, lines in sections.items():
+            if asked.tiny:
+                print("\n".join(lines))
+            else:
+                write_section(title, [*about, *lines])
 
 
 if __name__ == "__main__":

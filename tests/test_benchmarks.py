@@ -124,11 +124,17 @@ def test_english_with_its_italian() -> None:
 def test_decoding_is_measured_beside_llama_cpp_and_transformers() -> None:
     pytest.importorskip("xllamacpp")
     pytest.importorskip("transformers")
-    words = [sys.executable, "-m", "benchmarks.decode", "--tiny", "--rounds", "1", "--only", "one"]
+    words = [sys.executable, "-m", "benchmarks.decode", "--tiny", "--rounds", "1", "--only", "one", "steps"]
     done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300)
-    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    compared, taken_apart = done.stdout.split("Milliseconds; ")
+    rows = [line for line in compared.splitlines() if line.startswith("| ")]
     assert {row.split(" | ")[0] for row in rows[1:]} >= {"| float32, F32", "| int8, Q8_0", "| float32, transformers"}
     assert {row.count("|") for row in rows} == {7}
+    rows = [line for line in taken_apart.splitlines() if line.startswith("| ")]
+    assert {tuple(row.split(" | ")[:2]) for row in rows[1:]} >= {("| float32", "1"), ("| int8", "8")}
+    for row in rows[1:]:
+        step, products, _, *others = map(float, row.strip("| ").split(" | ")[2:])
+        assert step == pytest.approx(products + sum(others), abs=0.1)
     assert "Of 8 float32 ids" in done.stdout and "NOT THE LIKELIEST" not in done.stdout
     assert "transformers' text is the same." in done.stdout
 
