@@ -1,5 +1,6 @@
 import contextlib
 import functools
+import gc
 import io
 import json
 import os
@@ -267,6 +268,12 @@ def two_runs(run_folder: Path, workdir: Path) -> list[Path]:
     kept.append(events.to_json(events.SampleEvent(15, 150, 1.5, text)))
     Path("two/metrics.jsonl").write_text("".join(line + "\n" for line in kept))
     return [Path("one"), Path("two")]
+
+
+def pytest_collection_finish() -> None:
+    """Leaves the modules of torch and others out of all garbage collections to come: there are a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 SLOW_FIXTURES = {
