@@ -35,7 +35,7 @@ from gpt.decoding.engine import Engine, Request
 from gpt.decoding.weights import prepare
 from gpt.device import Compute
 from gpt.model.decoder import GPT
-from gpt.model.quantize import round_to_int8
+from gpt.model.quantize import round_matrices
 from gpt.runs import checkpoint
 from gpt.sample_config import SampleConfig
 
@@ -133,7 +133,7 @@ def speeds(config: GPTConfig, prompt: int, new: int, rounds: int) -> list[str]:
     model, theirs = pair(config)
     chance = random.Random(0)
     prompts = [[chance.randrange(config.vocab_size) for _ in range(prompt)]]
-    int8 = prepare(round_to_int8(pair(config)[0]), CPU)
+    int8 = prepare(round_matrices(pair(config)[0], 8), CPU)
     packed = prepare(model, CPU)
     with tempfile.TemporaryDirectory() as folder:
         exact, rounded = (ctranslate2(theirs, Path(folder), kind) for kind in ("float32", "int8"))

@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 GPT2_RANKS = SHARED / "data" / "tiktoken"
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of hundreds of processes would compile our modules
+sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny: a second thread would only wait for the first
 
 for name in [name for name in os.environ if name.startswith("GPT_")]:
