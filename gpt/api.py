@@ -16,6 +16,7 @@ from gpt import device as devices
 from gpt import events
 from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
+from gpt.decoding import native
 from gpt.decoding.context import ContextPool
 from gpt.decoding.weights import Int4Linear, compiled, dtype_name, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
@@ -203,9 +204,11 @@ def load(
     bits, decodes = quantized.BITS.get(dtype), sampling is not None
     compute = _fitted(found, compute, dtype, (decodes or bits is not None) and not adapter.is_adapter(found), note)
     finish, narrow = None, torch.float32
+    compiles = sampling is not None and sampling.compile == "on"
+    blocks = compiles and native.fits(compute)  # compiled one by one, for a CPU
     if decodes or bits is not None:
-        packed = sampling is not None and sampling.compile != "on"
-        finish, narrow = functools.partial(prepare, compute=compute, packed=packed), compute.dtype
+        packed = decodes and (blocks or not compiles)
+        finish, narrow = functools.partial(prepare, compute=compute, packed=packed, keep=blocks), compute.dtype
     count = breakdown(hf.load_config(folder.home(found))).trainable
     devices.use_threads(compute, threads, count if decodes else None)  # first, since weights are laid out by them too
     loaded = checkpoint.load(found, compute.device, dtype=narrow, mapped=True, finish=finish, bits=bits)
@@ -213,6 +216,8 @@ def load(
         note(
             f"{dtype} rounds the weights: gpt eval TEXT with and without --dtype {dtype} says what it costs this model"
         )
+    if blocks:
+        native.use(loaded.model, note)
     return LanguageModel(loaded.model, loaded.tokenizer, compute, found, note)
 
 
@@ -281,7 +286,10 @@ def bench(
         devices.use_threads(compute, threads, _parameters(model))
         if dtype in quantized.BITS:
             round_matrices(model, quantized.BITS[dtype], compute.dtype)
-        prepare(model, compute, packed=compile != "on")
+        blocks = compile == "on" and native.fits(compute)
+        prepare(model, compute, packed=blocks or compile != "on", keep=blocks)
+        if blocks:
+            native.use(model, note)
         name = target
     else:
         loaded = load(target, device=device, dtype=dtype, threads=threads, note=note, sampling=sampling)

@@ -95,11 +95,11 @@ class Int8Linear(nn.Module):
         scale: Tensor | float
         inverse: Tensor | float
         if x.numel() == x.size(-1):  # one position: the same numbers by fewer calls
-            largest = np.float32(torch.linalg.vector_norm(x, torch.inf).item())
+            largest = np.float32(x.abs().amax().item())
             one = np.maximum(largest / np.float32(self.levels), _SMALLEST)
             scale, inverse = float(one), float(np.float32(1) / one)
         else:
-            scales = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True)
+            scales = x.abs().amax(-1, keepdim=True)
             scale = scales.div_(self.levels).clamp_(min=float(_SMALLEST))
             inverse = scales.reciprocal()
         out: Tensor = self.product(x * inverse, 1.0, self.levels + 1, self.weight)
@@ -204,10 +204,11 @@ def _pack(weight: Quantized) -> torch.ScriptObject:
         return torch.ops.quantized.linear_prepack(rounded, None)  # type: ignore[no-any-return]
 
 
-def prepare(model: Module, compute: Compute, *, packed: bool = True) -> Module:
+def prepare(model: Module, compute: Compute, *, packed: bool = True, keep: bool = False) -> Module:
     """Changes a model, or a part of one, in place for fast steps, and returns it: weights in the dtype of ``compute``,
     each linear map in the layout that the device reads fastest. Without ``packed`` those that are not rounded stay as
-    they are, for a compiler to lay out. Where the device has no fast kernel for int4, such weights are restored."""
+    they are, for a compiler to lay out. ``keep``: what is packed is kept as it was too, for `gpt.decoding.native`.
+    Where the device has no fast kernel for int4, such weights are restored."""
     if compute.dtype != torch.float32:
         model.to(compute.dtype)
     packed = packed and PackedLinear.fits(compute.device, compute.dtype)
@@ -215,10 +216,13 @@ def prepare(model: Module, compute: Compute, *, packed: bool = True) -> Module:
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 laid = _laid_out(child, compute.dtype) if isinstance(child, QuantizedLinear) else child
+                plain = getattr(laid if isinstance(laid, nn.Linear) else child, "weight", None)
                 if isinstance(laid, nn.Linear) and packed:
                     laid = PackedLinear(laid.weight.detach(), laid.bias)
                 if laid is not child:
                     setattr(parent, name, laid)
+                    if keep and not isinstance(laid, Int4Linear):
+                        laid.plain = plain  # type: ignore[assignment]
         if isinstance(model, GPT) and model.lm_head is None and packed:
             model.lm_head = PackedLinear(model.wte.weight.detach(), None)
     if compute.device.type == "cpu":

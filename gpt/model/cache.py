@@ -150,6 +150,14 @@ class KVCache:
         all, is the same."""
         return self._spans[self.windows[layer]].mask
 
+    def single(self, layer: int) -> tuple[int, int, int] | None:
+        """Of one position of one text, after `place`: the column that takes it, the first that it sees, and the one
+        after the last. None where it sees columns in another order than that of positions."""
+        span = self._spans[self.windows[layer]]
+        if not isinstance(span.columns, slice) or span.mask is not None or span.kept is not None:
+            return None
+        return span.columns.start, span.seen.start, span.seen.stop
+
     def advance(self, T: int) -> None:
         """Counts T more positions of each row as filled, once every layer has stored them."""
         self.lengths += T

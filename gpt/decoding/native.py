@@ -1,0 +1,239 @@
+"""Blocks as compiled programs: the next position of one text on a CPU.
+
+A step of one text reads all weights once, and calls some thirty operators a block beside, each of which costs
+microseconds. Inductor makes one program of a block, with the weights among its inputs, so that all blocks of a model
+share it, and all models of the same shape: whatever their number of layers, the room of the cache and the length of the
+text. Weights of int8 are restored number by number as they are read, and positions are not rounded.
+
+A program is machine code. It is kept between commands in a folder that must be the user's alone: whoever can write
+there can run code as the user.
+"""
+
+import hashlib
+import math
+import os
+import platform
+import stat
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt.config import GPTConfig
+from gpt.decoding.weights import Int4Linear
+from gpt.device import Compute
+from gpt.model.cache import KVCache
+from gpt.model.decoder import GPT, Block, Rope, rotate
+from gpt.model.quantize import GROUP, Quantized
+
+_LONGEST = 2**20  # positions of a cache
+_ORDER = ("ln_1", "attn.c_attn", "attn.q_norm", "attn.k_norm", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+Note = Callable[[str], None]
+
+
+class _Program(nn.Module):
+    """What is compiled: a block for one position. Its inputs are the residual stream (C), the column of the cache that
+    takes the position, (1), what is added to the scores of the columns up to it, (S), cosines and sines (D), keys and
+    values (K, columns, D), which it changes, and the tensors of the block's modules in `_ORDER`."""
+
+    def __init__(self, config: GPTConfig, kinds: Sequence[str]) -> None:
+        super().__init__()
+        self.config, self.kinds = config, kinds
+
+    def forward(
+        self, x: Tensor, column: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
+        tensors: list[Tensor],
+    ) -> Tensor:  # fmt: skip
+        """(C) → (C)."""
+        config, left, kinds = self.config, iter(tensors), iter(self.kinds)
+        H, K, D = config.n_head, config.kv_heads, config.head_size
+
+        def norm(x: Tensor) -> Tensor:
+            if config.norm == "rmsnorm":
+                return F.rms_norm(x, x.shape[-1:], next(left), config.layer_norm_epsilon)
+            return F.layer_norm(x, x.shape[-1:], next(left), next(left), config.layer_norm_epsilon)
+
+        def linear(x: Tensor, bias: bool) -> Tensor:
+            y = _product(next(kinds), x, left)
+            return y + next(left) if bias else y
+
+        q, k, v = linear(norm(x), config.biases != "none").view(-1, D).split([H, K, K])
+        if config.qk_norm:
+            q, k = (F.rms_norm(each, (D,), next(left), config.layer_norm_epsilon) for each in (q, k))
+        if config.positions == "rotary":
+            q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
+        keys.index_copy_(1, column, k[:, None])
+        values.index_copy_(1, column, v[:, None])
+        S = hidden.size(0)
+        scores = (q.view(K, H // K, 1, D) * keys[:, None, :S]).sum(-1) / math.sqrt(D) + hidden
+        y = (scores.softmax(-1)[..., None] * values[:, None, :S]).sum(2)
+        x = x + linear(y.view(-1), config.biases == "all")
+        inside = linear(norm(x), config.biases == "all")
+        if config.mlp == "swiglu":
+            gate, inside = inside.chunk(2)
+            inside = F.silu(gate) * inside
+        else:
+            inside = F.gelu(inside, approximate="tanh")
+        return x + linear(inside, config.biases == "all")
+
+
+def _product(kind: str, x: Tensor, tensors: Iterator[Tensor]) -> Tensor:
+    """A matrix times a vector (in) → (out)."""
+    weight = next(tensors)
+    if kind == "float":
+        return (weight * x).sum(-1)
+    scales = next(tensors)
+    if kind == "int8":
+        return (weight.float() * x).sum(-1) * scales
+    rows = torch.ops.aten._weight_int4pack_mm_for_cpu(x[None].bfloat16(), weight, GROUP, scales)
+    return rows[0].float()
+
+
+def _parts(linear: nn.Module) -> tuple[str, list[Tensor]]:
+    """The kind of a matrix, and its tensors as `_product` takes them."""
+    if isinstance(linear, Int4Linear):
+        return "int4", [linear.weight, linear.scales]
+    plain: Any = linear.plain  # `weights.prepare` has kept it
+    return ("int8", [plain.levels, plain.scales]) if isinstance(plain, Quantized) else ("float", [plain.detach()])
+
+
+class NativeBlock(nn.Module):
+    """A block that computes one position of one text by a compiled program, and all else as `Block` does."""
+
+    def __init__(self, block: Block, programs: "Programs") -> None:
+        super().__init__()
+        self.block, self.programs, self.tensors, kinds = block, programs, list[Tensor](), list[str]()
+        modules = dict(block.named_modules())
+        for name in (name for name in _ORDER if name in modules):
+            module: Any = modules[name]
+            if "c_" in name:
+                kind, tensors = _parts(module)
+                kinds.append(kind)
+            else:
+                tensors = [module.weight.detach()]
+            bias = getattr(module, "bias", None)
+            self.tensors += tensors if bias is None else [*tensors, bias.detach()]
+        self.kinds = tuple(kinds)
+
+    def forward(self, x: Tensor, layer: int, rope: Rope | None = None, cache: KVCache | None = None) -> Tensor:
+        """(B, T, C) → (B, T, C)."""
+        place = cache.single(layer) if cache is not None and x.numel() == x.size(-1) else None
+        if place is not None and cache is not None and (run := self.programs.get(self)) is not None:
+            column, hidden = self.programs.at(*place)
+            cos, sin = (x, x) if rope is None else (rope[0].view(-1), rope[1].view(-1))
+            out: Tensor = run(
+                [x.view(-1), column, hidden, cos, sin, cache.keys[layer][0], cache.values[layer][0], *self.tensors]
+            )[0]
+            return out.view_as(x)
+        return self.block(x, layer, rope, cache)  # type: ignore[no-any-return]
+
+
+def fits(compute: Compute) -> bool:
+    """Whether blocks are compiled one by one: on a CPU in float32."""
+    return compute.device.type == "cpu" and compute.dtype == torch.float32
+
+
+def use(model: GPT, note: Note) -> None:
+    """Lets a model that was prepared with ``keep`` compute single positions by compiled blocks. Where they cannot be
+    made, ``note`` is called once and blocks are computed without."""
+    programs = Programs(model.config, note)
+    for at, block in enumerate(model.h):
+        model.h[at] = NativeBlock(block, programs)
+
+
+class Programs:
+    """The programs of a model's blocks, by the kinds of their matrices: made when they are first needed, or found among
+    those that were kept."""
+
+    def __init__(self, config: GPTConfig, note: Note) -> None:
+        self.config, self.note = config, note
+        self._made: dict[tuple[str, ...], Callable[[list[Tensor]], list[Tensor]] | None] = {}
+        self._place: tuple[int, int, int] | None = None
+        self._at: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
+
+    def at(self, column: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The column that takes a position, and what is added to the scores of the columns before ``stop``: −∞ before
+        ``first``."""
+        if self._place != (column, first, stop):
+            hidden = torch.zeros(stop)
+            hidden[:first] = -math.inf
+            self._place, self._at = (column, first, stop), (torch.tensor([column]), hidden)
+        return self._at
+
+    def get(self, block: NativeBlock) -> Callable[[list[Tensor]], list[Tensor]] | None:
+        """The program of a block."""
+        if block.kinds not in self._made:
+            try:
+                self._made[block.kinds] = self._load(block)
+            except Exception as error:  # the compiler's own, that of a C++ compiler which is not there, or the disk's
+                self.note(f"blocks are computed without compiling: {str(error).strip().splitlines()[0]:.200}")
+                self._made[block.kinds] = None
+        return self._made[block.kinds]
+
+    def _load(self, block: NativeBlock) -> Callable[[list[Tensor]], list[Tensor]]:
+        path = _own_folder() / f"{_key(self.config, block.kinds)}.pt2"
+        if not path.exists():
+            self.note("compiling a block for this processor and shape: about 15 seconds, once")
+            with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+                os.replace(_compile(_Program(self.config, block.kinds), block.tensors, Path(scratch)), path)
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)  # type: ignore[attr-defined]
+        return loader.boxed_run  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _compile(program: _Program, tensors: Sequence[Tensor], scratch: Path) -> Path:
+    """Compiles a program in an empty folder, and returns its file."""
+    C, K, D = program.config.n_embd, program.config.kv_heads, program.config.head_size
+    seen, columns = 67, 131  # any numbers: the program is for all
+    cache = [torch.zeros(K, columns, D) for _ in range(2)]
+    example = [torch.zeros(C), torch.tensor([seen - 1]), torch.zeros(seen), torch.zeros(D), torch.zeros(D), *cache]
+    some, all_columns = (torch.export.Dim(name, min=1, max=_LONGEST) for name in ("seen", "columns"))
+    shapes = (None, None, {0: some}, None, None, {1: all_columns}, {1: all_columns}, [None] * len(tensors))
+    path = scratch / "block.pt2"
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(scratch)}  # no code from elsewhere
+    with warnings.catch_warnings(), mock.patch.dict(os.environ, own):
+        warnings.simplefilter("ignore")
+        exported = torch.export.export(program, (*example, list(tensors)), dynamic_shapes=shapes, strict=False)
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
+    return path
+
+
+def _key(config: GPTConfig, kinds: Sequence[str]) -> str:
+    """A name for the programs of this code, torch, processor, threads and shape."""
+    shape = replace(config, n_layer=1, vocab_size=1, block_size=1, dropout=0.0, window=None, window_layers=None)
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    parts = (
+        Path(__file__).read_bytes(), torch.__version__, sys.platform, platform.machine(), sorted(capabilities.items()),
+        torch.get_num_threads(), shape, kinds,
+    )  # fmt: skip
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def cache_folder() -> Path:
+    """The folder of compiled blocks."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
+    return Path(base).expanduser() / "gpt" / "blocks"
+
+
+def _own_folder() -> Path:
+    """Makes the folder of compiled blocks, or sees that it is the user's alone."""
+    folder = cache_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise OSError(f"{folder} is not a folder")
+    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o077):
+        raise OSError(f"{folder} is open to others, who could put code there (chmod 700 it, or remove it)")
+    return folder
