@@ -4,10 +4,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt.decoding.weights import Step, compiled, weight_bytes
-from gpt.device import Compute
+from gpt.device import Compute, upload
 from gpt.errors import UserError
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
@@ -69,7 +70,7 @@ class Context:
         padded = [ids + [0] * (T - len(ids)) for ids in kept]
         part = self.cache.rows(first, first + len(prompts))
         part.lengths[:] = 0
-        x = self._trunk(torch.tensor(padded, device=self.compute.device), part, [len(ids) for ids in kept])
+        x = self._trunk(upload(padded, self.compute.device), part, [len(ids) for ids in kept])
         part.lengths[:] = [len(ids) for ids in kept]
         return x
 
@@ -89,7 +90,7 @@ class Context:
     def read(self, row: int, ids: Sequence[int]) -> Tensor:
         """Appends ids to one row that has room for them. Returns their residual stream (T, C)."""
         self.ids[row] += ids
-        return self._trunk(torch.tensor([ids], device=self.compute.device), self.cache.rows(row, row + 1))[0]
+        return self._trunk(upload([ids], self.compute.device), self.cache.rows(row, row + 1))[0]
 
     def reusable(self, prompt: Sequence[int]) -> tuple[int | None, int]:
         """Returns the row whose keys and values serve the longest beginning of a prompt, and the length of that. The
@@ -99,20 +100,25 @@ class Context:
             return best
         for row, ids in enumerate(self.ids):
             same = 0 if self.dropped[row] else min(_common(ids, prompt), len(prompt) - 1)
-            if same > best[1] and self.cache.can_rewind(row, len(ids) - same):
+            if same > best[1] and self.cache.can_rewind(row, int(self.cache.lengths[row]) - same):
                 best = row, same
         return best
 
     @torch.inference_mode()
-    def step(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        """Appends T ids to each of the first n rows, (n, T). Returns their residual stream (n, T, C)."""
-        for row, new in enumerate(ids):
-            if self.cache.lengths[row] + len(new) > self.size:
-                self._slide(row, len(new))
-            self.ids[row] += new
-        if self.compiled is not None and len(ids[0]) == 1:
+    def step(self, ids: Sequence[Sequence[int]] | Tensor) -> Tensor:
+        """Appends T ids to each of the first n rows, (n, T). Returns their residual stream (n, T, C).
+
+        Ids in a tensor, which lies on the device, may be unknown to the host as yet: rows must have room for them, and
+        whoever reads them appends them to the rows' `ids`."""
+        if not isinstance(ids, Tensor):
+            for row, new in enumerate(ids):
+                if self.cache.lengths[row] + len(new) > self.size:
+                    self._slide(row, len(new))
+                self.ids[row] += new
+            ids = upload(ids, self.compute.device)
+        if self.compiled is not None and ids.size(1) == 1:
             return self._fixed(ids)
-        return self._trunk(torch.tensor(ids, device=self.compute.device), self.cache.rows(0, len(ids)))
+        return self._trunk(ids, self.cache.rows(0, len(ids)))
 
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
@@ -169,9 +175,9 @@ class Context:
         part = self.cache.rows(row, row + 1)
         part.lengths[:] = 0
         if kept:
-            self._trunk(torch.tensor([self.ids[row][-kept:]], device=self.compute.device), part)
+            self._trunk(upload([self.ids[row][-kept:]], self.compute.device), part)
 
-    def _fixed(self, ids: Sequence[Sequence[int]]) -> Tensor:
+    def _fixed(self, ids: Tensor) -> Tensor:
         """Steps all rows, of which those after the first n are idle, so that shapes are always the same."""
         assert self.compiled is not None
         n = len(ids)
@@ -179,7 +185,7 @@ class Context:
             if self.cache.lengths[row] >= self.cache.room:
                 self.forget(row)
                 self.cache.lengths[row] = 0
-        every = torch.tensor([*ids, *[[0]] * (self.rows - n)], device=self.compute.device)
+        every = F.pad(ids, (0, 0, 0, self.rows - n))
         with self._autocast():
             x = self.compiled(*self.model.embed(every, self.cache), self.cache)
         self.cache.lengths[:n] += 1

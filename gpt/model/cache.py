@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
+from gpt.device import upload
 from gpt.model.params import SLACK, cache_columns
 
 Where = slice | Tensor  # positions that all rows share, or (B, T) of them
@@ -98,7 +99,7 @@ class KVCache:
         if (self.lengths == start).all() and not (self.fixed and T == 1):
             self.where = slice(start, start + T)
         else:
-            self.where = (torch.from_numpy(self.lengths)[:, None] + torch.arange(T)).to(self.keys[0].device)
+            self.where = upload(self.lengths[:, None] + np.arange(T), self.keys[0].device)
         ends = self.lengths + (T if counts is None else np.asarray(counts, np.int64))
         self._spans = {window: self._span(window, T, ends) for window in self.columns}
         return self.where
@@ -128,7 +129,7 @@ class KVCache:
             rows = torch.arange(len(new), device=device)[:, None]
             return _Span((rows, new % columns), slice(0, len(seen)), mask)
         # More positions than there are columns to spare: they see what was there and each other, and the last stay.
-        kept = _newest(torch.from_numpy(ends - 1).to(device)[:, None], columns)  # (B, columns)
+        kept = _newest(upload(ends - 1, device)[:, None], columns)  # (B, columns)
         if (self.lengths == 0).all():
             mask = _sees(new[:1], new[:1], window)[0, 0]
             return _Span(slice(0, 0), slice(0, 0), mask, kept.clamp(min=0), fresh=True)
@@ -170,7 +171,9 @@ class KVCache:
         """Exchanges two rows."""
         filled = int(max(self.lengths[a], self.lengths[b]))  # no position of them lies in a later column
         for each in (*self.keys, *self.values):
-            each[[a, b], :, :filled] = each[[b, a], :, :filled]
+            kept = each[a, :, :filled].clone()
+            each[a, :, :filled] = each[b, :, :filled]
+            each[b, :, :filled] = kept
         self.lengths[[a, b]] = self.lengths[[b, a]]
 
 
