@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpt.decoding.beam import Hypothesis, Search, Stops
 from gpt.decoding.context import Context
-from gpt.decoding.logits import Filters, Token, key_of, no_logits, scores, step_key, tokens
+from gpt.decoding.logits import Filters, Token, as_int64, key_of, no_logits, scores, step_key, tokens
 from gpt.decoding.lookup import Lookup
 from gpt.device import Download, upload
 from gpt.errors import NotANumber, UserError
@@ -292,12 +292,36 @@ class Engine:
             self._guess()
             T = 1 + max(len(row.guessed) for row in self._rows)
             ids = [[row.last, *row.guessed, *[0] * (T - 1 - len(row.guessed))] for row in self._rows]
-        self._choose(self.context.logits(self.context.step(ids)), self._rows)
+        if self.context.compiled is not None and len(ids[0]) == 1:
+            self._step_compiled(ids)
+        else:
+            self._choose(self.context.logits(self.context.step(ids)), self._rows)
+
+    def _step_compiled(self, ids: list[list[int]] | Tensor) -> None:
+        """Decodes by the context's compiled step, which chooses too where all rows have filters of logits alone."""
+        filters = self._rows[0].job.filters
+        if any(
+            row.job.search or row.job.filters is not filters or filters.shapes(row.job.chosen) for row in self._rows
+        ):
+            [logits] = self.context.next_tokens(ids)
+            self._choose(logits[:, None], self._rows)
+            return
+        keys = [step_key(row.job.key, row.job.chosen) for row in self._rows] if filters.draws else []
+        top = max(row.job.request.config.logprobs or 0 for row in self._rows)
+        scored = self.context.next_tokens(ids, filters, keys, top)
+        last = self.context.last
+        self._launched(self._rows, last if len(last) == len(ids) else last[: len(ids)], scored)
+
+    def _launched(self, rows: Sequence[_Row], ids: Tensor, scored: Sequence[Tensor]) -> None:
+        """Takes note of a token for each row, (n, 1), and starts to read it."""
+        for row in rows:
+            row.job.chosen += 1
+        self._draws.append(_Draw([*rows], ids, Download(*scored)))
 
     def _drawn(self, draws: Sequence[_Draw]) -> Tensor:
         """Returns the last id of each row, (n, 1), from the device."""
         at = [row.at for draw in draws for row in draw.rows]
-        ids = torch.cat([draw.ids for draw in draws])
+        ids = draws[0].ids if len(draws) == 1 else torch.cat([draw.ids for draw in draws])
         return ids if at == [*range(len(at))] else ids[upload(np.argsort(at), ids.device)]
 
     def _guess(self) -> None:
@@ -446,12 +470,10 @@ class Engine:
             texts, counts = [text for _, text in group], [row.job.chosen for row, _ in group]
             shaped = filters.shape(logits[done : done + len(group)], texts, counts)
             keys = [step_key(row.job.key, row.job.chosen) for row, _ in group] if filters.draws else []
-            chosen.append(filters.choose(shaped, keys)[:, None])
-        for row in rows:
-            row.job.chosen += 1
+            chosen.append(filters.choose(shaped, upload(as_int64(keys), logits.device))[:, None])
         ids = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
         top = max(row.job.request.config.logprobs or 0 for row in rows)
-        self._draws.append(_Draw(rows, ids, Download(*scores(ids, logits, top))))
+        self._launched(rows, ids, scores(ids, logits, top))
 
     def _take(self) -> None:
         """Reads the tokens that are under way."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -86,7 +87,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 def _descending(logits: Tensor) -> Tensor:
     """Sorts logits, the highest first. numpy sorts values without their indices and in vectors: 50,257 of them in a
     quarter of torch's time, which on a CPU is an eighth of a step of GPT-2 124M."""
-    if logits.device.type != "cpu" or logits.dtype != torch.float32:
+    if logits.device.type != "cpu" or logits.dtype != torch.float32 or torch.compiler.is_compiling():
         return logits.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
 
@@ -172,42 +173,50 @@ class Filters:
         warmed = warm(logits.float(), self.config.temperature)
         return keep_min_p(keep_top_p(keep_top_k(warmed, self.config.top_k), self.config.top_p), self.config.min_p)
 
-    def choose(self, logits: Tensor, keys: Sequence[int]) -> Tensor:
+    def shapes(self, count: int) -> bool:
+        """Whether `shape` changes logits after so many tokens."""
+        return bool(self.bias) or self.looks_back or count < self.config.min_tokens
+
+    def choose(self, logits: Tensor, keys: Tensor) -> Tensor:
         """Chooses ids (N) from shaped logits (N, V): the likeliest, or one drawn from those that are kept, with the
-        random numbers of each row's key."""
+        random numbers of each row's key, (N, 1)."""
         if not self.draws:
             return logits.argmax(-1)
         kept = self.keep(logits)
-        noisy: Tensor = kept + gumbel(keys, kept.size(-1), kept.device)
+        noisy: Tensor = kept + gumbel(keys, kept.size(-1))
         return noisy.argmax(-1)
 
 
-_GOLDEN, _FIRST, _SECOND, _WORD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 2**64
+# SplitMix64's 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB, as int64; and 1 / GOLDEN modulo 2⁶⁴.
+_GOLDEN, _FIRST, _SECOND = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_INVERSE = pow(_GOLDEN, -1, 2**64) - 2**64
 
 
-def gumbel(keys: Sequence[int], V: int, device: torch.device) -> Tensor:
-    """Returns Gumbel noise (N, V), a function of each row's key (64 bits) and the id alone.
+def gumbel(keys: Tensor, V: int) -> Tensor:
+    """Returns Gumbel noise (N, V), a function of each row's key, (N, 1), and the id alone.
 
     The argmax of logits and such noise is a draw from their softmax (Gumbel 1954). Since it depends on nothing else, a
     text is the same whatever is drawn beside it, on any device, and however many of its tokens are looked at at once.
     """
     # Divided as a float, not rounded to equal steps, so that small numbers keep their precision; and never to 1, whose
     # noise is infinite.
-    uniform = _shift(bits(keys, V, device), 1).float() * ((1 - 2.0**-24) * 2.0**-63)
+    uniform = _shift(bits(keys, V), 1).float() * ((1 - 2.0**-24) * 2.0**-63)
     return -torch.log(-torch.log1p(-uniform))
 
 
-def bits(keys: Sequence[int], V: int, device: torch.device) -> Tensor:
-    """Returns SplitMix64's first V words for each key as its state (Steele et al. 2014), (N, V), as int64."""
-    start = upload([[_signed(key)] for key in keys], device)
-    x = start + _signed(_GOLDEN) * torch.arange(1, V + 1, device=device)  # int64 wraps, as SplitMix64 wants
-    x = (x ^ _shift(x, 30)) * _signed(_FIRST)
-    x = (x ^ _shift(x, 27)) * _signed(_SECOND)
+def bits(keys: Tensor, V: int) -> Tensor:
+    """Returns SplitMix64's first V words for each key, (N, 1), as its state (Steele et al. 2014), (N, V), as int64."""
+    # key + GOLDEN · n, in which int64 wraps, as SplitMix64 wants. A compiler would take GOLDEN · n alone for an index,
+    # which it computes as a number without bounds.
+    x = (keys * _INVERSE + torch.arange(1, V + 1, device=keys.device)) * _GOLDEN
+    x = (x ^ _shift(x, 30)) * _FIRST
+    x = (x ^ _shift(x, 27)) * _SECOND
     return x ^ _shift(x, 31)
 
 
-def _signed(word: int) -> int:
-    return (word + _WORD // 2) % _WORD - _WORD // 2
+def as_int64(keys: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Returns keys of 64 bits as numbers with a sign, (N, 1)."""
+    return np.array(keys, np.uint64).view(np.int64)[:, None]
 
 
 def _shift(x: Tensor, by: int) -> Tensor:

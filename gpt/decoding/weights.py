@@ -4,7 +4,6 @@ A model that has been prepared computes logits and nothing else: it is neither t
 """
 
 import warnings
-from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -12,13 +11,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from gpt.device import Compute
-from gpt.errors import is_out_of_memory
-from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
 from gpt.model.params import counts, multiplied
 from gpt.model.quantize import LEVELS, Quantized, QuantizedLinear
 
-Step = Callable[[Tensor, Tensor | None, KVCache], Tensor]  # what `GPT.stack` computes
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -133,29 +129,3 @@ def weight_bytes(model: GPT, compute: Compute) -> int:
     vectors = own["bias"] + own["norm"]
     size = 1 if is_int8(model) else compute.dtype.itemsize
     return (multiplied(model.config) - vectors) * size + vectors * compute.dtype.itemsize
-
-
-def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:
-    """Compiles the model's stack for steps of one position, as CUDA graphs on a GPU. Returns None for packed and int8
-    weights, whose kernels the compiler cannot see into. Where compiling fails, ``note`` is called and steps run
-    uncompiled."""
-    if any(isinstance(module, PackedLinear | Int8Linear) for module in model.modules()):
-        note("weights in int8, and those packed for the CPU, are not compiled: their kernels are")
-        return None
-    mode = "reduce-overhead" if compute.device.type == "cuda" else "default"
-    fast = torch.compile(model.stack, dynamic=False, mode=mode)
-    failed = False
-
-    def step(x: Tensor, rope: Tensor | None, cache: KVCache) -> Tensor:
-        nonlocal failed
-        if not failed:
-            try:
-                return fast(x, rope, cache)
-            except Exception as error:  # the compiler's own, its backend's, or that of a C++ compiler that is not there
-                if is_out_of_memory(error):
-                    raise
-                failed = True
-                note(f"torch.compile failed, so steps are computed without it: {str(error).splitlines()[0]:.200}")
-        return model.stack(x, rope, cache)
-
-    return step

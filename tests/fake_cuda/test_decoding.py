@@ -1,5 +1,6 @@
 """Writing on CUDA as it is on the CPU: every kind of request gives the same texts; evaluation and inspection too."""
 
+import functools
 import math
 import random
 import tomllib
@@ -21,6 +22,7 @@ from gpt import SampleConfig, api, inspect
 from gpt.bench_config import BenchConfig
 from gpt.decoding.context import CACHE_SHARE, KEPT, Context
 from gpt.decoding.engine import Engine, Request, Update
+from gpt.decoding.token_step import next_tokens
 from gpt.device import Compute
 from gpt.errors import NotANumber, UserError
 from gpt.model.params import cache_bytes
@@ -100,7 +102,12 @@ def test_requests_that_come_and_go_are_as_on_the_cpu(
     with disguise() as device:
         model = tiny_model(24).to("cuda")
         compute = Compute(torch.device("cuda"), torch.float32)
-        engine = Engine(Context(model, compute, 4, step=model.stack if fixed else None), {EOT}, 8, reuse=True)
+        engine = Engine(
+            Context(model, compute, 4, step=functools.partial(next_tokens, model) if fixed else None),
+            {EOT},
+            8,
+            reuse=True,
+        )
         events: list[list[Update]] = [[] for _ in wanted]
         cancelled, steps, left = set(), 0, deque(wanted)
         while left or engine.busy:
@@ -133,7 +140,7 @@ def test_what_is_not_finite_stays_in_its_row(disguise: Disguise, cancelled: bool
             model.lm_head.weight.copy_(model.wte.weight)
             model.wte.weight[EOT] = torch.nan
         compute = Compute(torch.device("cuda"), torch.float32)
-        engine = Engine(Context(model, compute, 2, step=model.stack), {EOT})
+        engine = Engine(Context(model, compute, 2, step=functools.partial(next_tokens, model)), {EOT})
         ends = Request([5] * 9, SampleConfig(max_tokens=8), bias=((EOT, 1e9),))
         good = Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((EOT, -1e9),))
         for request in (ends, good, good, good):
@@ -231,12 +238,12 @@ class Captures:
     def __call__(self, stack: Callable[..., Any], **how: Any) -> Callable[..., Any]:
         self.compiled += 1
 
-        def step(x: Any, rotations: Any, cache: Any) -> Any:
+        def step(model: Any, cache: Any, *rest: Any) -> Any:
             self.steps += 1
             if cache not in self.places:
                 self.captured += 1
                 self.places.add(cache)
-            return stack(x, rotations, cache)
+            return stack(model, cache, *rest)
 
         return step
 
