@@ -154,7 +154,7 @@ def h100() -> Iterator[None]:
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None,
+    scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Calls the kernel that CUDA would choose: FlashAttention-2, or the memory-efficient one with a mask."""
     if torch.is_autocast_enabled("cuda"):
