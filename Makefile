@@ -39,8 +39,9 @@ bench: $(VENV)/.made-dev
 	$(BIN)/python -m benchmarks.tokenize
 	$(BIN)/python -m benchmarks.finetune
 	$(BIN)/python -m benchmarks.lora
-	$(PIP) -e '.[bench]'
+	$(PIP) -e '.[bench,interop]'
 	$(BIN)/python -m benchmarks.decode
+	$(BIN)/python -m benchmarks.beams
 	-$(BIN)/python -m benchmarks.pages
 
 # The documentation as a site, build/site/index.html; a link that leads nowhere is an error.

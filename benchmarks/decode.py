@@ -1,265 +1,285 @@
-"""Measures decoding beside transformers and CTranslate2, and counts random cases that equal transformers'.
+"""Measures decoding in whole commands beside llama.cpp and transformers: `gpt sample`, long less short.
 
-    python -m benchmarks.decode             GPT-2 124M with random weights: speeds, and the table of exactness
-    python -m benchmarks.decode --tiny      the same on a tiny model in seconds, of no use as a measurement
+    python -m benchmarks.decode                                    GPT-2 124M and SmolLM2-135M's shape, random weights
+    python -m benchmarks.decode --only eight --model gpt2          a part of it
+    python -m benchmarks.decode --tiny                             a tiny model in seconds, of no use as a measurement
 
-Systems take turns, so that other work on the machine slows all of them alike; medians of rounds.
-Needs the extra `bench`.
+A command's time less that of one that generates a single token after a short prompt is the time of the other tokens, or
+of a longer prompt: start-up, which has a table of its own, is left out. All systems take turns in every round, so that
+other work on the machine slows all of them alike; ratios are taken within a round. Needs the extras `interop` and `hf`
+and GPT-2's vocabulary.
 """
 
 import argparse
-import random
+import json
+import os
+import pydoc_data.topics
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    MinPLogitsWarper,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
-from benchmarks.results import machine, write_section
+from benchmarks import steps
+from benchmarks.peers import THREADS
+from benchmarks.results import ROOT, SCRIPTS, machine, write_section
+from gpt import api
 from gpt.config import PRESETS, GPTConfig
-from gpt.decoding import logits as filters
 from gpt.decoding.bench import bandwidth_of
-from gpt.decoding.context import Context
-from gpt.decoding.engine import Engine, Request
-from gpt.decoding.weights import prepare, weight_bytes
 from gpt.device import Compute
+from gpt.errors import UserError
 from gpt.model.decoder import GPT
-from gpt.model.params import cache_bytes
-from gpt.model.quantize import round_to_int8
 from gpt.runs import checkpoint
 from gpt.sample_config import SampleConfig
+from gpt.text.backends import ByteBPE
+from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, gpt2_tokenizer
 
 CPU = Compute(torch.device("cpu"), torch.float32)
-BEAMS, ROWS = 4, 8
-Work = Callable[[], list[list[int]]]
+KINDS = {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}  # dtypes of ours, and the file of llama.cpp's beside them
+EIGHT, PROMPTS = 8, 4  # texts at once, and prompts that are read one after the other
+TIE = 1e-4  # nats between two ids, below which the rounding of sums decides
 
 
-def pair(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GPT2LMHeadModel]:
-    """Returns our model and transformers' with the same random weights."""
-    torch.manual_seed(seed)
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of tokens: prompts, and what is generated after the short one."""
+
+    prompt: int = 32
+    long_prompt: int = 512
+    new: int = 128
+    new_of_eight: int = 64
+
+
+TINY = Sizes(8, 40, 8, 8)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A command: ``new`` tokens of each of ``texts`` texts after a prompt, which has so many ids. ``batch`` of them are
+    computed at once, all by default."""
+
+    prompt: int
+    new: int
+    texts: int = 1
+    batch: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the measurement: the tokens that ``long`` computes and ``short`` does not.
+
+    ``bars`` are the least ratios to llama.cpp by kind, and ``over_transformers`` in float32 to transformers.
+    """
+
+    title: str
+    short: Work
+    long: Work
+    bars: dict[str, float]
+    over_transformers: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens, of prompts or after them, by which the commands differ."""
+        long, short = self.long, self.short
+        if long.prompt == short.prompt:
+            return long.texts * (long.new - short.new)
+        return long.texts * long.prompt - short.texts * short.prompt
+
+
+def parts(sizes: Sizes) -> dict[str, Part]:
+    """Returns the parts by name."""
+    one, eight = Work(sizes.prompt, 1), Work(sizes.prompt, 1, EIGHT)
+    twice = dict.fromkeys(KINDS, 2.0)
+    return {
+        "one": Part("one text", one, replace(one, new=sizes.new), {"float32": 1.0, "int8": 1.0, "int4": 0.9}, 1.35),
+        # Several prompts, one after the other: one alone is read within what start-up takes now more, now less.
+        "prompt": Part("reading prompts", one, Work(sizes.long_prompt, 1, PROMPTS, batch=1), twice),
+        "eight": Part("8 texts at once", eight, replace(eight, new=sizes.new_of_eight), twice),
+    }
+
+
+Command = Callable[[Work], list[str]]
+
+
+class Bench:
+    """A model in every form that is measured, and the commands that generate with it."""
+
+    def __init__(self, config: GPTConfig, tokenizer: Tokenizer, place: Path) -> None:
+        self.tokenizer, self.place, self.model = tokenizer, place, random_model(config)
+        if not place.exists():
+            place.mkdir(parents=True)
+            checkpoint.save(place / "float32", self.model, checkpoint.TokenizerFiles(tokenizer, config), {})
+            for dtype, kind in KINDS.items():
+                api.export(place / "float32", place / f"{kind}.gguf", type=kind, device="cpu")
+                if dtype != "float32":
+                    api.export(place / "float32", place / dtype, dtype=dtype, device="cpu")
+        self.ids = tokenizer.encode("\n".join(pydoc_data.topics.topics.values())[:20_000]).tolist()
+
+    def prompt(self, count: int) -> str:
+        """Returns a text of about ``count`` tokens."""
+        return self.tokenizer.decode(self.ids[:count])
+
+    def gpt(self, dtype: str) -> Command:
+        """Returns our command."""
+        return lambda work: [
+            str(SCRIPTS / "gpt"), "sample", self.prompt(work.prompt), "--model", str(self.place / dtype),
+            "--dtype", dtype, "--greedy", "--ignore-eot", "-n", str(work.new), "-N", str(work.texts),
+            "--batch", str(work.batch), "--json",
+        ]  # fmt: skip
+
+    def peer(self, name: str, file: str) -> Command:
+        """Returns the command of another system."""
+        return lambda work: [
+            sys.executable, "-m", "benchmarks.peers", name, str(self.place / file),
+            json.dumps(self.tokenizer.prompt(self.prompt(work.prompt))), str(work.new), str(work.texts),
+            str(work.batch or work.texts),
+        ]  # fmt: skip
+
+    def commands(self, wanted: Collection[str]) -> dict[str, dict[str, Command]]:
+        """Returns the systems of each part with their commands, each of which has run once, so that its files are in
+        the system's cache. A dtype that `gpt sample` refuses is left out."""
+        shared: dict[str, Command] = {}
+        short = Work(1, 1)
+        for dtype, kind in KINDS.items():
+            try:
+                run(self.gpt(dtype)(short))
+            except subprocess.CalledProcessError as error:
+                print(f"{dtype} is left out: {error.stderr.strip()}", file=sys.stderr)
+                continue
+            shared |= {dtype: self.gpt(dtype), f"llama.cpp {kind}": self.peer("llama.cpp", f"{kind}.gguf")}
+            run(shared[f"llama.cpp {kind}"](short))
+        systems = {part: dict(shared) for part in wanted}
+        if "one" in wanted:
+            systems["one"]["transformers"] = self.peer("transformers", "float32")
+        return systems
+
+    def loaded(self) -> Iterator[tuple[str, api.LanguageModel]]:
+        """Yields the models as `gpt sample` loads them, but for dtypes that it refuses."""
+        for dtype in KINDS:
+            try:
+                yield dtype, api.load(self.place / dtype, dtype=dtype, device="cpu", sampling=SampleConfig())
+            except UserError as error:
+                print(f"{dtype} is left out: {error}", file=sys.stderr)
+
+
+def random_model(config: GPTConfig) -> GPT:
+    """Makes a model with random weights. Those of blocks are larger than at the start of a training: they would add so
+    little to the embeddings of the ids that each would be the likeliest to follow itself."""
+    torch.manual_seed(0)
     model = GPT(config).eval()
-    for parameter in model.parameters():
-        parameter.data += spread * torch.randn_like(parameter)
-    theirs = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=config.vocab_size, n_positions=config.block_size, n_embd=config.n_embd, n_layer=config.n_layer,
-            n_head=config.n_head, bos_token_id=0, eos_token_id=0,
-        )
-    ).eval()  # fmt: skip
-    theirs.load_state_dict(checkpoint.to_stored(config, model.state_dict()), strict=False)
-    theirs.tie_weights()
-    return model, theirs
+    for block in model.h:
+        for parameter in block.parameters():
+            if parameter.dim() == 2:
+                parameter.data.mul_(4)
+    return model
 
 
-def ours(model: GPT, prompts: list[list[int]], new: int, beam: int = 0) -> list[list[int]]:
-    """Generates as `gpt sample` does, without the tokenizer: greedily, or the best of ``beam`` beams."""
-    config = SampleConfig(greedy=not beam, beam=beam, max_tokens=new, ignore_eot=True)
-    context = Context(model, CPU, len(prompts) * max(1, beam), len(prompts[0]) + new)
-    engine, found = Engine(context, ends=()), [list[int]() for _ in prompts]
-    for prompt in prompts:
-        engine.add(Request(prompt, config))
-    for event in engine.run():
-        found[event.number] += [token.id for token in event.tokens]
-    return found
-
-
-def transformers(model: GPT2LMHeadModel, prompts: list[list[int]], new: int, beam: int = 1) -> list[list[int]]:
-    """Generates with transformers' ``generate`` and its cache."""
-    x = torch.tensor(prompts)
-    with torch.inference_mode():
-        out = model.generate(
-            x, attention_mask=torch.ones_like(x), do_sample=False, num_beams=beam, max_new_tokens=new,
-            eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-    return [row[x.size(1) :].tolist() for row in out]
-
-
-def ctranslate2(
-    theirs: GPT2LMHeadModel, folder: Path, kind: str
-) -> Callable[[list[list[int]], int, int], list[list[int]]]:
-    """Returns a function that generates with CTranslate2, which converts the weights from a transformers folder."""
-    import ctranslate2 as ct2
-    from ctranslate2.converters import TransformersConverter
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"t{id}": id for id in range(theirs.config.vocab_size)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, "t0")), bos_token="t0", eos_token="t0", unk_token="t0"
-    )
-    if not (folder / "hf").exists():
-        theirs.save_pretrained(folder / "hf")
-        tokenizer.save_pretrained(folder / "hf")
-    TransformersConverter(str(folder / "hf")).convert(str(folder / kind), quantization=kind)
-    generator = ct2.Generator(
-        str(folder / kind), device="cpu", compute_type=kind, intra_threads=torch.get_num_threads()
-    )
-
-    def run(prompts: list[list[int]], new: int, beam: int) -> list[list[int]]:
-        found = generator.generate_batch(
-            [[f"t{id}" for id in prompt] for prompt in prompts], beam_size=beam, max_length=new, min_length=new,
-            include_prompt_in_result=False, sampling_topk=1,
-        )  # fmt: skip
-        return [list(each.sequences_ids[0]) for each in found]
-
-    return run
-
-
-def in_turn(works: dict[str, Work], rounds: int) -> dict[str, float]:
-    """Runs the works in turn, ``rounds`` times after a warm-up, and returns the median seconds of each."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(rounds + 1):
-        for name, work in works.items():
-            started = time.perf_counter()
-            found = work()
-            if turn:  # the first is warm-up
-                times[name].append(time.perf_counter() - started)
-            assert len({len(ids) for ids in found}) == 1
-    return {name: statistics.median(each) for name, each in times.items()}
-
-
-def speeds(config: GPTConfig, prompt: int, new: int, rounds: int) -> list[str]:
-    """Returns tables of tokens per second."""
-    model, theirs = pair(config)
-    chance = random.Random(0)
-    prompts = [[chance.randrange(config.vocab_size) for _ in range(prompt)] for _ in range(ROWS)]
-    one = prompts[:1]
-    int8 = prepare(round_to_int8(pair(config)[0]), CPU)
-    packed = prepare(model, CPU)
-    with tempfile.TemporaryDirectory() as folder:
-        exact, rounded = (ctranslate2(theirs, Path(folder), kind) for kind in ("float32", "int8"))
-        works: dict[str, Work] = {
-            "greedy, float32, `gpt`": lambda: ours(packed, one, new),
-            "greedy, float32, transformers": lambda: transformers(theirs, one, new),
-            "greedy, float32, CTranslate2": lambda: exact(one, new, 1),
-            "greedy, int8, `gpt`": lambda: ours(int8, one, new),
-            "greedy, int8, CTranslate2": lambda: rounded(one, new, 1),
-            f"beam {BEAMS}, float32, `gpt`": lambda: ours(packed, one, new, BEAMS),
-            f"beam {BEAMS}, float32, transformers": lambda: transformers(theirs, one, new, BEAMS),
-            f"beam {BEAMS}, float32, CTranslate2": lambda: exact(one, new, BEAMS),
-            f"beam {BEAMS}, int8, `gpt`": lambda: ours(int8, one, new, BEAMS),
-            f"beam {BEAMS}, int8, CTranslate2": lambda: rounded(one, new, BEAMS),
-            f"{ROWS} prompts, greedy, float32, `gpt`": lambda: ours(packed, prompts, new),
-            f"{ROWS} prompts, greedy, float32, transformers": lambda: transformers(theirs, prompts, new),
-            f"{ROWS} prompts, greedy, int8, `gpt`": lambda: ours(int8, prompts, new),
-        }
-        equal = ours(packed, one, new) == transformers(theirs, one, new)
-        seconds = in_turn(works, rounds)
-    bandwidth, cached = bandwidth_of(CPU), cache_bytes(config, prompt + new // 2, 4)
-    lines = [
-        f"Prompt {prompt}, {new} new tokens, {torch.get_num_threads()} threads; whole requests, prompt included; "
-        f"medians of {rounds} rounds in turn. Ids of the greedy text: {'equal to' if equal else 'NOT'} transformers'.",
-        f"Memory reads {bandwidth / 1e9:.1f} GB/s; at that, "
-        + ", ".join(
-            f"{bandwidth / (weight_bytes(each, CPU) + cached):.0f} tokens/s in {name}"
-            for name, each in (("float32", packed), ("int8", int8))
-        )
-        + " at one text.",
-        "",
-        "| what | tokens/s |",
-        "|---|---:|",
-    ]
-    for name, each in seconds.items():
-        count = ROWS if name.startswith(f"{ROWS} prompts") else 1
-        lines.append(f"| {name} | {count * new / each:.1f} |")
-    return [*lines, "", *_ratios(seconds)]
-
-
-def _ratios(seconds: dict[str, float]) -> list[str]:
-    many = f"{ROWS} prompts, greedy, float32, `gpt`"
-    pairs = [
-        ("float32 greedy, of transformers'", "greedy, float32, transformers", "greedy, float32, `gpt`", 1),
-        (f"beam {BEAMS}, of transformers'", f"beam {BEAMS}, float32, transformers", f"beam {BEAMS}, float32, `gpt`", 1),
-        ("int8 greedy, of CTranslate2's", "greedy, int8, CTranslate2", "greedy, int8, `gpt`", 1),
-        (f"int8 beam {BEAMS}, of CTranslate2's", f"beam {BEAMS}, int8, CTranslate2", f"beam {BEAMS}, int8, `gpt`", 1),
-        (f"{ROWS} prompts, of one's rate", "greedy, float32, `gpt`", many, ROWS),
-    ]
-    return ["| ratio | |", "|---|---:|"] + [
-        f"| {name} | {n * seconds[a] / seconds[b]:.2f} |" for name, a, b, n in pairs
-    ]
-
-
-def exactness(cases: int) -> list[str]:
-    """Returns a table of how many random cases equal transformers'."""
-    greedy = beams = 0
-    for seed in range(cases):
-        chance = random.Random(seed)
-        model, theirs = pair(GPTConfig(30, 64, 2, 2, 16), 0.3, seed)
-        prompt, new = [chance.randrange(30) for _ in range(1 + seed % 7)], chance.randint(1, 14)
-        greedy += ours(model, [prompt], new) == transformers(theirs, [prompt], new)
-        how = {
-            "beam": chance.randint(2, 8),
-            "length_penalty": chance.choice([0.0, 0.5, 1.0, 1.5, 2.0]),
-            "early_stopping": chance.choice(["off", "on", "never"]),
-            "no_repeat_ngram": chance.choice([0, 0, 2, 3]),
-            "repetition_penalty": chance.choice([0.0, 0.0, 1.3]),
-        }
-        beams += _beams_equal(model, theirs, prompt, seed % 30, new, how)
-    rows = [("greedy", greedy, cases), ("beam search, best of all that ended", beams, cases)]
-    rows += [(name, sum(_filter_equal(name, seed) for seed in range(cases)), cases) for name in FILTERS]
-    return ["| random cases | equal to transformers' | of |", "|---|---:|---:|"] + [
-        f"| {name} | {equal} | {count} |" for name, equal, count in rows
-    ]
-
-
-def _beams_equal(
-    model: GPT, theirs: GPT2LMHeadModel, prompt: list[int], eot: int, new: int, how: dict[str, Any]
-) -> bool:
-    config = SampleConfig(**how, n_best=how["beam"], max_tokens=new)
-    engine = Engine(Context(model, CPU, config.beam), {eot})
-    engine.add(Request(prompt, config))
-    *_, event = engine.run()
-    best = event.best
-    x = torch.tensor([prompt])
-    out = theirs.generate(
-        x, attention_mask=torch.ones_like(x), do_sample=False, num_beams=config.beam, max_new_tokens=new,
-        eos_token_id=eot, pad_token_id=eot, length_penalty=config.length_penalty,
-        early_stopping={"off": False, "on": True, "never": "never"}[config.early_stopping],
-        no_repeat_ngram_size=config.no_repeat_ngram or None, repetition_penalty=config.repetition_penalty or None,
-        num_return_sequences=config.beam, return_dict_in_generate=True, output_scores=True,
+def run(words: Sequence[str]) -> tuple[float, str]:
+    """Runs a command, with threads left to its defaults, and returns its seconds and its stdout."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "GPT_"))}
+    started = time.perf_counter()
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment | {"HF_HUB_OFFLINE": "1"}, check=True, capture_output=True, text=True,
+        encoding="utf-8", timeout=600,
     )  # fmt: skip
-    rows = [row[len(prompt) :].tolist() for row in out.sequences]
-    expected = [row[: row.index(eot) + 1] if eot in row else row for row in rows]
-    near = all(abs(each.score - score) < 1e-4 for each, score in zip(best, out.sequences_scores.tolist(), strict=True))
-    return [each.ids for each in best] == expected and near
+    return time.perf_counter() - started, done.stdout
 
 
-FILTERS: dict[str, tuple[Callable[[torch.Tensor, list[int], float], torch.Tensor], Callable[[float], Any]]] = {
-    "temperature": (lambda x, _, p: filters.warm(x, 0.1 + p), lambda p: TemperatureLogitsWarper(0.1 + p)),
-    "top-k": (lambda x, _, p: filters.keep_top_k(x, 1 + int(60 * p)), lambda p: TopKLogitsWarper(1 + int(60 * p))),
-    "top-p": (lambda x, _, p: filters.keep_top_p(x, p), lambda p: TopPLogitsWarper(p)),
-    "min-p": (lambda x, _, p: filters.keep_min_p(x, p), lambda p: MinPLogitsWarper(p)),
-    "repetition penalty": (
-        lambda x, past, p: filters.penalize(x, past, 0.5 + p),
-        lambda p: RepetitionPenaltyLogitsProcessor(0.5 + p),
-    ),
-    "no-repeat n-gram": (
-        lambda x, past, p: filters.exclude(x, filters.repeats(past, 1 + int(4 * p))),
-        lambda p: NoRepeatNGramLogitsProcessor(1 + int(4 * p)),
-    ),
-}
+Rates = dict[str, list[float]]  # tokens per second of each round, by system
 
 
-def _filter_equal(name: str, seed: int) -> bool:
-    chance = random.Random(seed)
-    logits = 3 * torch.randn(1, 50, generator=torch.Generator().manual_seed(seed))
-    past, p = [chance.randrange(7) for _ in range(20)], chance.uniform(0.01, 0.99)
-    mine, theirs = FILTERS[name]
-    found, expected = mine(logits[0], past, p).softmax(-1), theirs(p)(torch.tensor([past]), logits)[0].softmax(-1)
-    return torch.equal(found > 0, expected > 0) and torch.allclose(found, expected, atol=1e-6)
+def measure(wanted: dict[str, Part], bench: Bench, rounds: int) -> tuple[dict[str, Rates], dict[str, list[int]]]:
+    """Runs all systems in turn. Returns the rates of each part, and the float32 ids of one text that `gpt` and
+    transformers chose."""
+    systems = bench.commands(wanted) if wanted else {}
+    rates = {name: {system: list[float]() for system in systems[name]} for name in wanted}
+    texts: dict[str, list[int]] = {}
+    for _ in range(rounds):
+        seconds: dict[tuple[str, Work], float] = {}
+        for name, part in wanted.items():
+            for system, command in systems[name].items():
+                for work in (part.short, part.long):
+                    if (system, work) not in seconds:
+                        seconds[system, work], out = run(command(work))
+                if part.long.new > 1 and part.long.texts == 1 and system in ("float32", "transformers"):
+                    found = json.loads(out)
+                    texts[system] = found["tokens"] if system == "float32" else found[0]
+                rates[name][system].append(part.tokens / (seconds[system, part.long] - seconds[system, part.short]))
+    return rates, texts
+
+
+def table(part: Part, rates: Rates) -> Iterator[str]:
+    """Yields a table of medians, and of the medians of the rounds' ratios."""
+    yield "| weights | `gpt`, tokens/s | llama.cpp | ratio | of rounds | at least |"
+    yield "|---|---:|---:|---:|---|---:|"
+    pairs = [(dtype, f"llama.cpp {kind}", part.bars[dtype]) for dtype, kind in KINDS.items() if dtype in rates]
+    if "transformers" in rates:
+        pairs.append(("float32", "transformers", part.over_transformers or 0.0))
+    for dtype, peer, bar in pairs:
+        ours, theirs = rates[dtype], rates[peer]
+        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+        named = f"{dtype}, transformers" if peer == "transformers" else f"{dtype}, {peer.split()[1].upper()}"
+        yield (
+            f"| {named} | {statistics.median(ours):,.1f} | {statistics.median(theirs):,.1f} | "
+            f"{statistics.median(ratios):.2f} | {', '.join(f'{each:.2f}' for each in ratios)} | {bar:.2f} |"
+        )
+
+
+@torch.inference_mode()
+def likeliest(model: GPT, prompt: Sequence[int], ids: Sequence[int]) -> list[tuple[int, float]]:
+    """Returns where ids are not the likeliest ones after a prompt and those before them, with the nats that they lack,
+    by a model whose weights are not packed and which has no cache."""
+    logits = model(torch.tensor([[*prompt, *ids[:-1]]]))[0, len(prompt) - 1 :]
+    gaps = logits.amax(-1) - logits.gather(-1, torch.tensor(ids)[:, None])[:, 0]
+    return [(at, gap) for at, gap in enumerate(gaps.tolist()) if gap]
+
+
+def exactness(bench: Bench, part: Part, texts: dict[str, list[int]]) -> Iterator[str]:
+    """Yields lines about the float32 ids of one text."""
+    ids = texts["float32"]
+    others = likeliest(bench.model, bench.tokenizer.prompt(bench.prompt(part.long.prompt)), ids)
+    far = [f"token {at}: {gap:.1e}" for at, gap in others if gap >= TIE]
+    near = ", ".join(f"token {at}: {gap:.1e}" for at, gap in others if gap < TIE) or "none"
+    yield ""
+    yield (
+        f"Of {len(ids)} float32 ids ({len(set(ids))} different ones) {len(ids) - len(others)} are the likeliest by the "
+        f"model without packing and cache; nearly (nats under {TIE:g}): {near}; "
+        + (f"NOT THE LIKELIEST: {', '.join(far)}." if far else "others: none.")
+    )
+    theirs = texts["transformers"]
+    same = next((at for at, pair in enumerate(zip(ids, theirs, strict=True)) if pair[0] != pair[1]), None)
+    yield f"transformers' text is {'the same' if same is None else f'another from token {same} on'}."
+
+
+def step_lines(bench: Bench) -> Iterator[str]:
+    """Yields a table of where a token's time goes."""
+    yield "Milliseconds; choice: from logits to an id; host: the engine's bookkeeping."
+    yield ""
+    yield from steps.table(bench.loaded(), (1, EIGHT))
+
+
+def models(tiny: bool) -> Iterator[tuple[str, GPTConfig, Tokenizer]]:
+    """Yields models' names, shapes and tokenizers: GPT-2's vocabulary, as far as the model has ids for it."""
+    if tiny:
+        yield "tiny", GPTConfig(257, 128, 2, 2, 64), bytes_tokenizer()
+        return
+    whole = gpt2_tokenizer()
+    for name in ("gpt2", "smollm2-135m"):
+        config = PRESETS[name].model
+        tokenizer = whole
+        if config.vocab_size < whole.vocab_size:
+            assert isinstance(whole.backend, ByteBPE)
+            ranks = dict(islice(sorted(whole.backend.ranks.items(), key=lambda each: each[1]), config.vocab_size - 1))
+            backend = ByteBPE(whole.backend.pattern, ranks)
+            tokenizer = replace(whole, name="cut", backend=backend, eot=config.vocab_size - 1)
+        yield name, config, tokenizer
 
 
 def main() -> None:
@@ -267,21 +287,37 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=["speed", "exactness"])
+    parser.add_argument("--only", choices=[*parts(TINY), "steps"], nargs="+")
+    parser.add_argument("--model", choices=["gpt2", "smollm2-135m"])
+    parser.add_argument("--folder", type=Path, help="make the models here, or take those that are here")
     asked = parser.parse_args()
-    config = GPTConfig(300, 64, 2, 2, 16) if asked.tiny else PRESETS["gpt2"].model
-    prompt, new = (8, 8) if asked.tiny else (32, 128)
-    parts = {
-        "speed": ("Decoding", lambda: speeds(config, prompt, new, asked.rounds)),
-        "exactness": ("Decoding, equal to transformers'", lambda: exactness(5 if asked.tiny else 200)),
-    }
-    for name, (title, work) in parts.items():
-        if asked.only in (None, name):
-            lines = [*machine("python -m benchmarks.decode"), f"- torch {torch.__version__}", "", *work()]
+    every = parts(TINY if asked.tiny else Sizes())
+    wanted = {name: part for name, part in every.items() if name in (asked.only or every)}
+    for name, config, tokenizer in models(asked.tiny):
+        if asked.model not in (None, name):
+            continue
+        with tempfile.TemporaryDirectory(prefix="gpt-") as folder:
+            bench = Bench(config, tokenizer, (asked.folder or Path(folder)) / name)
+            speed = bandwidth_of(CPU)
+            rates, texts = measure(wanted, bench, asked.rounds)
+            sections = {
+                f"Decoding, {name}: {part.title}": [
+                    *table(part, rates[key]), *(exactness(bench, part, texts) if key == "one" else [])
+                ] for key, part in wanted.items()
+            }  # fmt: skip
+            if "steps" in (asked.only or ["steps"]):
+                sections[f"Where a token's time goes, {name}"] = list(step_lines(bench))
+        about = [
+            *machine("python -m benchmarks.decode"),
+            f"- torch {torch.__version__}, transformers {version('transformers')}, xllamacpp {version('xllamacpp')}, "
+            f"{THREADS} threads; just before, memory read {speed / 1e9:.1f} GB/s",
+            "",
+        ]
+        for title, lines in sections.items():
             if asked.tiny:
                 print("\n".join(lines))
             else:
-                write_section(title, lines)
+                write_section(title, [*about, *lines])
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 import contextlib
 import errno
+import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
+from importlib import import_module
 
 import typer
 
@@ -12,34 +14,11 @@ from gpt import __version__, waiting
 from gpt.errors import Interrupted, UserError, device_failure, is_out_of_memory
 from gpt.parallel import environment
 
-from . import (
-    bench,
-    data,
-    evaluate,
-    export,
-    inspect,
-    params,
-    processes,
-    render,
-    report,
-    sample,
-    serve,
-    tokenize,
-    tokenizer,
-    train,
-)
+from . import processes, render
 
 EPILOG = (
     "Every option has a twin in the environment, GPT_<COMMAND>_<OPTION>: GPT_TRAIN_STEPS=100 is --steps 100. "
     "With --debug, also after a command, an error shows where it came from."
-)
-
-app = typer.Typer(
-    name="gpt",
-    help="Train and use your own GPT: a decoder of the GPT-2/GPT-3 family, from any text.",
-    epilog=EPILOG,
-    pretty_exceptions_enable=False,
-    context_settings={"auto_envvar_prefix": "GPT", "help_option_names": ["-h", "--help"]},
 )
 
 
@@ -50,29 +29,48 @@ def _help(context: typer.Context) -> None:
 
 
 _TWINS = "Each option has a twin in the environment: GPT_{}_<OPTION>."
-COMMANDS: dict[str, Callable[..., object]] = {
-    "train": train.train,
-    "sample": sample.sample,
-    "eval": evaluate.evaluate,
-    "tokenize": tokenize.tokenize,
-    "params": params.params,
-    "report": report.report,
-    "bench": bench.bench,
-    "export": export.export,
-    "serve": serve.serve,
+COMMANDS = {  # by name, the module with a function of the same name; in the order of the help page
+    "train": "train",
+    "sample": "sample",
+    "eval": "evaluate",
+    "tokenize": "tokenize",
+    "params": "params",
+    "report": "report",
+    "bench": "bench",
+    "export": "export",
+    "serve": "serve",
 }
-for name, command in COMMANDS.items():
-    app.command(name, epilog=_TWINS.format(name.upper()))(command)
-GROUPS: dict[str, typer.Typer] = {
-    "tokenizer": tokenizer.app,
-    "data": data.app,
-    "inspect": inspect.app,
-}
-for name, group in GROUPS.items():
-    for info in group.registered_commands:
-        info.epilog = _TWINS.format(f"{name}_{info.name}".upper())
-    group.callback(invoke_without_command=True)(_help)
-    app.add_typer(group, name=name)
+GROUPS = ("tokenizer", "data", "inspect")
+
+
+def make_app(args: Sequence[str] = ()) -> typer.Typer:
+    """Builds the app with the one command or group that ``args`` begin with, or else with all of them: importing and
+    building them takes time."""
+    app = typer.Typer(
+        name="gpt",
+        help="Train and use your own GPT: a decoder of the GPT-2/GPT-3 family, from any text.",
+        epilog=EPILOG,
+        pretty_exceptions_enable=False,
+        context_settings={"auto_envvar_prefix": "GPT", "help_option_names": ["-h", "--help"]},
+    )
+    app.callback(invoke_without_command=True)(_main)
+    names = [*COMMANDS, *GROUPS]
+    for name in [name for name in names if name in args[:1]] or names:
+        if name in COMMANDS:
+            command = getattr(import_module(f"gpt_cli.{COMMANDS[name]}"), COMMANDS[name])
+            app.command(name, epilog=_TWINS.format(name.upper()))(command)
+        else:
+            group = _group(name)
+            for info in group.registered_commands:
+                info.epilog = _TWINS.format(f"{name}_{info.name}".upper())
+            group.callback(invoke_without_command=True)(_help)
+            app.add_typer(group, name=name)
+    return app
+
+
+def _group(name: str) -> typer.Typer:
+    group: typer.Typer = import_module(f"gpt_cli.{name}").app
+    return group
 
 
 def _print_version(wanted: bool) -> None:
@@ -81,7 +79,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
 def _main(
     context: typer.Context,
     version: bool = typer.Option(
@@ -103,6 +100,7 @@ def run() -> None:
     status: list[int] = []
     processes.end_abruptly(status)
     status.append(main(sys.argv[1:]))
+    gc.freeze()  # the last collection of an ending interpreter looks through all modules: 0.4 s with torch's
     sys.exit(status[0])
 
 
@@ -111,7 +109,8 @@ def main(args: list[str]) -> int:
     render.make_output_safe()
     debug = "--debug" in args or bool(os.environ.get("GPT_DEBUG"))
     try:
-        status = app(_with_values([arg for arg in args if arg != "--debug"]), standalone_mode=False, obj=args)
+        words = _with_values([arg for arg in args if arg != "--debug"])
+        status = make_app(words)(words, standalone_mode=False, obj=args)
         sys.stdout.flush()
         if status == 130:  # how typer passes on a Ctrl-C
             render.note("interrupted")
@@ -141,7 +140,7 @@ def _command(args: list[str]) -> str:
     at = next((i for i, arg in enumerate(args) if arg in COMMANDS or arg in GROUPS), None)
     if at is None:
         return "COMMAND"
-    within = [info.name for info in GROUPS[args[at]].registered_commands] if args[at] in GROUPS else []
+    within = [info.name for info in _group(args[at]).registered_commands] if args[at] in GROUPS else []
     return " ".join([args[at], *[arg for arg in args[at + 1 :] if arg in within][:1]])
 
 

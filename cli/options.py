@@ -44,8 +44,8 @@ SamplingDtype = Annotated[
     str,
     one_of(
         get_args(sample_config.Dtype),
-        help="auto: bfloat16 on newer CUDA devices, else float32; int8: weights rounded, "
-        "on CPUs activations too: smaller, faster, and a little worse.",
+        help="auto: bfloat16 on newer CUDA devices, else float32; int8, int4: weights rounded, "
+        "in int8 on CPUs activations too: smaller, faster, and a little worse, int4 more so.",
         rich_help_panel="Machine",
     ),
 ]

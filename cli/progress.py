@@ -1,6 +1,7 @@
 """Progress on stderr: live on a terminal, a plain line every few seconds elsewhere."""
 
 import contextlib
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -22,13 +23,16 @@ PLAIN_SECONDS = 5.0  # between lines of progress where there is no terminal
 
 @contextlib.contextmanager
 def starting(quiet: bool) -> Iterator[None]:
-    """Shows a spinner on a terminal while torch is imported."""
+    """Shows a spinner on a terminal while torch is imported. Garbage is not looked for meanwhile: an import makes many
+    objects and hardly any garbage, and looking through them takes a tenth of its time."""
     console = stderr()
-    if quiet or not console.is_terminal:
-        yield
-        return
-    with console.status("starting …"):
-        yield
+    shown = not quiet and console.is_terminal
+    gc.disable()
+    try:
+        with console.status("starting …") if shown else contextlib.nullcontext():
+            yield
+    finally:
+        gc.enable()
 
 
 class Sparkline:

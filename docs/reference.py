@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from gpt_cli.main import app
+from gpt_cli.main import make_app
 
 from gpt.config import TrainConfig
 
@@ -39,7 +39,7 @@ KINDS = {"int": "N", "float": "X", "str": "WORD", "path": "PATH", "list[str]": "
 
 def page() -> str:
     """Returns the whole page."""
-    root: Any = typer.main.get_command(app)
+    root: Any = typer.main.get_command(make_app())
     context = root.make_context("gpt", [], resilient_parsing=True)
     found = list(commands(root, context))
     listed = [f"- [`{name}`](#{name.replace(' ', '-')}): {_summary(command)}" for name, command, _ in found]

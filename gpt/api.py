@@ -16,10 +16,9 @@ from gpt import device as devices
 from gpt import events
 from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
-from gpt.decoding.bench import DecodingSpeed, measure
 from gpt.decoding.context import ContextPool
 from gpt.decoding.token_step import compiled
-from gpt.decoding.weights import is_int8, prepare
+from gpt.decoding.weights import Int4Linear, dtype_name, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.device import Compute
 from gpt.errors import UserError, did_you_mean
@@ -27,20 +26,20 @@ from gpt.evaluate import Documents, Encoded, Evaluation, OnWindow, evaluate
 from gpt.export_config import ExportConfig
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
-from gpt.model.quantize import round_to_int8
-from gpt.runs import adapter, checkpoint, folder, hf
+from gpt.model.quantize import round_matrices
+from gpt.runs import adapter, checkpoint, folder, hf, quantized
 from gpt.sample_config import Dtype, SampleConfig
 from gpt.settings import from_dict
-from gpt.text.corpus import Listener, open_corpus
 from gpt.text.shards import SIDES, Side
-from gpt.text.token_folder import TokenFolder
-from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # what trains or exports imports these: to sample, they need not be
+if TYPE_CHECKING:  # imported where they are needed: sampling starts without them
+    from gpt.decoding.bench import DecodingSpeed
     from gpt.exporting.card import Comparison
     from gpt.exporting.run import Exported
     from gpt.exporting.source import SourceModel
+    from gpt.text.corpus import Listener
+    from gpt.text.token_folder import TokenFolder
     from gpt.training.context import Listener as RunListener
     from gpt.training.context import Result
 
@@ -122,7 +121,7 @@ class LanguageModel:
         config: ReadConfig | None = None,
         side: str = "val",
         stride: int | None = None,
-        listen: Listener = lambda event: None,
+        listen: "Listener" = lambda event: None,
         on_window: OnWindow | None = None,
     ) -> Evaluation:
         """Measures the loss over files, folders or corpora by name, of any size; or over one ``side`` of a token
@@ -143,10 +142,13 @@ def _opened(
     tokenizer: Tokenizer,
     config: ReadConfig,
     side: Side,
-    listen: Listener,
+    listen: "Listener",
     note: Callable[[str], None] = lambda text: None,
-) -> Iterator[tuple[TokenFolder, Documents]]:
+) -> Iterator[tuple["TokenFolder", Documents]]:
     """Yields the ids of texts, or of one side of a token folder, with the folder that they are in."""
+    from gpt.text.corpus import open_corpus
+    from gpt.text.token_folder import TokenFolder
+    from gpt.text.tokenize import tokenize
     from gpt.training.data import tokenized
 
     path = tokenized(texts)
@@ -189,25 +191,29 @@ def load(
     the latest checkpoint is damaged, ``note`` says so and the one before is loaded.
 
     With the ``sampling`` settings of later calls, weights are laid out for steps of one token, in ``dtype`` itself and
-    not cast at each product; ``dtype`` "int8" rounds them. Weights that are stored in int8 are used so by themselves.
+    not cast at each product; ``dtype`` "int8" or "int4" rounds them. Weights that are stored so are used so by
+    themselves.
     Such a model can be neither trained nor saved. ``threads`` on a CPU are then chosen by the model's size, unless they
     are given.
     """
     found = folder.find_checkpoint(None if path is None else str(path), note)
-    bits = None if adapter.is_adapter(found) else hf.load_bits(found)
-    if sampling is not None and dtype == "auto" and bits == 8:
-        dtype = "int8"
+    stored = None if adapter.is_adapter(found) else hf.load_bits(found)
+    if sampling is not None and dtype == "auto":
+        dtype = next((name for name, each in quantized.BITS.items() if each == stored), dtype)
     compute = _pick(device, dtype)
-    int8, decodes = dtype == "int8", sampling is not None
-    compute = _fitted(found, compute, dtype, (decodes or int8) and not adapter.is_adapter(found), note)
+    bits, decodes = quantized.BITS.get(dtype), sampling is not None
+    compute = _fitted(found, compute, dtype, (decodes or bits is not None) and not adapter.is_adapter(found), note)
     finish, narrow = None, torch.float32
-    if decodes or int8:
+    if decodes or bits is not None:
         packed = sampling is not None and sampling.compile != "on"
         finish, narrow = functools.partial(prepare, compute=compute, packed=packed), compute.dtype
-    loaded = checkpoint.load(found, compute.device, dtype=narrow, mapped=True, finish=finish, int8=int8)
-    devices.use_threads(compute, threads, _parameters(loaded.model) if decodes else None)
-    if int8 and bits != 8:
-        note("int8 rounds the weights: gpt eval TEXT with and without --dtype int8 says what it costs this model")
+    count = breakdown(hf.load_config(folder.home(found))).trainable
+    devices.use_threads(compute, threads, count if decodes else None)  # first, since weights are laid out by them too
+    loaded = checkpoint.load(found, compute.device, dtype=narrow, mapped=True, finish=finish, bits=bits)
+    if bits not in (None, stored):
+        note(
+            f"{dtype} rounds the weights: gpt eval TEXT with and without --dtype {dtype} says what it costs this model"
+        )
     return LanguageModel(loaded.model, loaded.tokenizer, compute, found, note)
 
 
@@ -219,11 +225,12 @@ def _fitted(path: Path, compute: Compute, dtype: str, narrow: bool, note: Callab
     if narrow and dtype == "auto" and exact > memory:
         note(f"float32 weights take {exact / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} GB: bfloat16")
         compute = replace(compute, dtype=torch.bfloat16)
-    size = 4 if not narrow else 1 if dtype == "int8" else compute.dtype.itemsize
+    rounds = dtype == "int8" or (dtype == "int4" and Int4Linear.runs_on(compute.device))
+    size = 4 if not narrow else 1 if rounds else compute.dtype.itemsize
     if size * parameters > memory:
         raise UserError(
             f"the weights of {path} take {size * parameters / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} GB",
-            "sample in --dtype bfloat16 or int8, or take a smaller model",
+            "sample in --dtype bfloat16, int8 or int4, or take a smaller model",
         )
     return compute
 
@@ -233,11 +240,11 @@ def _parameters(model: GPT) -> int:
 
 
 def _pick(device: str, dtype: str) -> Compute:
-    """Chooses the device and the dtype of the weights that int8 does not round. Raises `UserError` for an unknown
+    """Chooses the device and the dtype of the weights that are not rounded. Raises `UserError` for an unknown
     dtype."""
     if dtype not in get_args(Dtype):
         raise UserError(f'there is no dtype "{dtype}"', did_you_mean(dtype, get_args(Dtype)))
-    return devices.pick(device, "auto" if dtype == "int8" else dtype)
+    return devices.pick(device, "auto" if dtype in quantized.BITS else dtype)
 
 
 @dataclass(frozen=True)
@@ -250,7 +257,7 @@ class Measured:
     dtype: str
     compiled: bool
     settings: BenchConfig
-    speed: DecodingSpeed
+    speed: "DecodingSpeed"
 
 
 def bench(
@@ -264,6 +271,8 @@ def bench(
     note: Callable[[str], None] = lambda text: None,
 ) -> Measured:
     """Measures how fast a model samples: ``target`` is a preset, with random weights, or what `load` takes."""
+    from gpt.decoding.bench import measure
+
     config = config or BenchConfig()
     sampling = SampleConfig(compile="on" if compile == "on" else "off")
     if isinstance(target, str) and target in PRESETS:
@@ -271,8 +280,8 @@ def bench(
         with compute.device:
             model = GPT(PRESETS[target].model).eval()
         devices.use_threads(compute, threads, _parameters(model))
-        if dtype == "int8":
-            round_to_int8(model, compute.dtype)
+        if dtype in quantized.BITS:
+            round_matrices(model, quantized.BITS[dtype], compute.dtype)
         prepare(model, compute, packed=compile != "on")
         name = target
     else:
@@ -281,10 +290,9 @@ def bench(
     config = config.fitted(model.config.block_size)
     step = compiled(model, compute, note) if compile == "on" else None
     speed = measure(model, compute, config, step)
-    kind = "int8" if is_int8(model) else compute.dtype_name
     count = _parameters(model)
     where = compute.describe().removesuffix(f", {compute.dtype_name}")
-    return Measured(name, count, where, kind, step is not None, config, speed)
+    return Measured(name, count, where, dtype_name(model, compute), step is not None, config, speed)
 
 
 def export(
@@ -294,7 +302,7 @@ def export(
     eval: str | None = None,
     device: str = "auto",
     note: Callable[[str], None] = lambda text: None,
-    listen: Listener = lambda event: None,
+    listen: "Listener" = lambda event: None,
     **settings: Any,
 ) -> "Exported":
     """Writes a model, which `load` takes, to ``out``: a GGUF file where it ends in .gguf, else a folder for publishing.
@@ -339,7 +347,7 @@ def export(
     )
 
 
-def _samples(model: LanguageModel, num: int, listen: Listener) -> list[str]:
+def _samples(model: LanguageModel, num: int, listen: "Listener") -> list[str]:
     found: list[str] = []
     for piece in model.write_all([""], num=num):
         if piece.sample is not None:
@@ -353,7 +361,7 @@ def _compared(
     source: "SourceModel",
     stored: checkpoint.Parameters,
     built: Callable[[checkpoint.Parameters], LanguageModel],
-    listen: Listener,
+    listen: "Listener",
 ) -> "Comparison":
     """Measures the loss on ``text`` with the weights as they are and as they are ``stored``."""
     from gpt.exporting.card import Comparison

@@ -13,7 +13,7 @@ MOST_BEAMS = 1024
 MOST_BIAS = 10**9  # either way; far beyond what logits differ by, and far within what a float holds
 
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 import contextlib
 import functools
+import gc
 import io
 import json
 import os
@@ -29,6 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 GPT2_RANKS = SHARED / "data" / "tiktoken"
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of hundreds of processes would compile our modules
+sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny: a second thread would only wait for the first
 
 for name in [name for name in os.environ if name.startswith("GPT_")]:
@@ -265,6 +268,12 @@ def two_runs(run_folder: Path, workdir: Path) -> list[Path]:
     kept.append(events.to_json(events.SampleEvent(15, 150, 1.5, text)))
     Path("two/metrics.jsonl").write_text("".join(line + "\n" for line in kept))
     return [Path("one"), Path("two")]
+
+
+def pytest_collection_finish() -> None:
+    """Leaves the modules of torch and others out of all garbage collections to come: there are a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 SLOW_FIXTURES = {

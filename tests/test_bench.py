@@ -15,7 +15,7 @@ from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.decoder import GPT
 from gpt.model.params import cache_bytes
-from gpt.model.quantize import round_to_int8
+from gpt.model.quantize import round_matrices
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 
@@ -54,7 +54,7 @@ def test_a_step_reads_each_matrix_once() -> None:
     assert weight_bytes(model, CPU) == 4 * all_but_positions
     assert weight_bytes(model, Compute(CPU.device, torch.bfloat16)) == 2 * all_but_positions
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2) - 16 * 8
-    assert weight_bytes(prepare(round_to_int8(model), CPU), CPU) == matrices + 4 * (all_but_positions - matrices)
+    assert weight_bytes(prepare(round_matrices(model, 8), CPU), CPU) == matrices + 4 * (all_but_positions - matrices)
     assert cache_bytes(PRESETS["gpt2"].model, 10, 4) == 2 * 12 * 768 * 10 * 4
 
 

@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
 
-from benchmarks import finetune, gpu
+from benchmarks import decode, finetune, gpu
+from gpt.config import GPTConfig
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process groups to end")
 
@@ -116,3 +118,39 @@ def test_english_with_its_italian() -> None:
     pairs = {pair["prompt"]: pair["completion"] for pair in finetune.phrases(5040)}
     assert pairs["we open the door =>"] == " apriamo la porta"
     assert pairs["he watches the sea =>"] == " guarda il mare"
+
+
+@pytest.mark.slow
+def test_decoding_is_measured_beside_llama_cpp_and_transformers() -> None:
+    pytest.importorskip("xllamacpp")
+    pytest.importorskip("transformers")
+    words = [sys.executable, "-m", "benchmarks.decode", "--tiny", "--rounds", "1", "--only", "one", "steps"]
+    done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300)
+    compared, taken_apart = done.stdout.split("Milliseconds; ")
+    rows = [line for line in compared.splitlines() if line.startswith("| ")]
+    assert {row.split(" | ")[0] for row in rows[1:]} >= {"| float32, F32", "| int8, Q8_0", "| float32, transformers"}
+    assert {row.count("|") for row in rows} == {7}
+    rows = [line for line in taken_apart.splitlines() if line.startswith("| ")]
+    assert {tuple(row.split(" | ")[:2]) for row in rows[1:]} >= {("| float32", "1"), ("| int8", "8")}
+    for row in rows[1:]:
+        step, products, _, *others = map(float, row.strip("| ").split(" | ")[2:])
+        assert step == pytest.approx(products + sum(others), abs=0.1)
+    assert "Of 8 float32 ids" in done.stdout and "NOT THE LIKELIEST" not in done.stdout
+    assert "transformers' text is the same." in done.stdout
+
+
+def test_rates_of_decoding_are_of_what_a_long_command_does_beyond_a_short_one() -> None:
+    parts = decode.parts(decode.Sizes())
+    assert {name: part.tokens for name, part in parts.items()} == {"one": 127, "prompt": 4 * 512 - 32, "eight": 8 * 63}
+    rates = {"float32": [50.0, 60.0, 10.0], "llama.cpp f32": [100.0, 50.0, 10.0]}
+    assert list(decode.table(parts["one"], rates))[2:] == [
+        "| float32, F32 | 50.0 | 50.0 | 1.00 | 0.50, 1.20, 1.00 | 1.00 |"
+    ]
+
+
+def test_ids_that_are_not_the_likeliest_are_found() -> None:
+    model = decode.random_model(GPTConfig(257, 32, 1, 2, 32))
+    ids = [int(model(torch.tensor([[1, 2]]))[0, -1].argmax())]
+    assert decode.likeliest(model, [1, 2], ids) == []
+    ((at, gap),) = decode.likeliest(model, [1, 2], [(ids[0] + 1) % 257])
+    assert at == 0 and gap > decode.TIE

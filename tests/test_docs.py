@@ -24,7 +24,7 @@ def test_the_reference_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_variables_of_the_reference_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    root: Any = typer.main.get_command(reference.app)
+    root: Any = typer.main.get_command(reference.make_app())
     page = reference.PAGE.read_text(encoding="utf-8")
     count = 0
     for _, command, context in reference.commands(root, root.make_context("gpt", [], resilient_parsing=True)):

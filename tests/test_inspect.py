@@ -350,7 +350,7 @@ def test_similarity_of_rotary_places_is_a_score(scaling: RopeScaling | None) -> 
     assert found.table is None
     ones = torch.ones(1, 1, 13, 8) / math.sqrt(8)
     assert model.rope is not None
-    turned = rotate(ones, model.rope)[0, 0]
+    turned = rotate(ones, (model.rope[0], model.rope[1]))[0, 0]
     assert np.allclose(found.similarity, (turned @ turned[0]).numpy(), atol=1e-5)
 
 

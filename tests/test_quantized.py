@@ -19,7 +19,7 @@ from torch import Tensor
 import gpt as library
 from gpt import api
 from gpt.config import ARCHITECTURES, GPTConfig
-from gpt.decoding.weights import Int8Linear
+from gpt.decoding.weights import Int4Linear, Int8Linear
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.decoder import GPT
@@ -39,6 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "narrow": {"n_embd": 24},  # rows of which are no groups of 32
 }
 SAMPLING = SampleConfig()
+fast_int4 = Int4Linear.runs_on(torch.device("cpu"))
 
 
 def save(path: Path, **properties: Any) -> Path:
@@ -146,15 +147,16 @@ def test_numbers_at_the_ends_of_float16() -> None:
 # What a folder computes
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_folder_of_int8_is_the_option_int8(made: Made, shape: str) -> None:
-    plain, rounded = made(shape), made(shape, "float32-int8")
+def test_a_rounded_folder_is_the_option(made: Made, shape: str, dtype: str) -> None:
+    plain, rounded = made(shape), made(shape, f"float32-{dtype}")
     for how in ({"sampling": SAMPLING}, {"sampling": SampleConfig(compile="on")}, {}):
-        assert torch.equal(logits(rounded, dtype="int8", **how), logits(plain, dtype="int8", **how))
-    assert torch.equal(logits(rounded, sampling=SAMPLING), logits(plain, dtype="int8", sampling=SAMPLING))
+        assert torch.equal(logits(rounded, dtype=dtype, **how), logits(plain, dtype=dtype, **how))
+    assert torch.equal(logits(rounded, sampling=SAMPLING), logits(plain, dtype=dtype, sampling=SAMPLING))
     one, other = (
-        library.load(path, dtype=dtype, sampling=SAMPLING).generate("ab", greedy=True, max_tokens=60)
-        for path, dtype in ((rounded, "auto"), (plain, "int8"))
+        library.load(path, dtype=how, sampling=SAMPLING).generate("ab", greedy=True, max_tokens=60)
+        for path, how in ((rounded, "auto"), (plain, dtype))
     )
     assert one == other
 
@@ -237,12 +239,12 @@ def pair(run_folder: Path, workdir: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     "words",
     [
-        "sample the -m MODEL -n 20 --greedy --json --logprobs 2 --ignore-eot",
-        "sample the -m MODEL -n 20 --seed 3 -N 3",
-        "sample the -m MODEL -n 12 --beam 3 --json",
-        "sample -m MODEL -n 12 --greedy --prompts prompts.jsonl",
-        "sample the -m MODEL -n 20 --greedy --speculate 4",
-        "sample -i -m MODEL -n 8 --seed 1",
+        "sample the -m MODEL -n 20 --greedy --json --logprobs 2 --ignore-eot --dtype float32",
+        "sample the -m MODEL -n 20 --seed 3 -N 3 --dtype float32",
+        "sample the -m MODEL -n 12 --beam 3 --json --dtype float32",
+        "sample -m MODEL -n 12 --greedy --prompts prompts.jsonl --dtype float32",
+        "sample the -m MODEL -n 20 --greedy --speculate 4 --dtype float32",
+        "sample -i -m MODEL -n 8 --seed 1 --dtype float32",
         "sample the -m MODEL -n 12 --greedy --dtype int8",
         "sample the -m MODEL -n 12 --greedy --dtype bfloat16",
         "eval MODEL text.txt --json",
@@ -272,9 +274,10 @@ def test_commands(gpt: Gpt, pair: tuple[Path, Path], words: str) -> None:
     assert found[0].out == found[1].out
 
 
-def test_bench_says_int8(gpt: Gpt, made: Made) -> None:
-    words = ("bench", made("gpt2", "float32-int8"), "-n", "2", "--rounds", "1", "--prompt-tokens", "4", "--json")
-    assert json.loads(gpt(*words).out)["dtype"] == "int8"
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_bench_says_the_dtype(gpt: Gpt, made: Made, dtype: str) -> None:
+    words = ("bench", made("gpt2", f"float32-{dtype}"), "-n", "2", "--rounds", "1", "--prompt-tokens", "4", "--json")
+    assert json.loads(gpt(*words).out)["dtype"] == (dtype if dtype == "int8" or fast_int4 else "float32")
     assert json.loads(gpt(*words, "--dtype", "float32").out)["dtype"] == "float32"
     done = gpt(*words, "--compile", "on")
     assert (done.code, "are not compiled" in done.err) == (0, True)
@@ -284,9 +287,10 @@ def test_what_is_rounded_anew_is_said(gpt: Gpt, made: Made) -> None:
     def notes(dtype: str, *words: str) -> str:
         return gpt("sample", "x", "-m", made("gpt2", f"float32-{dtype}"), "-n", "2", *words).err
 
-    for silent in (notes("int8"), notes("int8", "--dtype", "int8"), notes("int8", "--dtype", "float32"), notes("int4")):
-        assert "round" not in silent
-    assert "int8 rounds the weights" in notes("int4", "--dtype", "int8")
+    for dtype, other in (("int8", "int4"), ("int4", "int8")):
+        for silent in (notes(dtype), notes(dtype, "--dtype", dtype), notes(dtype, "--dtype", "float32")):
+            assert "round" not in silent
+        assert f"{other} rounds the weights" in notes(dtype, "--dtype", other)
 
 
 @pytest.mark.parametrize("rank", [0, slow(4)])
@@ -316,7 +320,7 @@ def test_training_from_a_rounded_folder(gpt: Gpt, pair: tuple[Path, Path], rank:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bytes_each", "asked"), [("int8", 1, "auto"), ("int8", 4, "float32"), ("int4", 4, "float32"), ("int4", 1, "int8")]
+    ("dtype", "bytes_each", "asked"), [("int8", 1, "auto"), ("int8", 4, "float32"), ("int4", 4, "float32"), ("int4", 1, "int8"), ("int8", 1 if fast_int4 else 4, "int4")]
 )  # fmt: skip
 def test_weights_that_do_not_fit(
     gpt: Gpt, made: Made, monkeypatch: pytest.MonkeyPatch, dtype: str, bytes_each: int, asked: str
@@ -348,11 +352,14 @@ print(status("VmHWM") - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_folder_of_int8_is_in_memory_once(made: Made, tmp_path: Path, tied: bool) -> None:
+def test_a_rounded_folder_is_in_memory_once(made: Made, tmp_path: Path, tied: bool, dtype: str) -> None:
+    if dtype == "int4" and not fast_int4:
+        pytest.skip("the int4 kernel needs AVX2")
     large = save(tmp_path / "large", **MODERN, vocab_size=30_000, n_layer=8, n_head=8, n_embd=1024, tied=tied)
-    rounded = export(large, "int8")
-    words = [sys.executable, "-c", PEAK, made("gpt2", "float32-int8"), rounded]
+    rounded = export(large, dtype)
+    words = [sys.executable, "-c", PEAK, made("gpt2", f"float32-{dtype}"), rounded]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     # Besides, FBGEMM takes some 60 MB once. Twice in memory it is more.
     assert int(done.stdout) < 1.5 * (rounded / "model.safetensors").stat().st_size + 90e6

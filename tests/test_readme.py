@@ -75,7 +75,7 @@ def test_commands_of_the_readme(gpt: Callable[..., Done], page: str) -> None:
         if words[0] != "gpt":
             continue
         if any(mark in line for mark in NETWORK):
-            command = gpt_cli.main.app
+            command = gpt_cli.main.make_app()
             with pytest.raises(SystemExit) as stop:  # --help after all other words: they are parsed first
                 command([*words[1:], "--help"])
             assert stop.value.code == 0

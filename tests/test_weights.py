@@ -21,11 +21,11 @@ from gpt.decoding import weights
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request
 from gpt.decoding.token_step import compiled, next_tokens
-from gpt.decoding.weights import Int8Linear, PackedLinear, prepare
-from gpt.device import Compute
+from gpt.decoding.weights import Int4Linear, Int8Linear, PackedLinear, dtype_name, prepare
+from gpt.device import Compute, has_native_bfloat16
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
-from gpt.model.quantize import round_to_int8, to_int8
+from gpt.model.quantize import Quantized, round_matrices, to_int4, to_int8
 from gpt.sample_config import SampleConfig
 
 BF16 = Compute(torch.device("cpu"), torch.bfloat16)
@@ -89,6 +89,40 @@ def test_int8_products_are_those_of_rounded_numbers(whole: bool, bias: bool, mon
         expected = nn.functional.linear(x, rounded(layer.weight), layer.bias)
     size = expected.abs().amax(-1, keepdim=True)
     assert ((y - expected).abs() <= (1e-5 if ours.integer else 2e-2) * size + 1e-6).all()
+
+
+@pytest.mark.skipif(not Int4Linear.runs_on(CPU.device), reason="the int4 kernel needs AVX2")
+@pytest.mark.parametrize("bias", [True, False])
+def test_int4_products_are_those_of_rounded_numbers(bias: bool) -> None:
+    """Number for number by unit vectors, a few by the kernel and many by restored weights; then of any input."""
+    torch.manual_seed(0)
+    for out, inside in ((16, 64), (80, 96), (192, 256)):
+        weight = to_int4(torch.randn(out, inside) * torch.logspace(-3, 1, out)[:, None])
+        exact, units = weight.dequantize(), torch.eye(inside)
+        layer = Int4Linear(weight, None)
+        coarse = Quantized(weight.levels, weight.scales.bfloat16()).dequantize()
+        assert torch.equal(torch.cat([layer(some) for some in units.split(16)]).t(), coarse.bfloat16().float())
+        restored = coarse.bfloat16().float() if has_native_bfloat16() else coarse
+        assert layer.restores == (out == 192)
+        assert torch.equal(torch.cat([layer(some) for some in units.repeat(2, 1).split(128)])[:inside].t(), restored)
+        layer = Int4Linear(weight, torch.randn(out) if bias else None)
+        for rows in (1, 40, 100):
+            x = torch.randn(2, rows, inside)
+            y, expected = layer(x), nn.functional.linear(x, exact, layer.bias)
+            assert y.dtype == x.dtype
+            size = x.norm(dim=-1, keepdim=True) * exact.norm(dim=1) + expected.abs()
+            assert ((y - expected).abs() <= 2**-8 * size).all()
+
+
+def test_without_the_int4_kernel_weights_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Int4Linear, "runs_on", lambda device: False)
+    exact = round_matrices(GPT(GPTConfig(11, 8, 2, 2, 32)).eval(), 4)
+    idx = torch.tensor([[1, 2, 3]])
+    with torch.inference_mode():
+        expected = exact.trunk(idx)
+        laid = prepare(exact, CPU)
+        assert dtype_name(laid, CPU) == "float32"
+        assert torch.allclose(laid.trunk(idx), expected, atol=1e-5)
 
 
 def test_int8_rows_do_not_see_each_other() -> None:
@@ -211,7 +245,7 @@ def test_where_compiling_fails_steps_are_computed_as_written(monkeypatch: pytest
     assert sum(len(event.tokens) for event in events) == 9
     assert notes == ["torch.compile failed, so steps are computed without it: no compiler here"]
     notes.clear()
-    assert compiled(prepare(round_to_int8(tiny_model(40)), CPU), CPU, notes.append) is None
+    assert compiled(prepare(round_matrices(tiny_model(40), 8), CPU), CPU, notes.append) is None
     assert len(notes) == 1
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gpt.decoding.logits import Filters, scores
-from gpt.decoding.weights import Int8Linear, PackedLinear
+from gpt.decoding.weights import Int4Linear, Int8Linear, PackedLinear
 from gpt.device import Compute
 from gpt.errors import is_out_of_memory
 from gpt.model.cache import KVCache, Slots
@@ -38,11 +38,10 @@ def next_tokens(
 
 
 def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:
-    """Compiles `next_tokens` of a model, as CUDA graphs on a GPU. Returns None for weights that are packed for a CPU,
+    """Compiles `next_tokens` of a model, as CUDA graphs on a GPU. Returns None for packed and rounded weights,
     whose kernels the compiler cannot see into. Where compiling fails, ``note`` is called and steps run uncompiled."""
-    packed = (PackedLinear, Int8Linear) if compute.device.type == "cpu" else PackedLinear
-    if any(isinstance(module, packed) for module in model.modules()):
-        note("weights in int8, and those packed for the CPU, are not compiled: their kernels are")
+    if any(isinstance(module, PackedLinear | Int8Linear | Int4Linear) for module in model.modules()):
+        note("rounded weights, and those packed for the CPU, are not compiled: their kernels are")
         return None
     mode = "reduce-overhead" if compute.device.type == "cuda" else "default"
     plain = functools.partial(next_tokens, model)

@@ -33,11 +33,11 @@ class _Span:
             stored.copy_(joined.gather(2, index))
             return joined
         if isinstance(self.columns, slice):
-            stored[:, :, self.columns] = new
+            stored.narrow(2, self.columns.start, new.size(2)).copy_(new)
         else:
             rows, columns = self.columns
             stored[rows, :, columns] = new.transpose(1, 2).to(stored.dtype)  # (B, T, K, D)
-        return stored[:, :, self.seen]
+        return stored.narrow(2, self.seen.start, self.seen.stop - self.seen.start)
 
 
 class KVCache:
@@ -82,6 +82,8 @@ class KVCache:
 
     def rows(self, start: int, stop: int) -> "KVCache":
         """Rows ``start`` to ``stop`` as a cache of their own, over the same memory."""
+        if (start, stop) == (0, len(self.lengths)):
+            return self
         part = object.__new__(KVCache)
         part.room, part.windows, part.columns = self.room, self.windows, self.columns
         part.reach, part.where, part._spans = 0, slice(0, 0), {}
@@ -93,9 +95,10 @@ class KVCache:
     def place(self, T: int, counts: Sequence[int] | None = None) -> Where:
         """Chooses the columns of each row's next T positions, and returns these positions: a slice if the rows agree,
         else (B, T) of them. ``counts`` says how many of a row's T are its own; the others are padding."""
-        start = int(self.lengths[0])
-        self.reach = int(self.lengths.max()) + T
-        if (self.lengths == start).all():
+        lengths = self.lengths.tolist()
+        start = lengths[0]
+        self.reach = max(lengths) + T
+        if lengths.count(start) == len(lengths):
             self.where = slice(start, start + T)
         else:
             self.where = upload(self.lengths[:, None] + np.arange(T), self.keys[0].device)

@@ -11,6 +11,7 @@ vocab_size, H heads of D, K heads of keys and values.
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ INIT_STD = 0.02  # GPT-2's, for every matrix
 QK_SCALE = 1.2  # what sharpens scores of normalized queries and keys at first; their weights are trained
 ROPE_TABLE = 8192  # positions that the table of rotations has at first; it grows
 PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # positions up to which a CPU attends plainly, and sequences at once
+
+Rope = tuple[Tensor, Tensor]  # cosines and sines of the angles of rotation, (1, T, D) or (B, 1, T, D)
 
 
 class Linear(nn.Linear):
@@ -53,13 +56,27 @@ class RMSNorm(nn.RMSNorm):
     eps: float
     weight: nn.Parameter
 
+    @cached_property
+    def floor(self) -> Tensor:
+        """ε as a tensor on the CPU."""
+        return torch.tensor(self.eps, dtype=torch.float64, device="cpu")
+
     def forward(self, x: Tensor) -> Tensor:
         """(…, C) → (…, C), of the dtype of x."""
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            out: Tensor = _RMSNormOnCPU.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+            if not torch.is_grad_enabled():
+                return (x * _rms_scale(x, self.floor)).mul_(self.weight).to(x.dtype)
+            out: Tensor = _RMSNormOnCPU.apply(x, self.weight, self.floor)  # type: ignore[no-untyped-call]
             return out
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps).to(x.dtype)
+
+
+def _rms_scale(x: Tensor, floor: Tensor) -> Tensor:
+    """1 / √(mean(x²) + ε) of each position, (…, C) → (…, 1), in float32 or wider."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    return torch.addcmul(floor, length, length, value=1 / x.size(-1)).rsqrt_()
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
@@ -68,10 +85,8 @@ class _RMSNormOnCPU(torch.autograd.Function):
     is LayerNorm's with a mean of 0, but for the term of the mean."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        scale = scale.square_().div_(x.size(-1)).add_(eps).rsqrt_()
+    def forward(ctx: Any, x: Tensor, weight: Tensor, floor: Tensor) -> Tensor:
+        scale = _rms_scale(x, floor)
         ctx.save_for_backward(x, weight, scale)
         out: Tensor = (x * scale).mul_(weight).to(x.dtype)
         return out
@@ -117,7 +132,7 @@ class Attention(nn.Module):
         self.c_proj = Linear(heads, config.n_embd, bias=config.biases == "all")
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, layer: int, rope: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, layer: int, rope: Rope | None = None, cache: Cache | None = None) -> Tensor:
         """Each position's sum of the values that it sees: (B, T, C) → (B, T, C). ``rope``: the rotations of rotary
         positions, as `GPT.embed_at` gives them."""
         B, T, _ = x.shape
@@ -129,15 +144,18 @@ class Attention(nn.Module):
             k, v = cache.append(layer, k, v)  # (B, K, seen, D)
             y = attend(q, k, v, cache.mask(layer), dropout)
         y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H · D): heads side by side again
-        out: Tensor = self.resid_dropout(self.c_proj(y))
-        return out
+        out: Tensor = self.c_proj(y)
+        return self.resid_dropout(out) if self.training else out
 
-    def qkv(self, x: Tensor, rope: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(self, x: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, D), keys and values (B, K, T, D), normalized and rotated. Where ranks share the heads
         (`gpt.parallel.tensor`), H and K are this rank's."""
         B, T, _ = x.shape
         qkv = self.c_attn(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, H + 2 K, T, D)
         K = qkv.size(1) // (self.groups + 2)
+        if rope is not None and self.q_norm is None:
+            turned = rotate(qkv[:, :-K], rope)
+            return turned[:, :-K], turned[:, -K:], qkv[:, -K:]
         q, k, v = qkv.split([self.groups * K, K, K], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -145,7 +163,7 @@ class Attention(nn.Module):
             q, k = rotate(q, rope), rotate(k, rope)
         return q, k, v
 
-    def pattern(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
+    def pattern(self, x: Tensor, rope: Rope | None = None) -> Tensor:
         """softmax(q kᵀ / √d) with keys that are not seen masked, (B, H, T, T), in float32: what `attend` multiplies
         values by and does not return."""
         q, k, _ = self.qkv(x, rope)
@@ -174,8 +192,8 @@ class MLP(nn.Module):
             x = F.silu(gate) * inside
         else:
             x = F.gelu(x, approximate="tanh")
-        out: Tensor = self.dropout(self.c_proj(x))
-        return out
+        out: Tensor = self.c_proj(x)
+        return self.dropout(out) if self.training else out
 
 
 class Block(nn.Module):
@@ -188,7 +206,7 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, layer: int, rope: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, layer: int, rope: Rope | None = None, cache: Cache | None = None) -> Tensor:
         """(B, T, C) → (B, T, C)."""
         x = x + self.attn(self.ln_1(x), layer, rope, cache)
         x = x + self.mlp(self.ln_2(x))
@@ -258,7 +276,7 @@ class GPT(nn.Module):
 
     def embed(
         self, idx: Tensor, cache: KVCache | None = None, counts: Sequence[int] | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Rope | None]:
         """Ids (B, T) → the residual stream before the first block, (B, T, C), and the rotations of its positions."""
         T = idx.size(1)
         where = slice(0, T) if cache is None else cache.place(T, counts)
@@ -268,16 +286,20 @@ class GPT(nn.Module):
         self.reach(reach)
         return self.embed_at(idx, where)
 
-    def embed_at(self, idx: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+    def embed_at(self, idx: Tensor, where: Where) -> tuple[Tensor, Rope | None]:
         """Ids (B, T) at positions, a slice or (B, T) → the residual stream before the first block, (B, T, C), and the
-        rotations of these positions, (2, 1, T, D) or (2, B, 1, T, D), where positions are rotations."""
+        rotations of these positions, where positions are rotations."""
         x = self.wte(idx)
         table = self.position_table()
         if table is not None:
             x = x + table[where]
-        return self.drop(x), None if self.rope is None else self.rope[:, where].unsqueeze(-3)
+        x = self.drop(x) if self.training else x
+        if self.rope is None:
+            return x, None
+        cos, sin = self.rope[:, where].unsqueeze(-3)
+        return x, (cos, sin)
 
-    def stack(self, x: Tensor, rope: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def stack(self, x: Tensor, rope: Rope | None = None, cache: Cache | None = None) -> Tensor:
         """The blocks and the last norm: (B, T, C) → (B, T, C)."""
         again = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.h):
@@ -389,11 +411,10 @@ def _stretched(rates: Tensor, scaling: RopeScaling) -> Tensor:
     return rates * (kept + (1 - kept) / scaling.factor)
 
 
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + D/2) of (B, H, T, D) by the angles of ``rope``, (2, 1, T, D) or (2, B, 1, T, D)."""
-    cos, sin = rope.to(x.dtype)
-    rotated: Tensor = x * cos + x.roll(x.size(-1) // 2, -1) * sin
-    return rotated
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Rotates the pairs (i, i + D/2) of (B, H, T, D) by the angles of ``rope``."""
+    cos, sin = rope
+    return (x * cos.to(x.dtype)).addcmul_(x.roll(x.size(-1) // 2, -1), sin.to(x.dtype))
 
 
 def sine_table(block_size: int, n_embd: int) -> Tensor:

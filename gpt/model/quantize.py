@@ -46,9 +46,13 @@ class Quantized:
         """The matrix in float32: each level times its scale."""
         if self.bits == 8:
             return self.levels.float().mul_(self.scales[:, None])
+        groups = self.unpacked().float().sub_(MIDDLE).view(len(self.levels), -1, GROUP)
+        return groups.mul_(self.scales.float()[..., None]).flatten(1)
+
+    def unpacked(self) -> Tensor:
+        """The levels of int4, 0 to 15, uint8 (out, in)."""
         pairs = self.levels.view(len(self.levels), -1, GROUP // 2)
-        whole = torch.cat([pairs & 15, pairs >> 4], dim=-1).float().sub_(MIDDLE)
-        return whole.mul_(self.scales.float()[..., None]).flatten(1)
+        return torch.cat([pairs & 15, pairs >> 4], dim=-1).flatten(1)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows by their numbers, (…) → (…, in), in float32."""
@@ -72,6 +76,16 @@ def to_int4(weight: Tensor) -> Quantized:
     8, each fitted by least squares, it takes the one with the least squared error. Raises `UserError` for numbers that
     are not finite, or too large for a scale in float16."""
     return _in_parts(weight, _rows_to_int4)
+
+
+def round_matrix(weight: Tensor, bits: int) -> Quantized:
+    """Rounds a matrix to ``bits``, or to 8 where its rows are no whole groups."""
+    return (to_int4 if bits_of_rows(weight.size(1), bits) == 4 else to_int8)(weight)
+
+
+def bits_of_rows(width: int, bits: int) -> int:
+    """The bits in which rows of a matrix are stored beside others of ``bits``: 8 where they are no whole groups."""
+    return bits if width % GROUP == 0 else 8
 
 
 def _in_parts(weight: Tensor, rounded: Callable[[Tensor], Quantized]) -> Quantized:
@@ -140,13 +154,14 @@ class QuantizedEmbedding(nn.Module):
         return self.weight.rows(ids).to(self.dtype)
 
 
-def round_to_int8(model: GPT, dtype: torch.dtype = torch.float32) -> GPT:
-    """Rounds a model's matrices to int8, in place, and returns it; rows of its embedding are restored in ``dtype``."""
+def round_matrices(model: GPT, bits: int, dtype: torch.dtype = torch.float32) -> GPT:
+    """Rounds a model's matrices to ``bits``, and embeddings to 8, in place, and returns it. Rows of its embedding are
+    restored in ``dtype``."""
+    embedding = to_int8(model.wte.weight)
+    model.lm_head = QuantizedLinear(embedding if model.lm_head is None else to_int8(model.unembedding), None)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(parent, name, QuantizedLinear(to_int8(child.weight), child.bias))
-    embedding = to_int8(model.wte.weight)
+                setattr(parent, name, QuantizedLinear(round_matrix(child.weight, bits), child.bias))
     model.set_submodule("wte", QuantizedEmbedding(embedding, dtype))
-    model.lm_head = model.lm_head or QuantizedLinear(embedding, None)
     return model

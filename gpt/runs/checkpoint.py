@@ -18,7 +18,7 @@ from gpt.files import disk_errors, is_file_name, read_json, reading, side_by_sid
 from gpt.model import lora
 from gpt.model.decoder import GPT, ROPE_TABLE, Linear, rotary_table
 from gpt.model.params import named_parameters, parameters
-from gpt.model.quantize import Quantized, QuantizedEmbedding, QuantizedLinear, round_to_int8, whole
+from gpt.model.quantize import Quantized, QuantizedEmbedding, QuantizedLinear, round_matrices, whole
 from gpt.runs import adapter, folder, hf, quantized, tensors
 from gpt.text.tokenizer import Tokenizer, describe, gpt2_tokenizer
 from gpt.text.tokenizer_files import has_own, read_own, read_transformers, tokenizer_files
@@ -169,7 +169,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     mapped: bool = False,
     finish: Callable[[nn.Module], object] | None = None,
-    int8: bool = False,
+    bits: int | None = None,
 ) -> Checkpoint:
     """Loads the checkpoint at ``path``, ours or transformers', which is checked before anything is allocated from it.
 
@@ -179,8 +179,8 @@ def load(
 
     Where it is ``mapped``, weights that are stored as they are needed stay in the file, and the model is not to be
     trained. ``finish`` is given each block once it is read, and at last the model, to lay them out for decoding.
-    Rounded matrices are restored, exactly. With ``int8`` all that are not stored so are rounded to it instead, for
-    ``finish`` to lay out.
+    Rounded matrices are restored, exactly. With ``bits`` all that are not stored so are rounded instead, to what a
+    folder of so many bits has, for ``finish`` to lay out.
 
     Raises `UserError` for damage (a checksum, a shape, a number), for a model of another kind, and for an adapter whose
     base is gone.
@@ -195,12 +195,12 @@ def load(
         model = load(said.find_base(path), device, shape or config, above + 1).model
         added, roles = adapter.tensors(path, config, said.rank)
         lora.merge(model, added, said.scale, roles)
-        if int8:
-            round_to_int8(model, dtype)
+        if bits is not None:
+            round_matrices(model, bits, dtype)
         if finish is not None:
             finish(model)
     else:
-        model = build(shape or config, stored_parameters(path, config), device, dtype, mapped, finish, int8)
+        model = build(shape or config, stored_parameters(path, config), device, dtype, mapped, finish, bits)
     return Checkpoint(model, load_tokenizer(path, config, meta))
 
 
@@ -335,7 +335,7 @@ def build(
     dtype: torch.dtype,
     mapped: bool = False,
     finish: Callable[[nn.Module], object] | None = None,
-    int8: bool = False,
+    bits: int | None = None,
 ) -> GPT:
     """Builds a model of ``stored`` weights, block by block, for evaluation. Nothing is initialized only to be
     overwritten. The other arguments are those of `load`."""
@@ -363,8 +363,10 @@ def build(
 
     for part, names in itertools.groupby(stored, key=lambda name: _PART.match(name)[0]):  # type: ignore[index]
         values = {name: stored[name]() for name in names}
-        rounded = {name: quantized.rounded(table[name], value, 8) for name, value in values.items()} if int8 else values
-        fill(part, rounded, keep=int8 or (part == "wte" and finish is not None and not config.tied))
+        rounded = values
+        if bits is not None:
+            rounded = {name: quantized.rounded(table[name], value, bits) for name, value in values.items()}
+        fill(part, rounded, keep=bits is not None or (part == "wte" and finish is not None and not config.tied))
         if part == "wte" and finish is not None and config.tied:
             model.lm_head = _unembedding(model.wte, finish)
             if model.lm_head is not None and rounded["wte.weight"] is values["wte.weight"]:

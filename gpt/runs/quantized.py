@@ -14,7 +14,7 @@ from torch import Tensor
 from gpt.config import GPTConfig
 from gpt.errors import UserError
 from gpt.model.params import Parameter, Shape, named_parameters
-from gpt.model.quantize import GROUP, Quantized, to_int4, to_int8, whole
+from gpt.model.quantize import GROUP, Quantized, bits_of_rows, round_matrix, whole
 from gpt.runs.tensors import HINT, Deferred
 
 KEY = "quantization_config"
@@ -47,7 +47,7 @@ def _bits_of(parameter: Parameter, bits: int) -> int | None:
         return 8
     if parameter.kind != "linear":
         return None
-    return bits if parameter.shape[1] % GROUP == 0 else 8
+    return bits_of_rows(parameter.shape[1], bits)
 
 
 def layout(config: GPTConfig, bits: int) -> dict[str, tuple[Shape, str]]:
@@ -81,7 +81,7 @@ def rounded(parameter: Parameter, value: Tensor | Quantized, bits: int) -> Tenso
     if isinstance(value, Quantized) and value.bits == kept:
         return value
     exact = whole(value)
-    return exact.float() if kept is None else (to_int8 if kept == 8 else to_int4)(exact)
+    return exact.float() if kept is None else round_matrix(exact, kept)
 
 
 class _Rounding:

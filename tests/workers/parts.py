@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ranks import LONG, RANK, SHORT, TEXTS, cut
+from ranks import LONG, RANK, SAMPLE, SHORT, TEXTS, cut
 
 import gpt
 from gpt import events
 from gpt.runs import checkpoint
+from gpt.training import evaluation
 
 # Runs of one process, and how two or four share them.
 MODELS: dict[str, dict[str, Any]] = {
     "adamw": {**LONG, "optimizer": "adamw", "micro_batch": 2},
-    "muon": {**LONG, "arch": "modern", "micro_batch": 2, "sample_every": 25},
+    "muon": {**LONG, "arch": "modern", "micro_batch": 2, "sample_every": 8},
     "pairs": {**SHORT, "pairs": True, "vocab_size": 270, "batch_tokens": 264},
     "narrow": {**SHORT, "dtype": "bfloat16"},
 }
@@ -44,8 +45,8 @@ def two() -> None:
         gpt.train("book.txt", out="files", **{**SHORT, "steps": 4}, **SHARDED)
     if RANK == 0:
         cut("dropout", "resumed", 4)
-        cut("one/muon", "from-one", 25)
-        cut("adamw-sharded", "to-together", 25)
+        cut("one/muon", "from-one", 8)
+        cut("adamw-sharded", "to-together", 8)
     heard: list[Any] = []
     gpt.resume("resumed")
     gpt.resume("from-one", heard.append, **SHARDED)
@@ -66,4 +67,5 @@ def four() -> None:
 
 
 if __name__ == "__main__":
+    evaluation.SAMPLE = SAMPLE
     {"two": two, "few": few, "four": four}[sys.argv[1]]()

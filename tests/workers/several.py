@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import assert_same, curve, make_text, spawn
-from ranks import TEXTS
+from ranks import SAMPLE, TEXTS
 
 import gpt as library
 from gpt.parallel.launch import Ended, launch
@@ -35,6 +35,7 @@ def trained(place: Path, runs: Mapping[str, Mapping[str, Any]], script: Path) ->
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
+        patch.setattr("gpt.training.evaluation.SAMPLE", SAMPLE)
         texts()
         for name, settings in runs.items():
             library.train(TEXTS.get(name, "book.txt"), out=f"one/{name}", **settings)

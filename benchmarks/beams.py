@@ -1,0 +1,255 @@
+"""Measures beam search beside transformers and CTranslate2, and counts random cases that equal transformers'.
+
+    python -m benchmarks.beams             GPT-2 124M with random weights: speeds, and the table of exactness
+    python -m benchmarks.beams --tiny      the same on a tiny model in seconds, of no use as a measurement
+
+Systems take turns, so that other work on the machine slows all of them alike. Needs the extra `bench`.
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from benchmarks.results import machine, write_section
+from gpt.config import PRESETS, GPTConfig
+from gpt.decoding import logits as filters
+from gpt.decoding.context import Context
+from gpt.decoding.engine import Engine, Request
+from gpt.decoding.weights import prepare
+from gpt.device import Compute
+from gpt.model.decoder import GPT
+from gpt.model.quantize import round_matrices
+from gpt.runs import checkpoint
+from gpt.sample_config import SampleConfig
+
+CPU = Compute(torch.device("cpu"), torch.float32)
+BEAMS = 4
+Work = Callable[[], list[list[int]]]
+
+
+def pair(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GPT2LMHeadModel]:
+    """Returns our model and transformers' with the same random weights."""
+    torch.manual_seed(seed)
+    model = GPT(config).eval()
+    for parameter in model.parameters():
+        parameter.data += spread * torch.randn_like(parameter)
+    theirs = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=config.vocab_size, n_positions=config.block_size, n_embd=config.n_embd, n_layer=config.n_layer,
+            n_head=config.n_head, bos_token_id=0, eos_token_id=0,
+        )
+    ).eval()  # fmt: skip
+    theirs.load_state_dict(checkpoint.to_stored(config, model.state_dict()), strict=False)
+    theirs.tie_weights()
+    return model, theirs
+
+
+def ours(model: GPT, prompts: list[list[int]], new: int, beam: int = 0) -> list[list[int]]:
+    """Generates as `gpt sample` does, without the tokenizer: greedily, or the best of ``beam`` beams."""
+    config = SampleConfig(greedy=not beam, beam=beam, max_tokens=new, ignore_eot=True)
+    context = Context(model, CPU, len(prompts) * max(1, beam), len(prompts[0]) + new)
+    engine, found = Engine(context, ends=()), [list[int]() for _ in prompts]
+    for prompt in prompts:
+        engine.add(Request(prompt, config))
+    for event in engine.run():
+        found[event.number] += [token.id for token in event.tokens]
+    return found
+
+
+def transformers(model: GPT2LMHeadModel, prompts: list[list[int]], new: int, beam: int = 1) -> list[list[int]]:
+    """Generates with transformers' ``generate`` and its cache."""
+    x = torch.tensor(prompts)
+    with torch.inference_mode():
+        out = model.generate(
+            x, attention_mask=torch.ones_like(x), do_sample=False, num_beams=beam, max_new_tokens=new,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    return [row[x.size(1) :].tolist() for row in out]
+
+
+def ctranslate2(
+    theirs: GPT2LMHeadModel, folder: Path, kind: str
+) -> Callable[[list[list[int]], int, int], list[list[int]]]:
+    """Returns a function that generates with CTranslate2, which converts the weights from a transformers folder."""
+    import ctranslate2 as ct2
+    from ctranslate2.converters import TransformersConverter
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{id}": id for id in range(theirs.config.vocab_size)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, "t0")), bos_token="t0", eos_token="t0", unk_token="t0"
+    )
+    if not (folder / "hf").exists():
+        theirs.save_pretrained(folder / "hf")
+        tokenizer.save_pretrained(folder / "hf")
+    TransformersConverter(str(folder / "hf")).convert(str(folder / kind), quantization=kind)
+    generator = ct2.Generator(
+        str(folder / kind), device="cpu", compute_type=kind, intra_threads=torch.get_num_threads()
+    )
+
+    def run(prompts: list[list[int]], new: int, beam: int) -> list[list[int]]:
+        found = generator.generate_batch(
+            [[f"t{id}" for id in prompt] for prompt in prompts], beam_size=beam, max_length=new, min_length=new,
+            include_prompt_in_result=False, sampling_topk=1,
+        )  # fmt: skip
+        return [list(each.sequences_ids[0]) for each in found]
+
+    return run
+
+
+def in_turn(works: dict[str, Work], rounds: int) -> dict[str, list[float]]:
+    """Runs the works in turn, ``rounds`` times after a warm-up, and returns the seconds of each round."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(rounds + 1):
+        for name, work in works.items():
+            started = time.perf_counter()
+            found = work()
+            if turn:  # the first is warm-up
+                times[name].append(time.perf_counter() - started)
+            assert len({len(ids) for ids in found}) == 1
+    return times
+
+
+def speeds(config: GPTConfig, prompt: int, new: int, rounds: int) -> list[str]:
+    """Returns a table of the tokens per second of beam search."""
+    model, theirs = pair(config)
+    chance = random.Random(0)
+    prompts = [[chance.randrange(config.vocab_size) for _ in range(prompt)]]
+    int8 = prepare(round_matrices(pair(config)[0], 8), CPU)
+    packed = prepare(model, CPU)
+    with tempfile.TemporaryDirectory() as folder:
+        exact, rounded = (ctranslate2(theirs, Path(folder), kind) for kind in ("float32", "int8"))
+        works: dict[str, Work] = {
+            "`gpt`, float32": lambda: ours(packed, prompts, new, BEAMS),
+            "transformers, float32": lambda: transformers(theirs, prompts, new, BEAMS),
+            "CTranslate2, float32": lambda: exact(prompts, new, BEAMS),
+            "`gpt`, int8": lambda: ours(int8, prompts, new, BEAMS),
+            "CTranslate2, int8": lambda: rounded(prompts, new, BEAMS),
+        }
+        times = in_turn(works, rounds)
+    lines = [
+        f"{BEAMS} beams, prompt {prompt}, {new} new tokens, {torch.get_num_threads()} threads, in one process; prompt "
+        f"included; medians of {rounds} rounds in turn, and of the rounds' ratios of `gpt` to each.",
+        "",
+        "| system | tokens/s | ratio |",
+        "|---|---:|---:|",
+    ]
+    for name, seconds in times.items():
+        same = times["`gpt`, " + name.split(", ")[1]]
+        ratio = statistics.median(theirs / own for theirs, own in zip(seconds, same, strict=True))
+        lines.append(f"| {name} | {new / statistics.median(seconds):.1f} | {ratio:.2f} |")
+    return lines
+
+
+def exactness(cases: int) -> list[str]:
+    """Returns a table of how many random cases equal transformers'."""
+    greedy = beams = 0
+    for seed in range(cases):
+        chance = random.Random(seed)
+        model, theirs = pair(GPTConfig(30, 64, 2, 2, 16), 0.3, seed)
+        prompt, new = [chance.randrange(30) for _ in range(1 + seed % 7)], chance.randint(1, 14)
+        greedy += ours(model, [prompt], new) == transformers(theirs, [prompt], new)
+        how = {
+            "beam": chance.randint(2, 8),
+            "length_penalty": chance.choice([0.0, 0.5, 1.0, 1.5, 2.0]),
+            "early_stopping": chance.choice(["off", "on", "never"]),
+            "no_repeat_ngram": chance.choice([0, 0, 2, 3]),
+            "repetition_penalty": chance.choice([0.0, 0.0, 1.3]),
+        }
+        beams += _beams_equal(model, theirs, prompt, seed % 30, new, how)
+    rows = [("greedy", greedy, cases), ("beam search, best of all that ended", beams, cases)]
+    rows += [(name, sum(_filter_equal(name, seed) for seed in range(cases)), cases) for name in FILTERS]
+    return ["| random cases | equal to transformers' | of |", "|---|---:|---:|"] + [
+        f"| {name} | {equal} | {count} |" for name, equal, count in rows
+    ]
+
+
+def _beams_equal(
+    model: GPT, theirs: GPT2LMHeadModel, prompt: list[int], eot: int, new: int, how: dict[str, Any]
+) -> bool:
+    config = SampleConfig(**how, n_best=how["beam"], max_tokens=new)
+    engine = Engine(Context(model, CPU, config.beam), {eot})
+    engine.add(Request(prompt, config))
+    *_, event = engine.run()
+    best = event.best
+    x = torch.tensor([prompt])
+    out = theirs.generate(
+        x, attention_mask=torch.ones_like(x), do_sample=False, num_beams=config.beam, max_new_tokens=new,
+        eos_token_id=eot, pad_token_id=eot, length_penalty=config.length_penalty,
+        early_stopping={"off": False, "on": True, "never": "never"}[config.early_stopping],
+        no_repeat_ngram_size=config.no_repeat_ngram or None, repetition_penalty=config.repetition_penalty or None,
+        num_return_sequences=config.beam, return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
+    rows = [row[len(prompt) :].tolist() for row in out.sequences]
+    expected = [row[: row.index(eot) + 1] if eot in row else row for row in rows]
+    near = all(abs(each.score - score) < 1e-4 for each, score in zip(best, out.sequences_scores.tolist(), strict=True))
+    return [each.ids for each in best] == expected and near
+
+
+FILTERS: dict[str, tuple[Callable[[torch.Tensor, list[int], float], torch.Tensor], Callable[[float], Any]]] = {
+    "temperature": (lambda x, _, p: filters.warm(x, 0.1 + p), lambda p: TemperatureLogitsWarper(0.1 + p)),
+    "top-k": (lambda x, _, p: filters.keep_top_k(x, 1 + int(60 * p)), lambda p: TopKLogitsWarper(1 + int(60 * p))),
+    "top-p": (lambda x, _, p: filters.keep_top_p(x, p), lambda p: TopPLogitsWarper(p)),
+    "min-p": (lambda x, _, p: filters.keep_min_p(x, p), lambda p: MinPLogitsWarper(p)),
+    "repetition penalty": (
+        lambda x, past, p: filters.penalize(x, past, 0.5 + p),
+        lambda p: RepetitionPenaltyLogitsProcessor(0.5 + p),
+    ),
+    "no-repeat n-gram": (
+        lambda x, past, p: filters.exclude(x, filters.repeats(past, 1 + int(4 * p))),
+        lambda p: NoRepeatNGramLogitsProcessor(1 + int(4 * p)),
+    ),
+}
+
+
+def _filter_equal(name: str, seed: int) -> bool:
+    chance = random.Random(seed)
+    logits = 3 * torch.randn(1, 50, generator=torch.Generator().manual_seed(seed))
+    past, p = [chance.randrange(7) for _ in range(20)], chance.uniform(0.01, 0.99)
+    mine, theirs = FILTERS[name]
+    found, expected = mine(logits[0], past, p).softmax(-1), theirs(p)(torch.tensor([past]), logits)[0].softmax(-1)
+    return torch.equal(found > 0, expected > 0) and torch.allclose(found, expected, atol=1e-6)
+
+
+def main() -> None:
+    """Measures, and writes the sections of RESULTS.md."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=["speed", "exactness"])
+    asked = parser.parse_args()
+    config = GPTConfig(300, 64, 2, 2, 16) if asked.tiny else PRESETS["gpt2"].model
+    prompt, new = (8, 8) if asked.tiny else (32, 128)
+    parts = {
+        "speed": ("Beam search", lambda: speeds(config, prompt, new, asked.rounds)),
+        "exactness": ("Decoding, equal to transformers'", lambda: exactness(5 if asked.tiny else 200)),
+    }
+    for name, (title, work) in parts.items():
+        if asked.only in (None, name):
+            lines = [*machine("python -m benchmarks.beams"), f"- torch {torch.__version__}", "", *work()]
+            if asked.tiny:
+                print("\n".join(lines))
+            else:
+                write_section(title, lines)
+
+
+if __name__ == "__main__":
+    main()
