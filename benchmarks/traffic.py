@@ -7,6 +7,7 @@ to one column of the cache in every layer, and gathers rows of the embedding.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -95,6 +96,6 @@ def _bytes(node: BaseSchedulerNode) -> int:
             accesses |= {name: size for name, size in alone.items() if name in scattered}
         for read in part.read_writes.reads:
             if isinstance(read, MemoryDep) and read.is_indirect():
-                dtype = V.graph.get_dtype(read.name)
-                accesses[read.name] = min(accesses[read.name], int(read.get_numel()) * dtype.itemsize)
+                numbers = math.prod(map(int, read.size)) * V.graph.get_dtype(read.name).itemsize
+                accesses[read.name] = min(accesses[read.name], numbers)
     return sum(accesses.values())
