@@ -198,7 +198,8 @@ def decoding(case: Case) -> dict[str, Any]:
     from gpt.bench_config import BenchConfig
     from gpt.config import PRESETS
     from gpt.decoding.bench import measure
-    from gpt.decoding.weights import compiled, prepare
+    from gpt.decoding.token_step import compiled
+    from gpt.decoding.weights import prepare
     from gpt.device import pick
     from gpt.model.decoder import GPT
     from gpt.model.params import breakdown

@@ -1,12 +1,13 @@
 """Counts the bytes that compiled code moves and the kernels that it launches, without building or running it.
 
 The counts come from Inductor's schedule. A kernel's bytes are those of each buffer that it reads or writes, once, as
-far as the buffer is used. One count of Inductor's is corrected: where a fused kernel scatters numbers into a buffer,
-Inductor counts the whole buffer, and this module counts the numbers. A decoding step does so in every layer, to one
-column of the cache.
+far as the buffer is used. Two counts of Inductor's are corrected: where a fused kernel scatters numbers into a buffer,
+or gathers them from one, Inductor counts the whole buffer, and this module counts the numbers. A decoding step scatters
+to one column of the cache in every layer, and gathers rows of the embedding.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,8 +16,10 @@ from unittest import mock
 
 import torch
 from torch._inductor import config, ir
+from torch._inductor.dependencies import MemoryDep
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
+from torch._inductor.virtualized import V
 
 
 @dataclass(frozen=True)
@@ -91,4 +94,8 @@ def _bytes(node: BaseSchedulerNode) -> int:
             alone = part.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
             scattered = {part.node.get_name(), *part.node.get_mutation_names()}
             accesses |= {name: size for name, size in alone.items() if name in scattered}
+        for read in part.read_writes.reads:
+            if isinstance(read, MemoryDep) and read.is_indirect():
+                numbers = math.prod(map(int, read.size)) * V.graph.get_dtype(read.name).itemsize
+                accesses[read.name] = min(accesses[read.name], numbers)
     return sum(accesses.values())

@@ -18,7 +18,8 @@ from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
 from gpt.decoding import native
 from gpt.decoding.context import ContextPool
-from gpt.decoding.weights import Int4Linear, compiled, dtype_name, prepare
+from gpt.decoding.token_step import compiled
+from gpt.decoding.weights import Int4Linear, dtype_name, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.device import Compute
 from gpt.errors import UserError, did_you_mean

@@ -6,10 +6,12 @@ import math
 import os
 import platform
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
 from gpt import waiting
 from gpt.config import DEVICE, MOST_THREADS, Device, Dtype
@@ -60,6 +62,42 @@ class Compute:
         n = torch.get_num_threads()
         threads = f", {counted(n, 'thread')}" if self.device.type == "cpu" else ""
         return f"{self.device.type}{threads}, {self.dtype_name}"
+
+
+def upload(values: Any, device: torch.device) -> Tensor:
+    """Copies an array or nested lists to a device. A GPU fetches them from pinned memory; the host does not wait."""
+    tensor = torch.as_tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class Download:
+    """Tensors of one device on their way to the host; from a GPU they travel as one, and the host does not wait.
+
+    They are of float32, or of whole numbers below 2³¹. All are numbers of 32 bits on the way.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.arrived: torch.cuda.Event | None = (
+            None  # None: they are read from the device, which may have to be waited for
+        )
+        self._tensors = tensors
+        if tensors[0].device.type == "cuda":
+            bits = [(each.float() if each.is_floating_point() else each.int()).flatten() for each in tensors]
+            packed = torch.cat([each.view(torch.int32) for each in bits])
+            self._host = torch.empty(len(packed), dtype=torch.int32, pin_memory=True).copy_(packed, non_blocking=True)
+            self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.arrived.record(torch.cuda.current_stream(packed.device))  # another device may be the current one
+
+    def read(self, wait: Callable[[torch.cuda.Event], object] = lambda event: event.synchronize()) -> list[Any]:
+        """Returns each tensor as a number or as nested lists. ``wait`` returns once the device has come to an event."""
+        if self.arrived is None:
+            return [each.tolist() for each in self._tensors]
+        wait(self.arrived)
+        parts = torch.split(self._host, [each.numel() for each in self._tensors])
+        return [
+            (part.view(torch.float32) if each.is_floating_point() else part).view(each.shape).tolist()
+            for part, each in zip(parts, self._tensors, strict=True)
+        ]
 
 
 def pick(device: str = "auto", dtype: str = "auto", *, training: bool = False) -> Compute:

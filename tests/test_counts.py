@@ -1,5 +1,6 @@
 """Counts that only go down, in counts.toml: waits of the host and launches on a GPU, graphs, breaks and recompiles."""
 
+import functools
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch._dynamo.utils import counters
 
 import gpt
 from gpt import SampleConfig
-from gpt.decoding import weights
+from gpt.decoding import token_step, weights
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request
 from gpt.device import Compute
@@ -91,16 +92,19 @@ def token(disguise: Disguise, rows: int, settings: dict[str, Any]) -> dict[str, 
         model = GPT(gpt.GPTConfig(vocab_size=101, block_size=64, n_layer=1, n_head=2, n_embd=32)).to(CUDA).eval()
         compute = Compute(CUDA, torch.bfloat16)
         weights.prepare(model, compute)
-        step = model.stack if config.compile == "on" else None  # as the compiled one is called
+        step = (
+            functools.partial(token_step.next_tokens, model) if config.compile == "on" else None
+        )  # as the compiled one is called
         context = Context(model, compute, width, 64, step)
         marks: list[tuple[Counter[str], Counter[str]]] = []
-        taken = context.step
+        name = "next_tokens" if step else "step"
+        taken = getattr(context, name)
 
-        def marked(ids: Any) -> Any:
+        def marked(*args: Any) -> Any:
             marks.append((Counter(device.kinds()), Counter(device.launches)))
-            return taken(ids)
+            return taken(*args)
 
-        with mock.patch.object(context, "step", marked):
+        with mock.patch.object(context, name, marked):
             requests = [Request([1 + n, 2]) for n in range(rows)]
             for _ in engine_of(context, requests, config, eot=100).run():
                 pass
@@ -176,7 +180,7 @@ def test_graphs_of_decoding(arch: Any) -> None:
         model = GPT(gpt.GPTConfig.of(arch, 101, 16, 2, 2, 32, positions=positions)).eval()
         weights.prepare(model, compute, packed=False)
         for prompts in ([[1]], [[1, 2, 3], [4]], [[5] * 20]):
-            context = Context(model, compute, 2, 16, weights.compiled(model, compute, pytest.fail))
+            context = Context(model, compute, 2, 16, token_step.compiled(model, compute, pytest.fail))
             config = SampleConfig(max_tokens=40, ignore_eot=True)
             for _ in engine_of(context, map(Request, prompts), config, eot=100).run():
                 pass

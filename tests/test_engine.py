@@ -1,6 +1,7 @@
 """Requests that come and go, each with settings of its own, beside others."""
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from gpt.config import GPTConfig
 from gpt.decoding import engine as engines
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request, Update
+from gpt.decoding.token_step import next_tokens
 from gpt.errors import NotANumber, UserError
 from gpt.model.decoder import GPT
 from gpt.sample_config import SampleConfig
@@ -54,7 +56,9 @@ def test_what_runs_beside_a_request_changes_nothing_of_it(
     chunks too, and take over what rows have computed."""
     monkeypatch.setattr(engines, "REUSED_FROM", 1)
     model, rng = tiny_model(24, positions), random.Random(0)
-    context = Context(model, CPU, 5, step=model.stack if fixed else None)  # as a compiled step is called
+    context = Context(
+        model, CPU, 5, step=partial(next_tokens, model) if fixed else None
+    )  # as a compiled step is called
     engine = Engine(context, {EOT}, chunk, reuse=chunk is not None)
     requests: list[Request] = []
     events: dict[int, list[Update]] = {}

@@ -126,7 +126,7 @@ def test_something_is_always_left(
     past = [id % len(values) for id in past]
     each = filters.Filters(config, {0})
     shaped = each.shape(torch.tensor([values]), [past], [0])
-    chosen = int(each.choose(shaped, [3])[0])
+    chosen = int(each.choose(shaped, torch.tensor([[3]]))[0])
     assert shaped[0, chosen] > -math.inf
 
 
@@ -166,7 +166,9 @@ def test_filters_at_their_edges() -> None:
 
 def draws(logits: Tensor, config: SampleConfig, count: int) -> list[int]:
     keys = [filters.step_key(filters.key_of(1, number, []), number % 7) for number in range(count)]
-    return filters.Filters(config, {0}).choose(logits.expand(count, -1), keys).tolist()
+    return (
+        filters.Filters(config, {0}).choose(logits.expand(count, -1), torch.from_numpy(filters.as_int64(keys))).tolist()
+    )
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -187,16 +189,16 @@ def test_draws_from_many_ids_are_even() -> None:
 
 def test_consecutive_steps_are_independent() -> None:
     keys = [[filters.step_key(filters.key_of(1, number, []), step) for number in range(20_000)] for step in (0, 1)]
-    first, second = (filters.gumbel(each, 2, torch.device("cpu")).argmax(-1) for each in keys)
+    first, second = (filters.gumbel(torch.from_numpy(filters.as_int64(each)), 2).argmax(-1) for each in keys)
     both = Counter(zip(first.tolist(), second.tolist(), strict=True))
     assert all(abs(count - 5000) < 5 * math.sqrt(20_000 * 3 / 16) for count in both.values())
 
 
 def test_noise_is_what_it_was() -> None:
     """Frozen: a text drawn with a seed must stay the same text. SplitMix64's own first outputs for the state 0."""
-    words = filters.bits([0], 3, torch.device("cpu"))[0].tolist()
+    words = filters.bits(torch.tensor([[0]]), 3)[0].tolist()
     assert [word % 2**64 for word in words] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    noise = filters.gumbel([0], 3, torch.device("cpu"))[0].tolist()
+    noise = filters.gumbel(torch.tensor([[0]]), 3)[0].tolist()
     expected = [-math.log(-math.log1p(-(word % 2**64) / 2**64)) for word in words]
     assert noise == pytest.approx(expected, abs=1e-5)
     assert filters.key_of(5, 3, [1, 2]) == 0x5B92E44643BFB132

@@ -7,6 +7,7 @@ import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from conftest import losses, resolved, train, weights
 import gpt
 from gpt import events
 from gpt.config import TrainConfig
-from gpt.device import Compute
+from gpt.device import Compute, Download
 from gpt.errors import Interrupted, UserError
 from gpt.model.decoder import GPT
 from gpt.training import recipe
@@ -66,24 +67,22 @@ def test_a_snapshot_remembers_the_scale_of_the_loss() -> None:
     assert scaler.get_scale() == 8.0
 
 
-class Late:
-    """As a GPU's event: what a step came to is there once it is waited for."""
+class Late(Download):
+    """As from a GPU: what a step came to is there once its event is waited for."""
 
-    def __init__(self) -> None:
-        self.waited = False
+    def __init__(self, *values: torch.Tensor) -> None:
+        super().__init__(*values)
+        self.arrived = Mock()
 
-    def synchronize(self) -> None:
-        self.waited = True
-
-
-def late(loss: torch.Tensor, norm: torch.Tensor) -> stepping.Outcome:
-    return stepping.Outcome(torch.stack([loss, norm]), Late())  # type: ignore[arg-type]
+    def read(self, wait: Any = None) -> list[Any]:
+        self.arrived = None
+        return super().read()
 
 
 def test_steps_told_one_later_are_the_same(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"steps": 20, "eval_every": 6, "save_every": 4, "sample_every": 7, "dropout": 0.1}
     at_once, heard = train(text, **settings)
-    monkeypatch.setattr(stepping.Outcome, "of", late)
+    monkeypatch.setattr(stepping, "Download", Late)
     later, heard_later = train(text, **settings)
     told, told_later = (
         [
@@ -104,7 +103,7 @@ def test_going_back_undoes_the_step_that_was_begun_meanwhile(text: Path, monkeyp
         return whole(*args) * (math.nan if 7 <= len(calls) <= 10 else 1)  # the tenth is begun before the ninth is told
 
     monkeypatch.setattr(stepping, "tied_cross_entropy", poisoned)
-    monkeypatch.setattr(stepping.Outcome, "of", late)
+    monkeypatch.setattr(stepping, "Download", Late)
     _, heard = train(text, steps=14, eval_every=6, dropout=0.0)
     (back,) = [event for event in heard if isinstance(event, events.RollbackEvent)]
     assert (back.step, back.failed_step) == (6, 9)

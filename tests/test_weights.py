@@ -5,7 +5,9 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +20,11 @@ from gpt.config import GPTConfig
 from gpt.decoding import weights
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request
-from gpt.decoding.weights import Int4Linear, Int8Linear, PackedLinear, compiled, dtype_name, prepare
+from gpt.decoding.token_step import compiled, next_tokens
+from gpt.decoding.weights import Int4Linear, Int8Linear, PackedLinear, dtype_name, prepare
 from gpt.device import Compute, has_native_bfloat16
-from gpt.model.decoder import GPT, Rope
+from gpt.model.cache import KVCache
+from gpt.model.decoder import GPT
 from gpt.model.quantize import Quantized, round_matrices, to_int4, to_int8
 from gpt.sample_config import SampleConfig
 
@@ -179,11 +183,9 @@ def test_a_fixed_cache_computes_the_same() -> None:
         requests = [Request(prompt, index=index) for index, prompt in enumerate(PROMPTS)]
         shapes: set[object] = set()
 
-        def step(
-            x: torch.Tensor, rope: Rope | None, cache: object, model: GPT = model, shapes: set[object] = shapes
-        ) -> torch.Tensor:
-            shapes.add((x.shape, None if rope is None else rope[0].shape, cache.mask(1).shape))  # type: ignore[attr-defined]
-            return model.stack(x, rope, cache)  # type: ignore[arg-type]
+        def step(cache: KVCache, *rest: Any, model: GPT = model, shapes: set[object] = shapes) -> list[torch.Tensor]:
+            shapes.add(tuple(each.shape for each in rest if isinstance(each, torch.Tensor)))
+            return next_tokens(model, cache, *rest)
 
         found: list[list[int]] = [[] for _ in requests]
         for event in engine_of(Context(model, CPU, 3, step=step), requests, config).run():
@@ -197,7 +199,7 @@ def test_a_fixed_cache_computes_the_same() -> None:
 def test_a_fixed_cache_minds_no_idle_row_whose_context_is_full(positions: str) -> None:
     model, config = tiny_model(40, positions), SampleConfig(max_tokens=20, ignore_eot=True)
     requests = [Request([1]), Request(list(range(38)))]
-    engine = engine_of(Context(model, CPU, 2, step=model.stack), requests, config)
+    engine = engine_of(Context(model, CPU, 2, step=partial(next_tokens, model)), requests, config)
     found: list[list[int]] = [[], []]
     for event in engine.run():
         found[event.number] += [token.id for token in event.tokens]

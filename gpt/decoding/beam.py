@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from gpt.decoding.logits import EXCLUDED, Token, no_logits, read
+from gpt.decoding.logits import EXCLUDED, Token, no_logits, scores, tokens
+from gpt.device import Download, upload
 from gpt.sample_config import SampleConfig
 
 Stops = Callable[[Sequence[int]], bool]  # returns whether the text of these ids ends with a stop text
@@ -49,13 +49,10 @@ class Search:
         are ranked, of the same shape. Returns the parent of each hypothesis that lives now: its place among those that
         lived before. Raises `NotANumber` where a hypothesis has no continuation."""
         width = self.config.beam
-        found = self._candidates(shaped, 2 * width)  # enough that half of them live on, even if every beam ends
-        rows, ids = [parent for _, parent, _ in found], [id for _, _, id in found]
-        top = self.config.logprobs or 0
-        tokens = read(ids, logprobs[rows, ids], logprobs[rows] if top else logprobs, top)
+        found = self._candidates(logprobs, shaped, 2 * width)  # half of them live on, even if every beam ends
         live: list[Hypothesis] = []
         parents: list[int] = []
-        for rank, ((total, parent, _), token) in enumerate(zip(found, tokens, strict=True)):
+        for rank, (total, parent, token) in enumerate(found):
             grown = (*self.live[parent].tokens, token)
             reason = self._reason(grown)
             if reason is None and len(live) < width:
@@ -69,18 +66,19 @@ class Search:
         self.done = not live or self._settled()
         return parents
 
-    def _candidates(self, shaped: Tensor, count: int) -> list[tuple[float, int, int]]:
-        """The likeliest continuations, best first: (sum of log-probabilities, hypothesis, id)."""
-        totals = shaped + torch.tensor([each.total for each in self.live], device=shaped.device)[:, None]
-        values, ids = totals.topk(min(count, totals.size(-1)), dim=-1)
-        rows = values.tolist()
-        if not all(row[0] > EXCLUDED for row in rows):  # NaN comes first
+    def _candidates(self, logprobs: Tensor, shaped: Tensor, count: int) -> list[tuple[float, int, Token]]:
+        """The likeliest continuations, best first: (sum of log-probabilities, hypothesis, token)."""
+        sums = shaped + upload([[each.total] for each in self.live], shaped.device)
+        likeliest = sums.topk(min(count, sums.size(-1)), dim=-1)
+        top = self.config.logprobs or 0
+        *scored, totals = Download(*scores(likeliest.indices, logprobs, top), likeliest.values).read()
+        if not all(row[0] > EXCLUDED for row in totals):  # NaN comes first
             raise no_logits()
         ways = [
-            (value, parent, id)
-            for parent, row in enumerate(zip(rows, ids.tolist(), strict=True))
-            for value, id in zip(*row, strict=True)
-            if value > EXCLUDED
+            (total, parent, token)
+            for parent, row in enumerate(zip(totals, tokens(scored, [top] * len(totals)), strict=True))
+            for total, token in zip(*row, strict=True)
+            if total > EXCLUDED
         ]
         return sorted(ways, key=lambda way: -way[0])[:count]
 

@@ -12,7 +12,8 @@ import torch
 from gpt.bench_config import BenchConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
-from gpt.decoding.weights import Step, weight_bytes
+from gpt.decoding.token_step import Step
+from gpt.decoding.weights import weight_bytes
 from gpt.device import Compute
 from gpt.model.decoder import GPT
 from gpt.model.params import seen
@@ -62,7 +63,13 @@ def _round(context: Context, prompts: list[list[int]], count: int) -> tuple[floa
     engine, config = Engine(context, ends=()), SampleConfig(greedy=True, max_tokens=count, ignore_eot=True)
     for ids in prompts:
         engine.add(Request(ids, config))
-    first, *times = [_seconds(engine.step) for _ in range(count)]
+    began = time.perf_counter()
+    while not any(update.tokens for update in engine.step()):  # a GPU's first tokens are read in its second step
+        pass
+    first = time.perf_counter() - began
+    times: list[float] = []
+    while engine.busy:
+        times.append(_seconds(engine.step))
     return first, statistics.mean(times[_WARM:] or times or [first])
 
 

@@ -3,14 +3,17 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.decoding.weights import Step, compiled, weight_bytes
-from gpt.device import Compute
+from gpt.decoding.logits import Filters, as_int64
+from gpt.decoding.token_step import Step, compiled
+from gpt.decoding.weights import weight_bytes
+from gpt.device import Compute, upload
 from gpt.errors import UserError
 from gpt.model.cache import KVCache
-from gpt.model.decoder import GPT
+from gpt.model.decoder import GPT, ROPE_TABLE
 from gpt.model.params import cache_bytes
 
 CACHE_SHARE = 0.25  # of the device's memory that keys and values may take
@@ -41,10 +44,12 @@ class Context:
         room = min(self.size, room or self.size)
         _check_room(model, compute, rows, room)
         self.cache = KVCache(model.config, rows, compute.device, compute.dtype, room, model.kv_heads)
-        self.compiled = step  # computes steps of one position; None: the model does
+        self.compiled = step  # computes steps of one position, all rows at once; None: the model does
         if step is not None:
-            self.cache.fixed = True
-            for each in (*self.cache.keys, *self.cache.values):
+            model.reach(max(ROPE_TABLE, 2 * self.size))  # a table that grows is compiled for again
+            self.last = torch.zeros(rows, 1, dtype=torch.int64, device=compute.device)  # each row's newest id
+            self._numbers = torch.zeros(2, rows, dtype=torch.int64, device=compute.device)
+            for each in (*self.cache.keys, *self.cache.values, self.last, self._numbers):
                 torch._dynamo.mark_static_address(each)
         narrow = model.ln_f.weight.dtype == compute.dtype  # then there is nothing to cast at each product
         self._autocast = contextlib.nullcontext if narrow else compute.autocast
@@ -69,7 +74,7 @@ class Context:
         padded = [ids + [0] * (T - len(ids)) for ids in kept]
         part = self.cache.rows(first, first + len(prompts))
         part.lengths[:] = 0
-        x = self._trunk(torch.tensor(padded, device=self.compute.device), part, [len(ids) for ids in kept])
+        x = self._trunk(upload(padded, self.compute.device), part, [len(ids) for ids in kept])
         part.lengths[:] = [len(ids) for ids in kept]
         return x
 
@@ -89,7 +94,7 @@ class Context:
     def read(self, row: int, ids: Sequence[int]) -> Tensor:
         """Appends ids to one row that has room for them. Returns their residual stream (T, C)."""
         self.ids[row] += ids
-        return self._trunk(torch.tensor([ids], device=self.compute.device), self.cache.rows(row, row + 1))[0]
+        return self._trunk(upload([ids], self.compute.device), self.cache.rows(row, row + 1))[0]
 
     def reusable(self, prompt: Sequence[int]) -> tuple[int | None, int]:
         """Returns the row whose keys and values serve the longest beginning of a prompt, and the length of that. The
@@ -99,20 +104,59 @@ class Context:
             return best
         for row, ids in enumerate(self.ids):
             same = 0 if self.dropped[row] else min(_common(ids, prompt), len(prompt) - 1)
-            if same > best[1] and self.cache.can_rewind(row, len(ids) - same):
+            if same > best[1] and self.cache.can_rewind(row, int(self.cache.lengths[row]) - same):
                 best = row, same
         return best
 
     @torch.inference_mode()
-    def step(self, ids: Sequence[Sequence[int]]) -> Tensor:
+    def step(self, ids: Sequence[Sequence[int]] | Tensor) -> Tensor:
         """Appends T ids to each of the first n rows, (n, T). Returns their residual stream (n, T, C)."""
+        ids = self._append(ids)
+        return self._trunk(ids, self.cache.rows(0, len(ids)))
+
+    def _append(self, ids: Sequence[Sequence[int]] | Tensor) -> Tensor:
+        """Appends ids to rows and returns them on the device.
+
+        Those in a tensor, which lies there, may be unknown to the host as yet: rows must have room for them, and
+        whoever reads them appends them to the rows' `ids`."""
+        if isinstance(ids, Tensor):
+            return ids
         for row, new in enumerate(ids):
             if self.cache.lengths[row] + len(new) > self.size:
                 self._slide(row, len(new))
             self.ids[row] += new
-        if self.compiled is not None and len(ids[0]) == 1:
-            return self._fixed(ids)
-        return self._trunk(torch.tensor(ids, device=self.compute.device), self.cache.rows(0, len(ids)))
+        return upload(ids, self.compute.device)
+
+    @torch.inference_mode()
+    def next_tokens(
+        self,
+        ids: Sequence[Sequence[int]] | Tensor,
+        filters: Filters | None = None,
+        keys: Sequence[int] = (),
+        top: int = 0,
+    ) -> list[Tensor]:
+        """Appends an id to each of the first n rows, (n, 1), in a compiled step. With filters the next ids are in
+        `last`, and their `scores` are returned, else logits (n, V).
+
+        All rows are computed, of which those after the first n are idle, so that shapes are always the same."""
+        assert self.compiled is not None
+        ids, n, lengths = self._append(ids), len(ids), self.cache.lengths
+        for row in range(n, self.rows):  # An idle row gets an id after its last, where it has room for one.
+            if lengths[row] >= self.cache.room:
+                self.forget(row)
+                lengths[row] = 0
+        if ids is not self.last:
+            self.last[:n] = ids
+        numbers = np.zeros((2, self.rows), np.int64)
+        numbers[0] = lengths
+        numbers[1, : len(keys)] = as_int64(keys)[:, 0]
+        self._numbers.copy_(upload(numbers, self.compute.device))
+        self.model.reach(int(lengths.max()) + 1)
+        size = self.vocab_size or self.model.config.vocab_size
+        with self._autocast():
+            found = self.compiled(self.cache, self.last, self._numbers, size, filters, top)
+        lengths[:n] += 1
+        return [each[:n] for each in found]
 
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
@@ -169,21 +213,7 @@ class Context:
         part = self.cache.rows(row, row + 1)
         part.lengths[:] = 0
         if kept:
-            self._trunk(torch.tensor([self.ids[row][-kept:]], device=self.compute.device), part)
-
-    def _fixed(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        """Steps all rows, of which those after the first n are idle, so that shapes are always the same."""
-        assert self.compiled is not None
-        n = len(ids)
-        for row in range(n, self.rows):  # An idle row gets an id after its last, where it has room for one.
-            if self.cache.lengths[row] >= self.cache.room:
-                self.forget(row)
-                self.cache.lengths[row] = 0
-        every = torch.tensor([*ids, *[[0]] * (self.rows - n)], device=self.compute.device)
-        with self._autocast():
-            x = self.compiled(*self.model.embed(every, self.cache), self.cache)
-        self.cache.lengths[:n] += 1
-        return x[:n]
+            self._trunk(upload([self.ids[row][-kept:]], self.compute.device), part)
 
     def _trunk(self, ids: Tensor, cache: KVCache, counts: Sequence[int] | None = None) -> Tensor:
         with self._autocast():

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gpt.decoding.beam import Hypothesis, Search, Stops
 from gpt.decoding.context import Context
-from gpt.decoding.logits import Filters, Token, key_of, no_logits, read, step_key
+from gpt.decoding.logits import Filters, Token, as_int64, key_of, no_logits, scores, step_key, tokens
 from gpt.decoding.lookup import Lookup
+from gpt.device import Download, upload
 from gpt.errors import NotANumber, UserError
 from gpt.sample_config import SampleConfig
 
@@ -71,12 +73,20 @@ class _Job:
     key: int  # of its random numbers
     rows: list["_Row"] = field(default_factory=list)  # one; in a search one for each living hypothesis
     count: int = 0  # tokens so far
+    chosen: int = 0  # these, and those that are under way from the device
     lookup: Lookup = field(default_factory=Lookup)
     done: bool = False
     tokens: list[Token] = field(default_factory=list)
     prompt: Sequence[Token] | None = None
     reason: str | None = None
     error: UserError | None = None
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether its next token can be computed before the host knows its last one."""
+        config = self.request.config
+        known = self.search is not None or self.filters.looks_back or config.speculate
+        return not (known or self.chosen == config.max_tokens)
 
     def take(self, token: Token, ends: Collection[int]) -> None:
         """Appends a token, which may be the last."""
@@ -113,9 +123,17 @@ class _Row:
     at: int  # its number
     last: int = 0  # the newest id, which the context does not have yet
     guessed: list[int] = field(default_factory=list)  # ids that may follow it
-    taken: int = 1  # ids appended in the last step: the certain one and guesses
     right: int = 0  # guesses among them that turned out right
     free: bool = False  # of a hypothesis that has no child
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """A token for each of some rows, chosen on the device and under way to the host."""
+
+    rows: list[_Row]
+    ids: Tensor  # (n, 1), on the device
+    scores: Download
 
 
 @dataclass(eq=False)
@@ -151,6 +169,7 @@ class Engine:
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []
         self._rows: list[_Row] = []  # row r of the context is _rows[r]
+        self._draws: list[_Draw] = []  # the last step's, unless they have been read
         self._readers: deque[_Reader] = deque()  # the next one to read is the first
         self._fills = True  # whether the next step is free for short prompts
 
@@ -217,21 +236,31 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Update]:
         """Starts the waiting requests for which there are free rows, and gives every running one its next token, or
-        several where guesses were right. Returns an update for each running request."""
+        several where guesses were right. Returns an update for each running request.
+
+        On a GPU the tokens of a step are read after the next one has been launched, as long as no row ends and the next
+        step needs nothing of them but their ids: the GPU never waits for the host. No row is given to another request
+        before what was launched for it has been read."""
+        if any(row.job.done for row in self._rows):  # it was cancelled
+            self._take()
         self._free_rows()
-        logits = self._decode()
-        begun = self._prefill()
-        if logits is None or begun is None:
-            logits = begun if logits is None else logits
-        else:
-            wide = begun.new_zeros(len(begun), logits.size(1), begun.size(-1))
-            wide[:, :1] = begun
-            logits = torch.cat([logits, wide])
-        if logits is not None:
-            self._choose(logits)
+        draws = self._draws
+        self._draws = []
+        self._decode(draws)
+        self._prefill()
+        for draw in draws:
+            self._take_one(draw, appended=True)
+        if not self._runs_ahead():
+            self._take()
         updates = [job.update() for job in self._running]
         self._running = [job for job in self._running if not job.done]
         return updates
+
+    def _runs_ahead(self) -> bool:
+        """Whether the next step is launched before the tokens of this one are read."""
+        return self.context.compute.device.type == "cuda" and all(
+            row.job.runs_ahead and self.context.room(row.at) for row in self._rows
+        )
 
     def _free_rows(self) -> None:
         """Frees the rows of ended requests. The last row in use moves into each gap, and what was there stays, for
@@ -252,17 +281,48 @@ class Engine:
             self.context.swap(reader.at, self.context.rows - back)
             reader.at = self.context.rows - back
 
-    def _decode(self) -> Tensor | None:
-        """Appends each row's last id and guesses to the context, padded to the most guesses. Returns the logits after
-        each, (n, T, V); None where no row is in use."""
+    def _decode(self, draws: Sequence[_Draw]) -> None:
+        """Appends each row's last id and guesses to the context, padded to the most guesses, and chooses tokens after
+        them. The last ids are those of ``draws``, where these have not been read."""
         if not self._rows:
-            return None
-        self._guess()
-        T = 1 + max(len(row.guessed) for row in self._rows)
-        ids = [[row.last, *row.guessed, *[0] * (T - 1 - len(row.guessed))] for row in self._rows]
-        for row in self._rows:
-            row.taken = T
-        return self.context.logits(self.context.step(ids))
+            return
+        if draws:
+            ids: list[list[int]] | Tensor = self._drawn(draws)
+        else:
+            self._guess()
+            T = 1 + max(len(row.guessed) for row in self._rows)
+            ids = [[row.last, *row.guessed, *[0] * (T - 1 - len(row.guessed))] for row in self._rows]
+        if self.context.compiled is not None and len(ids[0]) == 1:
+            self._step_compiled(ids)
+        else:
+            self._choose(self.context.logits(self.context.step(ids)), self._rows)
+
+    def _step_compiled(self, ids: list[list[int]] | Tensor) -> None:
+        """Decodes by the context's compiled step, which chooses too where all rows have filters of logits alone."""
+        filters = self._rows[0].job.filters
+        if any(
+            row.job.search or row.job.filters is not filters or filters.shapes(row.job.chosen) for row in self._rows
+        ):
+            [logits] = self.context.next_tokens(ids)
+            self._choose(logits[:, None], self._rows)
+            return
+        keys = [step_key(row.job.key, row.job.chosen) for row in self._rows] if filters.draws else []
+        top = max(row.job.request.config.logprobs or 0 for row in self._rows)
+        scored = self.context.next_tokens(ids, filters, keys, top)
+        last = self.context.last
+        self._launched(self._rows, last if len(last) == len(ids) else last[: len(ids)], scored)
+
+    def _launched(self, rows: Sequence[_Row], ids: Tensor, scored: Sequence[Tensor]) -> None:
+        """Takes note of a token for each row, (n, 1), and starts to read it."""
+        for row in rows:
+            row.job.chosen += 1
+        self._draws.append(_Draw([*rows], ids, Download(*scored)))
+
+    def _drawn(self, draws: Sequence[_Draw]) -> Tensor:
+        """Returns the last id of each row, (n, 1), from the device."""
+        at = [row.at for draw in draws for row in draw.rows]
+        ids = draws[0].ids if len(draws) == 1 else torch.cat([draw.ids for draw in draws])
+        return ids if at == [*range(len(at))] else ids[upload(np.argsort(at), ids.device)]
 
     def _guess(self) -> None:
         """Guesses the next ids of samples that ask for it, from their text so far."""
@@ -275,15 +335,19 @@ class Engine:
             if most > 0 and job.search is None:
                 row.guessed = job.lookup.guess([*self.context.ids[row.at], row.last], most)
 
-    def _prefill(self) -> Tensor | None:
-        """Reads prompts. Returns the logits after each that has been read to its end, (n, 1, V)."""
-        if self._waiting and (self._fills or not self._readers):
-            jobs = self._admit()
-            if jobs:
-                self._fills = False
-                return self._fill(jobs)
-        self._fills = True
-        return self._read() if self._readers else None
+    def _prefill(self) -> None:
+        """Reads prompts, and chooses a token after each that has been read to its end."""
+        start = len(self._rows)
+        logits = None
+        if self._waiting and (self._fills or not self._readers) and (jobs := self._admit()):
+            self._fills = False
+            logits = self._fill(jobs)
+        else:
+            self._fills = True
+            if self._readers:
+                logits = self._read()
+        if logits is not None:
+            self._choose(logits, self._rows[start:])
 
     def _admit(self) -> list[_Job]:
         """Starts waiting requests for which there are rows. Returns those whose prompts are read together in this step;
@@ -329,7 +393,7 @@ class Engine:
             self._start(job, len(self._rows))
             self._echo(job, of_job, job.request.ids[self.context.dropped[job.rows[0].at] :])
         ends = self.context.cache.lengths[start : len(self._rows)] - 1
-        return self.context.logits(x[range(len(jobs)), ends])[:, None]
+        return self.context.logits(x[torch.arange(len(x), device=x.device), upload(ends, x.device)])[:, None]
 
     def _read(self) -> Tensor | None:
         """Reads a chunk of the first reader's prompt; the next one's turn is in a later step."""
@@ -372,52 +436,69 @@ class Engine:
                 return
             job.prompt = [*(job.prompt or first), *following]
 
-    def _choose(self, logits: Tensor) -> None:
-        """Chooses the next tokens from logits (n, T, V), which follow each row's last T ids."""
-        t, going = 0, [row for row in self._rows if row.job.search is None and not row.job.done]
+    def _choose(self, logits: Tensor, rows: Sequence[_Row]) -> None:
+        """Chooses the next tokens of ``rows``, which lie side by side, from logits (n, T, V) after their last T ids."""
+        first, T = rows[0].at, logits.size(1)
+        searches = {row.job: row.job.search for row in rows if row.job.search is not None and not row.job.done}
+        t, going = 0, [row for row in rows if row.job.search is None and not row.job.done]
         while going:
-            self._draw(logits, t, going)
+            self._draw(logits[:, t], first, going, [self._past(row, T - t) for row in going])
+            if T == 1:
+                break
+            self._take()
             going = [row for row in going if row.guessed[t : t + 1] == [row.last] and not row.job.done]
             t += 1
             for row in going:
                 row.right = t
-        for row in self._rows:
-            self.context.rewind(row.at, row.taken - 1 - row.right)
-            row.taken, row.right, row.guessed = 1, 0, []
-        for job in self._running:
-            if job.search is not None and job.rows and not job.done:
-                self._search(job, job.search, logits[[row.at for row in job.rows], 0])
-
-    def _draw(self, logits: Tensor, t: int, rows: Sequence[_Row]) -> None:
-        """Gives rows their token after the first ``t`` guesses; rows with the same filters are filtered together."""
-        groups: dict[Filters, list[_Row]] = {}
         for row in rows:
-            groups.setdefault(row.job.filters, []).append(row)
-        rows = [row for group in groups.values() for row in group]
-        at = [row.at for row in rows]
-        logits = logits[:, t] if at == [*range(len(logits))] else logits[at, t]
+            self.context.rewind(row.at, T - 1 - row.right)
+            row.right, row.guessed = 0, []
+        for job, search in searches.items():
+            self._search(job, search, _select(logits[:, 0], [row.at - first for row in job.rows]))
+
+    def _draw(self, logits: Tensor, first: int, rows: Sequence[_Row], past: Sequence[Sequence[int]]) -> None:
+        """Chooses a token for each of ``rows`` from logits (n, V) of those from row ``first`` on; rows with the same
+        filters are filtered together. ``past``: the ids of each row."""
+        groups: dict[Filters, list[tuple[_Row, Sequence[int]]]] = {}
+        for row, text in zip(rows, past, strict=True):
+            groups.setdefault(row.job.filters, []).append((row, text))
+        rows = [row for group in groups.values() for row, _ in group]
+        logits = _select(logits, [row.at - first for row in rows])
         chosen: list[Tensor] = []
         for filters, group in groups.items():
             done = sum(map(len, chosen))
-            past = [self._past(row, t) if filters.looks_back else () for row in group]
-            shaped = filters.shape(logits[done : done + len(group)], past, [row.job.count for row in group])
-            keys = [step_key(row.job.key, row.job.count) for row in group] if filters.draws else []
-            chosen.append(filters.choose(shaped, keys))
+            texts, counts = [text for _, text in group], [row.job.chosen for row, _ in group]
+            shaped = filters.shape(logits[done : done + len(group)], texts, counts)
+            keys = [step_key(row.job.key, row.job.chosen) for row, _ in group] if filters.draws else []
+            chosen.append(filters.choose(shaped, upload(as_int64(keys), logits.device))[:, None])
         ids = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
-        logprobs = logits.log_softmax(-1)  # a single NaN among the logits makes all of a row NaN
-        top = [row.job.request.config.logprobs or 0 for row in rows]
-        tokens = read(ids.tolist(), logprobs.gather(-1, ids[:, None])[:, 0], logprobs, top)
-        for row, token in zip(rows, tokens, strict=True):
+        top = max(row.job.request.config.logprobs or 0 for row in rows)
+        self._launched(rows, ids, scores(ids, logits, top))
+
+    def _take(self) -> None:
+        """Reads the tokens that are under way."""
+        draws, self._draws = self._draws, []
+        for draw in draws:
+            self._take_one(draw)
+
+    def _take_one(self, draw: _Draw, appended: bool = False) -> None:
+        """Reads tokens, and gives them to their requests. ``appended``: whether the context has their ids already."""
+        top = [row.job.request.config.logprobs or 0 for row in draw.rows]
+        for row, [token] in zip(draw.rows, tokens(draw.scores.read(), top), strict=True):
             row.last = token.id
+            if appended:
+                self.context.ids[row.at].append(token.id)
             if math.isnan(token.logprob or 0.0):
-                self._fail(row.job, no_logits())
-            else:
+                if not row.job.done:
+                    row.job.end(error=no_logits())
+                self.context.clear(row.at)
+            elif not row.job.done:  # else it ended with the token before, or was cancelled
                 row.job.take(token, self.ends)
 
-    def _past(self, row: _Row, t: int) -> Sequence[int]:
-        """Returns the ids of a row, with the first ``t`` guesses of this step."""
+    def _past(self, row: _Row, without: int) -> Sequence[int]:
+        """Returns the ids of a row for filters that look at them, but for the last ``without`` − 1."""
         ids = self.context.ids[row.at]
-        return ids[: len(ids) - row.taken + 1 + t]
+        return ids[: len(ids) + 1 - without] if row.job.filters.looks_back else ()
 
     def _search(self, job: _Job, search: Search, logits: Tensor) -> None:
         """Extends a search by a token, from logits (n, V) after each of its living hypotheses."""
@@ -463,14 +544,20 @@ class Engine:
 def next_tokens(context: Context, x: Tensor, ids: Sequence[int], top: int) -> list[Token]:
     """Returns the tokens ``ids``, each of which follows a position of the residual stream (T, C). Raises `NotANumber`
     where the log-probability of one is NaN."""
-    tokens: list[Token] = []
+    found: list[Token] = []
     for start in range(0, len(ids), POSITIONS_AT_ONCE):
         part = ids[start : start + POSITIONS_AT_ONCE]
-        logprobs = context.logits(x[start : start + len(part)]).log_softmax(-1)
-        tokens += read(part, logprobs[range(len(part)), part], logprobs, top)
-    if any(math.isnan(token.logprob or 0.0) for token in tokens):
+        logits = context.logits(x[start : start + len(part)])
+        scored = Download(*scores(upload([[id] for id in part], x.device), logits, top)).read()
+        found += [token for [token] in tokens(scored, [top] * len(part))]
+    if any(math.isnan(token.logprob or 0.0) for token in found):
         raise no_logits()
-    return tokens
+    return found
+
+
+def _select(tensor: Tensor, at: list[int]) -> Tensor:
+    """Returns rows of a tensor, without a copy where they are the first ones."""
+    return tensor[: len(at)] if at == [*range(len(at))] else tensor[upload(at, tensor.device)]
 
 
 def generate(

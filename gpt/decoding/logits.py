@@ -6,11 +6,14 @@ What a filter excludes becomes -inf; one id always stays.
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gpt.device import upload
 from gpt.errors import NotANumber
 from gpt.sample_config import SampleConfig
 
@@ -27,18 +30,24 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def read(ids: Sequence[int], chosen: Tensor, logprobs: Tensor, top: int | Sequence[int] = 0) -> list[Token]:
-    """The tokens of n ids, ``chosen`` (n) being their log-probabilities. ``logprobs`` (n, V) are those of all ids in
-    their places, of which each token keeps the ``top`` likeliest: as many for all, or a number for each."""
-    values: list[float] = chosen.tolist()
-    tops = [top] * len(values) if isinstance(top, int) else top
-    most = min(max(tops), logprobs.size(-1))
-    if not most:
-        return [Token(id, value) for id, value in zip(ids, values, strict=True)]
-    likeliest, others = (each.tolist() for each in reversed(logprobs.topk(most, dim=-1)))
+def scores(ids: Tensor, logits: Tensor, top: int = 0) -> list[Tensor]:
+    """Returns what `tokens` needs of ids (n, k) that follow logits (n, V): the ids and their log-probabilities, and the
+    log-probabilities and ids of the ``top`` likeliest."""
+    logprobs = logits.log_softmax(-1)  # a single NaN among the logits makes all of a row NaN
+    best = logprobs.topk(min(top, logits.size(-1)), dim=-1) if top else ()
+    return [ids, logprobs.gather(-1, ids), *best]
+
+
+def tokens(scores: Sequence[Any], tops: Sequence[int]) -> list[list[Token]]:
+    """Returns the k tokens of each of n rows from `scores`, as lists, each with the ``tops`` likeliest of its row."""
+    if len(scores) == 2:
+        return [[Token(*each) for each in zip(*row, strict=True)] for row in zip(*scores, strict=True)]
     return [
-        Token(id, value, tuple(zip(likeliest[row][:count], others[row][:count], strict=True)))
-        for row, (id, value, count) in enumerate(zip(ids, values, tops, strict=True))
+        [
+            Token(id, value, tuple(zip(best[:top], values[:top], strict=True)))
+            for id, value in zip(ids, own, strict=True)
+        ]
+        for ids, own, values, best, top in zip(*scores, tops, strict=True)
     ]
 
 
@@ -78,7 +87,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 def _descending(logits: Tensor) -> Tensor:
     """Sorts logits, the highest first. numpy sorts values without their indices and in vectors: 50,257 of them in a
     quarter of torch's time, which on a CPU is an eighth of a step of GPT-2 124M."""
-    if logits.device.type != "cpu" or logits.dtype != torch.float32:
+    if logits.device.type != "cpu" or logits.dtype != torch.float32 or torch.compiler.is_compiling():
         return logits.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
 
@@ -96,7 +105,7 @@ def penalize(logits: Tensor, ids: Iterable[int], penalty: float) -> Tensor:
     al. 2019); 0 or 1: no change."""
     if penalty in (0, 1):
         return logits
-    index = torch.tensor(sorted(set(ids)), dtype=torch.long, device=logits.device)
+    index = upload(np.array(sorted(set(ids)), np.int64), logits.device)
     of_these = logits[index]
     return logits.index_copy(0, index, torch.where(of_these < 0, of_these * penalty, of_these / penalty))
 
@@ -106,8 +115,9 @@ def count_against(logits: Tensor, ids: Sequence[int], presence: float, frequency
     does, as OpenAI's API defines its penalties."""
     if not ids or not (presence or frequency):
         return logits
-    counts = torch.bincount(torch.tensor(list(ids), device=logits.device), minlength=len(logits))
-    return logits - (presence * (counts > 0) + frequency * counts).to(logits.dtype)
+    some, counts = np.unique(ids, return_counts=True)
+    against = (presence + frequency * torch.from_numpy(counts)).to(logits.dtype)
+    return logits.index_add(0, upload(some, logits.device), upload(against, logits.device), alpha=-1)
 
 
 def repeats(ids: Sequence[int], n: int) -> list[int]:
@@ -123,7 +133,7 @@ def exclude(logits: Tensor, ids: Iterable[int]) -> Tensor:
     without = sorted(set(ids))
     if not without or logits.size(-1) <= len(without):
         return logits
-    return logits.index_fill(-1, torch.tensor(without, device=logits.device), EXCLUDED)
+    return logits.index_fill(-1, upload(without, logits.device), EXCLUDED)
 
 
 class Filters:
@@ -143,7 +153,9 @@ class Filters:
         config = self.config
         if self.bias:
             ids, values = zip(*self.bias, strict=True)
-            logits = logits.index_add(-1, _on(ids, logits), _on(values, logits).expand(len(logits), -1))
+            logits = logits.index_add(
+                -1, upload(ids, logits.device), upload(values, logits.device).expand(len(logits), -1)
+            )
         least = any(count < config.min_tokens for count in counts)
         if not (self.looks_back or least):
             return logits
@@ -161,46 +173,50 @@ class Filters:
         warmed = warm(logits.float(), self.config.temperature)
         return keep_min_p(keep_top_p(keep_top_k(warmed, self.config.top_k), self.config.top_p), self.config.min_p)
 
-    def choose(self, logits: Tensor, keys: Sequence[int]) -> Tensor:
+    def shapes(self, count: int) -> bool:
+        """Whether `shape` changes logits after so many tokens."""
+        return bool(self.bias) or self.looks_back or count < self.config.min_tokens
+
+    def choose(self, logits: Tensor, keys: Tensor) -> Tensor:
         """Chooses ids (N) from shaped logits (N, V): the likeliest, or one drawn from those that are kept, with the
-        random numbers of each row's key."""
+        random numbers of each row's key, (N, 1)."""
         if not self.draws:
             return logits.argmax(-1)
         kept = self.keep(logits)
-        noisy: Tensor = kept + gumbel(keys, kept.size(-1), kept.device)
+        noisy: Tensor = kept + gumbel(keys, kept.size(-1))
         return noisy.argmax(-1)
 
 
-def _on(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, device=like.device)
+# SplitMix64's 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB, as int64; and 1 / GOLDEN modulo 2⁶⁴.
+_GOLDEN, _FIRST, _SECOND = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_INVERSE = pow(_GOLDEN, -1, 2**64) - 2**64
 
 
-_GOLDEN, _FIRST, _SECOND, _WORD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 2**64
-
-
-def gumbel(keys: Sequence[int], V: int, device: torch.device) -> Tensor:
-    """Returns Gumbel noise (N, V), a function of each row's key (64 bits) and the id alone.
+def gumbel(keys: Tensor, V: int) -> Tensor:
+    """Returns Gumbel noise (N, V), a function of each row's key, (N, 1), and the id alone.
 
     The argmax of logits and such noise is a draw from their softmax (Gumbel 1954). Since it depends on nothing else, a
     text is the same whatever is drawn beside it, on any device, and however many of its tokens are looked at at once.
     """
     # Divided as a float, not rounded to equal steps, so that small numbers keep their precision; and never to 1, whose
     # noise is infinite.
-    uniform = _shift(bits(keys, V, device), 1).float() * ((1 - 2.0**-24) * 2.0**-63)
+    uniform = _shift(bits(keys, V), 1).float() * ((1 - 2.0**-24) * 2.0**-63)
     return -torch.log(-torch.log1p(-uniform))
 
 
-def bits(keys: Sequence[int], V: int, device: torch.device) -> Tensor:
-    """Returns SplitMix64's first V words for each key as its state (Steele et al. 2014), (N, V), as int64."""
-    start = torch.tensor([_signed(key) for key in keys], device=device)[:, None]
-    x = start + _signed(_GOLDEN) * torch.arange(1, V + 1, device=device)  # int64 wraps, as SplitMix64 wants
-    x = (x ^ _shift(x, 30)) * _signed(_FIRST)
-    x = (x ^ _shift(x, 27)) * _signed(_SECOND)
+def bits(keys: Tensor, V: int) -> Tensor:
+    """Returns SplitMix64's first V words for each key, (N, 1), as its state (Steele et al. 2014), (N, V), as int64."""
+    # key + GOLDEN · n, in which int64 wraps, as SplitMix64 wants. A compiler would take GOLDEN · n alone for an index,
+    # which it computes as a number without bounds.
+    x = (keys * _INVERSE + torch.arange(1, V + 1, device=keys.device)) * _GOLDEN
+    x = (x ^ _shift(x, 30)) * _FIRST
+    x = (x ^ _shift(x, 27)) * _SECOND
     return x ^ _shift(x, 31)
 
 
-def _signed(word: int) -> int:
-    return (word + _WORD // 2) % _WORD - _WORD // 2
+def as_int64(keys: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Returns keys of 64 bits as numbers with a sign, (N, 1)."""
+    return np.array(keys, np.uint64).view(np.int64)[:, None]
 
 
 def _shift(x: Tensor, by: int) -> Tensor:

@@ -5,7 +5,6 @@ A model that has been prepared computes logits and nothing else: it is neither t
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
@@ -14,14 +13,11 @@ import torch.nn as nn
 from torch import Tensor
 
 from gpt.device import Compute, has_native_bfloat16
-from gpt.errors import is_out_of_memory
-from gpt.model.cache import KVCache
-from gpt.model.decoder import GPT, Block, Linear, Rope
+from gpt.model.decoder import GPT, Block, Linear
 from gpt.model.params import multiplied
 from gpt.model.quantize import GROUP, LEVELS, MIDDLE, Quantized, QuantizedLinear
 
 _SMALLEST = np.float32(1e-30)  # scale of activations
-Step = Callable[[Tensor, Rope | None, KVCache], Tensor]  # what `GPT.stack` computes
 Module = TypeVar("Module", bound=nn.Module)
 # Positions up to which a CPU's int4 kernel is faster than restored weights. Measured for the matrices of GPT-2 124M on
 # two cores: the kernel takes 0.55 ms a position; restoring takes 27 ms, and then 0.23 ms a position.
@@ -266,29 +262,3 @@ def weight_bytes(model: GPT, compute: Compute) -> int:
     rounded = [module for module in model.modules() if isinstance(module, Int8Linear | Int4Linear)]
     wide = multiplied(model.config) - sum(module.numbers for module in rounded)
     return wide * compute.dtype.itemsize + sum(module.nbytes for module in rounded)
-
-
-def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:
-    """Compiles the model's stack for steps of one position, as CUDA graphs on a GPU. Returns None for packed and
-    rounded weights, whose kernels the compiler cannot see into. Where compiling fails, ``note`` is called and steps run
-    uncompiled."""
-    if any(isinstance(module, PackedLinear | Int8Linear | Int4Linear) for module in model.modules()):
-        note("rounded weights, and those packed for the CPU, are not compiled: their kernels are")
-        return None
-    mode = "reduce-overhead" if compute.device.type == "cuda" else "default"
-    fast = torch.compile(model.stack, dynamic=False, mode=mode)
-    failed = False
-
-    def step(x: Tensor, rope: Rope | None, cache: KVCache) -> Tensor:
-        nonlocal failed
-        if not failed:
-            try:
-                return fast(x, rope, cache)
-            except Exception as error:  # the compiler's own, its backend's, or that of a C++ compiler that is not there
-                if is_out_of_memory(error):
-                    raise
-                failed = True
-                note(f"torch.compile failed, so steps are computed without it: {str(error).splitlines()[0]:.200}")
-        return model.stack(x, rope, cache)
-
-    return step

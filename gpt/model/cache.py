@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
+from gpt.device import upload
 from gpt.model.params import SLACK, cache_columns
 
 Where = slice | Tensor  # positions that all rows share, or (B, T) of them
@@ -70,7 +71,6 @@ class KVCache:
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
         self.lengths = np.zeros(rows, np.int64)
-        self.fixed = False  # whether steps of one position look at all columns: the same shapes every time
         self.where: Where = slice(0, 0)  # the positions that are being computed
         self.reach = 0  # one more than the last of them
         self._spans: dict[int, _Span] = {}  # by window
@@ -82,11 +82,11 @@ class KVCache:
 
     def rows(self, start: int, stop: int) -> "KVCache":
         """Rows ``start`` to ``stop`` as a cache of their own, over the same memory."""
-        if (start, stop) == (0, len(self.lengths)) and not self.fixed:
+        if (start, stop) == (0, len(self.lengths)):
             return self
         part = object.__new__(KVCache)
         part.room, part.windows, part.columns = self.room, self.windows, self.columns
-        part.reach, part.where, part.fixed, part._spans = 0, slice(0, 0), False, {}
+        part.reach, part.where, part._spans = 0, slice(0, 0), {}
         part.keys = [keys[start:stop] for keys in self.keys]
         part.values = [values[start:stop] for values in self.values]
         part.lengths = self.lengths[start:stop]
@@ -98,10 +98,10 @@ class KVCache:
         lengths = self.lengths.tolist()
         start = lengths[0]
         self.reach = max(lengths) + T
-        if lengths.count(start) == len(lengths) and not (self.fixed and T == 1):
+        if lengths.count(start) == len(lengths):
             self.where = slice(start, start + T)
         else:
-            self.where = (torch.from_numpy(self.lengths)[:, None] + torch.arange(T)).to(self.keys[0].device)
+            self.where = upload(self.lengths[:, None] + np.arange(T), self.keys[0].device)
         ends = self.lengths + (T if counts is None else np.asarray(counts, np.int64))
         self._spans = {window: self._span(window, T, ends) for window in self.columns}
         return self.where
@@ -123,7 +123,7 @@ class KVCache:
         if isinstance(new, slice):
             new = torch.arange(new.start, new.stop, device=device).expand(len(self.lengths), -1)
         if columns - window >= T - 1 or self.reach <= columns:
-            seen = torch.arange(columns if self.fixed and T == 1 else min(self.reach, columns), device=device)
+            seen = torch.arange(min(self.reach, columns), device=device)
             if window == columns:  # a column that is not seen yet lies after the position
                 mask = (seen <= new[..., None])[:, None]
             else:
@@ -131,7 +131,7 @@ class KVCache:
             rows = torch.arange(len(new), device=device)[:, None]
             return _Span((rows, new % columns), slice(0, len(seen)), mask)
         # More positions than there are columns to spare: they see what was there and each other, and the last stay.
-        kept = _newest(torch.from_numpy(ends - 1).to(device)[:, None], columns)  # (B, columns)
+        kept = _newest(upload(ends - 1, device)[:, None], columns)  # (B, columns)
         if (self.lengths == 0).all():
             mask = _sees(new[:1], new[:1], window)[0, 0]
             return _Span(slice(0, 0), slice(0, 0), mask, kept.clamp(min=0), fresh=True)
@@ -181,8 +181,37 @@ class KVCache:
         """Exchanges two rows."""
         filled = int(max(self.lengths[a], self.lengths[b]))  # no position of them lies in a later column
         for each in (*self.keys, *self.values):
-            each[[a, b], :, :filled] = each[[b, a], :, :filled]
+            kept = each[a, :, :filled].clone()
+            each[a, :, :filled] = each[b, :, :filled]
+            each[b, :, :filled] = kept
         self.lengths[[a, b]] = self.lengths[[b, a]]
+
+
+class Slots:
+    """The columns of a cache for the next position of every row, in steps whose shapes never change: all columns are
+    looked at. ``positions``, (rows), lie on the device."""
+
+    def __init__(self, cache: KVCache, positions: Tensor) -> None:
+        self.cache = cache
+        self.rows = torch.arange(len(positions), device=positions.device)
+        self.columns = {window: positions % columns for window, columns in cache.columns.items()}
+        new = positions[:, None]
+        self.masks = {window: _sees(new, _newest(new, columns), window) for window, columns in cache.columns.items()}
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores a layer's new keys and values, (rows, K, 1, D), and returns all of the layer's."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        columns = self.columns[self.cache.windows[layer]]
+        keys[self.rows, :, columns] = k[:, :, 0].to(keys.dtype)
+        values[self.rows, :, columns] = v[:, :, 0].to(values.dtype)
+        return keys, values
+
+    def mask(self, layer: int) -> Tensor:
+        """True where a row's new position sees a column, (rows, 1, 1, columns)."""
+        return self.masks[self.cache.windows[layer]]
+
+
+Cache = KVCache | Slots  # what blocks append to and look at
 
 
 def _newest(last: Tensor, columns: int) -> Tensor:

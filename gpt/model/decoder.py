@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gpt.config import GPTConfig, RopeScaling
-from gpt.model.cache import KVCache, Where
+from gpt.model.cache import Cache, KVCache, Where
 
 INIT_STD = 0.02  # GPT-2's, for every matrix
 QK_SCALE = 1.2  # what sharpens scores of normalized queries and keys at first; their weights are trained
@@ -132,9 +132,9 @@ class Attention(nn.Module):
         self.c_proj = Linear(heads, config.n_embd, bias=config.biases == "all")
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, layer: int, rope: Rope | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, layer: int, rope: Rope | None = None, cache: Cache | None = None) -> Tensor:
         """Each position's sum of the values that it sees: (B, T, C) → (B, T, C). ``rope``: the rotations of rotary
-        positions, as `GPT.rope_at` gives them."""
+        positions, as `GPT.embed_at` gives them."""
         B, T, _ = x.shape
         q, k, v = self.qkv(x, rope)
         dropout = self.dropout if self.training else 0.0
@@ -206,7 +206,7 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, layer: int, rope: Rope | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, layer: int, rope: Rope | None = None, cache: Cache | None = None) -> Tensor:
         """(B, T, C) → (B, T, C)."""
         x = x + self.attn(self.ln_1(x), layer, rope, cache)
         x = x + self.mlp(self.ln_2(x))
@@ -283,13 +283,23 @@ class GPT(nn.Module):
         reach = T if cache is None else cache.reach
         if reach > self.config.block_size and (cache is None or self.rope is None):
             raise ValueError(f"{reach} positions; the context is {self.config.block_size}")
+        self.reach(reach)
+        return self.embed_at(idx, where)
+
+    def embed_at(self, idx: Tensor, where: Where) -> tuple[Tensor, Rope | None]:
+        """Ids (B, T) at positions, a slice or (B, T) → the residual stream before the first block, (B, T, C), and the
+        rotations of these positions, where positions are rotations."""
         x = self.wte(idx)
         table = self.position_table()
         if table is not None:
             x = x + table[where]
-        return self.drop(x) if self.training else x, self.rope_at(where, reach)
+        x = self.drop(x) if self.training else x
+        if self.rope is None:
+            return x, None
+        cos, sin = self.rope[:, where].unsqueeze(-3)
+        return x, (cos, sin)
 
-    def stack(self, x: Tensor, rope: Rope | None = None, cache: KVCache | None = None) -> Tensor:
+    def stack(self, x: Tensor, rope: Rope | None = None, cache: Cache | None = None) -> Tensor:
         """The blocks and the last norm: (B, T, C) → (B, T, C)."""
         again = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.h):
@@ -297,16 +307,11 @@ class GPT(nn.Module):
         out: Tensor = self.ln_f(x)
         return out
 
-    def rope_at(self, where: Where, reach: int) -> Rope | None:
-        """The rotations of positions; None where positions are not rotations. The
-        table grows with ``reach``, since rotary positions may run on past the context."""
-        if self.rope is None:
-            return None
-        if reach > self.rope.size(1):
+    def reach(self, positions: int) -> None:
+        """Grows the table of rotations to so many positions: rotary positions may run on past the context."""
+        if self.rope is not None and positions > self.rope.size(1):
             with torch.inference_mode(False):  # it outlives this call, and may be trained with
-                self.rope = rotary_table(2 * reach, self.config).to(self.rope)  # its device and dtype
-        cos, sin = self.rope[:, where].unsqueeze(-3)
-        return cos, sin
+                self.rope = rotary_table(2 * positions, self.config).to(self.rope)  # its device and dtype
 
     @property
     def unembedding(self) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from gpt import events
+from gpt.device import Download
 from gpt.errors import Interrupted, PeerLost, WorkError, device_failure
 from gpt.files import disk_errors
 from gpt.interrupt import Stopped, StopSignal
@@ -25,7 +26,7 @@ from gpt.training.logs import Metrics, Speed
 from gpt.training.parallel import Parallel
 from gpt.training.recipe import Recipe
 from gpt.training.state import TrainState, read_snapshot
-from gpt.training.step import Outcome, Stepper
+from gpt.training.step import Stepper
 from gpt.words import counted
 
 EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)  # held-out tokens of a periodic evaluation: of all, within bounds
@@ -40,7 +41,7 @@ class Pending:
 
     step: int
     lr: float
-    outcome: Outcome
+    outcome: Download  # loss, in nats a token, and norm
 
 
 class LossSpikeDetector:
@@ -190,7 +191,7 @@ class Trainer:
         if pending is None:
             return False
         started = time.perf_counter()
-        loss, norm = pending.outcome.read(self.world)
+        loss, norm = pending.outcome.read(self.world.synchronize)
         self.state.step_seconds += time.perf_counter() - started
         failed = self.spikes.observe(loss, norm, self.stepper.scaled)
         self.emit(events.StepEvent, pending.step, loss=loss, lr=pending.lr, grad_norm=norm, **self.rates(pending.step))
@@ -455,7 +456,7 @@ def measure_budget(parallel: Parallel, recipe: Recipe, data: Dataset, minutes: f
     enough = min(PROBE_SHARE * 60 * minutes, PROBE_SECONDS)
     while len(seconds) < 6 or world.broadcast_object(lambda: time.perf_counter() - started < enough):
         before = time.perf_counter()
-        stepper.step(*batches.global_batch(len(seconds), world.data_rank, world.data_size), 0.0).read(world)
+        stepper.step(*batches.global_batch(len(seconds), world.data_rank, world.data_size), 0.0).read(world.synchronize)
         seconds.append(time.perf_counter() - before)
     held_out = data.some_windows(recipe.model.block_size, windows_to_evaluate(recipe))
     some = held_out[: max(1, len(held_out) // 4)]

@@ -1,55 +1,26 @@
 """One optimizer step: the gradients of a whole batch, accumulated over micro-batches, clipped, applied.
 
-Nothing here waits for the device: a step's loss is read when it is wanted (`Outcome.read`), and a step whose gradient
+Nothing here waits for the device: a step's loss is read when it is wanted (`Download.read`), and a step whose gradient
 is not finite is skipped on the device itself. So the host prepares the next batch while a GPU computes.
 """
 
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from gpt.device import Download, upload
 from gpt.errors import PeerLost, is_out_of_memory
 from gpt.interrupt import interruption
 from gpt.model.decoder import GPT
 from gpt.model.loss import IGNORED, tied_cross_entropy
 from gpt.model.memory import divisors
-from gpt.parallel.world import World
 from gpt.training.parallel import Parallel
 from gpt.training.recipe import Recipe
-
-ONE = World()
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Loss and gradient norm of a step, on their way to the host."""
-
-    values: Tensor
-    arrived: torch.cuda.Event | None
-
-    @classmethod
-    def of(cls, loss: Tensor, norm: Tensor) -> "Outcome":
-        """Starts the copy to the host."""
-        values = torch.stack([loss, norm])
-        if values.device.type != "cuda":
-            return cls(values, None)
-        on_host = torch.empty(2, pin_memory=True).copy_(values, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(torch.cuda.current_stream(values.device))  # where it is copied; another device may be current
-        return cls(on_host, arrived)
-
-    def read(self, world: World = ONE) -> tuple[float, float]:
-        """Waits until the step is computed. Returns its loss, in nats a token, and norm."""
-        if self.arrived is not None:
-            world.synchronize(self.arrived)
-        loss, norm = self.values.tolist()
-        return loss, norm
 
 
 class Objective(nn.Module):
@@ -129,16 +100,16 @@ class Stepper:
         """A context of eager execution, for lengths that vary: each would be compiled anew."""
         return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
 
-    def step(self, x: npt.NDArray[Any], y: npt.NDArray[Any], lr: float) -> Outcome:
+    def step(self, x: npt.NDArray[Any], y: npt.NDArray[Any], lr: float) -> Download:
         """Takes one step on inputs x and targets y, (rows, T). If its loss or gradient is not finite, weights and
         moments stay as they are."""
-        loss, norm = self.gradients(_on(self.compute.device, x), _on(self.compute.device, y))
+        loss, norm = self.gradients(upload(x, self.compute.device), upload(y, self.compute.device))
         self.optimizer.set_lr(lr)
         self.optimizer.step(skip=~(loss.isfinite() & norm.isfinite()))
         if self.scaled:
             self.scaler.update()
         self.optimizer.zero_grad()
-        return Outcome.of(loss, norm)
+        return Download(loss, norm)
 
     def gradients(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Computes the clipped gradients of the mean loss over all targets that count. Returns that loss, and the
@@ -209,12 +180,6 @@ class Stepper:
             scaled = self.scaler.scale(self.parallel.summed(loss))
             scaled.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
-
-
-def _on(device: torch.device, array: npt.NDArray[Any]) -> Tensor:
-    """Copies an array to a device; a GPU fetches it from pinned memory while it computes."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -1,9 +1,12 @@
 """Writing on CUDA as it is on the CPU: every kind of request gives the same texts; evaluation and inspection too."""
 
+import functools
 import math
+import random
 import tomllib
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,11 +15,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import Gpt
+from models import CPU, EOT, PROMPTS, tiny_model
 
 import gpt
 from gpt import SampleConfig, api, inspect
 from gpt.bench_config import BenchConfig
 from gpt.decoding.context import CACHE_SHARE, KEPT, Context
+from gpt.decoding.engine import Engine, Request, Update
+from gpt.decoding.token_step import next_tokens
 from gpt.device import Compute
 from gpt.errors import NotANumber, UserError
 from gpt.model.params import cache_bytes
@@ -68,6 +74,94 @@ def test_texts_are_the_same(models: dict[str, Path], disguise: Disguise, setting
         there = texts(models[arch], "cuda", settings)
     assert [text for text, _ in there] == [text for text, _ in here]
     assert [value for _, value in there] == pytest.approx([value for _, value in here], abs=1e-4)
+
+
+RUNNING_AHEAD: list[dict[str, Any]] = [
+    {}, {"greedy": True}, {"logprobs": 2}, {"top_k": 5, "top_p": 0.9}, {"min_tokens": 4}, {"max_tokens": 1},
+]  # fmt: skip
+
+
+def requests(rng: random.Random, settings: list[dict[str, Any]]) -> Iterator[Request]:
+    for n in range(60):
+        config = SampleConfig(**{"max_tokens": rng.randint(2, 20), **rng.choice(settings)})
+        bias = rng.choice([(), (), ((EOT, 2.0),)])
+        yield Request(rng.choice([*PROMPTS, [*range(20), n % 47]]), config, rng.randrange(3), n, bias)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("settings", [RUNNING_AHEAD, [*RUNNING_AHEAD, {"presence_penalty": 1.0}, {"beam": 2}]])
+def test_requests_that_come_and_go_are_as_on_the_cpu(
+    disguise: Disguise, fixed: bool, settings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most steps are launched before the last one's tokens are read. Rows end, are cancelled and given to others, whose
+    prompts begin as theirs did."""
+    monkeypatch.setattr("gpt.decoding.engine.REUSED_FROM", 1)
+    rng = random.Random(1)
+    wanted = list(requests(rng, settings))
+    expected = [told(alone(request)) for request in wanted]
+    with disguise() as device:
+        model = tiny_model(24).to("cuda")
+        compute = Compute(torch.device("cuda"), torch.float32)
+        engine = Engine(
+            Context(model, compute, 4, step=functools.partial(next_tokens, model) if fixed else None),
+            {EOT},
+            8,
+            reuse=True,
+        )
+        events: list[list[Update]] = [[] for _ in wanted]
+        cancelled, steps, left = set(), 0, deque(wanted)
+        while left or engine.busy:
+            for _ in range(min(len(left), rng.randrange(2))):
+                engine.add(left.popleft())
+            for update in engine.step():
+                assert update.number not in cancelled
+                events[update.number].append(update)
+            steps += 1
+            if rng.random() < 0.05:
+                cancelled.add(number := rng.randrange(len(wanted) - len(left)))
+                engine.cancel(number)
+        waits = device.kinds()
+    for number, each in enumerate(events):
+        found = told(each)
+        cut = number in cancelled and not any(update.reason for update in each)
+        assert found == (expected[number][: len(found)] if cut else expected[number])
+    assert waits["event"] <= 2 * steps
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_what_is_not_finite_stays_in_its_row(disguise: Disguise, cancelled: bool) -> None:
+    """The first token ends a request, while the next step is under way: whose logits are NaN, since the end's embedding
+    is. Its row is given to another request."""
+    expected = told(alone(Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((EOT, -1e9),))))
+    with disguise():
+        model = tiny_model(24).to("cuda")
+        model.lm_head = torch.nn.Linear(16, 50, bias=False, device="cuda")
+        with torch.no_grad():
+            model.lm_head.weight.copy_(model.wte.weight)
+            model.wte.weight[EOT] = torch.nan
+        compute = Compute(torch.device("cuda"), torch.float32)
+        engine = Engine(Context(model, compute, 2, step=functools.partial(next_tokens, model)), {EOT})
+        ends = Request([5] * 9, SampleConfig(max_tokens=8), bias=((EOT, 1e9),))
+        good = Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((EOT, -1e9),))
+        for request in (ends, good, good, good):
+            engine.add(request)
+        events: dict[int, list[Update]] = {}
+        for at in range(40):
+            for update in engine.step():
+                events.setdefault(update.number, []).append(update)
+            if cancelled and at == 1:
+                engine.cancel(0)
+    assert [told(events[number]) for number in (1, 2, 3)] == [expected] * 3
+
+
+def alone(request: Request) -> list[Update]:
+    engine = Engine(Context(tiny_model(24), CPU, request.width), {EOT})
+    engine.add(request)
+    return list(engine.run())
+
+
+def told(updates: list[Update]) -> list[int]:
+    return [token.id for update in updates for token in update.tokens]
 
 
 def test_a_text_is_written_on_the_second_device(models: dict[str, Path], disguise: Disguise) -> None:
@@ -144,12 +238,12 @@ class Captures:
     def __call__(self, stack: Callable[..., Any], **how: Any) -> Callable[..., Any]:
         self.compiled += 1
 
-        def step(x: Any, rotations: Any, cache: Any) -> Any:
+        def step(model: Any, cache: Any, *rest: Any) -> Any:
             self.steps += 1
             if cache not in self.places:
                 self.captured += 1
                 self.places.add(cache)
-            return stack(x, rotations, cache)
+            return stack(model, cache, *rest)
 
         return step
 

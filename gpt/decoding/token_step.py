@@ -1,0 +1,63 @@
+"""A token for every row of a cache, as one function of tensors that a compiler makes one graph of."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt.decoding.logits import Filters, scores
+from gpt.decoding.weights import Int4Linear, Int8Linear, PackedLinear
+from gpt.device import Compute
+from gpt.errors import is_out_of_memory
+from gpt.model.cache import KVCache, Slots
+from gpt.model.decoder import GPT
+
+Step = Callable[..., list[Tensor]]  # `next_tokens` of a model
+
+
+def next_tokens(
+    model: GPT, cache: KVCache, ids: Tensor, numbers: Tensor, vocab_size: int, filters: Filters | None, top: int
+) -> list[Tensor]:
+    """Appends ids (rows, 1) to each row of a cache. Chooses the next ids by ``filters``, puts them in the place of
+    ``ids``, and returns their `scores` with the ``top`` likeliest; without filters, returns logits (rows, V).
+
+    ``numbers``, (2, rows) on the device: the position of each id, and each row's key for its random numbers. Shapes and
+    the addresses of cache, ids and numbers are the same in every step, as a CUDA graph wants; all of the cache is read.
+    """
+    positions, keys = numbers
+    x, rope = model.embed_at(ids, positions[:, None])
+    x = model.stack(x, rope, Slots(cache, positions))
+    logits = model.unembed(x)[:, 0, :vocab_size].float()
+    if filters is None:
+        return [logits]
+    chosen = filters.choose(logits, keys[:, None])[:, None]
+    ids.copy_(chosen)
+    return scores(chosen, logits, top)
+
+
+def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:
+    """Compiles `next_tokens` of a model, as CUDA graphs on a GPU. Returns None for packed and rounded weights,
+    whose kernels the compiler cannot see into. Where compiling fails, ``note`` is called and steps run uncompiled."""
+    if any(isinstance(module, PackedLinear | Int8Linear | Int4Linear) for module in model.modules()):
+        note("rounded weights, and those packed for the CPU, are not compiled: their kernels are")
+        return None
+    mode = "reduce-overhead" if compute.device.type == "cuda" else "default"
+    plain = functools.partial(next_tokens, model)
+    fast = torch.compile(next_tokens, dynamic=False, mode=mode)
+    failed = False
+
+    def step(*args: Any) -> list[Tensor]:
+        nonlocal failed
+        if not failed:
+            try:
+                return fast(model, *args)
+            except Exception as error:  # the compiler's own, its backend's, or that of a C++ compiler that is not there
+                if is_out_of_memory(error):
+                    raise
+                failed = True
+                note(f"torch.compile failed, so steps are computed without it: {str(error).splitlines()[0]:.200}")
+        return plain(*args)
+
+    return step
