@@ -23,7 +23,7 @@ def bench(
     dtype: SamplingDtype = "auto",
     threads: Threads = None,
     compile: Annotated[
-        str, one_of(("on", "off"), help="torch.compile for steps, on GPUs as CUDA graphs.", rich_help_panel="Machine")
+        str, one_of(("on", "off"), help="Compile steps: CUDA graphs, or blocks on a CPU.", rich_help_panel="Machine")
     ] = "off",
 ) -> None:  # fmt: skip
     """Measure how fast a model reads a prompt and writes on, beside what this machine's memory allows."""

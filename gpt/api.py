@@ -206,7 +206,8 @@ def load(
     compute = _fitted(found, compute, dtype, (decodes or bits is not None) and not adapter.is_adapter(found), note)
     finish, narrow = None, torch.float32
     compiles = sampling is not None and sampling.compile == "on"
-    blocks = compiles and native.fits(compute)  # compiled one by one, for a CPU
+    # Guesses are checked some at a time, by other kernels than a single position: in int8 their texts could differ.
+    blocks = sampling is not None and compiles and not sampling.speculate and native.fits(compute)
     if decodes or bits is not None:
         packed = decodes and (blocks or not compiles)
         finish, narrow = functools.partial(prepare, compute=compute, packed=packed, keep=blocks), compute.dtype
@@ -300,7 +301,8 @@ def bench(
     speed = measure(model, compute, config, step)
     count = _parameters(model)
     where = compute.describe().removesuffix(f", {compute.dtype_name}")
-    return Measured(name, count, where, dtype_name(model, compute), step is not None, config, speed)
+    compiles = step is not None or native.is_used(model)
+    return Measured(name, count, where, dtype_name(model, compute), compiles, config, speed)
 
 
 def export(

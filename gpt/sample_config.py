@@ -85,7 +85,8 @@ class SampleConfig:
         panel=_MACHINE, shown="off", low=0, high=64,
     )  # fmt: skip
     compile: Literal["auto", "on", "off"] = option(
-        "auto", "torch.compile for steps of one token, on GPUs as CUDA graphs; auto: on a GPU, for long requests.",
+        "auto", "Compile steps of one token: on GPUs as CUDA graphs, on a CPU those of one text by blocks; auto: on "
+        "a GPU, for long requests.",
         panel=_MACHINE,
     )  # fmt: skip
     logprobs: int | None = option(

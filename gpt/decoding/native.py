@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -66,7 +66,8 @@ class _Program(nn.Module):
             y = _product(next(kinds), x, left)
             return y + next(left) if bias else y
 
-        q, k, v = linear(norm(x), config.biases != "none").view(-1, D).split([H, K, K])
+        heads = linear(norm(x), config.biases != "none").view(-1, D)
+        q, k, v = heads[:H], heads[H : H + K], heads[H + K :]
         if config.qk_norm:
             q, k = (F.rms_norm(each, (D,), next(left), config.layer_norm_epsilon) for each in (q, k))
         if config.positions == "rotary":
@@ -94,7 +95,7 @@ def _product(kind: str, x: Tensor, tensors: Iterator[Tensor]) -> Tensor:
     scales = next(tensors)
     if kind == "int8":
         return (weight.float() * x).sum(-1) * scales
-    rows = torch.ops.aten._weight_int4pack_mm_for_cpu(x[None].bfloat16(), weight, GROUP, scales)
+    rows: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x[None].bfloat16(), weight, GROUP, scales)
     return rows[0].float()
 
 
@@ -146,8 +147,13 @@ class NativeBlock(nn.Module):
 
 
 def fits(compute: Compute) -> bool:
-    """Whether blocks are compiled one by one: on a CPU in float32."""
+    """Whether a device and dtype compute by compiled blocks: a CPU, and positions in float32."""
     return compute.device.type == "cpu" and compute.dtype == torch.float32
+
+
+def is_used(model: GPT) -> bool:
+    """Whether a model computes single positions by compiled blocks."""
+    return isinstance(model.h[0], NativeBlock)
 
 
 def use(model: GPT, note: Note) -> None:
@@ -155,7 +161,7 @@ def use(model: GPT, note: Note) -> None:
     made, ``note`` is called once and blocks are computed without."""
     programs = Programs(model.config, note)
     for at, block in enumerate(model.h):
-        model.h[at] = NativeBlock(block, programs)
+        model.h[at] = NativeBlock(cast(Block, block), programs)
 
 
 class Programs:
@@ -193,8 +199,8 @@ class Programs:
             self.note("compiling a block for this processor and shape: about 15 seconds, once")
             with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
                 os.replace(_compile(_Program(self.config, block.kinds), block.tensors, Path(scratch)), path)
-        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)  # type: ignore[attr-defined]
-        return loader.boxed_run  # type: ignore[no-any-return]
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
+        return loader.boxed_run
 
 
 @torch.no_grad()
@@ -218,7 +224,7 @@ def _compile(program: _Program, tensors: Sequence[Tensor], scratch: Path) -> Pat
 def _key(config: GPTConfig, kinds: Sequence[str]) -> str:
     """A name for the programs of this code, torch, processor, threads and shape."""
     shape = replace(config, n_layer=1, vocab_size=1, block_size=1, dropout=0.0, window=None, window_layers=None)
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     parts = (
         Path(__file__).read_bytes(), torch.__version__, sys.platform, platform.machine(), sorted(capabilities.items()),
         torch.get_num_threads(), shape, kinds,

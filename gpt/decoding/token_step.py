@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt.decoding import native
 from gpt.decoding.logits import Filters, scores
 from gpt.decoding.weights import Int4Linear, Int8Linear, PackedLinear
 from gpt.device import Compute
@@ -38,8 +39,11 @@ def next_tokens(
 
 
 def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:
-    """Compiles `next_tokens` of a model, as CUDA graphs on a GPU. Returns None for packed and rounded weights,
-    whose kernels the compiler cannot see into. Where compiling fails, ``note`` is called and steps run uncompiled."""
+    """Compiles `next_tokens` of a model, as CUDA graphs on a GPU. Returns None for packed and rounded weights, whose
+    kernels the compiler cannot see into, and where blocks are compiled (`native`). Where compiling fails, ``note`` is
+    called and steps run uncompiled."""
+    if native.is_used(model):
+        return None
     if any(isinstance(module, PackedLinear | Int8Linear | Int4Linear) for module in model.modules()):
         note("rounded weights, and those packed for the CPU, are not compiled: their kernels are")
         return None

@@ -153,14 +153,14 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         qkv = self.c_attn(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, H + 2 K, T, D)
         K = qkv.size(1) // (self.groups + 2)
-        if rope is not None and self.q_norm is None:
-            turned = rotate(qkv[:, :-K], rope)
-            return turned[:, :-K], turned[:, -K:], qkv[:, -K:]
         q, k, v = qkv.split([self.groups * K, K, K], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
+            if rope is not None:
+                q, k = rotate(q, rope), rotate(k, rope)
+        elif rope is not None:  # both at once, by half as many calls
+            turned = rotate(qkv[:, :-K], rope)
+            q, k = turned[:, :-K], turned[:, -K:]
         return q, k, v
 
     def pattern(self, x: Tensor, rope: Rope | None = None) -> Tensor:

@@ -183,10 +183,10 @@ def _kernel(config: GPTConfig, setup: Setup) -> Literal["plain", "unfused", "fus
 
 
 def _tables(config: GPTConfig, setup: Setup) -> int:
-    """Bytes that blocks keep for all sequences alike: cosines and sines for queries and for keys, in the dtype of
-    products; of windowed layers, where attention is fused, the masks that are added to scores."""
+    """Bytes that blocks keep for all sequences alike: cosines and sines, in the dtype of products, once more for keys
+    that are normalized apart; of windowed layers, where attention is fused, the masks that are added to scores."""
     T, s = config.block_size, setup.width
-    rotations = 4 * s * T * config.head_size * (config.positions == "rotary" and setup.autocast)
+    rotations = (2 + 2 * config.qk_norm) * s * T * config.head_size * (config.positions == "rotary" and setup.autocast)
     windowed = sum(window is not None and window < T for window in config.windows)
     return config.n_layer * rotations + windowed * s * T * T * (_kernel(config, setup) == "fused")
 

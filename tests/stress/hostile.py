@@ -134,7 +134,7 @@ def warm() -> None:
 
 def commands() -> dict[tuple[str, ...], Any]:
     """Returns every command of the parser by its words."""
-    root: Any = typer.main.get_command(cli.app)
+    root: Any = typer.main.get_command(cli.make_app())
     found: dict[tuple[str, ...], Any] = {}
     for name, command in root.commands.items():
         inner = getattr(command, "commands", None)

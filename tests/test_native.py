@@ -1,0 +1,142 @@
+"""Blocks compiled for a CPU compute what blocks do, and no code comes from a folder that others can write to."""
+
+import shutil
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CPU, FAMILIES
+
+from gpt.config import GPTConfig
+from gpt.decoding import native
+from gpt.decoding.context import Context
+from gpt.decoding.engine import generate
+from gpt.decoding.weights import prepare
+from gpt.model.cache import KVCache
+from gpt.model.decoder import GPT
+from gpt.model.quantize import round_matrices
+from gpt.sample_config import SampleConfig
+
+CONFIG = SampleConfig(greedy=True, max_tokens=40, ignore_eot=True)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of compiled blocks, which is empty."""
+    monkeypatch.setattr(native, "cache_folder", lambda: tmp_path / "cache" / "blocks")
+    return tmp_path / "cache" / "blocks"
+
+
+def model_of(
+    arch: str = "gpt2", bits: int | None = None, native_notes: list[str] | None = None, exact: bool = False, **more: Any
+) -> GPT:
+    torch.manual_seed(0)
+    properties = {"block_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 128, **FAMILIES[arch], **more}
+    model = GPT(GPTConfig(vocab_size=64, **properties)).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    if bits is not None:
+        round_matrices(model, bits)
+    if not exact:
+        prepare(model, CPU, keep=native_notes is not None)
+    if native_notes is not None:
+        native.use(model, native_notes.append)
+    return model
+
+
+@torch.inference_mode()
+def stream(model: GPT) -> torch.Tensor:
+    """The residual stream of 30 positions, computed one after the other."""
+    cache = KVCache(model.config, 1, CPU.device, CPU.dtype)
+    return torch.cat([model.trunk(torch.tensor([[id]]), cache) for id in range(30)], dim=1)
+
+
+def written(model: GPT, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+    """Ids that a model writes after a prompt, and their log-probabilities."""
+    tokens = list(generate(Context(model, CPU, 1, 64), prompt, CONFIG, ends=()))
+    return [token.id for token in tokens], torch.tensor([token.logprob for token in tokens])
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no compiler")
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(
+    ("arch", "bits", "more"),
+    [
+        ("gpt2", None, {}),
+        ("gpt2", 8, {"positions": "sinusoidal"}),
+        ("gpt2", 4, {}),
+        ("qwen3", None, {"n_kv_head": 2, "window": 9, "window_layers": (0, 2)}),
+        ("qwen2", 8, {"n_kv_head": 1}),
+    ],
+)
+def test_compiled_blocks_write_the_same(arch: str, bits: int | None, more: dict[str, Any], place: Path) -> None:
+    notes: list[str] = []
+    compiled = model_of(arch, bits, notes, **more)
+    prompt = list(range(3, 14))
+    ids, logprobs = written(compiled, prompt)
+    programs = compiled.h[0].programs
+    assert all(programs._made.values())
+    expected, others = written(model_of(arch, bits, **more), prompt)
+    if bits is None:
+        assert ids == expected
+        torch.testing.assert_close(logprobs, others, atol=2e-5, rtol=0)
+    exact = stream(model_of(arch, bits, exact=True, **more))  # with the restored weights, and no rounding besides
+    torch.testing.assert_close(stream(compiled), exact, atol=0.05 if bits == 4 else 5e-5, rtol=0)  # int4: in bfloat16
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700 or sys.platform == "win32"
+    kept = sorted(place.iterdir())
+    assert [path.suffix for path in kept] == [".pt2"] * len(kept)
+    before = {path: path.stat().st_mtime_ns for path in kept}
+    again = model_of(arch, bits, second := [], **more)
+    assert written(again, prompt)[0] == ids
+    assert second == []  # it was found
+    assert {path: path.stat().st_mtime_ns for path in place.iterdir()} == before
+
+
+def test_without_a_compiler_blocks_are_computed(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    def fail(*args: object) -> Path:
+        raise RuntimeError("no C++ compiler\nand more")
+
+    monkeypatch.setattr(native, "_compile", fail)
+    notes: list[str] = []
+    assert written(model_of("gpt2", None, notes), [1, 2])[0] == written(model_of("gpt2"), [1, 2])[0]
+    assert [note for note in notes if "15 seconds" not in note] == [
+        "blocks are computed without compiling: no C++ compiler"
+    ]
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="folders have no mode there")
+@pytest.mark.parametrize("how", ["open", "link", "file"])
+def test_a_folder_that_is_not_ones_own_is_left_alone(how: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.parent.mkdir()
+    if how == "open":
+        place.mkdir()
+        place.chmod(0o755)
+    elif how == "link":
+        (place.parent / "other").mkdir(mode=0o700)
+        place.symlink_to(place.parent / "other")
+    else:
+        place.write_text("mine")
+    monkeypatch.setattr(native, "_compile", lambda *args: pytest.fail("compiled"))
+    notes: list[str] = []
+    assert written(model_of("gpt2", None, notes), [1, 2])[0] == written(model_of("gpt2"), [1, 2])[0]
+    assert len(notes) == 1
+    assert str(place) in notes[0]
+    assert how != "open" or list(place.iterdir()) == []
+
+
+def test_programs_are_by_shape_and_not_by_length() -> None:
+    def key(kinds: tuple[str, ...] = ("float",) * 4, **more: Any) -> str:
+        return native._key(
+            GPTConfig(**{"vocab_size": 64, "block_size": 64, "n_embd": 32, "n_head": 2, "n_layer": 2, **more}), kinds
+        )
+
+    assert key() == key(n_layer=9, vocab_size=99, block_size=77)
+    others = [key(("int8",) * 4), key(n_embd=64), key(n_head=4), key(biases="none"), key(layer_norm_epsilon=1e-6)]
+    assert len({key(), *others}) == 6
