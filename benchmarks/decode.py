@@ -43,6 +43,7 @@ from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, gpt2_tokenizer
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 KINDS = {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}  # dtypes of ours, and the file of llama.cpp's beside them
+COMPILED = ", compiled"  # of a system's name
 EIGHT, PROMPTS = 8, 4  # texts at once, and prompts that are read one after the other
 TIE = 1e-4  # nats between two ids, below which the rounding of sums decides
 
@@ -126,12 +127,12 @@ class Bench:
         """Returns a text of about ``count`` tokens."""
         return self.tokenizer.decode(self.ids[:count])
 
-    def gpt(self, dtype: str) -> Command:
+    def gpt(self, dtype: str, compile: str = "auto") -> Command:
         """Returns our command."""
         return lambda work: [
             str(SCRIPTS / "gpt"), "sample", self.prompt(work.prompt), "--model", str(self.place / dtype),
             "--dtype", dtype, "--greedy", "--ignore-eot", "-n", str(work.new), "-N", str(work.texts),
-            "--batch", str(work.batch), "--json",
+            "--batch", str(work.batch), "--compile", compile, "--json",
         ]  # fmt: skip
 
     def peer(self, name: str, file: str) -> Command:
@@ -142,9 +143,10 @@ class Bench:
             str(work.batch or work.texts),
         ]  # fmt: skip
 
-    def commands(self, wanted: Collection[str]) -> dict[str, dict[str, Command]]:
+    def commands(self, wanted: Collection[str], compiled: bool) -> dict[str, dict[str, Command]]:
         """Returns the systems of each part with their commands, each of which has run once, so that its files are in
-        the system's cache. A dtype that `gpt sample` refuses is left out."""
+        the system's cache, and with ``compiled`` that its blocks are compiled. A dtype that `gpt sample` refuses is
+        left out."""
         shared: dict[str, Command] = {}
         short = Work(1, 1)
         for dtype, kind in KINDS.items():
@@ -158,6 +160,9 @@ class Bench:
         systems = {part: dict(shared) for part in wanted}
         if "one" in wanted:
             systems["one"]["transformers"] = self.peer("transformers", "float32")
+            for dtype in [dtype for dtype in KINDS if dtype in shared and compiled]:
+                systems["one"][f"{dtype}{COMPILED}"] = self.gpt(dtype, compile="on")
+                run(self.gpt(dtype, compile="on")(replace(short, new=3)))
         return systems
 
     def loaded(self) -> Iterator[tuple[str, api.LanguageModel]]:
@@ -195,10 +200,12 @@ def run(words: Sequence[str]) -> tuple[float, str]:
 Rates = dict[str, list[float]]  # tokens per second of each round, by system
 
 
-def measure(wanted: dict[str, Part], bench: Bench, rounds: int) -> tuple[dict[str, Rates], dict[str, list[int]]]:
+def measure(
+    wanted: dict[str, Part], bench: Bench, rounds: int, compiled: bool
+) -> tuple[dict[str, Rates], dict[str, list[int]]]:
     """Runs all systems in turn. Returns the rates of each part, and the float32 ids of one text that `gpt` and
     transformers chose."""
-    systems = bench.commands(wanted) if wanted else {}
+    systems = bench.commands(wanted, compiled) if wanted else {}
     rates = {name: {system: list[float]() for system in systems[name]} for name in wanted}
     texts: dict[str, list[int]] = {}
     for _ in range(rounds):
@@ -219,7 +226,10 @@ def table(part: Part, rates: Rates) -> Iterator[str]:
     """Yields a table of medians, and of the medians of the rounds' ratios."""
     yield "| weights | `gpt`, tokens/s | llama.cpp | ratio | of rounds | at least |"
     yield "|---|---:|---:|---:|---|---:|"
-    pairs = [(dtype, f"llama.cpp {kind}", part.bars[dtype]) for dtype, kind in KINDS.items() if dtype in rates]
+    pairs = [
+        (system, f"llama.cpp {kind}", part.bars[dtype])
+        for dtype, kind in KINDS.items() for system in (dtype, f"{dtype}{COMPILED}") if system in rates
+    ]  # fmt: skip
     if "transformers" in rates:
         pairs.append(("float32", "transformers", part.over_transformers or 0.0))
     for dtype, peer, bar in pairs:
@@ -299,7 +309,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="gpt-") as folder:
             bench = Bench(config, tokenizer, (asked.folder or Path(folder)) / name)
             speed = bandwidth_of(CPU)
-            rates, texts = measure(wanted, bench, asked.rounds)
+            rates, texts = measure(wanted, bench, asked.rounds, compiled=not asked.tiny)
             sections = {
                 f"Decoding, {name}: {part.title}": [
                     *table(part, rates[key]), *(exactness(bench, part, texts) if key == "one" else [])

@@ -77,9 +77,7 @@ class Download:
     """
 
     def __init__(self, *tensors: Tensor) -> None:
-        self.arrived: torch.cuda.Event | None = (
-            None  # None: they are read from the device, which may have to be waited for
-        )
+        self.arrived: torch.cuda.Event | None = None  # None: reading may wait for the device
         self._tensors = tensors
         if tensors[0].device.type == "cuda":
             bits = [(each.float() if each.is_floating_point() else each.int()).flatten() for each in tensors]

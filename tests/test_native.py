@@ -111,6 +111,18 @@ def test_without_a_compiler_blocks_are_computed(monkeypatch: pytest.MonkeyPatch,
     assert list(place.iterdir()) == []
 
 
+@pytest.mark.slow
+@needs_compiler
+def test_a_damaged_program_is_made_anew(place: Path) -> None:
+    place.mkdir(parents=True, mode=0o700)
+    model = model_of("gpt2", None, notes := [])
+    path = place / f"{native._key(model.config, model.h[0].kinds)}.pt2"
+    path.write_bytes(b"PK not a program")
+    assert written(model, [1, 2])[0] == written(model_of("gpt2"), [1, 2])[0]
+    assert [note[:9] for note in notes] == ["compiling"]
+    assert len(path.read_bytes()) > 100_000
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="folders have no mode there")
 @pytest.mark.parametrize("how", ["open", "link", "file"])
 def test_a_folder_that_is_not_ones_own_is_left_alone(how: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
-from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -41,7 +40,7 @@ Note = Callable[[str], None]
 
 
 class _Program(nn.Module):
-    """What is compiled: a block for one position. Its inputs are the residual stream (C), the column of the cache that
+    """A block for one position, as it is compiled. Its inputs are the residual stream (C), the column of the cache that
     takes the position, (1), what is added to the scores of the columns up to it, (S), cosines and sines (D), keys and
     values (K, columns, D), which it changes, and the tensors of the block's modules in `_ORDER`."""
 
@@ -105,14 +104,8 @@ def _parts(linear: nn.Module) -> tuple[str, list[Tensor]]:
         return "int4", [linear.weight, linear.scales]
     plain: Any = linear.plain  # `weights.prepare` has kept it
     if isinstance(plain, Quantized):
-        return "int8", [_aligned(plain.levels), plain.scales]
-    return "float", [_aligned(plain.detach())]
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """A tensor at a multiple of a cache line, which one that is mapped from a file need not be: all matrices of GPT-2
-    124M's blocks in int8 are read in 2.9 ms instead of 4.3."""
-    return x if x.data_ptr() % 64 == 0 else x.clone()
+        return "int8", [plain.levels, plain.scales]
+    return "float", [plain.detach()]
 
 
 class NativeBlock(nn.Module):
@@ -189,23 +182,32 @@ class Programs:
             try:
                 self._made[block.kinds] = self._load(block)
             except Exception as error:  # the compiler's own, that of a C++ compiler which is not there, or the disk's
-                self.note(f"blocks are computed without compiling: {str(error).strip().splitlines()[0]:.200}")
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                self.note(f"blocks are computed without compiling: {reason:.200}")
                 self._made[block.kinds] = None
         return self._made[block.kinds]
 
     def _load(self, block: NativeBlock) -> Callable[[list[Tensor]], list[Tensor]]:
         path = _own_folder() / f"{_key(self.config, block.kinds)}.pt2"
-        if not path.exists():
+        try:
+            return _opened(path)
+        except RuntimeError:  # there is none, or it is damaged
             self.note("compiling a block for this processor and shape: about 15 seconds, once")
             with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
                 os.replace(_compile(_Program(self.config, block.kinds), block.tensors, Path(scratch)), path)
-        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
-        return loader.boxed_run
+        return _opened(path)
+
+
+def _opened(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
+    return loader.boxed_run
 
 
 @torch.no_grad()
 def _compile(program: _Program, tensors: Sequence[Tensor], scratch: Path) -> Path:
     """Compiles a program in an empty folder, and returns its file."""
+    from unittest import mock  # takes time to import
+
     C, K, D = program.config.n_embd, program.config.kv_heads, program.config.head_size
     seen, columns = 1000, 1024  # for which loops are shared among threads; the program is for any
     cache = [torch.zeros(K, columns, D) for _ in range(2)]
