@@ -102,7 +102,7 @@ def _parts(linear: nn.Module) -> tuple[str, list[Tensor]]:
     """The kind of a matrix, and its tensors as `_product` takes them."""
     if isinstance(linear, Int4Linear):
         return "int4", [linear.weight, linear.scales]
-    plain: Any = linear.plain  # `weights.prepare` has kept it
+    plain: Any = getattr(linear, "plain", linear.weight)  # `weights.prepare` keeps what it packs
     if isinstance(plain, Quantized):
         return "int8", [plain.levels, plain.scales]
     return "float", [plain.detach()]
