@@ -82,6 +82,18 @@ Gpt = Callable[..., Done]
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # a case of a parametrized test
 
 
+@pytest.fixture(autouse=True)
+def _without_compiled_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is put into the folder of compiled blocks, which is the user's; `test_native` has one of its own."""
+    from gpt.decoding import native
+
+    def none() -> Path:
+        raise OSError("none in tests")
+
+    if request.node.path.stem != "test_native":
+        monkeypatch.setattr(native, "_own_folder", none)
+
+
 @pytest.fixture
 def gpt(capfd: pytest.CaptureFixture[str]) -> Gpt:
     """Runs a command line in this process and returns exit status, stdout and stderr."""

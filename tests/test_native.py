@@ -69,7 +69,6 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None and shutil.which
     ("arch", "bits", "more"),
     [
         ("gpt2", None, {}),
-        ("gpt2", 8, {"positions": "sinusoidal"}),
         ("gpt2", 4, {}),
         ("qwen3", None, {"n_kv_head": 2, "window": 9, "window_layers": (0, 2)}),
         ("qwen2", 8, {"n_kv_head": 1}),
