@@ -206,7 +206,7 @@ def _opened(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
 @torch.no_grad()
 def _compile(program: _Program, tensors: Sequence[Tensor], scratch: Path) -> Path:
     """Compiles a program in an empty folder, and returns its file."""
-    from unittest import mock  # takes time to import
+    from unittest import mock  # only to compile
 
     C, K, D = program.config.n_embd, program.config.kv_heads, program.config.head_size
     seen, columns = 1000, 1024  # for which loops are shared among threads; the program is for any
@@ -228,7 +228,7 @@ def _key(config: GPTConfig, kinds: Sequence[str]) -> str:
     shape = replace(config, n_layer=1, vocab_size=1, block_size=1, dropout=0.0, window=None, window_layers=None)
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     parts = (
-        Path(__file__).read_bytes(), torch.__version__, sys.platform, platform.machine(), sorted(capabilities.items()),
+        *(Path(code).read_bytes() for code in (__file__, rotate.__code__.co_filename)), torch.__version__, sys.platform, platform.machine(), sorted(capabilities.items()),
         torch.get_num_threads(), shape, kinds,
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

@@ -151,8 +151,8 @@ class KVCache:
         return self._spans[self.windows[layer]].mask
 
     def single(self, layer: int) -> tuple[int, int, int] | None:
-        """Of one position of one text, after `place`: the column that takes it, the first that it sees, and the one
-        after the last. None where it sees columns in another order than that of positions."""
+        """Returns the column that takes a single position of a single text, after `place`, the first column that it
+        sees and the one after the last. None where columns are not in the order of positions."""
         span = self._spans[self.windows[layer]]
         if not isinstance(span.columns, slice) or span.mask is not None or span.kept is not None:
             return None
