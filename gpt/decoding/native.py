@@ -227,10 +227,9 @@ def _key(config: GPTConfig, kinds: Sequence[str]) -> str:
     """A name for the programs of this code, torch, processor, threads and shape."""
     shape = replace(config, n_layer=1, vocab_size=1, block_size=1, dropout=0.0, window=None, window_layers=None)
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    parts = (
-        *(Path(code).read_bytes() for code in (__file__, rotate.__code__.co_filename)), torch.__version__, sys.platform, platform.machine(), sorted(capabilities.items()),
-        torch.get_num_threads(), shape, kinds,
-    )  # fmt: skip
+    code = [Path(path).read_bytes() for path in (__file__, rotate.__code__.co_filename)]
+    machine = (sys.platform, platform.machine(), sorted(capabilities.items()), torch.get_num_threads())
+    parts = (code, torch.__version__, machine, shape, kinds)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
