@@ -230,7 +230,7 @@ def prepare(model: Module, compute: Compute, *, packed: bool = True, keep: bool 
 
 def _shorten(block: Block) -> None:
     """Lets the modules of a block find each other's `forward` and their parameters as attributes of their own. By
-    `nn.Module`'s call and lookup each takes 1 to 2 µs, all of GPT-2 124M 0.4 ms a step."""
+    `nn.Module`'s call and lookup each takes some 1 µs, and a block has eleven modules."""
     for module in block.modules():
         found = {name: child.forward for name, child in module.named_children()}
         vars(module).update(found, **dict(module.named_parameters(recurse=False)))
