@@ -192,11 +192,11 @@ def test_schedule() -> None:
 
 @pytest.mark.slow
 def test_minutes_become_steps_that_can_be_repeated(text: Path) -> None:
-    timed, _ = train(text, minutes=0.15, optimizer="muon", dropout=0.0)
+    timed, _ = train(text, minutes=0.1, optimizer="muon", dropout=0.0)
     record = json.loads((timed.run / "run.json").read_text())
     resolved = record["resolved"]
     assert timed.steps == resolved["steps"] == resolved["decay"] + (resolved["steps"] - resolved["decay"])
-    assert record["settings"]["minutes"] == 0.15
+    assert record["settings"]["minutes"] == 0.1
     again, _ = train(
         text, steps=timed.steps, warmup=resolved["warmup"], decay=resolved["decay"], dropout=0.0,
         eval_every=resolved["eval_every"], save_every=resolved["save_every"],
