@@ -523,6 +523,20 @@ def test_every_preset_resolves() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "decided"),
+    [
+        ({"epochs": 4.0}, (0.0, 0.1)),
+        ({"epochs": 10.0}, (0.2, 0.5)),
+        ({"epochs": 10.0, "dropout": 0.1}, (0.1, 0.5)),
+        ({"epochs": 10.0, "weight_decay": 0.0}, (0.2, 0.0)),
+    ],
+)
+def test_a_text_that_is_read_often(settings: dict[str, Any], decided: tuple[float, float]) -> None:
+    found = resolved(preset="nano", **settings)
+    assert (found.model.dropout, found.weight_decay) == decided
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"steps": 5, "epochs": 2.0}, "--steps and --epochs both"),
