@@ -107,7 +107,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LanguageM
             folder = tmp_path_factory.mktemp("llama")
             text = folder / "text.txt"
             text.write_text(TEXT, encoding="utf-8")
-            made[name] = llama_cpp.trained(text, folder / "run", 200, n_layer=2, n_embd=96, split_on="", **settings)
+            made[name] = llama_cpp.trained(
+                text, folder / "run", 200, n_layer=2, n_embd=96, batch_tokens=512, split_on="", **settings
+            )
         return made[name]
 
     return train

@@ -248,6 +248,19 @@ def test_plain_attention_with_shared_heads_is_the_fused_one(heads: tuple[int, in
         assert torch.allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.parametrize("window", [None, 1, 100, 129, 500])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_attention_in_bfloat16_is_that_in_float32(kv_heads: int, window: int | None) -> None:
+    """A prompt's scores are computed some positions at a time."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 300, 8).bfloat16() for heads in (6, kv_heads, kv_heads))
+    with torch.no_grad():
+        parts = decoder.attend(q, k, v, None, 0.0, window)
+        whole = decoder.attend(q.float(), k.float(), v.float(), None, 0.0, window)
+    assert parts.dtype == torch.bfloat16
+    assert torch.allclose(parts.float(), whole, atol=0.03)
+
+
 def test_plain_attention_is_the_fused_one() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(20, 2, 9, 8, requires_grad=True) for _ in range(3))

@@ -192,11 +192,11 @@ def test_schedule() -> None:
 
 @pytest.mark.slow
 def test_minutes_become_steps_that_can_be_repeated(text: Path) -> None:
-    timed, _ = train(text, minutes=0.15, optimizer="muon", dropout=0.0)
+    timed, _ = train(text, minutes=0.1, optimizer="muon", dropout=0.0)
     record = json.loads((timed.run / "run.json").read_text())
     resolved = record["resolved"]
     assert timed.steps == resolved["steps"] == resolved["decay"] + (resolved["steps"] - resolved["decay"])
-    assert record["settings"]["minutes"] == 0.15
+    assert record["settings"]["minutes"] == 0.1
     again, _ = train(
         text, steps=timed.steps, warmup=resolved["warmup"], decay=resolved["decay"], dropout=0.0,
         eval_every=resolved["eval_every"], save_every=resolved["save_every"],
@@ -520,6 +520,20 @@ def test_every_preset_resolves() -> None:
         assert found.batch_tokens == found.rows * found.model.block_size
         assert found.rows % found.micro_batch == 0
         assert abs(found.batch_tokens - preset.batch_tokens) < preset.model.block_size
+
+
+@pytest.mark.parametrize(
+    ("settings", "decided"),
+    [
+        ({"epochs": 4.0}, (0.0, 0.1)),
+        ({"epochs": 10.0}, (0.2, 0.5)),
+        ({"epochs": 10.0, "dropout": 0.1}, (0.1, 0.5)),
+        ({"epochs": 10.0, "weight_decay": 0.0}, (0.2, 0.0)),
+    ],
+)
+def test_a_text_that_is_read_often(settings: dict[str, Any], decided: tuple[float, float]) -> None:
+    found = resolved(preset="nano", **settings)
+    assert (found.model.dropout, found.weight_decay) == decided
 
 
 @pytest.mark.parametrize(

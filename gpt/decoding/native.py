@@ -104,7 +104,8 @@ def _parts(linear: nn.Module) -> tuple[str, list[Tensor]]:
         return "int4", [linear.weight, linear.scales]
     plain: Any = getattr(linear, "plain", linear.weight)  # `weights.prepare` keeps what it packs
     if isinstance(plain, Quantized):
-        return "int8", [plain.levels, plain.scales]
+        # A copy begins where a line of the processor's cache does, and a tensor in a file anywhere: 10 % slower.
+        return "int8", [plain.levels.clone(), plain.scales]
     return "float", [plain.detach()]
 
 

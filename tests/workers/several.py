@@ -92,14 +92,14 @@ def assert_ended_and_gone_on(words: list[str], steps: int, rank: int) -> None:
 
     Asserts that either ends both processes and is reported once, and that the run ends as an uninterrupted one.
     """
-    words = [*words, "--steps", str(steps), "--dropout", "0.1", "--save-every", "5", "--nproc", "2"]
+    words = [*words, "--steps", str(steps), "--dropout", "0.1", "--save-every", "3", "--nproc", "2"]
     whole = spawn("train", "book.txt", *words, "-o", "whole", "--quiet", "--json")
     out, err = whole.communicate(timeout=600)
     assert (whole.returncode, err) == (0, "")
     assert json.loads(out)["steps"] == steps
     run = Path("runs/x")
     killed = spawn("train", "book.txt", *words, "-o", run, "--quiet")
-    out, err, seconds = strike(killed, run, 10, rank, signal.SIGKILL)
+    out, err, seconds = strike(killed, run, 6, rank, signal.SIGKILL)
     assert (killed.returncode, out) == (1, "")
     assert err == (
         f"error: process {rank} of 2 was ended by SIGKILL, maybe by the system, for want of memory\n"
@@ -108,7 +108,7 @@ def assert_ended_and_gone_on(words: list[str], steps: int, rank: int) -> None:
     assert seconds < 15
     stopped = spawn("train", "--resume", run, "--quiet")  # with as many processes as before
     step = folder.checkpoints(run)[-1].step
-    out, err, _ = strike(stopped, run, step + 10, 1, signal.SIGTERM)
+    out, err, _ = strike(stopped, run, step + 6, 1, signal.SIGTERM)
     assert (stopped.returncode, out) == (143, "")
     assert err.startswith("interrupted at step ")
     assert err.endswith("; resume with: gpt train --resume runs/x\n")
