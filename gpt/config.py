@@ -603,7 +603,7 @@ class TrainConfig(TextConfig):
         panel=_MACHINE,
     )  # fmt: skip
     compile: Compile = option(
-        "auto", "torch.compile for blocks and loss; auto: on a GPU, where the run is long enough to gain by it.",
+        "auto", "Compile steps; auto: on a GPU, and on a CPU for small models, where the run is long enough to gain.",
         panel=_MACHINE,
     )  # fmt: skip
 

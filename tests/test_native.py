@@ -16,10 +16,13 @@ from gpt.decoding import native
 from gpt.decoding.context import Context
 from gpt.decoding.engine import generate
 from gpt.decoding.weights import prepare
+from gpt.device import Compute
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
 from gpt.model.quantize import round_matrices
 from gpt.sample_config import SampleConfig
+from gpt.training.native import GradientProgram
+from gpt.training.step import Objective
 
 CONFIG = SampleConfig(greedy=True, max_tokens=40, ignore_eot=True)
 
@@ -146,3 +149,29 @@ def test_programs_are_by_shape_and_not_by_length() -> None:
     assert key() == key(n_layer=9, vocab_size=99, block_size=77)
     others = [key(("int8",) * 4), key(n_embd=64), key(n_head=4), key(biases="none"), key(layer_norm_epsilon=1e-6)]
     assert len({key(), *others}) == 6
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("arch", ["gpt2", "qwen3"])
+def test_a_compiled_steps_gradients_are_the_same(arch: str) -> None:
+    """To rounding, in bfloat16; and with dropout the same again from the same seed."""
+    compute, found = Compute(torch.device("cpu"), torch.bfloat16), []
+    for dropout in (0.0, 0.1):
+        model = model_of(arch, exact=True, dropout=dropout).train()
+        objective = Objective(model, 0)
+        program = GradientProgram(objective, model, compute, 4, lambda text: None)
+        windows = torch.randint(64, (4, 65))
+        x, y, counted = windows[:, :-1], windows[:, 1:], torch.tensor(256)
+        for _ in range(2):
+            torch.manual_seed(1)
+            found.append([program(x, y, counted), *(p.grad for p in model.parameters())])
+            model.zero_grad()
+        assert all(torch.equal(*pair) for pair in zip(found[-2], found[-1], strict=True))
+        if not dropout:
+            with compute.autocast():
+                loss = objective(x, y) / counted
+            loss.backward()
+            expected = [loss.detach(), *(p.grad for p in model.parameters())]
+            for got, wanted in zip(found[-1], expected, strict=True):
+                assert (got - wanted).norm() < 0.05 * wanted.norm()

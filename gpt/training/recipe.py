@@ -22,7 +22,10 @@ DECAY = 0.5  # of the steps
 READINGS = ((8, 0.2, 0.5), (0, 0.0, 0.1))  # more than so many passes over the text: dropout, weight decay
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
 RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
-COMPILE_FROM = 3e16  # FLOPs of a run from which compiling pays on a GPU: about two minutes at a third of an H100's peak
+# FLOPs of a run from which compiling pays: on a GPU about two minutes at a third of an H100's peak, on a CPU some ten
+# of `nano` on two cores.
+COMPILE_FROM = {"cuda": 3e16, "cpu": 1e14}
+COMPILED_LAYERS = 6  # up to which it was measured on a CPU
 MOST_STEPS = 2**53
 ID_BYTES, ROW_BYTES = 16, 256  # of an id of a batch, and of a row beside its ids, on the host
 BATCH_SHARE = 0.5  # of the host's memory that they may take
@@ -185,7 +188,7 @@ def resolve(
         lora_targets=config.lora_targets or "all",
         ramp=batch.ramp,
         loss_chunk=batch.setup.loss_chunk,
-        compile=_compiles(config, compute, 6 * breakdown(model).trainable * tokens),
+        compile=_compiles(config, compute, model, 6 * breakdown(model).trainable * tokens, batch, processes),
         context=context,
         **as_asked,
     )
@@ -410,9 +413,15 @@ def auto_regularization(epochs: float) -> tuple[float, float]:
     return next((dropout, decay) for least, dropout, decay in READINGS if epochs > least)
 
 
-def _compiles(config: TrainConfig, compute: Compute, flops: float) -> bool:
-    """Whether to compile. ``auto`` does so on a GPU alone: on two CPU cores it took 24 to 34 s and made steps of `nano`
-    0 to 20 % faster, those of a larger model none (docs/defaults.md). Not for examples: batches vary in length."""
+def _compiles(
+    config: TrainConfig, compute: Compute, model: GPTConfig, flops: float, batch: _Batch, processes: int
+) -> bool:
+    """Whether to compile. ``auto`` does so for long runs, on a CPU where one process trains all weights of a small
+    model in bfloat16 (docs/defaults.md). Not for examples: batches vary in length."""
     if config.compile != "auto":
         return config.compile == "on"
-    return compute.device.type == "cuda" and not config.has_examples and flops >= COMPILE_FROM
+    kind = compute.device.type
+    whole = processes == 1 and not (config.lora_rank or config.recompute or batch.setup.loss_chunk)
+    small = model.n_layer <= COMPILED_LAYERS and compute.dtype_name == "bfloat16"
+    pays = flops >= COMPILE_FROM.get(kind, math.inf) and (kind == "cuda" or (whole and small))
+    return pays and not config.has_examples
