@@ -83,15 +83,15 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # a case of a pa
 
 
 @pytest.fixture(autouse=True)
-def _without_compiled_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is put into the folder of compiled blocks, which is the user's; `test_native` has one of its own."""
-    from gpt.decoding import native
+def _without_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is put into the folder of compiled programs, which is the user's; `test_native` has one of its own."""
+    from gpt import programs
 
     def none() -> Path:
         raise OSError("none in tests")
 
     if request.node.path.stem != "test_native":
-        monkeypatch.setattr(native, "_own_folder", none)
+        monkeypatch.setattr(programs, "own_folder", none)
 
 
 @pytest.fixture

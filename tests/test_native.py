@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import CPU, FAMILIES
 
+from gpt import programs
 from gpt.config import GPTConfig
 from gpt.decoding import native
 from gpt.decoding.context import Context
@@ -26,7 +27,7 @@ CONFIG = SampleConfig(greedy=True, max_tokens=40, ignore_eot=True)
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of compiled blocks, which is empty."""
-    monkeypatch.setattr(native, "cache_folder", lambda: tmp_path / "cache" / "blocks")
+    monkeypatch.setattr(programs, "cache_folder", lambda: tmp_path / "cache" / "blocks")
     return tmp_path / "cache" / "blocks"
 
 
@@ -80,11 +81,12 @@ def test_compiled_blocks_write_the_same(arch: str, bits: int | None, more: dict[
     compiled = model_of(arch, bits, notes, **more)
     if (arch, bits) == ("gpt2", None):
         place.mkdir(parents=True, mode=0o700)
-        (place / f"{native._key(compiled.config, compiled.h[0].kinds)}.pt2").write_bytes(b"PK not a program")
+        (place / f"{programs.digest(native._key(compiled.config, compiled.h[0].kinds))}.pt2").write_bytes(
+            b"PK not a program"
+        )
     prompt = list(range(3, 14))
     ids, logprobs = written(compiled, prompt)
-    programs = compiled.h[0].programs
-    assert all(programs._made.values())
+    assert all(compiled.h[0].programs._made.values())
     assert [note[:9] for note in notes] == ["compiling"]
     expected, others = written(model_of(arch, bits, **more), prompt)
     if bits is None:
@@ -107,10 +109,10 @@ def test_without_a_compiler_blocks_are_computed(monkeypatch: pytest.MonkeyPatch,
     def fail(*args: object) -> Path:
         raise RuntimeError("no C++ compiler\nand more")
 
-    monkeypatch.setattr(native, "_compile", fail)
+    monkeypatch.setattr(programs, "compile", fail)
     notes: list[str] = []
     assert written(model_of("gpt2", None, notes), [1, 2])[0] == written(model_of("gpt2"), [1, 2])[0]
-    assert [note for note in notes if "15 seconds" not in note] == [
+    assert [note for note in notes if "seconds, once" not in note] == [
         "blocks are computed without compiling: no C++ compiler"
     ]
     assert list(place.iterdir()) == []
@@ -128,7 +130,7 @@ def test_a_folder_that_is_not_ones_own_is_left_alone(how: str, place: Path, monk
         place.symlink_to(place.parent / "other")
     else:
         place.write_text("mine")
-    monkeypatch.setattr(native, "_compile", lambda *args: pytest.fail("compiled"))
+    monkeypatch.setattr(programs, "compile", lambda *args: pytest.fail("compiled"))
     notes: list[str] = []
     assert written(model_of("gpt2", None, notes), [1, 2])[0] == written(model_of("gpt2"), [1, 2])[0]
     assert len(notes) == 1
@@ -138,9 +140,8 @@ def test_a_folder_that_is_not_ones_own_is_left_alone(how: str, place: Path, monk
 
 def test_programs_are_by_shape_and_not_by_length() -> None:
     def key(kinds: tuple[str, ...] = ("float",) * 4, **more: Any) -> str:
-        return native._key(
-            GPTConfig(**{"vocab_size": 64, "block_size": 64, "n_embd": 32, "n_head": 2, "n_layer": 2, **more}), kinds
-        )
+        shape = {"vocab_size": 64, "block_size": 64, "n_embd": 32, "n_head": 2, "n_layer": 2, **more}
+        return programs.digest(native._key(GPTConfig(**shape), kinds))
 
     assert key() == key(n_layer=9, vocab_size=99, block_size=77)
     others = [key(("int8",) * 4), key(n_embd=64), key(n_head=4), key(biases="none"), key(layer_norm_epsilon=1e-6)]

@@ -140,7 +140,7 @@ def test_muon_is_for_the_matrices_of_the_blocks() -> None:
 
 @pytest.mark.parametrize("shape", [(8, 8), (8, 32), (32, 8)])
 def test_muon_is_torchs(shape: tuple[int, int]) -> None:
-    """torch.optim.Muon is the oracle; it iterates in bfloat16, so that is compared at its precision."""
+    """torch.optim.Muon is the oracle; its singular values lie elsewhere in [0.7, 1.2]."""
     torch.manual_seed(0)
     ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
     muon = Muon([{"params": [ours]}], lr=0.02, weight_decay=0.1, dtype=torch.bfloat16)
@@ -150,7 +150,7 @@ def test_muon_is_torchs(shape: tuple[int, int]) -> None:
         theirs.grad = ours.grad.clone()
         muon.step()
         oracle.step()
-    assert torch.allclose(ours, theirs, atol=2e-3)
+    assert (ours - theirs).norm() < 0.3 * (theirs - 1).norm()
     assert not torch.allclose(ours, torch.ones(shape), atol=2e-2)
 
 
@@ -168,7 +168,7 @@ def test_query_key_and_value_are_orthogonalized_apart() -> None:
 
 def test_orthogonalized_matrices_have_singular_values_near_one() -> None:
     values = torch.linalg.svdvals(orthogonalize(torch.randn(3, 16, 64, generator=torch.Generator().manual_seed(0))))
-    assert values.min() > 0.6
+    assert values.min() > 0.65
     assert values.max() < 1.3
 
 

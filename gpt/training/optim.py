@@ -17,8 +17,9 @@ BETAS = (0.9, 0.95)  # GPT-3's, for AdamW
 MOMENTUM = 0.95
 # Newton–Schulz: x ← a x + b (x xᵀ) x + c (x xᵀ)² x drives all singular values towards 1; these coefficients do it
 # fastest from anywhere in (0, 1], to within [0.7, 1.2] (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
+# They take five iterations from ‖x‖ = 1, three from a nearer bound on them (docs/defaults.md).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-ITERATIONS = 5
+ITERATIONS = 3
 # Of an update, before the rate: about AdamW's, so that one rate serves both (Liu et al. 2025, arXiv 2502.16982).
 RMS = 0.2
 NORM_RATE = 0.25  # of the rate, for the vectors of a model with RMSNorm beside Muon (docs/defaults.md)
@@ -98,8 +99,11 @@ def orthogonalize(x: Tensor) -> Tensor:
     columns."""
     a, b, c = NEWTON_SCHULZ
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(ITERATIONS):
-        gram = x @ x.mT
+    gram = x @ x.mT
+    bound = gram.norm(dim=(1, 2), keepdim=True) + 1e-7  # √Σσ⁴, which is nearer to the largest σ² than Σσ² = 1
+    x, gram = x.mul_(bound.rsqrt()), gram.div_(bound)
+    for at in range(ITERATIONS):
+        gram = x @ x.mT if at else gram
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
 
