@@ -185,11 +185,10 @@ def test_a_disk_that_is_full_leaves_nobody_waiting(tmp_path: Path, monkeypatch: 
     assert len(told) == 3
 
 
-@pytest.mark.slow
-def test_what_ends_one_ends_all_and_the_run_goes_on(workdir: Path) -> None:
+def test_what_ends_one_ends_all_and_the_run_goes_on(several_trained: Path, workdir: Path) -> None:
     """A process that is killed, and later one that is told to stop: the others give what they have for the checkpoint."""
     texts()
-    assert_ended_and_gone_on([*WORDS, "--shard", "full"], 40, rank=0)
+    assert_ended_and_gone_on([*WORDS, "--shard", "full"], 0, several_trained / "whole")
 
 
 def test_all_stop_at_the_same_window_when_a_signal_comes_to_one() -> None:

@@ -46,9 +46,9 @@ def train(text: Path, **settings: Any) -> tuple[Any, list[float], list[str]]:
 @pytest.mark.slow
 def test_half_precision_follows_float32(text: Path) -> None:
     """Under float16 the first steps may be left out, until the scale of the loss is found."""
-    _, whole, _ = train(text, steps=60, dtype="float32", **FEW_TOKENS)
+    _, whole, _ = train(text, steps=40, dtype="float32", **FEW_TOKENS)
     for dtype in ("bfloat16", "float16"):
-        _, half, _ = train(text, steps=60, dtype=dtype, **FEW_TOKENS)
+        _, half, _ = train(text, steps=40, dtype=dtype, **FEW_TOKENS)
         assert half[0] == pytest.approx(whole[0], abs=0.02), dtype
         assert half[-1] == pytest.approx(whole[-1], abs=0.15), dtype
         assert half[-1] < half[0] - 1, dtype

@@ -144,7 +144,7 @@ def test_only_the_first_is_heard(several_trained: Path) -> None:
 @pytest.mark.slow
 def test_what_ends_one_ends_all_and_the_run_goes_on(workdir: Path) -> None:
     texts()
-    assert_ended_and_gone_on(WORDS, 40, rank=1)
+    assert_ended_and_gone_on(WORDS, rank=1)
 
 
 @pytest.mark.slow

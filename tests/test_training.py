@@ -1,5 +1,6 @@
 """Training: it learns, it repeats, accumulation changes nothing, and it ends as it should."""
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -7,6 +8,7 @@ import math
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from conftest import FAST, TINY, losses, make_text, resolved, slow, spawn, train
 
 import gpt
 from gpt import events
-from gpt.config import PRESETS, TrainConfig
+from gpt.config import PRESETS, GPTConfig, TrainConfig
 from gpt.device import Compute, pick
 from gpt.errors import UserError, WorkError
 from gpt.model.decoder import GPT
@@ -136,6 +138,37 @@ def test_muon_is_for_the_matrices_of_the_blocks() -> None:
     assert len(single) == 2 * 3
     assert embeddings == {"wte.weight", "wpe.weight"}
     assert set(names.values()) == fused | single | embeddings | vectors
+
+
+@pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
+def test_a_compiled_update_is_the_same_and_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the rate is, where a step is skipped, and with momenta that were restored."""
+    real, made = torch.compile, []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        made.append(module)
+        return module.forward
+
+    monkeypatch.setattr(torch, "compile", partial(real, backend=backend, fullgraph=True))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(50, 16, 2, 2, 32))
+    other = copy.deepcopy(model)
+    plain, compiled = make_optimizer(model, "muon", 0.1), make_optimizer(other, "muon", 0.1)
+    for step in range(5):
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        if step == 0:
+            compiled.optimizers[0].compile()
+        if step == 3:
+            compiled.restore(other, compiled.state(other))
+        for optimizer in (plain, compiled):
+            optimizer.set_lr(0.01 * (step + 1))
+            optimizer.step(torch.tensor(step == 2))
+    assert len(made) == 1
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (8, 32), (32, 8)])

@@ -26,6 +26,7 @@ from gpt.model.cache import Cache, KVCache, Where
 INIT_STD = 0.02  # GPT-2's, for every matrix
 QK_SCALE = 1.2  # what sharpens scores of normalized queries and keys at first; their weights are trained
 ROPE_TABLE = 8192  # positions that the table of rotations has at first; it grows
+NARROW_ON = ("cuda",)  # where the residual stream is bfloat16 under autocast
 PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # positions up to which a CPU attends plainly, and sequences at once
 PLAIN_QUERIES = 128  # positions from which it does in bfloat16 without gradients, and whose scores it computes at once
 
@@ -299,7 +300,7 @@ class GPT(nn.Module):
         table = self.position_table()
         if table is not None:
             x = x + table[where]
-        x = self.drop(x) if self.training else x
+        x = narrowed(self.drop(x) if self.training else x)
         if self.rope is None:
             return x, None
         cos, sin = self.rope[:, where].unsqueeze(-3)
@@ -333,6 +334,14 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Ids (B, T) → logits (B, T, V). Raises ValueError past the context."""
         return self.unembed(self.trunk(idx, cache))
+
+
+def narrowed(x: Tensor) -> Tensor:
+    """The residual stream (B, T, C) in bfloat16 where a GPU's autocast computes products in it: half the memory traffic
+    of norms and sums, at no measured loss (docs/decisions.md)."""
+    kind = x.device.type
+    narrow = kind in NARROW_ON and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+    return x.bfloat16() if narrow else x
 
 
 @torch.no_grad()

@@ -93,6 +93,7 @@ class Stepper:
         shape = (self.micro_batch, self.model.config.block_size)
         idx = torch.zeros(shape, dtype=torch.long, device=self.compute.device)
         self.gradients(idx, idx)
+        self.optimizer.compile()
         self.optimizer.zero_grad()
         _set_random_state(self.compute.device, state)
 
@@ -103,6 +104,7 @@ class Stepper:
             block._compiled_call_impl = None
         self.objective.loss = tied_cross_entropy
         self.compiled = False
+        self.optimizer.uncompile()
         self.optimizer.zero_grad()
 
     def eager(self) -> contextlib.AbstractContextManager[object]:

@@ -234,7 +234,7 @@ def ranks(count: int, place: Path) -> str:
 
 def many(count: int, place: Path, *kinds: Callable[..., str]) -> list[Counter[str]]:
     """Returns the outcomes of ``count`` runs of each of ``kinds``, two at a time."""
-    text = write_text(place / "text.txt")
+    text = write_text(place / "text.txt", 4_000)
     began = time.monotonic()
     whole = start("train", str(text), "-o", str(place / "whole"), *TINY, cwd=place)
     _, err = whole.communicate(timeout=600)

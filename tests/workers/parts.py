@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ranks import LONG, RANK, SAMPLE, SHORT, TEXTS, cut
+from ranks import LONG, RANK, SAMPLE, SHORT, TEXTS, WHOLE, cut
 
 import gpt
 from gpt import events
@@ -41,6 +41,7 @@ def two() -> None:
     for name, (model, how) in TWO.items():
         gpt.train(TEXTS.get(model, "book.txt"), out=name, **MODELS[model], **how)
     gpt.train("book.txt", out="dropout", **{**SHORT, "dropout": 0.1}, **SHARDED)
+    gpt.train("book.txt", out="whole", **WHOLE, **SHARDED)
     with mock.patch.object(checkpoint, "MOST_BYTES", 60_000):
         gpt.train("book.txt", out="files", **{**SHORT, "steps": 4}, **SHARDED)
     if RANK == 0:

@@ -36,7 +36,15 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 LONG = {**SMALL, "steps": 8, "save_every": 4, "eval_every": 4, "keep": 9}
 SHORT = {**SMALL, "steps": 12, "save_every": 4, "eval_every": 4, "keep": 9}
-WORDS = [word for key, value in SHORT.items() for word in ("--" + key.replace("_", "-"), str(value))]
+WHOLE = {**SHORT, "steps": 40, "save_every": 3, "dropout": 0.1}  # long enough to be ended twice
+
+
+def in_words(settings: dict[str, Any]) -> list[str]:
+    """Returns settings as options."""
+    return [word for key, value in settings.items() for word in ("--" + key.replace("_", "-"), str(value))]
+
+
+WORDS = in_words(SHORT)
 RUNS: dict[str, dict[str, Any]] = {
     "adamw": {**LONG, "optimizer": "adamw", "micro_batch": 2},
     "muon": {**LONG, "optimizer": "muon", "n_layer": 3},
