@@ -328,7 +328,7 @@ def profile() -> list[str]:
     peak = 2 * 2048**3 / median_seconds(lambda: a @ a)
     rows = [
         "bfloat16, Muon, not compiled; medians, ms. *Products* is what they take at the measured "
-        f"{peak / 1e9:,.0f} GFLOP/s, *other operators* what these take when they are called again, *rest* what is left.",
+        f"{peak / 1e9:,.0f} GFLOP/s, *other operators* what these take when called again, *rest* what is left.",
         "",
         "| model | phase | ms | products | other operators | rest |",
         "|---|---|---:|---:|---:|---:|",
