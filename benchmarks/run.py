@@ -5,6 +5,7 @@
 TEXT is tinyshakespeare, as a file; without it the catalogue's is fetched.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -17,17 +18,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.results import SCRIPTS, command, machine, median_seconds, write_section
-from gpt.config import GPTConfig, find_preset
-from gpt.model import decoder
+from gpt.config import PRESETS, GPTConfig, find_preset
+from gpt.device import keep_freed_memory
 from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy
 from gpt.model.params import breakdown
@@ -231,7 +235,7 @@ def speed() -> list[str]:
         model = GPT(config)
         optimizer = make_optimizer(model, kind, 0.1, torch.bfloat16)
         optimizer.set_lr(1e-3)
-        add(f"`gpt train`'s step, bfloat16, {kind}", loop(model, optimizer.parts, torch.bfloat16))
+        add(f"`gpt train`'s step, bfloat16, {kind}", loop(model, optimizer.optimizers, torch.bfloat16))
     for dtype in (torch.bfloat16, torch.float32):
         peer = GPT2LMHeadModel(
             GPT2Config(
@@ -245,44 +249,98 @@ def speed() -> list[str]:
     return rows
 
 
+class _Recorder(TorchDispatchMode):
+    """Records the operators of a step with their arguments, and the floating-point operations of its products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls an operator and records it."""
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **kwargs or {})
+
+
+PHASES = ("forward", "loss", "backward", "clip", "optimizer")
+FLOORED = {"nano": 9, "micro": 5, "10.7 M, 16 sequences": 3}  # steps
+
+
+def floor_of(config: GPTConfig, rows: int, steps: int, peak: float) -> list[list[float]]:
+    """Returns for each of `PHASES` its seconds, what its products take at the ``peak`` FLOP/s, what other operators
+    take when they are called again, and the rest: the products' distance from the peak, allocation, and calls."""
+    model = GPT(config)
+    optimizer = make_optimizer(model, "muon", 0.1, torch.bfloat16)
+    x, y = (torch.randint(config.vocab_size, (rows, config.block_size)) for _ in range(2))
+    held: dict[str, Any] = {}
+
+    def forward() -> None:
+        held["stream"] = model.trunk(x)
+
+    def loss() -> None:
+        held["loss"] = tied_cross_entropy(held["stream"], model.unembedding, y) / y.numel()
+
+    def update() -> None:
+        optimizer.step(torch.tensor(False))
+        optimizer.zero_grad()
+
+    parts = (
+        forward, loss, lambda: held["loss"].backward(), lambda: clip_grad_norm_(model.parameters(), 1.0), update,
+    )  # fmt: skip
+    times: list[list[float]] = []
+    found = []
+    for step in range(steps + 2):
+        marks = [time.perf_counter()]
+        for at, part in enumerate(parts):
+            counter, recorder = FlopCounterMode(display=False), _Recorder()
+            with torch.autocast("cpu", torch.bfloat16, enabled=at < 2), contextlib.ExitStack() as stack:
+                if step > steps:  # the last one is taken apart
+                    stack.enter_context(counter)
+                    stack.enter_context(recorder)
+                part()
+            marks.append(time.perf_counter())
+            if step > steps:
+                found.append([counter.get_total_flops() / peak, _others(recorder)])
+        times.append([b - a for a, b in pairwise(marks)])
+    medians = [statistics.median(each) for each in zip(*times[1:-1], strict=True)]
+    return [[whole, *parts, whole - sum(parts)] for whole, parts in zip(medians, found, strict=True)]
+
+
+@torch.no_grad()
+def _others(recorder: _Recorder) -> float:
+    """Returns the seconds of a phase's operators that are no products, called again."""
+    seconds = 0.0
+    for func, args, kwargs in recorder.calls:
+        if func.is_view or any(name in func.name() for name in ("mm", "linear", "set_")):
+            continue
+        started = time.perf_counter()
+        func(*args, **kwargs)
+        seconds += time.perf_counter() - started
+    return seconds
+
+
 def profile() -> list[str]:
-    """Returns the shares of a step's time for `nano`, ours and with torch's fused attention and torch.optim.Muon."""
-    config = find_preset("nano").model
+    """Returns where the time of steps goes, beside what their arithmetic takes at the machine's peak."""
+    keep_freed_memory()
+    a = torch.randn(2048, 2048).to(torch.bfloat16)
+    peak = 2 * 2048**3 / median_seconds(lambda: a @ a)
     rows = [
-        "`nano`, 16 sequences of 64, bfloat16, Muon; medians of 15 steps.",
+        "bfloat16, Muon, not compiled; medians, ms. *Products* is what they take at the measured "
+        f"{peak / 1e9:,.0f} GFLOP/s, *other operators* what these take when called again, *rest* what is left.",
         "",
-        "| step | ms | forward | unembedding and loss | backward | clip | optimizer |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| model | phase | ms | products | other operators | rest |",
+        "|---|---|---:|---:|---:|---:|",
     ]
-    x, y = (torch.randint(config.vocab_size, (16, config.block_size)) for _ in range(2))
-    for name in ("torch's fused attention, torch.optim.Muon", "ours"):
-        model = GPT(config)
-        parts: Sequence[Optimizer] = make_optimizer(model, "muon", 0.1, torch.bfloat16).parts
-        if name != "ours":
-            matrices = [p for group in parts[0].param_groups for p in group["params"]]
-            parts = [torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw"), parts[1]]
-        plain, decoder.PLAIN_UP_TO = decoder.PLAIN_UP_TO, decoder.PLAIN_UP_TO if name == "ours" else 0
-        times: list[list[float]] = []
-        for _ in range(18):
-            marks = [time.perf_counter()]
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                stream = model.trunk(x)
-                marks.append(time.perf_counter())
-                loss = tied_cross_entropy(stream, model.wte.weight, y) / y.numel()
-            marks.append(time.perf_counter())
-            loss.backward()
-            marks.append(time.perf_counter())
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            marks.append(time.perf_counter())
-            for part in parts:
-                part.step()
-                part.zero_grad()
-            marks.append(time.perf_counter())
-            times.append([b - a for a, b in pairwise(marks)])
-        decoder.PLAIN_UP_TO = plain
-        medians = [statistics.median(each) for each in zip(*times[3:], strict=True)]
-        shares = " | ".join(f"{seconds / sum(medians):.0%}" for seconds in medians)
-        rows.append(f"| {name} | {1000 * sum(medians):.0f} | {shares} |")
+    for name, steps in FLOORED.items():
+        preset = PRESETS.get(name)
+        config = preset.model if preset else GPTConfig(**RECIPE)
+        count = preset.batch_tokens // config.block_size if preset else ROWS // 4
+        phases = floor_of(config, count, steps, peak)
+        whole = [sum(each) for each in zip(*phases, strict=True)]
+        for phase, each in zip((*PHASES, "step"), (*phases, whole), strict=True):
+            rows.append(f"| {name} | {phase} | {' | '.join(f'{1e3 * seconds:.1f}' for seconds in each)} |")
     return rows
 
 
