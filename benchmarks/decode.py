@@ -143,24 +143,28 @@ class Bench:
             str(work.batch or work.texts),
         ]  # fmt: skip
 
-    def commands(self, wanted: Collection[str], compiled: bool) -> dict[str, dict[str, Command]]:
-        """Returns the systems of each part with their commands, each of which has run once, so that its files are in
-        the system's cache, and with ``compiled`` that its blocks are compiled. A dtype that `gpt sample` refuses is
-        left out."""
+    def commands(self, wanted: Collection[str], dtypes: Collection[str], warm: bool) -> dict[str, dict[str, Command]]:
+        """Returns the systems of each part with their commands. With ``warm`` each has run once, so that its files are
+        in the system's cache and its blocks compiled, and a dtype that `gpt sample` refuses is left out."""
         shared: dict[str, Command] = {}
         short = Work(1, 1)
         for dtype, kind in KINDS.items():
+            if dtype not in dtypes:
+                continue
             try:
-                run(self.gpt(dtype)(short))
+                if warm:
+                    run(self.gpt(dtype)(short))
             except subprocess.CalledProcessError as error:
                 print(f"{dtype} is left out: {error.stderr.strip()}", file=sys.stderr)
                 continue
             shared |= {dtype: self.gpt(dtype), f"llama.cpp {kind}": self.peer("llama.cpp", f"{kind}.gguf")}
-            run(shared[f"llama.cpp {kind}"](short))
+            if warm:
+                run(shared[f"llama.cpp {kind}"](short))
         systems = {part: dict(shared) for part in wanted}
         if "one" in wanted:
-            systems["one"]["transformers"] = self.peer("transformers", "float32")
-            for dtype in [dtype for dtype in KINDS if dtype in shared and compiled]:
+            if "float32" in shared:
+                systems["one"]["transformers"] = self.peer("transformers", "float32")
+            for dtype in [dtype for dtype in KINDS if dtype in shared and warm]:
                 systems["one"][f"{dtype}{COMPILED}"] = self.gpt(dtype, compile="on")
                 run(self.gpt(dtype, compile="on")(replace(short, new=3)))
         return systems
@@ -201,11 +205,11 @@ Rates = dict[str, list[float]]  # tokens per second of each round, by system
 
 
 def measure(
-    wanted: dict[str, Part], bench: Bench, rounds: int, compiled: bool
+    wanted: dict[str, Part], bench: Bench, rounds: int, dtypes: Collection[str], warm: bool
 ) -> tuple[dict[str, Rates], dict[str, list[int]]]:
     """Runs all systems in turn. Returns the rates of each part, and the float32 ids of one text that `gpt` and
     transformers chose."""
-    systems = bench.commands(wanted, compiled) if wanted else {}
+    systems = bench.commands(wanted, dtypes, warm) if wanted else {}
     rates = {name: {system: list[float]() for system in systems[name]} for name in wanted}
     texts: dict[str, list[int]] = {}
     for _ in range(rounds):
@@ -299,6 +303,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=[*parts(TINY), "steps"], nargs="+")
     parser.add_argument("--model", choices=["gpt2", "smollm2-135m"])
+    parser.add_argument("--dtypes", choices=list(KINDS), nargs="+", default=list(KINDS), help="of the commands")
     parser.add_argument("--folder", type=Path, help="make the models here, or take those that are here")
     asked = parser.parse_args()
     every = parts(TINY if asked.tiny else Sizes())
@@ -309,10 +314,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="gpt-") as folder:
             bench = Bench(config, tokenizer, (asked.folder or Path(folder)) / name)
             speed = bandwidth_of(CPU)
-            rates, texts = measure(wanted, bench, asked.rounds, compiled=not asked.tiny)
+            rates, texts = measure(wanted, bench, asked.rounds, asked.dtypes, warm=not asked.tiny)
             sections = {
                 f"Decoding, {name}: {part.title}": [
-                    *table(part, rates[key]), *(exactness(bench, part, texts) if key == "one" else [])
+                    *table(part, rates[key]), *(exactness(bench, part, texts) if key == "one" and texts else [])
                 ] for key, part in wanted.items()
             }  # fmt: skip
             if "steps" in (asked.only or ["steps"]):

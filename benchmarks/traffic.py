@@ -2,8 +2,8 @@
 
 The counts come from Inductor's schedule. A kernel's bytes are those of each buffer that it reads or writes, once, as
 far as the buffer is used. Two counts of Inductor's are corrected: where a fused kernel scatters numbers into a buffer,
-or gathers them from one, Inductor counts the whole buffer, and this module counts the numbers. A decoding step scatters
-to one column of the cache in every layer, and gathers rows of the embedding.
+or only gathers them from one, Inductor counts the whole buffer, and this module counts the numbers. A decoding step
+scatters to one column of the cache in every layer, and gathers rows of the embedding.
 """
 
 import contextlib
@@ -89,8 +89,8 @@ def _name(node: BaseSchedulerNode) -> str:
 def _bytes(node: BaseSchedulerNode) -> int:
     """Returns the bytes that a kernel reads and writes."""
     accesses = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
-    reads = [read for read in node.read_writes.reads if isinstance(read, MemoryDep)]
-    direct = {read.name for read in reads if not read.is_indirect()}
+    reads = [read for part in node.get_nodes() for read in part.read_writes.reads if isinstance(read, MemoryDep)]
+    whole = {read.name for read in reads if not read.is_indirect()}
     for part in node.get_nodes():
         if part.is_template():  # Inductor counts a number of each
             for read in part.read_writes.reads:
@@ -100,8 +100,8 @@ def _bytes(node: BaseSchedulerNode) -> int:
             alone = part.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
             scattered = {part.node.get_name(), *part.node.get_mutation_names()}
             accesses |= {name: size for name, size in alone.items() if name in scattered}
-        for read in part.read_writes.reads:
-            if isinstance(read, MemoryDep) and read.is_indirect() and read.name not in direct:
-                numbers = math.prod(map(int, read.size)) * V.graph.get_dtype(read.name).itemsize
-                accesses[read.name] = min(accesses.get(read.name, 0), numbers)
+    for read in reads:
+        if read.is_indirect() and read.name not in whole:
+            numbers = math.prod(map(int, read.size)) * V.graph.get_dtype(read.name).itemsize
+            accesses[read.name] = min(accesses.get(read.name, 0), numbers)
     return sum(accesses.values())

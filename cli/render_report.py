@@ -29,31 +29,47 @@ SHOWN = (  # of the settings of one run
 
 def reports(found: "Sequence[Report]") -> None:
     """Results, curves, settings, samples and what these copy, of one run or several."""
-    from .views_report import report_data, smoothing
+    from .views_report import shown, smoothing, time_unit
 
     console = render.stdout()
-    runs = [report_data(each, POINTS) for each in found]
+    runs, unit = shown(found, POINTS)
     console.print(_results(runs))
-    _losses(runs, *smoothing(found, POINTS), console)
+    _losses(runs, unit, *smoothing(found, POINTS), console)
+    if len(runs) > 1:
+        _held_out(runs, unit, *time_unit(found), console)
     for title, key in (
         ("learning rate", "lr"),
         ("gradient norm", "grad_norm"),
         ("tokens per second", "tokens_per_second"),
     ):
         names = [run["name"] if len(runs) > 1 else "" for run in runs]
-        series = [Series(names[i], _points(run["steps"], key), 2 * i) for i, run in enumerate(runs)]
-        _chart(title, series, console, 7, key == "grad_norm")
-    console.print(_settings(found))
-    for run in runs:
-        _sample(run, console)
+        series = [
+            Series(names[i], _points(run["steps"], key), 2 * i) for i, run in enumerate(runs) if run["steps"]["step"]
+        ]
+        _chart(title, "steps", series, console, 7, key == "grad_norm")
+    ours = [each for each in found if each.is_run]
+    if ours:
+        console.print(_settings(ours))
+    for each, run in zip(found, runs, strict=True):
+        if each.is_run:
+            _sample(run, console)
 
 
-def _chart(title: str, series: Sequence[Series], console: Console, height: int, logarithmic: bool) -> None:
+def _chart(title: str, x_name: str, series: Sequence[Series], console: Console, height: int, logarithmic: bool) -> None:
     console.print(Text("\n"), end="")
-    console.print(chart(title, "steps", series, console, height, logarithmic), no_wrap=True)
+    console.print(chart(title, x_name, series, console, height, logarithmic), no_wrap=True)
 
 
-def _losses(runs: Sequence[dict[str, Any]], raw: str, smoothing: str | None, console: Console) -> None:
+def _held_out(runs: Sequence[dict[str, Any]], unit: str, seconds: float, time: str, console: Console) -> None:
+    """The held-out losses against the time of training."""
+    series = []
+    for number, run in enumerate(runs):
+        if points := _points(run["evals"], "val_loss", "seconds"):
+            series.append(Series(run["name"], [(x / seconds, y) for x, y in points], number))
+    _chart(f"held-out loss, {unit}", time, series, console, 13, True)
+
+
+def _losses(runs: Sequence[dict[str, Any]], unit: str, raw: str, smoothing: str | None, console: Console) -> None:
     """The losses of batches, smoothed, and the held-out ones; of one run those of the batches themselves too, pale."""
     from .views_report import smoothed
 
@@ -63,17 +79,18 @@ def _losses(runs: Sequence[dict[str, Any]], raw: str, smoothing: str | None, con
         name = run["name"] if len(runs) > 1 else f"training, {smoothing or raw}"
         if len(runs) == 1 and smoothing:
             series.append(Series(f"training, {raw}", _points(steps, "loss"), 0, pale=True))
-        series.append(Series(name, _points({**steps, "loss": smoothed(steps["loss"])}, "loss"), 2 * number))
+        if steps["step"]:
+            series.append(Series(name, _points({**steps, "loss": smoothed(steps["loss"])}, "loss"), 2 * number))
         if run["evals"]["step"]:
             name = f"{run['name']} held-out" if len(runs) > 1 else "held-out"
             series.append(Series(name, _points(run["evals"], "val_loss"), 2 * number + 1))
     how = f", {smoothing}" if len(runs) > 1 and smoothing else ""
-    _chart(f"loss, nats per token{how}", series, console, 13, True)
+    _chart(f"loss, {unit}{how}", "steps", series, console, 13, True)
 
 
-def _points(columns: dict[str, list[Any]], key: str) -> list[tuple[float, float]]:
-    pairs = zip(columns["step"], columns[key], strict=True)
-    return [(step, math.nan if value is None else value) for step, value in pairs]
+def _points(columns: dict[str, list[Any]], key: str, x: str = "step") -> list[tuple[float, float]]:
+    pairs = zip(columns[x], columns[key], strict=True)
+    return [(at, math.nan if value is None else value) for at, value in pairs]
 
 
 def _results(runs: Sequence[dict[str, Any]]) -> Table:
@@ -92,6 +109,8 @@ def _results(runs: Sequence[dict[str, Any]]) -> Table:
         table.add_column(column, justify="left" if column in ("run", "end") else "right")
     for run in runs:
         steps, end, best = run["steps"], run["end"] or {}, run["best"]
+        if not steps["step"]:
+            steps = {**steps, **run["evals"]}
         last = {key: steps[key][-1] if steps[key] else None for key in steps}
         loss = end.get("val_loss") or (best or {}).get("val_loss")
         table.add_row(

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 def report(
     runs: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN]...", help="Run folders; none: the newest run in runs/.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]...", help="Run folders, or files with other programs' curves; none: the newest run in runs/."
+        ),
     ] = None,
     out: OutPage = None,
     json: Json = False,

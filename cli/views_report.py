@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from gpt.runs.report import Report, differing
+from gpt.runs.report import Report, differing, finite
 
 POINTS = 1000  # of a curve on a page
 Tree = dict[str, Any]
@@ -23,6 +23,7 @@ def report_data(report: Report, most: int | None = None) -> Tree:
         "settings": report.settings,
         "steps": steps,
         "evals": evals,
+        "bits_per_nat": report.bits_per_nat,
         "best": None if history.best is None else {"step": history.best.step, "val_loss": history.best.val_loss},
         "samples": _samples(report),
         "copying": _copying(report),
@@ -64,16 +65,48 @@ def _copying(report: Report) -> Tree | None:
 
 def report_page(reports: Sequence[Report]) -> Tree:
     """The data that ``pages/report.js`` draws."""
-    runs = [report_data(each, POINTS) for each in reports]
+    runs, named = shown(reports, POINTS)
     for run in runs:
         run["steps"]["smooth"] = smoothed(run["steps"]["loss"])
     raw, smooth = smoothing(reports, POINTS)
     return {
         "runs": runs,
+        "unit": named,
         "raw": raw,
         "smoothing": smooth,
         "differing": [k for k in differing([each.settings for each in reports]) if k != "started"],
     }
+
+
+NATS, BITS = "nats per token", "bits per byte"
+
+
+def unit(reports: Sequence[Report]) -> str:
+    """Says in what losses are drawn: in nats per token, but for several tokenizers, whose tokens cannot be compared."""
+    tokenizers = {each.record.tokenizer and each.record.tokenizer.fingerprint for each in reports}
+    if len(reports) == 1 or (len(tokenizers) == 1 and None not in tokenizers):
+        return NATS
+    if all(each.bits_per_nat for each in reports):
+        return BITS
+    return f"{NATS}, not comparable: {BITS} are not known of all"
+
+
+def shown(reports: Sequence[Report], most: int) -> tuple[list[Tree], str]:
+    """Returns the objects of runs, with at most ``most`` points and the losses of curves in their `unit`, and that."""
+    runs, named = [report_data(each, most) for each in reports], unit(reports)
+    for run in runs:
+        for columns, key in ((run["steps"], "loss"), (run["evals"], "val_loss")):
+            if named == BITS:
+                columns[key] = [loss and finite(loss * run["bits_per_nat"]) for loss in columns[key]]
+    return runs, named
+
+
+def time_unit(reports: Sequence[Report]) -> tuple[float, str]:
+    """Returns the unit of the longest run's time, in seconds, and its name."""
+    longest = max(
+        each.seconds for report in reports for each in [*report.history.steps[-1:], *report.history.evals[-1:]]
+    )
+    return (3600, "hours") if longest > 7200 else (60, "minutes") if longest > 300 else (1, "seconds")
 
 
 def smoothed(losses: Sequence[float | None]) -> list[float | None]:
@@ -96,8 +129,9 @@ def _reach(points: int) -> int:
 def smoothing(reports: Sequence[Report], most: int) -> tuple[str, str | None]:
     """Says how many steps a point of the curves stands for, and how many once it is smoothed; None
     where it is not."""
-    each = [max(1, -(-len(report.history.steps) // most)) for report in reports]
-    reach = [_reach(-(-len(report.history.steps) // n)) for report, n in zip(reports, each, strict=True)]
+    counts = [len(report.history.steps) for report in reports if report.history.steps] or [0]
+    each = [max(1, -(-count // most)) for count in counts]
+    reach = [_reach(-(-count // n)) for count, n in zip(counts, each, strict=True)]
     wide = [n * (2 * r + 1) for n, r in zip(each, reach, strict=True)]
     return _mean_of(each), _mean_of(wide) if max(reach) else None
 

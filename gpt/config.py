@@ -552,7 +552,10 @@ class TrainConfig(TextConfig):
     decay: int | None = option(
         None, "Steps of the linear schedule's way down.", panel=_OPTIM, shown="half of the steps", low=0
     )
-    weight_decay: float = option(0.1, "Decay of the matrices; biases and LayerNorms have none.", panel=_OPTIM, low=0)
+    weight_decay: float | None = option(
+        None, "Decay of the matrices; biases and LayerNorms have none.", panel=_OPTIM,
+        shown="by how often the text is read; with --init 0.1", low=0,
+    )  # fmt: skip
     clip: float = option(1.0, "Gradient norm above which gradients are scaled down; 0: off.", panel=_OPTIM, low=0)
     eval_every: int | None = option(
         None, "Steps between evaluations on held-out text.", panel=_LOG, shown="a twentieth of the steps", low=1
@@ -600,7 +603,7 @@ class TrainConfig(TextConfig):
         panel=_MACHINE,
     )  # fmt: skip
     compile: Compile = option(
-        "auto", "torch.compile for blocks and loss; auto: on a GPU, where the run is long enough to gain by it.",
+        "auto", "Compile steps; auto: on a GPU, and on a CPU for small models, where the run is long enough to gain.",
         panel=_MACHINE,
     )  # fmt: skip
 

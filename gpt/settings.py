@@ -114,6 +114,9 @@ def checked(cls: type[T], values: Any, where: str) -> T:
         if not _fits(value, hints[key]):
             raise UserError(f"{where} is damaged: {key} is {reprlib.repr(value)}")
         found[key] = _read(value, hints[key], where)
+    for each in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if each.name not in found and each.default is each.default_factory is dataclasses.MISSING:
+            raise UserError(f"{where} is damaged: it has no {each.name}")
     try:
         return from_dict(cls, found, where)
     except UserError as error:

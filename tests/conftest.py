@@ -83,15 +83,15 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # a case of a pa
 
 
 @pytest.fixture(autouse=True)
-def _without_compiled_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is put into the folder of compiled blocks, which is the user's; `test_native` has one of its own."""
-    from gpt.decoding import native
+def _without_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is put into the folder of compiled programs, which is the user's; `test_native` has one of its own."""
+    from gpt import programs
 
     def none() -> Path:
         raise OSError("none in tests")
 
     if request.node.path.stem != "test_native":
-        monkeypatch.setattr(native, "_own_folder", none)
+        monkeypatch.setattr(programs, "own_folder", none)
 
 
 @pytest.fixture
@@ -319,7 +319,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def disguise(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """`fake_cuda.disguised`, to be entered: CUDA devices that are the CPU. Skips where they cannot be had."""
+    """`fake_cuda.disguised`, to be entered: CUDA devices that are the CPU. Skips where they cannot be had. Samples of
+    runs are short: 80 tokens would take as long as all steps."""
     import fake_cuda
 
     if (reason := fake_cuda.why_not()) is not None:
@@ -330,6 +331,9 @@ def disguise(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         fake_cuda.build(folder)
     except fake_cuda.Unavailable as error:
         pytest.skip(str(error))
+    import gpt
+
+    request.getfixturevalue("monkeypatch").setattr("gpt.training.evaluation.SAMPLE", gpt.SampleConfig(max_tokens=4))
     return functools.partial(fake_cuda.disguised, folder)
 
 

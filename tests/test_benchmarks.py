@@ -124,8 +124,10 @@ def test_english_with_its_italian() -> None:
 def test_decoding_is_measured_beside_llama_cpp_and_transformers() -> None:
     pytest.importorskip("xllamacpp")
     pytest.importorskip("transformers")
-    words = [sys.executable, "-m", "benchmarks.decode", "--tiny", "--rounds", "1", "--only", "one", "steps"]
-    done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300)
+    words = ["benchmarks.decode", "--tiny", "--rounds", "1", "--only", "one", "steps", "--dtypes", "float32", "int8"]
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=ROOT, check=True, capture_output=True, text=True, timeout=300
+    )
     compared, taken_apart = done.stdout.split("Milliseconds; ")
     rows = [line for line in compared.splitlines() if line.startswith("| ")]
     assert {row.split(" | ")[0] for row in rows[1:]} >= {"| float32, F32", "| int8, Q8_0", "| float32, transformers"}

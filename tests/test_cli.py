@@ -54,10 +54,16 @@ def test_light_commands_import_nothing_heavy() -> None:
 
 
 def test_import_gpt_is_light() -> None:
-    code = "import sys, gpt\nassert 'torch' not in sys.modules\nassert gpt.GPTConfig and 'torch' not in sys.modules\ngpt.GPT\nassert 'torch' in sys.modules"
+    code = """
+import sys, gpt
+assert 'torch' not in sys.modules
+assert gpt.GPTConfig and 'torch' not in sys.modules
+gpt.GPT
+assert 'torch' in sys.modules
+import gpt.api
+assert not [name for name in sys.modules if name.startswith('gpt.training')]  # nor is training imported to sample
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
-    code = "import sys, gpt.api\nassert not [name for name in sys.modules if name.startswith('gpt.training')]"
-    subprocess.run([sys.executable, "-c", code], check=True)  # nor is training imported to sample
     assert set(library.__all__) <= set(dir(library))
     with pytest.raises(AttributeError):
         library.nothing  # noqa: B018

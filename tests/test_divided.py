@@ -69,7 +69,7 @@ def test_transformers_reads_it(several_trained: Path) -> None:
 
     for name in ("adamw-sharded", "files"):  # the second in several files
         path = folder.find_checkpoint(str(several_trained / name))
-        idx = torch.arange(32)[None]
+        idx = torch.arange(16)[None]
         ours = checkpoint.load(path, torch.device("cpu")).model(idx)
         theirs = AutoModelForCausalLM.from_pretrained(path).eval()(idx).logits
         torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-4)
@@ -94,7 +94,7 @@ def test_any_run_goes_on_divided_in_any_way(several_trained: Path, workdir: Path
     notes = json.loads((several_trained / "heard-0.json").read_text())
     assert "--shard full instead of none: equal to rounding" in notes
     assert "--tensor 2 instead of 1: equal to rounding" in notes
-    cut(str(several_trained / "adamw-together"), "alone", 8)
+    cut(str(several_trained / "adamw-together"), "alone", 4)
     library.resume("alone", tensor=1)
     assert losses(Path("alone")) == pytest.approx(losses(several_trained / "one/adamw"), abs=1e-4)
     assert json.loads(Path("alone/run.json").read_text())["resolved"]["tensor"] == 1
@@ -185,11 +185,10 @@ def test_a_disk_that_is_full_leaves_nobody_waiting(tmp_path: Path, monkeypatch: 
     assert len(told) == 3
 
 
-@pytest.mark.slow
-def test_what_ends_one_ends_all_and_the_run_goes_on(workdir: Path) -> None:
+def test_what_ends_one_ends_all_and_the_run_goes_on(several_trained: Path, workdir: Path) -> None:
     """A process that is killed, and later one that is told to stop: the others give what they have for the checkpoint."""
     texts()
-    assert_ended_and_gone_on([*WORDS, "--shard", "full"], 60, rank=0)
+    assert_ended_and_gone_on([*WORDS, "--shard", "full"], 0, several_trained / "whole")
 
 
 def test_all_stop_at_the_same_window_when_a_signal_comes_to_one() -> None:

@@ -515,17 +515,11 @@ def test_a_crash_between_two_renames_is_undone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_runs_go_on(tmp_path: Path) -> None:
-    """One at a random moment, one within a save."""
-    outcomes = faults.many(faults.killed, 2, tmp_path)
-    fine = {"within a save", "training", "begun", "before run.json", "finished"}
-    assert set(outcomes) <= fine, outcomes
-
-
-@pytest.mark.slow
-def test_interrupted_commands_go_on(tmp_path: Path) -> None:
-    outcomes = faults.many(faults.stopped, 2, tmp_path)
-    assert set(outcomes) <= {"saved and gone on with", "before the first step", "finished"}, outcomes
+def test_killed_and_interrupted_commands_go_on(tmp_path: Path) -> None:
+    """Of those that are killed one is at a random moment, one within a save."""
+    killed, stopped = faults.many(2, tmp_path, faults.killed, faults.stopped)
+    assert set(killed) <= {"within a save", "training", "begun", "before run.json", "finished"}, killed
+    assert set(stopped) <= {"saved and gone on with", "before the first step", "finished"}, stopped
 
 
 def test_after_it_signals_do_what_they_did_before() -> None:

@@ -21,7 +21,7 @@ from gpt.evaluate import total_loss
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
 from gpt.text.tokenizer_files import find_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama.cpp")]  # one process learns and trains for all
 TEXTS = llama_cpp.texts(200)
 TEXT = "\n".join(pydoc_data.topics.topics.values())[:40_000]
 UNICODE_16 = "\U00013b88"  # a letter since Unicode 16, which llama.cpp does not know
@@ -107,7 +107,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LanguageM
             folder = tmp_path_factory.mktemp("llama")
             text = folder / "text.txt"
             text.write_text(TEXT, encoding="utf-8")
-            made[name] = llama_cpp.trained(text, folder / "run", 200, n_layer=2, n_embd=96, split_on="", **settings)
+            made[name] = llama_cpp.trained(
+                text, folder / "run", 200, n_layer=2, n_embd=96, batch_tokens=512, split_on="", **settings
+            )
         return made[name]
 
     return train

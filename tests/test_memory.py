@@ -40,6 +40,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "PLAIN_UP_TO", 0)
     monkeypatch.setattr(decoder.RMSNorm, "forward", lambda self, x: forward(self, x.float()).contiguous().to(x.dtype))
     monkeypatch.setattr(loss, "ALIGNED_ON", ("cpu",))
+    monkeypatch.setattr(loss, "LOGITS_ON_CPU", loss.LOGITS)
 
 
 def shape(preset: str = "gpt2", **changed: Any) -> GPTConfig:
@@ -64,7 +65,8 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_constants_are_the_decoders() -> None:
     assert memory.PLAIN_UP_TO == decoder.PLAIN_UP_TO
     assert memory.ROPE_TABLE == decoder.ROPE_TABLE
-    assert memory.ALIGNED == loss.ALIGNED
+    for name in ("ALIGNED", "LOGITS", "LOGITS_ON_CPU", "LEAST_AT_ONCE"):
+        assert getattr(memory, name) == getattr(loss, name)
 
 
 @pytest.mark.parametrize("name", PRESETS)

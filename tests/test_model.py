@@ -2,10 +2,13 @@
 
 import math
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import naive
 import pytest
 import torch
+import torch.nn.functional as F
 from models import ours_with
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -15,7 +18,7 @@ from gpt.errors import UserError
 from gpt.model import decoder
 from gpt.model.cache import KVCache, Slots
 from gpt.model.decoder import GPT, sine_table
-from gpt.model.loss import bits_per_byte, tied_cross_entropy, token_losses
+from gpt.model.loss import IGNORED, bits_per_byte, tied_cross_entropy, token_losses
 from gpt.model.params import SLACK, breakdown, cache_bytes, counts, named_parameters
 from gpt.runs import hf
 
@@ -245,6 +248,19 @@ def test_plain_attention_with_shared_heads_is_the_fused_one(heads: tuple[int, in
         assert torch.allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.parametrize("window", [None, 1, 100, 129, 500])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_attention_in_bfloat16_is_that_in_float32(kv_heads: int, window: int | None) -> None:
+    """A prompt's scores are computed some positions at a time."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 300, 8).bfloat16() for heads in (6, kv_heads, kv_heads))
+    with torch.no_grad():
+        parts = decoder.attend(q, k, v, None, 0.0, window)
+        whole = decoder.attend(q.float(), k.float(), v.float(), None, 0.0, window)
+    assert parts.dtype == torch.bfloat16
+    assert torch.allclose(parts.float(), whole, atol=0.03)
+
+
 def test_plain_attention_is_the_fused_one() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(20, 2, 9, 8, requires_grad=True) for _ in range(3))
@@ -294,23 +310,44 @@ def test_dropout_only_in_training() -> None:
     assert torch.equal(model(idx), model(idx))
 
 
+@pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
 @pytest.mark.parametrize("chunk", [0, 1, 3, 10, 64])
-def test_a_loss_in_chunks_and_of_a_filled_up_vocabulary_is_the_same(
-    chunk: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_and_its_gradients_are_autograds(
+    chunk: int, filled: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of logits all at once, in float64; the operations that a GPU compiles are traced here and run one by one."""
     torch.manual_seed(3)
-    table, targets = torch.randn(11, 4), torch.randint(11, (2, 5))
-    targets[1, 2] = -100
+    x, weight = torch.randn(2, 5, 4, dtype=torch.float64), torch.randn(11, 4, dtype=torch.float64)
+    targets = torch.randint(11, (2, 5))
+    targets[1, 2] = IGNORED
 
-    def gradients(chunk: int) -> list[torch.Tensor]:
-        x, weight = torch.linspace(-1, 1, 40).view(2, 5, 4).requires_grad_(), table.clone().requires_grad_()
-        loss = tied_cross_entropy(x, weight, targets, chunk)
-        return [loss.detach(), *torch.autograd.grad(loss, (x, weight))]
+    def gradients(loss: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [each.to(dtype, copy=True).requires_grad_() for each in (x, weight)]
+        total = loss(*leaves, targets) / 7
+        return [total.detach(), *torch.autograd.grad(total, leaves)]
 
-    whole = gradients(0)
-    monkeypatch.setattr("gpt.model.loss.ALIGNED_ON", ("cpu",))
-    for one, other in zip(whole, gradients(chunk), strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
+    def plain(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy((x @ weight.t()).flatten(0, 1), targets.flatten(), reduction="sum")
+
+    monkeypatch.setattr("gpt.model.loss.ALIGNED_ON", ("cpu",) if filled else ())
+    torch._dynamo.reset()
+    loss = torch.compile(tied_cross_entropy, backend="aot_eager", fullgraph=True) if compiled else tied_cross_entropy
+    ours = partial(loss, chunk=chunk)
+    for dtype, near in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
+        for one, other in zip(gradients(ours, dtype), gradients(plain, torch.float64), strict=True):
+            assert torch.allclose(one.double(), other, atol=near)
+
+
+def test_a_loss_in_half_precision_does_not_overflow() -> None:
+    """Of 2¹⁷ positions alike, whose gradients add up to more than float16's largest number."""
+    weight = torch.zeros(3, 2, requires_grad=True)
+    x = torch.ones(1, 2**17, 2, requires_grad=True)
+    with torch.autocast("cpu", torch.float16):
+        loss = tied_cross_entropy(x, weight, torch.zeros(1, 2**17, dtype=torch.long))
+    (grad,) = torch.autograd.grad(loss / 2**17, weight)
+    assert grad.flatten().tolist() == pytest.approx([-2 / 3] * 2 + [1 / 3] * 4, rel=1e-3)
 
 
 def test_loss_equals_its_definition() -> None:

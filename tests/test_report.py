@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from gpt import events
 from gpt.errors import UserError
 from gpt.runs import copying, report
+from gpt.runs.record import RunRecord
 from gpt.text.token_folder import TokenFolder
 
 
@@ -283,6 +285,111 @@ def test_what_is_refused(gpt: Gpt, two_runs: list[Path]) -> None:
     refused("has no metrics: metrics.jsonl is not there", "two")
     Path("two/run.json").write_text("{")
     refused("is damaged", "two")
+
+
+# Beside other programs
+
+
+POINT = '{"step": 250, "seconds": 12.5, "val_loss": 2.0, "bits_per_byte": 3.0}'
+
+
+def test_a_curve_of_another_program(tmp_path: Path) -> None:
+    path = tmp_path / "nanogpt.jsonl"
+    path.write_text(POINT + '\n{"step": 500, "seconds": 12.5, "val_loss": 1.0, "bits_per_byte": 1.5}\n')
+    found = report.report(path)
+    steps, evals = found.columns()
+    assert (found.name, found.is_run, found.bits_per_nat, found.settings, steps["step"]) == (
+        "nanogpt",
+        False,
+        1.5,
+        {},
+        [],
+    )
+    assert evals == {"step": [250, 500], "tokens": [None] * 2, "seconds": [12.5, 12.5], "val_loss": [2.0, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "has no line"),
+        ("step 250: val loss 2.0", "line 1 of .* is no JSON"),
+        ("[" * 100_000, "line 1 of .* is no JSON"),
+        (POINT.replace("2.0", "NaN"), "line 1 of .* is damaged: val_loss is nan"),
+        (POINT.replace("12.5", "-1"), "line 1 of .* is damaged: seconds"),
+        (POINT.replace("250", "1e3"), "line 1 of .* is damaged: step is 1000.0"),
+        (POINT.replace("seconds", "time"), "line 1 of .* is damaged: it has a key 'time'"),
+        ('{"step": 1, "seconds": 1.0}', "line 1 of .* is damaged: .*val_loss"),
+        (f"{POINT}\n{POINT}", "line 2 of .* is not after the line before it"),
+        (POINT + "\n" + POINT.replace("250", "251").replace("12.5", "12.4"), "line 2 of .* is not after"),
+    ],
+)
+def test_a_curve_that_is_none(tmp_path: Path, lines: str, message: str) -> None:
+    (tmp_path / "c.jsonl").write_text(lines)
+    with pytest.raises(UserError, match=message) as error:
+        report.report(tmp_path / "c.jsonl")
+    assert error.value.hint
+
+
+def test_a_curve_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c.jsonl").write_text(POINT)
+    monkeypatch.setattr(report, "CURVE_LIMIT", len(POINT) - 1)
+    with pytest.raises(UserError):
+        report.report(tmp_path / "c.jsonl")
+
+
+def test_losses_of_several_tokenizers_are_in_bits_per_byte(gpt: Gpt, two_runs: list[Path]) -> None:
+    from gpt_cli.views_report import report_page
+
+    Path("peer.jsonl").write_text(POINT)
+    one, two, peer = (report.report(Path(name)) for name in ("one", "two", "peer.jsonl"))
+    end = one.history.end
+    assert end is not None and end.val_loss is not None and end.bits_per_byte is not None
+    assert report_page([one, two])["unit"] == report_page([peer])["unit"] == "nats per token"
+    page = report_page([one, peer])
+    assert page["unit"] == "bits per byte"
+    assert page["differing"] == []
+    ours, theirs = page["runs"]
+    ratio = end.bits_per_byte / end.val_loss
+    assert ours["bits_per_nat"] == ratio
+    for columns, key in (("steps", "loss"), ("evals", "val_loss")):
+        plain = one.columns()[columns == "evals"][key]
+        assert ours[columns][key] == pytest.approx([ratio * loss for loss in plain if loss is not None])
+    assert theirs["evals"]["val_loss"] == [3.0]
+    assert theirs["end"]["val_loss"] == 2.0
+    assert "not comparable" in report_page([one, two, peer])["unit"]  # the second has not ended
+    other = one.record.tokenizer
+    assert other is not None
+    changed = replace(one.record, tokenizer=replace(other, fingerprint="another"))
+    assert report_page([one, replace(one, record=changed)])["unit"] == "bits per byte"
+
+
+def test_runs_and_curves_in_a_terminal(gpt: Gpt, two_runs: list[Path]) -> None:
+    Path("peer.jsonl").write_text(POINT)
+    done = gpt("report", "one", "peer.jsonl")
+    assert done.code == 0, done.err
+    for words in ("another program", "held-out loss, bits per byte", "seconds", "peer", "sample at step 30", "n_embd"):
+        assert words in done.out
+    assert "peer, sample" not in done.out
+    assert "held-out loss, nats per token" in gpt("report", "one", "two").out
+    alone = gpt("report", "peer.jsonl").out
+    assert "loss, nats per token" in alone and "settings" not in alone
+    lines = [json.loads(line) for line in gpt("report", "one", "peer.jsonl", "--json").out.splitlines()]
+    assert [line["name"] for line in lines] == ["one", "peer"]
+    assert lines[1]["evals"]["val_loss"] == [2.0]
+    one_line_of_what_and_what_next(gpt("report", "one", "one/run.json"), "line 1 of one/run.json is")
+
+
+def test_time_is_in_units_that_one_can_read() -> None:
+    from gpt_cli.views_report import time_unit
+
+    def run(seconds: float) -> report.Report:
+        return report.Report(Path("r"), RunRecord(), history(replace(step(1), seconds=seconds)), None)
+
+    assert [time_unit([run(1.0), run(seconds)])[1] for seconds in (300.0, 301.0, 7201.0)] == [
+        "seconds",
+        "minutes",
+        "hours",
+    ]
 
 
 def test_a_curve_in_letters_and_in_dots() -> None:

@@ -1,7 +1,6 @@
 """A step by itself: left out where its gradient is no number, told one later on a GPU, compiled, of a growing batch."""
 
 import copy
-import functools
 import json
 import math
 from itertools import pairwise
@@ -12,9 +11,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import losses, resolved, train, weights
+from torch.utils import _pytree as pytree
 
 import gpt
-from gpt import events
+from gpt import events, programs
 from gpt.config import TrainConfig
 from gpt.device import Compute, Download
 from gpt.errors import Interrupted, UserError
@@ -112,11 +112,18 @@ def test_going_back_undoes_the_step_that_was_begun_meanwhile(text: Path, monkeyp
     assert all(math.isfinite(event.loss) for event in told[9:])
 
 
+def interpreted(key: object, export: Any, note: Any, what: str) -> programs.Program:
+    """The program of a step as a graph, which no compiler has seen."""
+    flat = export()
+    module, spec = flat.module(), flat.call_spec.in_spec
+    return lambda tensors: list(module(*pytree.tree_unflatten(tensors, spec)[0]))
+
+
 @pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
 def test_compiled_steps_are_the_same_to_rounding(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a backend that compiles nothing, since that takes half a minute: what is tested is what is handed over."""
     _, plain = train(text, steps=6, sample_every=3, eval_every=3)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(programs, "find", interpreted)
     _, compiled = train(text, steps=6, sample_every=3, eval_every=3, compile="on")
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-4)
     said = [event.text for event in compiled if isinstance(event, events.Note)]
@@ -124,16 +131,13 @@ def test_compiled_steps_are_the_same_to_rounding(text: Path, monkeypatch: pytest
 
 
 def test_a_signal_while_compiling_is_no_failure_of_it(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def struck(*_: Any, **__: Any) -> Any:
-        def call(*_: Any) -> Any:
-            try:
-                raise Interrupted(15, "interrupted before the first step")
-            except Interrupted as error:  # as torch's compiler puts it
-                raise RuntimeError(f"Interrupted: {error}") from None
+    def struck(*_: Any) -> Any:
+        try:
+            raise Interrupted(15, "interrupted before the first step")
+        except Interrupted as error:  # as torch's compiler puts it
+            raise RuntimeError(f"Interrupted: {error}") from None
 
-        return call
-
-    monkeypatch.setattr(torch, "compile", struck)
+    monkeypatch.setattr(programs, "find", struck)
     with pytest.raises(Interrupted, match="nothing is left of the run"):
         train(text, steps=6, compile="on", out="struck")
     assert not Path("struck").exists()
@@ -144,7 +148,7 @@ def test_where_compiling_fails_the_run_goes_on(text: Path, monkeypatch: pytest.M
         raise RuntimeError("no C++ compiler\nlong story")
 
     plain, heard_plain = train(text, steps=6)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
+    monkeypatch.setattr(programs, "find", broken)
     result, heard = train(text, steps=6, compile="on")
     (warning,) = [event for event in heard if isinstance(event, events.Note) and event.warning]
     assert warning.text.startswith("torch.compile failed, so the run continues without it: ")

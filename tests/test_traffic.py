@@ -1,5 +1,6 @@
 """`benchmarks.traffic` on a compiled step of decoding: it moves the weights and the cache, and nothing else."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from gpt.decoding.logits import Filters
 from gpt.decoding.token_step import next_tokens
 from gpt.device import Compute
 from gpt.model.decoder import GPT
+from gpt.model.memory import Setup
 from gpt.sample_config import SampleConfig
 
 pytestmark = pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
@@ -37,3 +39,21 @@ def test_a_step_moves_weights_and_cache_and_nothing_else(arch: str) -> None:
     [step] = count(lambda: context.next_tokens([[1]] * 2, Filters(SampleConfig(greedy=True), ())))
     read = sum(p.nbytes for name, p in model.named_parameters() if name != "wpe.weight") + context.cache.nbytes
     assert 0.95 * read <= step.bytes <= 1.15 * read, step.kernels[:9]
+
+
+@pytest.mark.slow
+def test_a_training_step_on_an_h100_moves_little() -> None:
+    """GPT-2 124M's block, loss and update of 16 × 1,024 tokens, by generated code: logits are read and written five
+    times in the dtype of products, and the residual stream has two bytes a number."""
+    pytest.importorskip("triton")
+    from benchmarks import h100
+
+    config = h100._shape("gpt2")
+    with h100.h100():
+        block = h100._compiled(lambda: h100._block(config, 16), 0)
+        loss = h100._compiled(lambda: h100._loss(config, Setup(16)), 0)
+        update = h100._optimizer(replace(config, n_layer=2))
+    assert (block.bytes / 1e9, block.launches) == (pytest.approx(3.06, rel=0.02), 46)
+    assert (loss.bytes / 1e9, loss.launches) == (pytest.approx(9.16, rel=0.02), 10)
+    matrices = 2 * 12 * 768**2 * 4
+    assert update.bytes < 25 * matrices + 28 * 1.1 * (50_257 + 1024) * 768 * 2

@@ -1,5 +1,6 @@
 """Training: it learns, it repeats, accumulation changes nothing, and it ends as it should."""
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -7,6 +8,7 @@ import math
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from conftest import FAST, TINY, losses, make_text, resolved, slow, spawn, train
 
 import gpt
 from gpt import events
-from gpt.config import PRESETS, TrainConfig
+from gpt.config import PRESETS, GPTConfig, TrainConfig
 from gpt.device import Compute, pick
 from gpt.errors import UserError, WorkError
 from gpt.model.decoder import GPT
@@ -138,9 +140,40 @@ def test_muon_is_for_the_matrices_of_the_blocks() -> None:
     assert set(names.values()) == fused | single | embeddings | vectors
 
 
+@pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
+def test_a_compiled_update_is_the_same_and_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the rate is, where a step is skipped, and with momenta that were restored."""
+    real, made = torch.compile, []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        made.append(module)
+        return module.forward
+
+    monkeypatch.setattr(torch, "compile", partial(real, backend=backend, fullgraph=True))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(50, 16, 2, 2, 32))
+    other = copy.deepcopy(model)
+    plain, compiled = make_optimizer(model, "muon", 0.1), make_optimizer(other, "muon", 0.1)
+    for step in range(5):
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        if step == 0:
+            compiled.optimizers[0].compile()
+        if step == 3:
+            compiled.restore(other, compiled.state(other))
+        for optimizer in (plain, compiled):
+            optimizer.set_lr(0.01 * (step + 1))
+            optimizer.step(torch.tensor(step == 2))
+    assert len(made) == 1
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
+
+
 @pytest.mark.parametrize("shape", [(8, 8), (8, 32), (32, 8)])
 def test_muon_is_torchs(shape: tuple[int, int]) -> None:
-    """torch.optim.Muon is the oracle; it iterates in bfloat16, so that is compared at its precision."""
+    """torch.optim.Muon is the oracle; its singular values lie elsewhere in [0.7, 1.2]."""
     torch.manual_seed(0)
     ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
     muon = Muon([{"params": [ours]}], lr=0.02, weight_decay=0.1, dtype=torch.bfloat16)
@@ -150,7 +183,7 @@ def test_muon_is_torchs(shape: tuple[int, int]) -> None:
         theirs.grad = ours.grad.clone()
         muon.step()
         oracle.step()
-    assert torch.allclose(ours, theirs, atol=2e-3)
+    assert (ours - theirs).norm() < 0.3 * (theirs - 1).norm()
     assert not torch.allclose(ours, torch.ones(shape), atol=2e-2)
 
 
@@ -168,7 +201,7 @@ def test_query_key_and_value_are_orthogonalized_apart() -> None:
 
 def test_orthogonalized_matrices_have_singular_values_near_one() -> None:
     values = torch.linalg.svdvals(orthogonalize(torch.randn(3, 16, 64, generator=torch.Generator().manual_seed(0))))
-    assert values.min() > 0.6
+    assert values.min() > 0.65
     assert values.max() < 1.3
 
 
@@ -192,11 +225,11 @@ def test_schedule() -> None:
 
 @pytest.mark.slow
 def test_minutes_become_steps_that_can_be_repeated(text: Path) -> None:
-    timed, _ = train(text, minutes=0.15, optimizer="muon", dropout=0.0)
+    timed, _ = train(text, minutes=0.1, optimizer="muon", dropout=0.0)
     record = json.loads((timed.run / "run.json").read_text())
     resolved = record["resolved"]
     assert timed.steps == resolved["steps"] == resolved["decay"] + (resolved["steps"] - resolved["decay"])
-    assert record["settings"]["minutes"] == 0.15
+    assert record["settings"]["minutes"] == 0.1
     again, _ = train(
         text, steps=timed.steps, warmup=resolved["warmup"], decay=resolved["decay"], dropout=0.0,
         eval_every=resolved["eval_every"], save_every=resolved["save_every"],
@@ -520,6 +553,20 @@ def test_every_preset_resolves() -> None:
         assert found.batch_tokens == found.rows * found.model.block_size
         assert found.rows % found.micro_batch == 0
         assert abs(found.batch_tokens - preset.batch_tokens) < preset.model.block_size
+
+
+@pytest.mark.parametrize(
+    ("settings", "decided"),
+    [
+        ({"epochs": 4.0}, (0.0, 0.1)),
+        ({"epochs": 10.0}, (0.2, 0.5)),
+        ({"epochs": 10.0, "dropout": 0.1}, (0.1, 0.5)),
+        ({"epochs": 10.0, "weight_decay": 0.0}, (0.2, 0.0)),
+    ],
+)
+def test_a_text_that_is_read_often(settings: dict[str, Any], decided: tuple[float, float]) -> None:
+    found = resolved(preset="nano", **settings)
+    assert (found.model.dropout, found.weight_decay) == decided
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 // Runs: curves laid over each other, settings side by side, samples, copying.
 const runs = data.runs, colours = runs.map((_, i) => `--c${i % 8}`), hidden = new Set();
 const minutes = (seconds) => seconds === null || seconds === undefined ? "–" : seconds < 60 ? `${seconds.toFixed(0)} s` : `${(seconds / 60).toFixed(1)} min`;
+// The steps of a run; another program's curve has evaluations alone.
+const recorded = (run) => run.steps.step.length ? run.steps : run.evals;
 const last = (list) => list.length ? list[list.length - 1] : null;
 heading(runs.length > 1 ? `${runs.length} runs` : runs[0].name, runs.map((run) => run.run).join(", "));
 
@@ -8,8 +10,8 @@ section("Results", el("div", { class: "scroll" }, el("table", { id: "results" },
   el("thead", {}, el("tr", {}, ["run", "steps", "tokens", "time", "held-out loss", "best at step", "bits per byte", "tokens/s", "end"]
     .map((name, i) => el("th", { class: i && i < 8 ? "number" : "" }, name)))),
   el("tbody", {}, runs.map((run, i) => {
-    const end = run.end || {}, best = run.best || {}, loss = end.val_loss ?? best.val_loss;
-    const cells = [withCommas(last(run.steps.step) ?? 0), withCommas(last(run.steps.tokens) ?? 0), minutes(last(run.steps.seconds)),
+    const end = run.end || {}, best = run.best || {}, loss = end.val_loss ?? best.val_loss, at = (key) => last(recorded(run)[key]);
+    const cells = [withCommas(at("step") ?? 0), at("tokens") === null ? "–" : withCommas(at("tokens")), minutes(at("seconds")),
       loss === undefined || loss === null ? "–" : loss < 1e6 ? loss.toFixed(4) : plain(loss), best.step === undefined ? "–" : withCommas(best.step),
       end.bits_per_byte ? end.bits_per_byte.toFixed(4) : "–", last(run.steps.tokens_per_second) === null ? "–" : withCommas(last(run.steps.tokens_per_second))];
     return el("tr", {}, el("th", { scope: "row" }, el("span", { class: "swatch", style: `background:var(${colours[i]})` }), run.name),
@@ -18,7 +20,7 @@ section("Results", el("div", { class: "scroll" }, el("table", { id: "results" },
 
 const axes = { step: "steps", tokens: "tokens", seconds: "time" };
 let against = "step";
-const longest = Math.max(0, ...runs.map((run) => last(run.steps.seconds) ?? 0));
+const longest = Math.max(0, ...runs.map((run) => last(recorded(run).seconds) ?? 0));
 const [unit, unitName] = longest > 7200 ? [3600, "hours"] : longest > 300 ? [60, "minutes"] : [1, "seconds"];
 const place = el("div", { id: "curves" });
 const held = { dash: "5 4", dots: true };
@@ -27,7 +29,7 @@ function series(name) {
   return runs.flatMap((run, i) => {
     if (hidden.has(i)) return [];
     const one = (columns, column, label, style) => ({ name: label, colour: colours[i], ...style,
-      points: columns[against].map((x, at) => [against === "seconds" ? x / unit : x, columns[column][at]]) });
+      points: columns[against].map((x, at) => [against === "seconds" ? x / unit : x, columns[column][at]]).filter(([x]) => x !== null) });
     if (name !== "loss") return [one(run.steps, name, runs.length > 1 ? run.name : name)];
     const label = runs.length > 1 ? run.name : "training";
     const found = data.smoothing ? [one(run.steps, "loss", label, { pale: true })] : [];
@@ -44,7 +46,7 @@ function legend() {
     ...(runs.some((run) => run.evals.step.length) ? [["held-out", { colour: other, ...held }]] : [])];
 }
 function draw() {
-  const charts = [["loss", "Loss, nats per token"], ["lr", "Learning rate"], ["grad_norm", "Gradient norm, before clipping"], ["tokens_per_second", "Tokens a second"]];
+  const charts = [["loss", `Loss, ${data.unit}`], ["lr", "Learning rate"], ["grad_norm", "Gradient norm, before clipping"], ["tokens_per_second", "Tokens a second"]];
   if (runs.some((run) => run.steps.mfu.some((x) => x !== null))) charts.push(["mfu", "Share of the device's peak (MFU)"]);
   const [loss, ...others] = charts.map(([name, title]) => lineChart({ name, title, x: against === "seconds" ? unitName : axes[against], series: series(name),
     legend: name === "loss" ? legend() : [], height: name === "loss" ? 380 : 220, logarithmic: name === "loss" || name === "grad_norm" }));
@@ -76,6 +78,7 @@ const settled = section("Settings", runs.length > 1 ? el("label", { for: "only" 
 
 const samples = section("Samples");
 runs.forEach((run, i) => {
+  if (!run.steps.step.length) return;
   if (runs.length > 1) samples.append(el("h3", {}, run.name));
   if (!run.samples.length) { samples.append(el("p", { class: "soft" }, "It kept none.")); return; }
   const text = el("pre", { "data-sample": i }), said = el("p", { class: "soft" }), output = el("output", {});
@@ -95,7 +98,7 @@ function marked(text, part) {
   return at < 0 ? [text] : [text.slice(0, at), el("mark", {}, part), text.slice(at + part.length)];
 }
 
-const copying = section("Copying", runs.map((run) => {
+const copying = section("Copying", runs.filter((run) => run.steps.step.length).map((run) => {
   const all = run.copying, name = runs.length > 1 ? `${run.name}: ` : "";
   if (!all) return el("p", { class: "soft" }, name + (run.samples.length ? "not measured: the tokens that it was trained on are not there." : "there are no samples."));
   const part = all.compared === all.trained ? "" : ` (its first ${withCommas(all.compared)} of ${withCommas(all.trained)} tokens)`;

@@ -5,20 +5,13 @@ microseconds. Inductor makes one program of a block, with the weights among its 
 share it, and all models of the same shape: whatever their number of layers, the room of the cache and the length of the
 text. Weights of int8 are restored number by number as they are read, and positions are not rounded.
 
-A program is machine code. It is kept between commands in a folder that must be the user's alone: whoever can write
-there can run code as the user.
+Programs are kept between commands (`gpt.programs`).
 """
 
-import hashlib
 import math
-import os
-import platform
-import stat
-import sys
-import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt import programs
 from gpt.config import GPTConfig
 from gpt.decoding.weights import Int4Linear
 from gpt.device import Compute
@@ -36,7 +30,6 @@ from gpt.model.quantize import GROUP, Quantized
 
 _LONGEST = 2**20  # positions of a cache
 _ORDER = ("ln_1", "attn.c_attn", "attn.q_norm", "attn.k_norm", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
-Note = Callable[[str], None]
 
 
 class _Program(nn.Module):
@@ -104,7 +97,8 @@ def _parts(linear: nn.Module) -> tuple[str, list[Tensor]]:
         return "int4", [linear.weight, linear.scales]
     plain: Any = getattr(linear, "plain", linear.weight)  # `weights.prepare` keeps what it packs
     if isinstance(plain, Quantized):
-        return "int8", [plain.levels, plain.scales]
+        # A copy begins where a line of the processor's cache does, and a tensor in a file anywhere: 10 % slower.
+        return "int8", [plain.levels.clone(), plain.scales]
     return "float", [plain.detach()]
 
 
@@ -149,7 +143,7 @@ def is_used(model: GPT) -> bool:
     return isinstance(model.h[0], NativeBlock)
 
 
-def use(model: GPT, note: Note) -> None:
+def use(model: GPT, note: programs.Note) -> None:
     """Lets a model that was prepared with ``keep`` compute single positions by compiled blocks. Where they cannot be
     made, ``note`` is called once and blocks are computed without."""
     programs = Programs(model.config, note)
@@ -161,9 +155,9 @@ class Programs:
     """The programs of a model's blocks, by the kinds of their matrices: made when they are first needed, or found among
     those that were kept."""
 
-    def __init__(self, config: GPTConfig, note: Note) -> None:
+    def __init__(self, config: GPTConfig, note: programs.Note) -> None:
         self.config, self.note = config, note
-        self._made: dict[tuple[str, ...], Callable[[list[Tensor]], list[Tensor]] | None] = {}
+        self._made: dict[tuple[str, ...], programs.Program | None] = {}
         self._place: tuple[int, int, int] | None = None
         self._at: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
 
@@ -176,7 +170,7 @@ class Programs:
             self._place, self._at = (column, first, stop), (torch.tensor([column]), hidden)
         return self._at
 
-    def get(self, block: NativeBlock) -> Callable[[list[Tensor]], list[Tensor]] | None:
+    def get(self, block: NativeBlock) -> programs.Program | None:
         """The program of a block."""
         if block.kinds not in self._made:
             try:
@@ -187,68 +181,25 @@ class Programs:
                 self._made[block.kinds] = None
         return self._made[block.kinds]
 
-    def _load(self, block: NativeBlock) -> Callable[[list[Tensor]], list[Tensor]]:
-        path = _own_folder() / f"{_key(self.config, block.kinds)}.pt2"
-        try:
-            return _opened(path)
-        except RuntimeError:  # there is none, or it is damaged
-            self.note("compiling a block for this processor and shape: about 15 seconds, once")
-            with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-                os.replace(_compile(_Program(self.config, block.kinds), block.tensors, Path(scratch)), path)
-        return _opened(path)
-
-
-def _opened(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
-    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
-    return loader.boxed_run
+    def _load(self, block: NativeBlock) -> programs.Program:
+        export = partial(_exported, _Program(self.config, block.kinds), block.tensors)
+        return programs.find(_key(self.config, block.kinds), export, self.note, "a block")
 
 
 @torch.no_grad()
-def _compile(program: _Program, tensors: Sequence[Tensor], scratch: Path) -> Path:
-    """Compiles a program in an empty folder, and returns its file."""
-    from unittest import mock  # only to compile
-
+def _exported(program: _Program, tensors: Sequence[Tensor]) -> torch.export.ExportedProgram:
+    """A program as a graph, for a cache of any size."""
     C, K, D = program.config.n_embd, program.config.kv_heads, program.config.head_size
     seen, columns = 1000, 1024  # for which loops are shared among threads; the program is for any
     cache = [torch.zeros(K, columns, D) for _ in range(2)]
     example = [torch.zeros(C), torch.tensor([seen - 1]), torch.zeros(seen), torch.zeros(D), torch.zeros(D), *cache]
     some, all_columns = (torch.export.Dim(name, min=1, max=_LONGEST) for name in ("seen", "columns"))
     shapes = (None, None, {0: some}, None, None, {1: all_columns}, {1: all_columns}, [None] * len(tensors))
-    path = scratch / "block.pt2"
-    own = {"TORCHINDUCTOR_CACHE_DIR": str(scratch)}  # no code from elsewhere
-    with warnings.catch_warnings(), mock.patch.dict(os.environ, own):
-        warnings.simplefilter("ignore")
-        exported = torch.export.export(program, (*example, list(tensors)), dynamic_shapes=shapes, strict=False)
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
-    return path
+    return torch.export.export(program, (*example, list(tensors)), dynamic_shapes=shapes, strict=False)
 
 
-def _key(config: GPTConfig, kinds: Sequence[str]) -> str:
-    """A name for the programs of this code, torch, processor, threads and shape."""
+def _key(config: GPTConfig, kinds: Sequence[str]) -> object:
+    """What the programs of blocks differ by: this code, and the shape."""
     shape = replace(config, n_layer=1, vocab_size=1, block_size=1, dropout=0.0, window=None, window_layers=None)
-    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     code = [Path(path).read_bytes() for path in (__file__, rotate.__code__.co_filename)]
-    machine = (sys.platform, platform.machine(), sorted(capabilities.items()), torch.get_num_threads())
-    parts = (code, torch.__version__, machine, shape, kinds)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-
-
-def cache_folder() -> Path:
-    """The folder of compiled blocks."""
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
-    return Path(base).expanduser() / "gpt" / "blocks"
-
-
-def _own_folder() -> Path:
-    """Makes the folder of compiled blocks, or sees that it is the user's alone."""
-    folder = cache_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise OSError(f"{folder} is not a folder")
-    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o077):
-        raise OSError(f"{folder} is open to others, who could put code there (chmod 700 it, or remove it)")
-    return folder
+    return code, shape, tuple(kinds)

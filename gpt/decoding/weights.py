@@ -20,9 +20,9 @@ from gpt.model.quantize import GROUP, LEVELS, MIDDLE, Quantized, QuantizedLinear
 
 _SMALLEST = np.float32(1e-30)  # scale of activations
 Module = TypeVar("Module", bound=nn.Module)
-# Positions up to which a CPU's int4 kernel is faster than restored weights. Measured for the matrices of GPT-2 124M on
-# two cores: the kernel takes 0.55 ms a position; restoring takes 27 ms, and then 0.23 ms a position.
-_FEW = 80
+# Positions up to which a CPU's int4 kernel is faster than restored weights. Measured on two cores with GPT-2 124M and
+# SmolLM2-135M's shape: at 80 positions 67 ms against 114 and 70 against 83, at 144 101 against 86 and 131 against 121.
+_FEW = 112
 _AT_ONCE = 2**20  # numbers of a matrix that are packed or restored at a time: they stay in the processor's cache
 
 
@@ -191,13 +191,14 @@ class Int4Linear(nn.Module):
     def _many(self, rows: Tensor) -> Tensor:
         """Products with restored weights, some outputs at a time, in the dtype that the CPU multiplies fastest."""
         dtype = torch.bfloat16 if has_native_bfloat16() else torch.float32
-        rows, scales, parts = rows.to(dtype), self.scales[:, None, :, 0].to(dtype), []
+        rows, scales = rows.to(dtype), self.scales[:, None, :, 0].to(dtype).contiguous()
+        out = torch.empty(len(rows), scales.size(2), dtype=dtype)
         width = self.block * max(1, _AT_ONCE // (self.block * rows.size(1)))
         for at in range(0, scales.size(2), width):
             levels = self._levels(slice(at // self.block, (at + width) // self.block)).to(dtype).sub_(MIDDLE)
             some = levels.view(len(scales), GROUP, -1).mul_(scales[..., at : at + width])
-            parts.append(rows @ some.flatten(0, 1))
-        return torch.cat(parts, dim=-1)
+            torch.mm(rows, some.flatten(0, 1), out=out[:, at : at + width])
+        return out
 
     def _levels(self, blocks: slice) -> Tensor:
         """The levels of some blocks of outputs, uint8 (in, blocks, 2, block / 2). A byte has those of an output of a
@@ -258,6 +259,8 @@ def prepare(model: Module, compute: Compute, *, packed: bool = True, keep: bool 
                     laid = _on_gpu(laid, once=not (isinstance(parent, Attention) and name == "c_proj"))
                 if laid is not child:
                     setattr(parent, name, laid)
+                    if isinstance(laid, Int4Linear) and isinstance(parent, Attention) and has_native_bfloat16():
+                        parent.prompts = torch.bfloat16  # as `Int4Linear` multiplies many positions
                     if keep and not isinstance(laid, Int4Linear):
                         laid.plain = plain  # type: ignore[assignment]
         if isinstance(model, GPT) and model.lm_head is None:

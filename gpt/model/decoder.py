@@ -27,7 +27,9 @@ INIT_STD = 0.02  # GPT-2's, for every matrix
 QK_SCALE = 1.2  # what sharpens scores of normalized queries and keys at first; their weights are trained
 ROPE_TABLE = 8192  # positions that the table of rotations has at first; it grows
 WHOLE = 1024  # columns up to which a GPU's attention for one query does not divide them
+NARROW_ON = ("cuda",)  # where the residual stream is bfloat16 under autocast
 PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # positions up to which a CPU attends plainly, and sequences at once
+PLAIN_QUERIES = 128  # positions from which it does in bfloat16 without gradients, and whose scores it computes at once
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines of the angles of rotation, (1, T, D) or (B, 1, T, D)
 
@@ -123,6 +125,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size, self.window, self.dropout = config.head_size, window, config.dropout
         self.groups = config.n_head // config.kv_heads  # heads of queries that share one of keys and values
+        self.prompts: torch.dtype | None = None  # the dtype in which many positions attend, where it is another
         heads, cached = config.n_head * config.head_size, config.kv_heads * config.head_size
         # Query, key and value of all heads at once; and the value-down map, W_O.
         self.c_attn = Linear(config.n_embd, heads + 2 * cached, bias=config.biases != "none")
@@ -143,7 +146,11 @@ class Attention(nn.Module):
             y = attend(q, k, v, None, dropout, self.window)
         else:
             k, v = cache.append(layer, k, v)  # (B, K, seen, D)
-            y = attend(q, k, v, cache.mask(layer), dropout)
+            mask = cache.mask(layer)
+            if self.prompts is not None and mask is None and T >= PLAIN_QUERIES:
+                y = attend(q.to(self.prompts), k.to(self.prompts), v.to(self.prompts), None).to(x.dtype)
+            else:
+                y = attend(q, k, v, mask, dropout)
         y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H · D): heads side by side again
         out: Tensor = self.c_proj(y)
         return self.resid_dropout(out) if self.training else out
@@ -294,7 +301,7 @@ class GPT(nn.Module):
         table = self.position_table()
         if table is not None:
             x = x + table[where]
-        x = self.drop(x) if self.training else x
+        x = narrowed(self.drop(x) if self.training else x)
         if self.rope is None:
             return x, None
         cos, sin = self.rope[:, where].unsqueeze(-3)
@@ -330,6 +337,14 @@ class GPT(nn.Module):
         return self.unembed(self.trunk(idx, cache))
 
 
+def narrowed(x: Tensor) -> Tensor:
+    """The residual stream (B, T, C) in bfloat16 where a GPU's autocast computes products in it: half the memory traffic
+    of norms and sums, at no measured loss (docs/decisions.md)."""
+    kind = x.device.type
+    narrow = kind in NARROW_ON and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+    return x.bfloat16() if narrow else x
+
+
 @torch.no_grad()
 def initialize(module: nn.Module, name: str, config: GPTConfig) -> None:
     """GPT-2's initialization of a module's own parameters: matrices normal with deviation 0.02, those that write to the
@@ -351,14 +366,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, win
 
     Training on a CPU, torch's fused attention loses to plain matrix products as long as the scores of a few sequences
     stay in cache: forward and backward at (16, 4, 64, 32) in bfloat16 took 7.9 ms against 2.0 on two cores, at
-    (64, 6, 256, 64) 257 against 141; at 512 positions they were about equal.
+    (64, 6, 256, 64) 257 against 141; at 512 positions they were about equal. In bfloat16 it loses forward too, if
+    products leave out what no query sees: at (1, 12, 512, 64) 5.1 ms against 1.9.
     """
     T, S = q.size(2), k.size(2)
     if mask is not None and not isinstance(mask, Tensor):
         return attend_blocks(q, k, v, mask)
-    if q.device.type == "cpu" and mask is None and T > 1 and torch.is_grad_enabled() and S <= PLAIN_UP_TO:
+    plain, trains = q.device.type == "cpu" and mask is None and T > 1, torch.is_grad_enabled()
+    if plain and trains and S <= PLAIN_UP_TO:
         rows = [slice(at, at + PLAIN_ROWS) for at in range(0, q.size(0), PLAIN_ROWS)]
         return torch.cat([_attend_plainly(q[some], k[some], v[some], dropout, window) for some in rows])
+    if plain and not trains and T >= PLAIN_QUERIES and q.dtype == torch.bfloat16:
+        ends = [min(at + PLAIN_QUERIES, T) for at in range(0, T, PLAIN_QUERIES)]
+        parts = zip(torch.split(q, PLAIN_QUERIES, dim=2), ends, strict=True)
+        return torch.cat([_attend_plainly(x, k[:, :, :end], v[:, :, :end], dropout, window) for x, end in parts], dim=2)
     if mask is None and window is not None and window < T:
         mask = visible(T, window, q.device)
     groups = q.size(1) // k.size(1)
@@ -384,20 +405,21 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Any) -> Tensor:
 
 def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, dropout: float, window: int | None) -> Tensor:
     B, H, T, D = q.shape
-    K = k.size(1)
-    hidden = torch.zeros((T, T), dtype=q.dtype, device=q.device)
-    hidden.masked_fill_(~visible(T, window, q.device), -math.inf)
+    K, S = k.size(1), k.size(2)
+    hidden = torch.zeros((T, S), dtype=q.dtype, device=q.device)
+    hidden.masked_fill_(~visible(T, window, q.device, S - T), -math.inf)
     # Heads that share keys and values are one head of as many more positions.
     scores = (q * (1 / math.sqrt(D))).reshape(B, K, -1, D) @ k.transpose(2, 3)
-    scores = scores.view(B, H, T, T) + hidden
+    scores = scores.view(B, H, T, S).add_(hidden)
     pattern = F.dropout(scores.softmax(-1), dropout)
-    return (pattern.view(B, K, -1, T) @ v).view(B, H, T, D)
+    return (pattern.view(B, K, -1, S) @ v).view(B, H, T, D)
 
 
-def visible(T: int, window: int | None, device: torch.device) -> Tensor:
-    """True where a position sees another, (T, T): itself and those before it, with a window the last so many."""
-    sees = torch.ones((T, T), dtype=torch.bool, device=device).tril_()
-    return sees if window is None or window >= T else sees.triu_(1 - window)
+def visible(T: int, window: int | None, device: torch.device, before: int = 0) -> Tensor:
+    """True where a position sees another, (T, before + T): itself and those before it, with a window the last so
+    many."""
+    sees = torch.ones((T, before + T), dtype=torch.bool, device=device).tril_(before)
+    return sees if window is None or window >= before + T else sees.triu_(before + 1 - window)
 
 
 def rotary_rates(config: GPTConfig) -> Tensor:

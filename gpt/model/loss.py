@@ -6,76 +6,94 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100  # a target that does not count
 # A multiple that suits matrix units: an odd number of columns, as GPT-2's 50,257, keeps a GPU off its fast kernels.
 ALIGNED, ALIGNED_ON = 64, ("cuda",)
-# Logits that exist at once where the unembedding is frozen: on a CPU what its caches hold.
-FROZEN_LOGITS, FROZEN_LOGITS_ON_CPU = 2**27, 2**23
+# Logits at once, at most: on a CPU what its caches hold; on a GPU fewer than the 2³¹ past which kernels count in int64
+# and torch has erred (pytorch#111484), and fewer still where the unembedding has no gradient to sum up.
+# Forward and backward on two cores in bfloat16, 4,096 positions, 4,096 ids, 256 wide: 53 ms with 2²², 81 with 2²⁴, and
+# 149 with all logits and autograd.
+LOGITS, FROZEN_LOGITS, LOGITS_ON_CPU = 2**30, 2**27, 2**22
+LEAST_AT_ONCE = 512  # positions: with fewer, reading the unembedding takes too long
+SHRUNK = 2**-4  # of gradients of logits in float16, whose sum over all positions must stay below its largest number
 
 
 def tied_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:
     """The sum of -log p(target), in nats, of the residual stream x (B, T, C) seen through the unembedding (V, C), over
     all targets (B, T) that count.
 
-    On a GPU the vocabulary is filled up with zeros to a multiple of 64; their columns are cut off again before the
-    softmax. With ``chunk``, the logits of so many positions exist at once, and are computed again for the gradient. An
-    unembedding that is frozen needs neither: few logits exist at once, and are computed once (`_Frozen`).
+    The logits of ``chunk`` positions, or of fewer, exist at once. On a GPU the vocabulary is filled up with zeros to a
+    multiple of 64, which have no part in the softmax.
     """
-    vocab_size = weight.size(0)
-    if x.device.type in ALIGNED_ON and vocab_size % ALIGNED:
-        weight = F.pad(weight, (0, 0, 0, -vocab_size % ALIGNED))
-    x, targets = x.flatten(0, 1), targets.flatten()
-    if x.requires_grad and not weight.requires_grad:
-        loss: Tensor = _Frozen.apply(x, weight, targets, vocab_size)  # type: ignore[no-untyped-call]
-        return loss
-    if not chunk or chunk >= len(targets):
-        return _summed(x, weight, targets, vocab_size)
-    parts = [
-        checkpoint(_summed, some, weight, aim, vocab_size, use_reentrant=False)
-        for some, aim in zip(torch.split(x, chunk), torch.split(targets, chunk), strict=True)
-    ]
-    return torch.stack(parts).sum()
+    positions, vocab_size = targets.numel(), len(weight)
+    columns = vocab_size + (-vocab_size % ALIGNED if x.device.type in ALIGNED_ON else 0)
+    most = LOGITS_ON_CPU if x.device.type == "cpu" else LOGITS if weight.requires_grad else FROZEN_LOGITS
+    chunk = min(chunk or positions, max(LEAST_AT_ONCE, most // columns))
+    loss: Tensor = _CrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), columns, chunk)  # type: ignore[no-untyped-call]
+    return loss
 
 
-class _Frozen(torch.autograd.Function):
-    """The summed cross-entropy through an unembedding without a gradient: that of x, (softmax − one-hot) W, is computed
-    with the loss, some positions at a time, and only scaled in the backward pass (as in Hsu et al. 2024,
-    arXiv 2410.10989)."""
+class _CrossEntropy(torch.autograd.Function):
+    """The summed cross-entropy with the gradients of x, (softmax − one-hot) W, and of the unembedding W, (softmax −
+    one-hot)ᵀ x, which the backward pass only scales (as in Hsu et al. 2024, arXiv 2410.10989). So logits are computed
+    once, some positions at a time, and their gradient takes their place in memory."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-        kind = x.device.type
-        narrow = x.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype)
-        weight, grad = weight.to(narrow.dtype), torch.empty_like(narrow)
-        chunk = max(1, (FROZEN_LOGITS_ON_CPU if kind == "cpu" else FROZEN_LOGITS) // len(weight))
-        scores = narrow.new_empty(min(chunk, len(x)), len(weight))
-        exact = torch.empty_like(scores[:, :vocab_size], dtype=torch.promote_types(narrow.dtype, torch.float32))
-        total = exact.new_zeros(())
-        for some, aims, into in zip(*(torch.split(each, chunk) for each in (narrow, targets, grad)), strict=True):
-            counts, aim, n = (aims != IGNORED)[:, None], aims.clamp(min=0)[:, None], len(some)
-            logits, log_p = scores[:n], exact[:n]
-            torch.mm(some, weight.t(), out=logits)
-            torch.log_softmax(log_p.copy_(logits[:, :vocab_size]), -1, out=log_p)
-            hit = log_p.gather(1, aim)
-            total -= hit.masked_fill(~counts, 0).sum()
-            log_p.exp_().scatter_(1, aim, hit.expm1_())  # p, and p - 1 at the target
-            logits[:, :vocab_size].copy_(log_p.mul_(counts))  # columns that fill up the vocabulary are 0
-            torch.mm(logits, weight, out=into)
-        ctx.save_for_backward(grad)
-        ctx.dtype = x.dtype
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, columns: int, chunk: int) -> Tensor:
+        kind, vocab_size = x.device.type, len(weight)
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        narrow, table = x.to(dtype), weight.to(dtype)
+        if columns > vocab_size:
+            table = F.pad(table, (0, 0, 0, columns - vocab_size))
+        ctx.dtypes, ctx.shrunk = (x.dtype, weight.dtype), SHRUNK if dtype == torch.float16 else 1.0
+        if not torch.compiler.is_compiling():
+            scores = narrow.new_empty(chunk, columns)
+            exact = narrow.new_empty(chunk, vocab_size, dtype=wide)
+        total, grads, grad_table = x.new_zeros((), dtype=wide), [], None
+        for some, aims in zip(torch.split(narrow, chunk), torch.split(targets, chunk), strict=True):
+            counts, aims = (aims != IGNORED)[:, None], aims.clamp(min=0)[:, None]
+            if torch.compiler.is_compiling():
+                logits, hit = _as_one_kernel(some @ table.t(), aims, counts * ctx.shrunk, vocab_size)
+            else:
+                logits = torch.mm(some, table.t(), out=scores[: len(some)])
+                hit = _in_place(logits, exact[: len(some)], aims, counts * ctx.shrunk)
+            total = total - hit.masked_fill(~counts, 0).sum()
+            grads.append(logits @ table)
+            if ctx.needs_input_grad[1] and grad_table is None:
+                grad_table = logits[:, :vocab_size].t() @ some
+            elif grad_table is not None:
+                grad_table = grad_table.to(wide).add_(logits[:, :vocab_size].t() @ some)
+        ctx.save_for_backward(torch.cat(grads), grad_table)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (grad,) = ctx.saved_tensors
-        return (grad * grads[0].to(grad.dtype)).to(ctx.dtype), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        scale, (for_x, for_weight) = grads[0] / ctx.shrunk, ctx.saved_tensors
+        x_dtype, weight_dtype = ctx.dtypes
+        of_weight = None if for_weight is None else for_weight.to(weight_dtype) * scale
+        return for_x.to(x_dtype) * scale, of_weight, None, None, None
 
 
-def _summed(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    logits = F.linear(x, weight)[:, :vocab_size].float()
-    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+def _in_place(logits: Tensor, exact: Tensor, targets: Tensor, factors: Tensor) -> Tensor:
+    """Replaces logits (n, columns) by their gradient times ``factors``, and returns log p(target), (n, 1). ``exact``
+    (n, V) is worked in; columns past V, which are 0, stay so."""
+    log_p = torch.log_softmax(exact.copy_(logits[:, : exact.size(1)]), -1, out=exact)
+    hit = log_p.gather(1, targets)
+    log_p.exp_().scatter_(1, targets, hit.expm1())  # p, and p - 1 at the target
+    logits[:, : exact.size(1)].copy_(log_p.mul_(factors))
+    return hit
+
+
+def _as_one_kernel(logits: Tensor, targets: Tensor, factors: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Returns what `_in_place` computes, in operations that a compiler fuses."""
+    column = torch.arange(logits.size(1), device=logits.device)
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_p = exact.masked_fill(column >= vocab_size, -math.inf).log_softmax(-1)
+    hit = log_p.gather(1, targets)
+    grad = torch.where(column == targets, hit.expm1(), log_p.exp())
+    return (grad * factors).to(logits.dtype), hit
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:

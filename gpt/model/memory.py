@@ -22,10 +22,10 @@ WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 PLAIN_UP_TO = 512  # positions up to which a CPU attends plainly
 ROPE_TABLE = 8192  # positions of its first table of rotations
 ALIGNED = 64  # columns to a multiple of which a GPU's logits are filled up
+LOGITS, LOGITS_ON_CPU, LEAST_AT_ONCE = 2**30, 2**22, 512  # logits at once at most; positions, if these are more
 STATS: dict[Norm, int] = {"layernorm": 8, "rmsnorm": 4}  # of a position: mean and deviation, or the latter, float32
 IDS = 8  # an id
 FLOAT = 4
-LOGITS = 12  # a logit in the backward pass: the log-softmax, the gradient of it and that of the logit, all float32
 # Numbers of the MLP's inside that it keeps for its gradient: before and after GELU; or the gate before and after SiLU,
 # what it is multiplied by, and the product.
 INSIDE: dict[Mlp, int] = {"gelu": 2, "swiglu": 4}
@@ -33,7 +33,6 @@ MUON_GATHERED = 5.5  # of the matrices that a rank works on, where they came fro
 USABLE = 0.9  # of a GPU's memory; the rest is for CUDA's context, the buffers of cuBLAS and NCCL, and fragmentation
 SHARED = 0.25  # of a CPU's memory beside what stays there between steps: other programs want theirs
 LEAST_CHUNK = 128  # positions whose logits are computed at once at least
-MOST_LOGITS = 2**31 - 1  # at once: past it kernels count in int64, and torch has erred (pytorch#111484)
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Training:
     gradients: int  # float32
     optimizer: int  # its state, float32
     activations: int  # what the trunk keeps for the backward pass
-    logits: int  # and what of them is needed for their gradient
+    logits: int  # and what else the loss and its gradients take
     copies: int  # of weights: in the narrower dtype, or gathered from the other ranks
     snapshot: int  # of parameters and optimizer, for checkpoints: in the host's memory, on a CPU thus beside the others
     moments: Mapping[str, int]
@@ -106,7 +105,7 @@ def training(config: GPTConfig, setup: Setup) -> Training:
     snapshot = parameters + state
     kept = parameters + state + _constants(config) + snapshot * (setup.device == "cpu")
     forward = kept + whole + waiting + activations + blocks * stay
-    ahead = 0 if stay or setup.shard else blocks + loss * 2 // 3  # in the forward pass; two of three logits
+    ahead = 0 if stay or setup.shard else blocks + loss  # in the forward pass
     if config.tied:
         behind = table * setup.accumulates + max(one + layer, (2 + setup.shard) * table)
     else:
@@ -207,23 +206,30 @@ def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
 
 
 def logits(config: GPTConfig, setup: Setup) -> int:
-    """Bytes of the loss when its gradient is computed: the logits of a micro-batch, or of ``loss_chunk`` positions with
-    the whole gradient of the unembedding that is being summed up."""
+    """Bytes of the loss: the trunk's output and its gradient, the unembedding and its gradient, and logits with their
+    softmax in float32 while both are computed; or the gradients while they are scaled, in float32."""
     V, C, s = config.vocab_size, config.n_embd, setup.width
-    cuda, positions = setup.device == "cuda", setup.micro_batch * config.block_size
-    padded = -(-V // ALIGNED) * ALIGNED if cuda else V
-    chunked = 0 < setup.loss_chunk < positions
-    n = setup.loss_chunk if chunked else positions
-    filled = FLOAT * padded * C if cuda and padded != V else 0  # the unembedding with rows of zeros
-    narrow = s * padded * C if setup.autocast else 0
-    x = positions * s * C
-    if chunked:  # what is computed again begins from float32; gradients come piece by piece
-        x = positions * 2 * FLOAT * C
-        filled += FLOAT * padded * C
-    elif setup.autocast:
-        filled = 0
-    gradient = FLOAT * padded * C + narrow
-    return x + filled + narrow + max(LOGITS * n * V, s * n * padded + gradient)
+    n, positions = logits_at_once(config, setup), setup.micro_batch * config.block_size
+    several, columns = n < positions, _columns(config, setup)
+    table = s * columns * C if setup.autocast or columns != V else 0
+    x = positions * C * (FLOAT + s * setup.autocast + 2 * s)
+    summed = (2 * FLOAT if several else s) * V * C  # of pieces, where there are several
+    computed = x + table + n * (s * columns + FLOAT * V) + summed
+    kept = FLOAT if several else s
+    scaled = positions * C * (s + FLOAT) + V * C * (kept + FLOAT * (1 + (kept != FLOAT)))
+    return max(computed, scaled)
+
+
+def logits_at_once(config: GPTConfig, setup: Setup) -> int:
+    """Positions whose logits exist at once: ``loss_chunk`` or fewer."""
+    positions = setup.micro_batch * config.block_size
+    most = LOGITS if setup.device == "cuda" else LOGITS_ON_CPU
+    return min(positions, setup.loss_chunk or positions, max(LEAST_AT_ONCE, most // _columns(config, setup)))
+
+
+def _columns(config: GPTConfig, setup: Setup) -> int:
+    """The vocabulary, on a GPU filled up."""
+    return config.vocab_size + (-config.vocab_size % ALIGNED if setup.device == "cuda" else 0)
 
 
 def _gradient(config: GPTConfig, setup: Setup) -> int:
@@ -281,14 +287,8 @@ def room(config: GPTConfig, setup: Setup, memory: int) -> int:
 
 
 def fits(config: GPTConfig, setup: Setup, memory: int) -> bool:
-    """Whether a step takes no more than its `room`, and its logits can be counted in int32."""
-    return countable(config, setup) and training(config, setup).peak <= room(config, setup, memory)
-
-
-def countable(config: GPTConfig, setup: Setup) -> bool:
-    """Whether the logits that exist at once, of the padded vocabulary, are at most `MOST_LOGITS`."""
-    at_once = setup.loss_chunk or setup.micro_batch * config.block_size
-    return at_once * -(-config.vocab_size // ALIGNED) * ALIGNED <= MOST_LOGITS
+    """Whether a step takes no more than its `room`."""
+    return training(config, setup).peak <= room(config, setup, memory)
 
 
 def largest(config: GPTConfig, setup: Setup, rows: int, memory: int) -> Setup:
@@ -308,11 +308,11 @@ def at_once(setup: Setup, micro_batch: int, rows: int) -> Setup:
 
 def in_chunks(config: GPTConfig, setup: Setup, memory: int) -> Setup:
     """``setup`` with the logits of as many positions at once as fit, where those of all do not."""
-    chunk, peak = setup.micro_batch * config.block_size, training(config, setup).peak
+    chunk, peak = logits_at_once(config, setup), training(config, setup).peak
     while chunk > LEAST_CHUNK and not fits(config, setup, memory):
         chunk = max(LEAST_CHUNK, chunk // 2)
         smaller = replace(setup, loss_chunk=chunk)
-        if countable(config, setup) and training(config, smaller).peak >= peak:
+        if training(config, smaller).peak >= peak:
             break  # it isn't the logits that need so much
         setup, peak = smaller, training(config, smaller).peak
     return setup

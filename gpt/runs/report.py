@@ -1,5 +1,7 @@
-"""The report of a run: its curves, settings and samples, and what the samples copy from the training text."""
+"""The report of a run: its curves, settings and samples, and what the samples copy from the training text. Another
+program's curve, from a file, is a report of evaluations alone."""
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +14,12 @@ from gpt.files import LINES_LIMIT, file_sha256, open_regular, read_lines, readin
 from gpt.runs import folder
 from gpt.runs.copying import MOST, Copied, find_copies
 from gpt.runs.record import RunRecord
+from gpt.settings import Amount, Count, checked
 from gpt.text.token_folder import MANIFEST, TokenFolder, is_token_folder
 
 STEP_KEYS = ("step", "tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second", "mfu")
 EVAL_KEYS = ("step", "tokens", "seconds", "val_loss")
+CURVE_LIMIT = 16 * 2**20  # bytes of another program's curve
 Columns = dict[str, list[float | None]]
 
 
@@ -110,16 +114,25 @@ class Report:
     record: RunRecord
     history: History
     copying: Copying | None
+    is_run: bool = True  # and not another program's curve
 
     @property
     def name(self) -> str:
-        """The run folder's name."""
-        return self.path.resolve().name
+        """The run folder's name; of a curve the file's, without its suffix."""
+        return self.path.resolve().name if self.is_run else self.path.stem
+
+    @property
+    def bits_per_nat(self) -> float | None:
+        """The bits per byte of held-out text that a loss of one nat per token stands for: the end tells both."""
+        end = self.history.end
+        return finite(end.bits_per_byte / end.val_loss) if end and end.bits_per_byte and end.val_loss else None
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The resolved settings as one flat table: text, shape, training and machine."""
+        """The resolved settings as one flat table: text, shape, training and machine. Of a curve none are known."""
         record = self.record
+        if not self.is_run:
+            return {}
         resolved = dict(record.resolved or {})
         shape, ramp = resolved.pop("model", None), resolved.pop("ramp", None)
         tables = {key: str(value) for key, value in resolved.items() if isinstance(value, dict)}  # of a later version
@@ -141,9 +154,11 @@ class Report:
 
     def columns(self, most: int | None = None) -> tuple[Columns, Columns]:
         """Steps and evaluations as columns; with ``most``, at most so many steps, each the mean of as many in a row. A
-        number that is not finite is None."""
-        steps, evals = self.history.steps, self.history.evals
-        return _columns(thinned(steps, most), STEP_KEYS), _columns([vars(each) for each in evals], EVAL_KEYS)
+        number that is not finite, or not known, is None."""
+        steps, evals = self.history.steps, [vars(each) for each in self.history.evals]
+        if not self.is_run:
+            evals = [{**each, "tokens": None} for each in evals]
+        return _columns(thinned(steps, most), STEP_KEYS), _columns(evals, EVAL_KEYS)
 
 
 def thinned(steps: Sequence[events.StepEvent], most: int | None) -> list[dict[str, Any]]:
@@ -164,35 +179,79 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Columns:
-    return {key: [_finite(row[key]) for row in rows] for key in keys}
+    return {key: [finite(row[key]) for row in rows] for key in keys}
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
+    """Returns a finite number, or None."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The settings that are not the same in all runs, in order."""
-    keys = dict.fromkeys(key for each in settings for key in each)
-    return [key for key in keys if any(each.get(key) != settings[0].get(key) for each in settings)]
+    """The settings that are not the same in all runs, in order. Where none are known, none differ."""
+    known = [each for each in settings if each]
+    keys = dict.fromkeys(key for each in known for key in each)
+    return [key for key in keys if any(each.get(key) != known[0].get(key) for each in known)]
 
 
 def find_run(word: str | None) -> Path:
-    """Finds a run folder; None is the newest run with a checkpoint. Raises `UserError` where there is none."""
+    """Finds a run folder, or the file of a curve; None is the newest run with a checkpoint. Raises `UserError` where
+    there is none."""
     path = folder.newest_run() if word is None else Path(word)
-    if not folder.is_run(path):
+    if not folder.is_run(path) and not path.is_file():
         raise UserError(f"there is no run {path}", folder.known_runs())
     return path
 
 
 def report(run: Path, each: Callable[[int, int], None] = lambda done, total: None) -> Report:
-    """Reads a run, finished or not. ``each`` is called with the tokens of the training text compared, and their total.
+    """Reads a run, finished or not, or a curve. ``each`` is called with the tokens of the training text compared, and
+    their total.
 
-    Raises `UserError` where it has no metrics or its ``run.json`` is damaged.
+    Raises `UserError` where it has no metrics or its ``run.json``, or the curve, is damaged.
     """
+    if run.is_file():
+        return read_curve(run)
     record, history = RunRecord.read(run), read_history(run)
     tokens = _training_tokens(run, record)
     return Report(run, record, history, None if tokens is None else _copying(history, tokens, each))
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """A line of a curve's file: an evaluation by another program after ``seconds`` of training. ``val_loss`` is in nats
+    per token of its own tokenizer, ``bits_per_byte`` the same in bits per byte of text."""
+
+    step: Count
+    seconds: Amount
+    val_loss: Amount
+    bits_per_byte: Amount | None = None
+
+
+def read_curve(path: Path) -> Report:
+    """Reads another program's curve: a file of JSON lines, each a `CurvePoint`, steps rising and seconds not falling.
+
+    Raises `UserError` for a file that is larger than `CURVE_LIMIT`, empty, or has another line, which it names.
+    """
+    points: list[CurvePoint] = []
+    hint = 'a line is {"step": 250, "seconds": 12.5, "val_loss": 2.1}, where known with "bits_per_byte"'
+    with reading(path), open_regular(path, limit=CURVE_LIMIT) as file:
+        for number, line in enumerate(read_lines(file), 1):
+            where = f"line {number} of {path}"
+            try:
+                point = checked(CurvePoint, json.loads(line), where)
+            except (ValueError, RecursionError):
+                raise UserError(f"{where} is no JSON", hint) from None
+            except UserError as error:
+                raise UserError(error.message, hint) from None
+            if points and (point.step <= points[-1].step or point.seconds < points[-1].seconds):
+                raise UserError(f"{where} is not after the line before it", "steps rise, and seconds do not fall")
+            points.append(point)
+    if not points:
+        raise UserError(f"the curve {path} has no line", hint)
+    evals = [events.EvalEvent(each.step, 0, each.seconds, each.val_loss, False) for each in points]
+    last, best = points[-1], min(points, key=lambda each: each.val_loss)
+    end = events.EndEvent(last.step, 0, last.seconds, "another program", None, best.val_loss, best.bits_per_byte)
+    return Report(path, RunRecord(), History(evals=evals, end=end), None, is_run=False)
 
 
 def _training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:

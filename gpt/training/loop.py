@@ -306,7 +306,7 @@ class Trainer:
     def compile(self) -> None:
         """Compiles the step; if that fails, the run continues without."""
         started = time.perf_counter()
-        failed = self.stepper.compile()
+        failed = self.stepper.compile(self.session.note)
         if failed is None:
             self.session.note(f"compiled in {time.perf_counter() - started:.0f} s")
         else:

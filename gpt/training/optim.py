@@ -17,8 +17,9 @@ BETAS = (0.9, 0.95)  # GPT-3's, for AdamW
 MOMENTUM = 0.95
 # Newton–Schulz: x ← a x + b (x xᵀ) x + c (x xᵀ)² x drives all singular values towards 1; these coefficients do it
 # fastest from anywhere in (0, 1], to within [0.7, 1.2] (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
+# They take five iterations from ‖x‖ = 1, three from a nearer bound on them (docs/defaults.md).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-ITERATIONS = 5
+ITERATIONS = 3
 # Of an update, before the rate: about AdamW's, so that one rate serves both (Liu et al. 2025, arXiv 2502.16982).
 RMS = 0.2
 NORM_RATE = 0.25  # of the rate, for the vectors of a model with RMSNorm beside Muon (docs/defaults.md)
@@ -50,16 +51,32 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient."""
-        updates: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
-        applied = 1.0 if self.found_inf is None else 1 - self.found_inf
+        taken = []
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            momenta = [self._momentum(p) for p in params]
-            grads = [p.grad for p in params]
-            if self.found_inf is not None:  # the momentum in the gradient's place leaves the momentum as it is
-                grads = [torch.where(self.found_inf > 0, m, g) for m, g in zip(momenta, grads, strict=True)]
+            if params := [p for p in group["params"] if p.grad is not None]:
+                taken.append((group, params, [self._momentum(p) for p in params], [p.grad for p in params]))
+        self.update(taken, self.found_inf)
+
+    def compile(self) -> None:
+        """Compiles `update`, and tries it without a change. A rate is a tensor then: each number would be compiled
+        anew."""
+        self.update = torch.compile(self.update)  # type: ignore[method-assign]
+        for group in self.param_groups:
+            group["lr"] = torch.zeros(())
+        self.found_inf = torch.ones((), device=self.param_groups[0]["params"][0].device)
+        self.step()
+
+    def uncompile(self) -> None:
+        """Goes back to eager execution."""
+        self.__dict__.pop("update", None)
+
+    def update(self, taken: list[tuple[dict[str, Any], Any, Any, Any]], found_inf: Tensor | None) -> None:
+        """Updates parameters of each group, of which momenta and gradients are given."""
+        updates: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
+        applied = 1.0 if found_inf is None else 1 - found_inf
+        for group, params, momenta, grads in taken:
+            if found_inf is not None:  # the momentum in the gradient's place leaves the momentum as it is
+                grads = [torch.where(found_inf > 0, m, g) for m, g in zip(momenta, grads, strict=True)]
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
             directions = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov's
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"] * applied)
@@ -68,7 +85,7 @@ class Muon(Optimizer):
 
     def apply(self, updates: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], applied: float | Tensor) -> None:
         """Orthogonalizes each parameter's update and subtracts it, times ``applied``, which is 0 or 1."""
-        stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
+        stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, float | Tensor]]] = defaultdict(list)
         for p, update, group in updates:
             for matrix, part in zip(matrices(p, group["fused"]), matrices(update, group["fused"]), strict=True):
                 wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
@@ -77,7 +94,7 @@ class Muon(Optimizer):
         for stack in stacks.values():
             directions = self._orthogonalized([part.to(self.dtype) for _, part, _ in stack])
             for (matrix, _, rate), direction in zip(stack, directions * applied, strict=True):
-                matrix.sub_(direction, alpha=rate)
+                matrix.sub_(direction * rate) if isinstance(rate, Tensor) else matrix.sub_(direction, alpha=rate)
 
     def _orthogonalized(self, updates: list[Tensor]) -> Tensor:
         """Returns the orthogonalized updates, (n, rows, columns), of which each rank computes an equal share."""
@@ -98,8 +115,11 @@ def orthogonalize(x: Tensor) -> Tensor:
     columns."""
     a, b, c = NEWTON_SCHULZ
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(ITERATIONS):
-        gram = x @ x.mT
+    gram = x @ x.mT
+    bound = gram.norm(dim=(1, 2), keepdim=True) + 1e-7  # √Σσ⁴, which is nearer to the largest σ² than Σσ² = 1
+    x, gram = x.mul_(bound.rsqrt()), gram.div_(bound)
+    for at in range(ITERATIONS):
+        gram = x @ x.mT if at else gram
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
 
@@ -142,13 +162,26 @@ class Optimizers:
         """Sets the learning rate of every group, of which one may have a ``rate`` that is less than the others'."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr * group.get("rate", 1.0)
+                rate = lr * group.get("rate", 1.0)
+                group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
 
     def step(self, skip: Tensor) -> None:
         """Steps every optimizer; a no-op where ``skip`` is true, which is decided on the device."""
         for optimizer in self.optimizers:
             optimizer.found_inf = skip.float()  # type: ignore[attr-defined]  # as GradScaler sets it for fused ones
             optimizer.step()
+
+    def compile(self) -> None:
+        """Compiles what is many kernels, Muon's update, of a process by itself on a GPU."""
+        for each in self.optimizers:
+            if type(each) is Muon and each.world.size == 1 and each.param_groups[0]["params"][0].is_cuda:
+                each.compile()
+
+    def uncompile(self) -> None:
+        """Goes back to eager execution."""
+        for each in self.optimizers:
+            if isinstance(each, Muon):
+                each.uncompile()
 
     def zero_grad(self) -> None:
         """Frees all gradients."""

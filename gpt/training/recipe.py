@@ -19,17 +19,20 @@ Notes = Callable[[str], None]
 Schedule = Literal["linear", "cosine", "constant"]
 FLOOR = 0.1  # of the peak rate, where the cosine ends (GPT-3, appendix B)
 DECAY = 0.5  # of the steps
-DROPOUT = 0.1  # where there is any
+READINGS = ((8, 0.2, 0.5), (0, 0.0, 0.1))  # more than so many passes over the text: dropout, weight decay
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
 RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
-COMPILE_FROM = 3e16  # FLOPs of a run from which compiling pays on a GPU: about two minutes at a third of an H100's peak
+# FLOPs of a run from which compiling pays: on a GPU about two minutes at a third of an H100's peak, on a CPU some ten
+# of `nano` on two cores.
+COMPILE_FROM = {"cuda": 3e16, "cpu": 1e14}
+COMPILED_LAYERS = 6  # up to which it was measured on a CPU
 MOST_STEPS = 2**53
 ID_BYTES, ROW_BYTES = 16, 256  # of an id of a batch, and of a row beside its ids, on the host
 BATCH_SHARE = 0.5  # of the host's memory that they may take
 CPU_FLOPS = 1e13  # of a run of default length on a CPU, as 6 a parameter and token
 
 AS_ASKED = (
-    "schedule", "weight_decay", "clip", "patience", "keep", "seed", "merge_lora", "shard", "tensor", "recompute"
+    "schedule", "clip", "patience", "keep", "seed", "merge_lora", "shard", "tensor", "recompute"
 )  # fmt: skip
 
 
@@ -156,7 +159,7 @@ def resolve(
     batch = _batch(config, preset, model, compute, n_tokens / pairs if pairs else None, processes)
     steps = _steps(config, n_tokens, batch, usual)
     tokens = batch.read(steps)
-    dropout = auto_dropout(tokens / n_tokens) if start is None else 0.0
+    dropout, weight_decay = auto_regularization(tokens / n_tokens) if start is None else (0.0, READINGS[-1][2])
     model = model if config.dropout is not None else replace(model, dropout=dropout)
     warmup = _warmup(config, steps, batch)
     for line in _without_effect(config, model, steps, warmup, held_out):
@@ -176,6 +179,7 @@ def resolve(
         warmup=warmup,
         decay=round(DECAY * steps) if config.decay is None else config.decay,
         optimizer=optimizer,
+        weight_decay=weight_decay if config.weight_decay is None else config.weight_decay,
         eval_every=eval_every,
         save_every=config.save_every or eval_every,
         sample_every=math.ceil(steps / 4) if config.sample_every is None else config.sample_every,
@@ -184,7 +188,7 @@ def resolve(
         lora_targets=config.lora_targets or "all",
         ramp=batch.ramp,
         loss_chunk=batch.setup.loss_chunk,
-        compile=_compiles(config, compute, 6 * breakdown(model).trainable * tokens),
+        compile=_compiles(config, compute, model, 6 * breakdown(model).trainable * tokens, batch, processes),
         context=context,
         **as_asked,
     )
@@ -313,7 +317,7 @@ def _check_batch(rows: int, tokens: float) -> None:
 def _setup(config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, processes: int) -> Setup:
     """The micro-batch of a process with ``rows`` sequences of a step. Dropout that is not decided yet is counted."""
     if config.dropout is None and config.init is None:
-        model = replace(model, dropout=DROPOUT)
+        model = replace(model, dropout=READINGS[0][1])
     setup = Setup(
         dtype=compute.dtype_name,
         optimizer=auto_optimizer(config, model),
@@ -403,14 +407,21 @@ def auto_epochs(n_tokens: int, model: GPTConfig, device: str) -> float:
     return min(20.0, tokens / n_tokens)
 
 
-def auto_dropout(epochs: float) -> float:
-    """Dropout for a text that is read ``epochs`` times: none unless it is read often enough to be learnt by heart."""
-    return DROPOUT if epochs > 8 else 0.0
+def auto_regularization(epochs: float) -> tuple[float, float]:
+    """Dropout and weight decay for a text that is read ``epochs`` times: more of both where it is read often enough to
+    be learnt by heart (docs/defaults.md)."""
+    return next((dropout, decay) for least, dropout, decay in READINGS if epochs > least)
 
 
-def _compiles(config: TrainConfig, compute: Compute, flops: float) -> bool:
-    """Whether to compile. ``auto`` does so on a GPU alone: on two CPU cores it took 24 to 34 s and made steps of `nano`
-    0 to 20 % faster, those of a larger model none (docs/defaults.md). Not for examples: batches vary in length."""
+def _compiles(
+    config: TrainConfig, compute: Compute, model: GPTConfig, flops: float, batch: _Batch, processes: int
+) -> bool:
+    """Whether to compile. ``auto`` does so for long runs, on a CPU where one process trains all weights of a small
+    model in bfloat16 (docs/defaults.md). Not for examples: batches vary in length."""
     if config.compile != "auto":
         return config.compile == "on"
-    return compute.device.type == "cuda" and not config.has_examples and flops >= COMPILE_FROM
+    kind = compute.device.type
+    whole = processes == 1 and not (config.lora_rank or config.recompute or batch.setup.loss_chunk)
+    small = model.n_layer <= COMPILED_LAYERS and compute.dtype_name == "bfloat16"
+    pays = flops >= COMPILE_FROM.get(kind, math.inf) and (kind == "cuda" or (whole and small))
+    return pays and not config.has_examples

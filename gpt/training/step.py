@@ -13,12 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gpt.device import Download, upload
+from gpt.device import Download, keep_freed_memory, upload
 from gpt.errors import PeerLost, is_out_of_memory
 from gpt.interrupt import interruption
 from gpt.model.decoder import GPT
 from gpt.model.loss import IGNORED, tied_cross_entropy
 from gpt.model.memory import divisors
+from gpt.training.native import GradientProgram
 from gpt.training.parallel import Parallel
 from gpt.training.recipe import Recipe
 
@@ -46,20 +47,23 @@ class Stepper:
         self.scaler = parallel.scaler()
         self.objective = Objective(self.model, recipe.loss_chunk)
         self.wrapped = parallel.wrap(self.objective)
+        if self.compute.device.type == "cpu":
+            keep_freed_memory()
         self.tried = 0  # the most positions at once that all ranks are known to have memory for
         self.compiled = False
+        self.program: GradientProgram | None = None  # on a CPU: what computes full micro-batches, once compiled
 
     @property
     def scaled(self) -> bool:
         """Whether the loss is scaled, so that an infinite gradient is usual."""
         return self.scaler.is_enabled()
 
-    def compile(self) -> str | None:
+    def compile(self, note: Callable[[str], None] = lambda text: None) -> str | None:
         """Compiles, if that works on all ranks; else steps stay eager. Returns the compiler's error, None if it
         works."""
         failed: Exception | None = None
         try:
-            self._compile()
+            self._compile(note)
         except Exception as error:  # of any kind
             if (stopped := interruption(error)) is not None:
                 raise stopped from None
@@ -72,11 +76,15 @@ class Stepper:
         why = str(failed or "it failed in another process").strip() or type(failed).__name__
         return why.splitlines()[0]
 
-    def _compile(self) -> None:
-        """Compiles the blocks and the loss, and tries them on a micro-batch. Raises the compiler's error.
+    def _compile(self, note: Callable[[str], None]) -> None:
+        """Compiles, and tries it on a micro-batch. Raises the compiler's error.
 
-        It compiles block by block, since all share one compiled form: a whole stack takes the longer the deeper it is.
+        One process on a CPU has a program of the whole step. Others compile the blocks, which all share one compiled
+        form, and the loss: a whole stack takes the longer the deeper it is.
         """
+        if self.parallel.compiles_step(self.objective.chunk):
+            self.program = GradientProgram(self.objective, self.model, self.compute, self.micro_batch, note)
+            return
         self.compiled = True
         for block in self.model.h:
             block.compile()
@@ -85,15 +93,18 @@ class Stepper:
         shape = (self.micro_batch, self.model.config.block_size)
         idx = torch.zeros(shape, dtype=torch.long, device=self.compute.device)
         self.gradients(idx, idx)
+        self.optimizer.compile()
         self.optimizer.zero_grad()
         _set_random_state(self.compute.device, state)
 
     def _uncompile(self) -> None:
         """Goes back to eager execution."""
+        self.program = None
         for block in self.model.h:
             block._compiled_call_impl = None
         self.objective.loss = tied_cross_entropy
         self.compiled = False
+        self.optimizer.uncompile()
         self.optimizer.zero_grad()
 
     def eager(self) -> contextlib.AbstractContextManager[object]:
@@ -174,6 +185,8 @@ class Stepper:
 
     def _backward(self, x: Tensor, y: Tensor, counted: Tensor | float) -> Tensor:
         """Adds the gradients of a micro-batch. Returns its summed loss, divided by ``counted``."""
+        if self.program is not None and x.shape == self.program.shape:
+            return self.program(x, y, torch.as_tensor(counted))
         with self.compute.autocast():
             loss: Tensor = self.wrapped(x, y) / counted
         with self.world.watching_peers():

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import Gpt
+from conftest import Gpt, slow
 from models import CPU, EOT, PROMPTS, tiny_model
 
 import gpt
@@ -88,8 +88,13 @@ def requests(rng: random.Random, settings: list[dict[str, Any]]) -> Iterator[Req
         yield Request(rng.choice([*PROMPTS, [*range(20), n % 47]]), config, rng.randrange(3), n, bias)
 
 
-@pytest.mark.parametrize("fixed", [False, True])
-@pytest.mark.parametrize("settings", [RUNNING_AHEAD, [*RUNNING_AHEAD, {"presence_penalty": 1.0}, {"beam": 2}]])
+ALL_KINDS = [*RUNNING_AHEAD, {"presence_penalty": 1.0}, {"beam": 2}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fixed"),
+    [(ALL_KINDS, True), slow(ALL_KINDS, False), slow(RUNNING_AHEAD, True), slow(RUNNING_AHEAD, False)],
+)
 def test_requests_that_come_and_go_are_as_on_the_cpu(
     disguise: Disguise, fixed: bool, settings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

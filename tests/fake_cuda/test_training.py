@@ -5,6 +5,7 @@ import json
 import math
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,7 @@ def test_float16_finds_its_scale_and_follows_float32(text: Path, disguise: Disgu
 
 def test_logits_in_chunks_give_the_same(text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch) -> None:
     _, here = train("cpu")
-    monkeypatch.setattr("gpt.model.memory.MOST_LOGITS", 64 * 320)  # of 128 positions 64 at once
-    monkeypatch.setattr("gpt.model.memory.LEAST_CHUNK", 32)
+    monkeypatch.setattr("gpt.training.recipe.in_chunks", lambda model, setup, memory: replace(setup, loss_chunk=64))
     with disguise():
         result, there = train("cuda", micro_batch="4")
     assert json.loads((result.run / "run.json").read_text())["resolved"]["loss_chunk"] == 64

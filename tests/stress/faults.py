@@ -232,9 +232,9 @@ def ranks(count: int, place: Path) -> str:
     )
 
 
-def many(one: Callable[..., str], count: int, place: Path) -> Counter[str]:
-    """Returns the outcomes of ``count`` runs of ``one``, two at a time."""
-    text = write_text(place / "text.txt")
+def many(count: int, place: Path, *kinds: Callable[..., str]) -> list[Counter[str]]:
+    """Returns the outcomes of ``count`` runs of each of ``kinds``, two at a time."""
+    text = write_text(place / "text.txt", 4_000)
     began = time.monotonic()
     whole = start("train", str(text), "-o", str(place / "whole"), *TINY, cwd=place)
     _, err = whole.communicate(timeout=600)
@@ -242,7 +242,10 @@ def many(one: Callable[..., str], count: int, place: Path) -> Counter[str]:
     seconds = time.monotonic() - began
     expected = state_sum(place / "whole")
     with ThreadPoolExecutor(2) as pool:
-        return Counter(pool.map(lambda number: one(place, text, number, seconds * 1.3, expected), range(count)))
+        return [
+            Counter(pool.map(lambda number, one=one: one(place, text, number, seconds * 1.3, expected), range(count)))
+            for one in kinds
+        ]
 
 
 # A disk that fails
@@ -710,7 +713,7 @@ def main(words: list[str]) -> None:
         place = Path(tempfile.mkdtemp(prefix="gpt-faults-"))
         began = time.monotonic()
         if part in ("kills", "signals"):
-            outcomes = many(killed if part == "kills" else stopped, counts[part], place)
+            (outcomes,) = many(counts[part], place, killed if part == "kills" else stopped)
             lines.append(f"- {counts[part]} {part}: {said(outcomes)}")
         elif part == "ranks":
             lines.append(ranks(counts[part], place))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ranks import LONG, RANK, SAMPLE, SHORT, TEXTS, cut
+from ranks import LONG, RANK, SAMPLE, SHORT, TEXTS, WHOLE, cut
 
 import gpt
 from gpt import events
@@ -20,7 +20,7 @@ from gpt.training import evaluation
 MODELS: dict[str, dict[str, Any]] = {
     "adamw": {**LONG, "optimizer": "adamw", "micro_batch": 2},
     "muon": {**LONG, "arch": "modern", "micro_batch": 2, "sample_every": 8},
-    "pairs": {**SHORT, "pairs": True, "vocab_size": 270, "batch_tokens": 264},
+    "pairs": {**SHORT, "pairs": True, "vocab_size": 270, "block_size": 32, "batch_tokens": 264},
     "narrow": {**SHORT, "dtype": "bfloat16"},
 }
 SHARDED, TOGETHER = {"shard": "full"}, {"tensor": 2}
@@ -33,7 +33,7 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "muon-together": ("muon", TOGETHER),
 }
 FEW: dict[str, dict[str, Any]] = {"replicated": {}, "sharded": SHARDED, "together": TOGETHER}
-BOTH = {**SHORT, "shard": "full", "tensor": 2, "arch": "modern"}
+BOTH = {**SHORT, "steps": 6, "shard": "full", "tensor": 2, "arch": "modern"}
 
 
 def two() -> None:
@@ -41,12 +41,13 @@ def two() -> None:
     for name, (model, how) in TWO.items():
         gpt.train(TEXTS.get(model, "book.txt"), out=name, **MODELS[model], **how)
     gpt.train("book.txt", out="dropout", **{**SHORT, "dropout": 0.1}, **SHARDED)
+    gpt.train("book.txt", out="whole", **WHOLE, **SHARDED)
     with mock.patch.object(checkpoint, "MOST_BYTES", 60_000):
         gpt.train("book.txt", out="files", **{**SHORT, "steps": 4}, **SHARDED)
     if RANK == 0:
         cut("dropout", "resumed", 4)
-        cut("one/muon", "from-one", 8)
-        cut("adamw-sharded", "to-together", 8)
+        cut("one/muon", "from-one", 4)
+        cut("adamw-sharded", "to-together", 4)
     heard: list[Any] = []
     gpt.resume("resumed")
     gpt.resume("from-one", heard.append, **SHARDED)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import assert_same, curve, make_text, spawn
-from ranks import SAMPLE, TEXTS
+from ranks import SAMPLE, TEXTS, WHOLE, in_words
 
 import gpt as library
 from gpt.parallel.launch import Ended, launch
@@ -87,19 +87,23 @@ def strike(process: "subprocess.Popen[str]", run: Path, step: int, rank: int, si
     return out, err, time.monotonic() - sent
 
 
-def assert_ended_and_gone_on(words: list[str], steps: int, rank: int) -> None:
+def assert_ended_and_gone_on(words: list[str], rank: int, whole: Path | None = None) -> None:
     """Kills ``rank`` of a run of two processes, resumes it, and later stops rank 1.
 
-    Asserts that either ends both processes and is reported once, and that the run ends as an uninterrupted one.
+    Asserts that either ends both processes and is reported once, and that the run ends as an uninterrupted one:
+    ``whole``, made with the settings `WHOLE`, or that of a command.
     """
-    words = [*words, "--steps", str(steps), "--dropout", "0.1", "--save-every", "5", "--nproc", "2"]
-    whole = spawn("train", "book.txt", *words, "-o", "whole", "--quiet", "--json")
-    out, err = whole.communicate(timeout=600)
-    assert (whole.returncode, err) == (0, "")
-    assert json.loads(out)["steps"] == steps
+    words = [*words, *in_words({key: WHOLE[key] for key in ("steps", "dropout", "save_every")}), "--nproc", "2"]
+    steps = WHOLE["steps"]
+    if whole is None:
+        whole = Path("whole")
+        command = spawn("train", "book.txt", *words, "-o", whole, "--quiet", "--json")
+        out, err = command.communicate(timeout=600)
+        assert (command.returncode, err) == (0, "")
+        assert json.loads(out)["steps"] == steps
     run = Path("runs/x")
     killed = spawn("train", "book.txt", *words, "-o", run, "--quiet")
-    out, err, seconds = strike(killed, run, 10, rank, signal.SIGKILL)
+    out, err, seconds = strike(killed, run, 6, rank, signal.SIGKILL)
     assert (killed.returncode, out) == (1, "")
     assert err == (
         f"error: process {rank} of 2 was ended by SIGKILL, maybe by the system, for want of memory\n"
@@ -108,7 +112,7 @@ def assert_ended_and_gone_on(words: list[str], steps: int, rank: int) -> None:
     assert seconds < 15
     stopped = spawn("train", "--resume", run, "--quiet")  # with as many processes as before
     step = folder.checkpoints(run)[-1].step
-    out, err, _ = strike(stopped, run, step + 10, 1, signal.SIGTERM)
+    out, err, _ = strike(stopped, run, step + 6, 1, signal.SIGTERM)
     assert (stopped.returncode, out) == (143, "")
     assert err.startswith("interrupted at step ")
     assert err.endswith("; resume with: gpt train --resume runs/x\n")
@@ -117,4 +121,4 @@ def assert_ended_and_gone_on(words: list[str], steps: int, rank: int) -> None:
     out, err = again.communicate(timeout=600)
     assert (again.returncode, err) == (0, "")
     assert json.loads(out)["steps"] == steps
-    assert_same(run, Path("whole"))
+    assert_same(run, whole)

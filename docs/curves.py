@@ -1,0 +1,88 @@
+"""Draws docs/pictures/curves.png: runs beside nanoGPT's recipe for a CPU, held-out loss against time.
+
+python -m docs.curves TEXT [FOLDER] [OPTION ...]; FOLDER keeps what was trained, OPTIONs are those of `gpt train`,
+`--minutes 3` by default. All train at once, each with one thread, so that other work on the machine slows all alike;
+nanoGPT's recipe has 2,000 steps and is ended with the last run. Needs the dev extra and a Chromium
+"""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from gpt_cli.main import main
+from playwright.sync_api import sync_playwright
+
+PICTURE = Path(__file__).resolve().parent / "pictures" / "curves.png"
+RUNS = ("gpt2", "modern")  # folders, and what `--arch` is
+PEER = "nanogpt.jsonl"
+
+
+def train(text: str, options: list[str]) -> None:
+    """Trains in the current folder, on the first 90 % of a text; the rest of it is held out."""
+    cut = round(0.9 * len(text))
+    for name, part in (("text.txt", text[:cut]), ("held-out.txt", text[cut:])):
+        Path(name).write_text(part, encoding="utf-8", newline="")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    words = ["train", "text.txt", "--val-text", "held-out.txt", "--quiet", *options]
+    python = [sys.executable, "-m"]
+    runs = [
+        subprocess.Popen([*python, "gpt_cli", *words, "-o", name, "--arch", name], env=environment) for name in RUNS
+    ]
+    with subprocess.Popen([*python, "docs.curves", "--peer"], env=environment) as other:
+        statuses = [run.wait() for run in runs]
+        other.terminate()
+    if any(statuses):
+        sys.exit(1)
+
+
+def peer() -> None:
+    """Trains by nanoGPT's recipe, on transformers, and writes its curve. Each character is a token."""
+    from benchmarks.run import nanogpt_recipe
+
+    text, held_out = (Path(name).read_bytes().decode() for name in ("text.txt", "held-out.txt"))
+    characters_per_byte = len(held_out) / len(held_out.encode())
+    with open(PEER, "w", encoding="utf-8") as file:
+
+        def evaluated(step: int, seconds: float, loss: float) -> None:
+            bits = loss / math.log(2) * characters_per_byte
+            line = {"step": step, "seconds": seconds, "val_loss": loss, "bits_per_byte": bits}
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+
+        nanogpt_recipe(text + held_out, evaluated)
+
+
+def draw() -> None:
+    """Photographs the chart of losses against time in a report of the runs in the current folder."""
+    main(["report", *RUNS, PEER, "-o", "curves.html"])
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 960, "height": 900}, color_scheme="light")
+        page.goto(Path("curves.html").absolute().as_uri())
+        page.wait_for_selector("body[data-ready]")
+        page.select_option("#axis", "seconds")
+        box = page.locator("section:has(#curves)").bounding_box()
+        chart = page.locator("figure[data-chart='loss']").bounding_box()
+        assert box is not None and chart is not None
+        height = chart["y"] + chart["height"] - box["y"]
+        page.screenshot(path=PICTURE, full_page=True, clip={"x": 0, "y": box["y"], "width": 960, "height": height})
+        browser.close()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--peer"]:
+        peer()
+        sys.exit()
+    text = Path(sys.argv[1]).read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(place)
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.chdir(folder):
+            train(text, sys.argv[3:] or ["--minutes", "3"])
+            draw()
