@@ -35,8 +35,11 @@ from benchmarks.traffic import Traffic, count
 from gpt.config import GPTConfig, find_preset
 from gpt.decoding.context import Context
 from gpt.decoding.logits import Filters
-from gpt.decoding.token_step import next_tokens
+from gpt.decoding.token_step import OPTIONS, next_tokens
+from gpt.decoding.weights import prepare, weight_bytes
 from gpt.device import Compute
+from gpt.model import quantize
+from gpt.model.cache import BLOCK
 from gpt.model.decoder import GPT, Block
 from gpt.model.loss import tied_cross_entropy
 from gpt.model.memory import Setup, largest
@@ -53,7 +56,10 @@ NARROW = torch.bfloat16
 T = 1024
 TRAINED = ("gpt2", "gpt2-medium", "gpt3-1.3b")
 BATCH = 524_288  # tokens a step
-WRITTEN = (("gpt2", 1), ("gpt2", 8), ("gpt2", 64), ("gpt3-6.7b", 1))
+WRITTEN = (
+    ("gpt2", 1, "bfloat16"), ("gpt2", 1, "int8"), ("gpt2", 8, "bfloat16"), ("gpt2", 64, "bfloat16"),
+    ("gpt3-6.7b", 1, "bfloat16"), ("gpt3-6.7b", 1, "int8"),
+)  # fmt: skip
 TINY = GPTConfig(50_257, T, 2, 2, 64)
 
 H100 = SimpleNamespace(
@@ -188,12 +194,12 @@ class _AsWritten(TorchDispatchMode):
         return out
 
 
-def compiled(work: Callable[[], object]) -> list[Traffic]:
+def compiled(work: Callable[[], object], **settings: Any) -> list[Traffic]:
     """Returns the traffic of the graphs that ``work`` calls.
 
     Without constant folding and padding of matrices, which Inductor would compute or time on the GPU.
     """
-    return count(work, joint_graph_constant_folding=False, shape_padding=False)
+    return count(work, joint_graph_constant_folding=False, shape_padding=False, **settings)
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -271,9 +277,9 @@ def _optimizer(config: GPTConfig) -> Work:
 # Decoding
 
 
-def decoding(config: GPTConfig, rows: int) -> tuple[Work, int, int]:
-    """Returns the work of a decoding step of ``rows`` greedy texts with room for ``T`` positions, which is one graph
-    from ids to ids, the bytes of its weights, and the bytes of the cache."""
+def decoding(config: GPTConfig, rows: int, dtype: str = "bfloat16") -> tuple[Work, int, int]:
+    """Returns the work of a decoding step of ``rows`` greedy texts with room for ``T`` positions, all of them filled,
+    which is one graph from ids to ids, the bytes of its weights, and the bytes of the cache."""
     compute = Compute(CUDA, NARROW)
     torch.set_default_dtype(NARROW)
     try:
@@ -281,16 +287,26 @@ def decoding(config: GPTConfig, rows: int) -> tuple[Work, int, int]:
             model = GPT(config).eval()
     finally:
         torch.set_default_dtype(torch.float32)
+    if dtype == "int8":
+        with mock.patch.object(quantize, "_in_parts", _rounded):
+            quantize.round_matrices(model, 8, NARROW)
+    prepare(model, Compute(CUDA, torch.float32))  # its weights are narrow already
     fast = torch.compile(next_tokens, dynamic=False, fullgraph=True)
     context = Context(model, compute, rows, T, partial(fast, model))
     numbers = torch.zeros(2, rows, dtype=torch.int64, device=CUDA)
     greedy = Filters(SampleConfig(greedy=True), ())
     with torch.inference_mode():
-        [step] = compiled(lambda: fast(model, context.cache, context.last, numbers, config.vocab_size, greedy, 0))
-    weights = sum(p.nbytes for name, p in model.named_parameters() if name != "wpe.weight")
+        work = lambda: fast(model, context.cache, context.last, numbers, config.vocab_size, greedy, 0)
+        [step] = compiled(work, **{name: value for name, value in OPTIONS.items() if name != "triton.cudagraphs"})
+    weights = weight_bytes(model, compute)
     matrices = 12 * config.n_layer * config.n_embd**2 + config.vocab_size * config.n_embd
     flops = 2 * rows * (matrices + 2 * config.n_layer * config.n_embd * T)
     return Work(step.bytes, step.launches, flops), weights, context.cache.nbytes
+
+
+def _rounded(weight: Tensor, _: object) -> quantize.Quantized:
+    """Stands in for rounding, which looks at numbers: int8 of the weight's shape."""
+    return quantize.Quantized(weight.to(torch.int8), weight[:, 0].float())
 
 
 # The page
@@ -299,7 +315,7 @@ def decoding(config: GPTConfig, rows: int) -> tuple[Work, int, int]:
 def page(tiny: bool) -> list[str]:
     """Returns the section in Markdown."""
     trained = [("tiny", TINY)] if tiny else [(name, _shape(name)) for name in TRAINED]
-    written = [("tiny", TINY, 2)] if tiny else [(name, _shape(name), rows) for name, rows in WRITTEN]
+    written = [("tiny", TINY, 2, "bfloat16")] if tiny else [(name, _shape(name), *how) for name, *how in WRITTEN]
     peak = find_kind(KIND).peak("bfloat16") or 0.0
     lines = [
         f"- torch {torch.__version__}, tensors fake; bandwidth {BANDWIDTH / 1e12:.2f} TB/s, products "
@@ -325,18 +341,22 @@ def page(tiny: bool) -> list[str]:
         )
     lines += [
         "",
-        f"Decoding, a step of one greedy token a text, room for {T:,} positions, bfloat16, one CUDA graph from ids to "
-        "ids; the host waits once a step, for the tokens of the step before (`tests/counts.toml`):",
+        f"Decoding, a step of one greedy token a text, room for {T:,} positions, one CUDA graph from ids to ids. "
+        f"Attention reads blocks of {BLOCK} positions that are filled: all of them at the end of a text, and "
+        f"{(T + BLOCK) // 2} positions on average. The host waits once a step, for the tokens of the step before "
+        "(`tests/counts.toml`):",
         "",
-        "| estimate for | texts | GB a step | weights | cache | of weights and cache | launches | least ms "
-        "| tokens/s at most |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| estimate for | weights | texts | GB a step, cache full | on average | weights' GB | cache's GB "
+        "| of weights and cache | launches | least ms, cache full | tokens/s at most |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for name, config, rows in written:
-        step, weights, cache = decoding(config, rows)
+    for name, config, rows, dtype in written:
+        step, weights, cache = decoding(config, rows, dtype)
+        average = step.bytes - cache * (T - BLOCK) // (2 * T)
         seconds = step.seconds(LAUNCH_IN_GRAPH)
         lines.append(
-            f"| {name} | {rows} | {step.bytes / 1e9:.3f} | {weights / 1e9:.3f} | {cache / 1e9:.3f} "
+            f"| {name} | {dtype} | {rows} | {step.bytes / 1e9:.3f} | {average / 1e9:.3f} "
+            f"| {weights / 1e9:.3f} | {cache / 1e9:.3f} "
             f"| {step.bytes / (weights + cache):.2f} | {step.launches} | {1e3 * seconds:.3f} | {rows / seconds:,.0f} |"
         )
     return lines

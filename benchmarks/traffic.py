@@ -92,6 +92,10 @@ def _bytes(node: BaseSchedulerNode) -> int:
     reads = [read for part in node.get_nodes() for read in part.read_writes.reads if isinstance(read, MemoryDep)]
     whole = {read.name for read in reads if not read.is_indirect()}
     for part in node.get_nodes():
+        if part.is_template():  # Inductor counts a number of each
+            for read in part.read_writes.reads:
+                buffer = V.graph.get_buffer(read.name)
+                accesses[read.name] = math.prod(map(int, buffer.get_size())) * buffer.get_dtype().itemsize
         if isinstance(part.node, ir.ComputedBuffer) and isinstance(part.node.data, ir.Scatter):
             alone = part.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
             scattered = {part.node.get_name(), *part.node.get_mutation_names()}
@@ -99,5 +103,5 @@ def _bytes(node: BaseSchedulerNode) -> int:
     for read in reads:
         if read.is_indirect() and read.name not in whole:
             numbers = math.prod(map(int, read.size)) * V.graph.get_dtype(read.name).itemsize
-            accesses[read.name] = min(accesses[read.name], numbers)
+            accesses[read.name] = min(accesses.get(read.name, 0), numbers)
     return sum(accesses.values())

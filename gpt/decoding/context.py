@@ -15,6 +15,7 @@ from gpt.errors import UserError
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT, ROPE_TABLE
 from gpt.model.params import cache_bytes
+from gpt.model.quantize import QuantizedEmbedding
 
 CACHE_SHARE = 0.25  # of the device's memory that keys and values may take
 KEPT = 4  # contexts of which nobody makes use
@@ -49,7 +50,11 @@ class Context:
             model.reach(max(ROPE_TABLE, 2 * self.size))  # a table that grows is compiled for again
             self.last = torch.zeros(rows, 1, dtype=torch.int64, device=compute.device)  # each row's newest id
             self._numbers = torch.zeros(2, rows, dtype=torch.int64, device=compute.device)
-            for each in (*self.cache.keys, *self.cache.values, self.last, self._numbers):
+            fixed = [*self.cache.keys, *self.cache.values, self.cache.blocks, self.last, self._numbers]
+            table = model.get_submodule("wte")
+            if isinstance(table, QuantizedEmbedding):  # parameters have fixed addresses by themselves
+                fixed += [table.weight.levels, table.weight.scales]
+            for each in fixed:
                 torch._dynamo.mark_static_address(each)
         narrow = model.ln_f.weight.dtype == compute.dtype  # then there is nothing to cast at each product
         self._autocast = contextlib.nullcontext if narrow else compute.autocast

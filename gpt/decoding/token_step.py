@@ -15,6 +15,12 @@ from gpt.errors import is_out_of_memory
 from gpt.model.cache import KVCache, Slots
 from gpt.model.decoder import GPT
 
+# The compiler's options on a GPU: steps are CUDA graphs; tiles are tried out, without which products of one row are
+# slow; kernels that share no more than positions are fused; log-probabilities and the choice are one kernel.
+OPTIONS: dict[str, Any] = {
+    "triton.cudagraphs": True, "coordinate_descent_tuning": True, "score_fusion_memory_threshold": 8,
+    "split_reductions": False,
+}  # fmt: skip
 Step = Callable[..., list[Tensor]]  # `next_tokens` of a model
 
 
@@ -25,7 +31,7 @@ def next_tokens(
     ``ids``, and returns their `scores` with the ``top`` likeliest; without filters, returns logits (rows, V).
 
     ``numbers``, (2, rows) on the device: the position of each id, and each row's key for its random numbers. Shapes and
-    the addresses of cache, ids and numbers are the same in every step, as a CUDA graph wants; all of the cache is read.
+    the addresses of cache, ids and numbers are the same in every step, as a CUDA graph wants.
     """
     positions, keys = numbers
     x, rope = model.embed_at(ids, positions[:, None])
@@ -39,17 +45,16 @@ def next_tokens(
 
 
 def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:
-    """Compiles `next_tokens` of a model, as CUDA graphs on a GPU. Returns None for packed and rounded weights, whose
-    kernels the compiler cannot see into, and where blocks are compiled (`native`). Where compiling fails, ``note`` is
-    called and steps run uncompiled."""
+    """Compiles `next_tokens` of a model, as CUDA graphs on a GPU. Returns None for weights that are packed, of int4, or
+    rounded on a CPU, whose kernels the compiler cannot see into, and where blocks are compiled (`native`). Where
+    compiling fails, ``note`` is called and steps run uncompiled."""
     if native.is_used(model):
         return None
     if any(isinstance(module, PackedLinear | Int8Linear | Int4Linear) for module in model.modules()):
-        note("rounded weights, and those packed for the CPU, are not compiled: their kernels are")
+        note("weights of int4, and those packed or rounded for the CPU, are not compiled: their kernels are")
         return None
-    mode = "reduce-overhead" if compute.device.type == "cuda" else "default"
     plain = functools.partial(next_tokens, model)
-    fast = torch.compile(next_tokens, dynamic=False, mode=mode)
+    fast = torch.compile(next_tokens, dynamic=False, options=OPTIONS if compute.device.type == "cuda" else None)
     failed = False
 
     def step(*args: Any) -> list[Tensor]:

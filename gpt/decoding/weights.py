@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt.device import Compute, has_native_bfloat16
@@ -56,8 +57,46 @@ class PackedLinear(nn.Module):
         )
 
 
+class GPULinear(nn.Module):
+    """A linear map on a GPU, by a weight in a dtype of its own, which may have a scale for each output.
+
+    In the compiled step of one text the product is a sum, written so that the compiler makes one kernel of it with the
+    bias, the activation and the residual stream after it, which reads int8 as int8. With ``once`` the input is computed
+    before that kernel, with the norm or the activation that it comes from, and not again for each output.
+    """
+
+    scale: Tensor | None
+    ALIGNED, TILE = 8, 64  # outputs of which tensor cores want a multiple, and the multiple that they are filled up to
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, once: bool = True) -> None:
+        super().__init__()
+        self.outputs, self.once = len(weight), once
+        if self.outputs % self.ALIGNED:
+            weight = F.pad(weight, (0, 0, 0, -self.outputs % self.TILE))
+        # Parameters, whose addresses never change: a CUDA graph copies other tensors each time.
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = bias
+        self.register_buffer("scale", scale)
+        self.numbers = self.outputs * weight.size(1)
+        self.nbytes = self.numbers * weight.itemsize
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) → (…, out), of the input's dtype."""
+        if torch.compiler.is_compiling() and x.numel() == x.size(-1):
+            row = x.float().flatten()
+            if self.once:
+                row = row.as_strided(row.shape, (1,))  # a stride is of numbers that lie in memory
+            out = (row * self.weight[: self.outputs]).sum(-1).view(*x.shape[:-1], -1)
+        elif self.scale is None and self.outputs == len(self.weight):
+            return F.linear(x, self.weight, self.bias)
+        else:
+            out = F.linear(x, self.weight.to(x.dtype))[..., : self.outputs]
+        out = out if self.scale is None else out * self.scale
+        return (out if self.bias is None else out + self.bias).to(x.dtype)
+
+
 class Int8Linear(nn.Module):
-    """A linear map whose weight is rounded to int8, with a scale for each output.
+    """A linear map whose weight is rounded to int8, with a scale for each output, on a CPU or MPS.
 
     On x86 CPUs the input is rounded too, to int8 with a scale for each position, so that products are of whole numbers
     (FBGEMM's kernel); elsewhere it stays in bfloat16.
@@ -212,23 +251,44 @@ def prepare(model: Module, compute: Compute, *, packed: bool = True, keep: bool 
     with torch.no_grad():
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                laid = _laid_out(child, compute.dtype) if isinstance(child, QuantizedLinear) else child
+                laid = _laid_out(child, compute) if isinstance(child, QuantizedLinear) else child
                 plain = getattr(laid if isinstance(laid, nn.Linear) else child, "weight", None)
                 if isinstance(laid, nn.Linear) and packed:
                     laid = PackedLinear(laid.weight.detach(), laid.bias)
+                elif compute.device.type == "cuda":
+                    laid = _on_gpu(laid, once=not (isinstance(parent, Attention) and name == "c_proj"))
                 if laid is not child:
                     setattr(parent, name, laid)
                     if isinstance(laid, Int4Linear) and isinstance(parent, Attention) and has_native_bfloat16():
                         parent.prompts = torch.bfloat16  # as `Int4Linear` multiplies many positions
                     if keep and not isinstance(laid, Int4Linear):
                         laid.plain = plain  # type: ignore[assignment]
-        if isinstance(model, GPT) and model.lm_head is None and packed:
-            model.lm_head = PackedLinear(model.wte.weight.detach(), None)
+        if isinstance(model, GPT) and model.lm_head is None:
+            _lay_out_tied(model, compute, packed)
     if compute.device.type == "cpu":
         for module in model.modules():
             if isinstance(module, Block):
                 _shorten(module)
     return model
+
+
+def _lay_out_tied(model: GPT, compute: Compute, packed: bool) -> None:
+    """Lays out the embedding of a model as its unembedding, where the device wants that."""
+    weight = model.wte.weight.detach()
+    if packed:
+        model.lm_head = PackedLinear(weight, None)
+    elif compute.device.type == "cuda":
+        model.lm_head = head = GPULinear(weight, None)
+        model.wte.weight = nn.Parameter(head.weight[: head.outputs], requires_grad=False)  # a view
+
+
+def _on_gpu(module: nn.Module, once: bool) -> nn.Module:
+    """Lays out a linear map for a GPU; ``once`` as in `GPULinear`. Other modules stay as they are."""
+    if isinstance(module, nn.Linear):
+        module = GPULinear(module.weight.detach(), module.bias)
+    if isinstance(module, GPULinear):
+        module.once = once
+    return module
 
 
 def _shorten(block: Block) -> None:
@@ -239,16 +299,18 @@ def _shorten(block: Block) -> None:
         vars(module).update(found, **dict(module.named_parameters(recurse=False)))
 
 
-def _laid_out(linear: QuantizedLinear, dtype: torch.dtype) -> nn.Module:
-    """Lays out a rounded matrix for its kernel, or restores it in ``dtype``."""
+def _laid_out(linear: QuantizedLinear, compute: Compute) -> nn.Module:
+    """Lays out a rounded matrix for its kernel, or restores it in the dtype of ``compute``."""
     weight = linear.weight
+    if weight.bits == 8 and compute.device.type == "cuda":
+        return GPULinear(weight.levels, linear.bias, weight.scales)
     if weight.bits == 8:
         return Int8Linear(weight, linear.bias)
     if Int4Linear.fits(weight):
         return Int4Linear(weight, linear.bias)
     rows, columns = weight.shape
     restored = Linear(columns, rows, bias=False, device="meta")
-    restored.weight = nn.Parameter(weight.dequantize().to(dtype), requires_grad=False)
+    restored.weight = nn.Parameter(weight.dequantize().to(compute.dtype), requires_grad=False)
     restored.register_parameter("bias", linear.bias)
     return restored
 
@@ -256,12 +318,13 @@ def _laid_out(linear: QuantizedLinear, dtype: torch.dtype) -> nn.Module:
 def dtype_name(model: GPT, compute: Compute) -> str:
     """The dtype of most of a prepared model's matrices: ``int4`` or ``int8`` where a kernel computes with them."""
     kinds = {type(module) for module in model.h.modules()}
-    return "int4" if Int4Linear in kinds else "int8" if Int8Linear in kinds else compute.dtype_name
+    scaled = any(isinstance(module, GPULinear) and module.scale is not None for module in model.h.modules())
+    return "int4" if Int4Linear in kinds else "int8" if Int8Linear in kinds or scaled else compute.dtype_name
 
 
 def weight_bytes(model: GPT, compute: Compute) -> int:
     """The bytes of weights that a step reads: each matrix once, the unembedding among them, and not an embedding that
     is another one."""
-    rounded = [module for module in model.modules() if isinstance(module, Int8Linear | Int4Linear)]
-    wide = multiplied(model.config) - sum(module.numbers for module in rounded)
-    return wide * compute.dtype.itemsize + sum(module.nbytes for module in rounded)
+    laid = [module for module in model.modules() if isinstance(module, GPULinear | Int8Linear | Int4Linear)]
+    wide = multiplied(model.config) - sum(module.numbers for module in laid)
+    return wide * compute.dtype.itemsize + sum(module.nbytes for module in laid)

@@ -14,7 +14,9 @@ from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import Tokenizer
 
 ROWS = {"cpu": 16, "cuda": 64, "mps": 16}  # computed at once: what one read of the weights can serve
-COMPILED_FROM = 2000  # steps from which compiling, which takes half a minute, gains time
+# Steps from which compiling gains time on a GPU: it takes half a minute or more, and saves the host's 1 to 2 ms a step
+# (estimated: no GPU was at hand). Not fewer where a graph is there already: texts would depend on what came before.
+COMPILED_FROM = 20_000
 ROOMS = 256  # positions: a context has room for a multiple of them, so that the next request finds one that fits
 
 

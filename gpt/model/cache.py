@@ -1,7 +1,9 @@
 """Keys and values of the positions seen so far, so that a step computes its own positions alone."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,7 @@ from gpt.config import GPTConfig
 from gpt.device import upload
 from gpt.model.params import SLACK, cache_columns
 
+BLOCK = 128  # columns that a GPU's attention for one query reads together
 Where = slice | Tensor  # positions that all rows share, or (B, T) of them
 
 
@@ -70,6 +73,8 @@ class KVCache:
         # Zeros, not whatever was there: what a mask hides is still multiplied by a weight of 0.
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
+        blocks = -(-max(self.columns.values()) // BLOCK)
+        self.blocks = torch.arange(blocks, dtype=torch.int32, device=device)  # their numbers, for `filled_blocks`
         self.lengths = np.zeros(rows, np.int64)
         self.where: Where = slice(0, 0)  # the positions that are being computed
         self.reach = 0  # one more than the last of them
@@ -188,15 +193,18 @@ class KVCache:
 
 
 class Slots:
-    """The columns of a cache for the next position of every row, in steps whose shapes never change: all columns are
-    looked at. ``positions``, (rows), lie on the device."""
+    """The columns of a cache for the next position of every row, in steps whose shapes never change. ``positions``,
+    (rows), lie on the device. All columns are looked at; in code compiled for a GPU those blocks that have been filled.
+    """
 
     def __init__(self, cache: KVCache, positions: Tensor) -> None:
         self.cache = cache
         self.rows = torch.arange(len(positions), device=positions.device)
         self.columns = {window: positions % columns for window, columns in cache.columns.items()}
-        new = positions[:, None]
-        self.masks = {window: _sees(new, _newest(new, columns), window) for window, columns in cache.columns.items()}
+        wide = cache.keys[0].size(3) >= 16  # the kernel that skips blocks has no narrower heads
+        in_blocks = wide and positions.device.type == "cuda" and torch.compiler.is_compiling()
+        seen = functools.partial(filled_blocks, cache.blocks) if in_blocks else sees_columns
+        self.masks = {window: seen(positions, window, columns) for window, columns in cache.columns.items()}
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores a layer's new keys and values, (rows, K, 1, D), and returns all of the layer's."""
@@ -206,12 +214,42 @@ class Slots:
         values[self.rows, :, columns] = v[:, :, 0].to(values.dtype)
         return keys, values
 
-    def mask(self, layer: int) -> Tensor:
-        """True where a row's new position sees a column, (rows, 1, 1, columns)."""
+    def mask(self, layer: int) -> Any:
+        """True where a row's new position sees a column, (rows, 1, 1, columns); or the blocks where it sees some."""
         return self.masks[self.cache.windows[layer]]
 
 
 Cache = KVCache | Slots  # what blocks append to and look at
+
+
+def sees_columns(positions: Tensor, window: int, columns: int) -> Tensor:
+    """True where the newest position of each row, (B), sees a column, (B, 1, 1, columns)."""
+    new = positions[:, None]
+    return _sees(new, _newest(new, columns), window)
+
+
+def filled_blocks(blocks: Tensor, positions: Tensor, window: int, columns: int) -> Any:
+    """The blocks of columns that the newest position of each row, (B), has filled, as `flex_attention` wants them: it
+    reads no others. ``blocks``: the numbers of at least as many blocks as there are, int32."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, column: Tensor) -> Tensor:
+        held = positions[row] - (positions[row] - column) % columns
+        return (held > positions[row] - window) & (held >= 0)
+
+    def sees_all(row: Tensor, head: Tensor, query: Tensor, column: Tensor) -> Tensor:
+        return column <= positions[row]
+
+    count = -(-columns // BLOCK)
+    filled = (positions // BLOCK + 1).clamp(max=count).int()[:, None, None]
+    return BlockMask.from_kv_blocks(
+        filled,
+        blocks[:count].expand(len(positions), 1, 1, -1),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees if columns > window else sees_all,
+        seq_lengths=(1, columns),
+        compute_q_blocks=False,
+    )
 
 
 def _newest(last: Tensor, columns: int) -> Tensor:

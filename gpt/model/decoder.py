@@ -12,7 +12,7 @@ vocab_size, H heads of D, K heads of keys and values.
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -26,6 +26,7 @@ from gpt.model.cache import Cache, KVCache, Where
 INIT_STD = 0.02  # GPT-2's, for every matrix
 QK_SCALE = 1.2  # what sharpens scores of normalized queries and keys at first; their weights are trained
 ROPE_TABLE = 8192  # positions that the table of rotations has at first; it grows
+WHOLE = 1024  # columns up to which a GPU's attention for one query does not divide them
 NARROW_ON = ("cuda",)  # where the residual stream is bfloat16 under autocast
 PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # positions up to which a CPU attends plainly, and sequences at once
 PLAIN_QUERIES = 128  # positions from which it does in bfloat16 without gradients, and whose scores it computes at once
@@ -359,9 +360,7 @@ def initialize(module: nn.Module, name: str, config: GPTConfig) -> None:
         module.weight.fill_(math.sqrt(QK_SCALE))
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0, window: int | None = None
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, window: int | None = None) -> Tensor:
     """softmax(q kᵀ / √D) v of queries (B, H, T, D), keys and values (B, K, S, D), causal unless a mask says who sees
     whom, and then with a ``window`` if there is one.
 
@@ -371,6 +370,8 @@ def attend(
     products leave out what no query sees: at (1, 12, 512, 64) 5.1 ms against 1.9.
     """
     T, S = q.size(2), k.size(2)
+    if mask is not None and not isinstance(mask, Tensor):
+        return attend_blocks(q, k, v, mask)
     plain, trains = q.device.type == "cpu" and mask is None and T > 1, torch.is_grad_enabled()
     if plain and trains and S <= PLAIN_UP_TO:
         rows = [slice(at, at + PLAIN_ROWS) for at in range(0, q.size(0), PLAIN_ROWS)]
@@ -390,6 +391,16 @@ def attend(
         y = F.scaled_dot_product_attention(q.reshape(len(q), k.size(1), -1, q.size(3)), k, v, mask, dropout)
         return y.view_as(q)
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=groups > 1)
+
+
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Any) -> Tensor:
+    """`attend` for one query, (B, H, 1, D), by `flex_attention`, which reads the blocks of columns that are filled.
+    Within `WHOLE` columns, its kernel does not divide them among processors: putting parts together takes two more."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    options: Any = {"SPLIT_KV": 1} if k.size(2) <= WHOLE else {}
+    y: Any = flex_attention(q, k, v, block_mask=blocks, enable_gqa=q.size(1) > k.size(1), kernel_options=options)
+    return cast(Tensor, y)
 
 
 def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, dropout: float, window: int | None) -> Tensor:

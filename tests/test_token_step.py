@@ -1,0 +1,108 @@
+"""The step that is compiled for a GPU, on a CPU: its products, its attention, and what a CUDA graph reads in place."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt.config import GPTConfig
+from gpt.decoding.context import Context
+from gpt.decoding.logits import Filters
+from gpt.decoding.token_step import next_tokens
+from gpt.decoding.weights import GPULinear, dtype_name, prepare, weight_bytes
+from gpt.device import Compute
+from gpt.model.cache import BLOCK, filled_blocks, sees_columns
+from gpt.model.decoder import GPT, attend, attend_blocks
+from gpt.model.params import multiplied
+from gpt.model.quantize import round_matrices, to_int8
+from gpt.sample_config import SampleConfig
+
+GPU = Compute(torch.device("cuda"), torch.float32)
+GREEDY = Filters(SampleConfig(greedy=True), ())
+
+
+def model_of(arch: Any, rounded: bool = False) -> GPT:
+    torch.manual_seed(0)
+    positions: Any = "rotary" if arch == "modern" else "learned"
+    model = GPT(GPTConfig.of(arch, 50, 64, 2, 2, 32, positions=positions)).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return round_matrices(model, 8) if rounded else model
+
+
+def logits_of(model: GPT, prompt: list[int], following: list[int], backend: Any = None) -> list[torch.Tensor]:
+    """Logits after each of some ids: by `next_tokens` where there is a backend that compiles it, else by the model."""
+    step = None if backend is None else functools.partial(torch.compile(next_tokens, backend=backend), model)
+    context = Context(model, Compute(torch.device("cpu"), torch.float32), 1, 64, step)
+    context.fill(0, [prompt])
+    if step is None:
+        return [context.logits(context.step([[id]]))[0] for id in following]
+    return [context.next_tokens([[id]])[0].clone() for id in following]
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+def test_products_of_one_text_are_sums(arch: str, rounded: bool) -> None:
+    expected = logits_of(model_of(arch, rounded), [1, 2, 3], [4, 5, 49])
+    laid = prepare(model_of(arch, rounded), GPU)
+    assert sum(isinstance(module, GPULinear) for module in laid.modules()) == 9
+    assert dtype_name(laid, GPU) == ("int8" if rounded else "float32")
+    count = sum(module.numbers for module in laid.modules() if isinstance(module, GPULinear))
+    assert weight_bytes(laid, GPU) == 4 * multiplied(laid.config) - (3 * count if rounded else 0)
+    torch._dynamo.reset()
+    for found in (logits_of(laid, [1, 2, 3], [4, 5, 49], "eager"), logits_of(laid, [1, 2, 3], [4, 5, 49])):
+        for one, other in zip(found, expected, strict=True):
+            assert one.shape[-1] == 50  # and none that fills up
+            assert torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_product_is_the_same_as_a_sum(once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, bias, x = torch.randn(50, 32), torch.randn(50), torch.randn(1, 1, 32)
+    rounded = to_int8(weight)
+    for linear, expected in (
+        (GPULinear(weight, bias, once=once), F.linear(x, weight, bias)),
+        (GPULinear(rounded.levels, bias, rounded.scales, once), F.linear(x, rounded.dequantize(), bias)),
+    ):
+        assert len(linear.weight) == 64
+        assert torch.allclose(linear(x), expected, atol=1e-5)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.compiler, "is_compiling", lambda: True)
+            assert torch.allclose(linear(x), expected, atol=1e-5)
+            assert linear(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("window", "columns"), [(300, 300), (256, 256), (100, 164), (20, 400)])
+@pytest.mark.parametrize("heads", [2, 6])
+def test_attention_reads_the_blocks_that_are_filled(window: int, columns: int, heads: int) -> None:
+    positions = torch.tensor([0, 5, 127, 128, 255, 290, 299] + ([164, 700] if columns > window else []))
+    positions = positions[positions < columns] if columns == window else positions
+    q, k, v = (torch.randn(len(positions), n, t, 16) for n, t in ((heads, 1), (2, columns), (2, columns)))
+    seen = sees_columns(positions, window, columns)
+    blocks = filled_blocks(torch.arange(5, dtype=torch.int32), positions, window, columns)
+    read = blocks.to_dense().repeat_interleave(BLOCK, -1)[..., :columns].bool()
+    assert (read | ~seen).all()  # every column that is seen is read
+    filled = (positions + 1).clamp(max=columns)[:, None, None, None]
+    assert torch.equal(read.sum(-1, keepdim=True), (-(-filled // BLOCK) * BLOCK).clamp(max=columns))
+    expected = attend(q, k, v, seen)
+    torch._dynamo.reset()
+    assert torch.allclose(torch.compile(attend_blocks, backend="eager")(q, k, v, blocks), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_graph_copies_nothing_that_it_reads(rounded: bool) -> None:
+    """A CUDA graph copies each tensor whose address could change, at every step."""
+    moving: list[tuple[int, ...]] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        for node in graph.graph.find_nodes(op="placeholder"):
+            static = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
+            if static is None and isinstance(node.meta.get("example_value"), torch.Tensor):
+                moving.append(tuple(node.meta["example_value"].shape))
+        return graph
+
+    torch._dynamo.reset()
+    logits_of(prepare(model_of("modern", rounded), GPU), [1, 2, 3], [4], look)
+    assert moving == []
