@@ -259,8 +259,6 @@ def prepare(model: Module, compute: Compute, *, packed: bool = True, keep: bool 
                     laid = _on_gpu(laid, once=not (isinstance(parent, Attention) and name == "c_proj"))
                 if laid is not child:
                     setattr(parent, name, laid)
-                    if isinstance(laid, Int4Linear) and isinstance(parent, Attention) and has_native_bfloat16():
-                        parent.prompts = torch.bfloat16  # as `Int4Linear` multiplies many positions
                     if keep and not isinstance(laid, Int4Linear):
                         laid.plain = plain  # type: ignore[assignment]
         if isinstance(model, GPT) and model.lm_head is None:
@@ -293,9 +291,13 @@ def _on_gpu(module: nn.Module, once: bool) -> nn.Module:
 
 def _shorten(block: Block) -> None:
     """Lets the modules of a block find each other's `forward` and their parameters as attributes of their own. By
-    `nn.Module`'s call and lookup each takes some 1 µs, and a block has eleven modules."""
+    `nn.Module`'s call and lookup each takes some 1 µs, and a block has eleven modules. Many positions attend in the
+    dtype in which `Int4Linear` multiplies them."""
     for module in block.modules():
-        found = {name: child.forward for name, child in module.named_children()}
+        children = dict(module.named_children())
+        if isinstance(module, Attention) and isinstance(children["c_attn"], Int4Linear) and has_native_bfloat16():
+            module.prompts = torch.bfloat16
+        found = {name: child.forward for name, child in children.items()}
         vars(module).update(found, **dict(module.named_parameters(recurse=False)))
 
 
