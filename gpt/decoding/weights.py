@@ -255,8 +255,8 @@ def prepare(model: Module, compute: Compute, *, packed: bool = True, keep: bool 
                 plain = getattr(laid if isinstance(laid, nn.Linear) else child, "weight", None)
                 if isinstance(laid, nn.Linear) and packed:
                     laid = PackedLinear(laid.weight.detach(), laid.bias)
-                elif compute.device.type == "cuda":
-                    laid = _on_gpu(laid, once=not (isinstance(parent, Attention) and name == "c_proj"))
+                else:
+                    laid = _on_gpu(laid, compute, once=not (isinstance(parent, Attention) and name == "c_proj"))
                 if laid is not child:
                     setattr(parent, name, laid)
                     if keep and not isinstance(laid, Int4Linear):
@@ -280,9 +280,9 @@ def _lay_out_tied(model: GPT, compute: Compute, packed: bool) -> None:
         model.wte.weight = nn.Parameter(head.weight[: head.outputs], requires_grad=False)  # a view
 
 
-def _on_gpu(module: nn.Module, once: bool) -> nn.Module:
+def _on_gpu(module: nn.Module, compute: Compute, once: bool) -> nn.Module:
     """Lays out a linear map for a GPU; ``once`` as in `GPULinear`. Other modules stay as they are."""
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) and compute.device.type == "cuda":
         module = GPULinear(module.weight.detach(), module.bias)
     if isinstance(module, GPULinear):
         module.once = once
