@@ -19,7 +19,8 @@ Notes = Callable[[str], None]
 Schedule = Literal["linear", "cosine", "constant"]
 FLOOR = 0.1  # of the peak rate, where the cosine ends (GPT-3, appendix B)
 DECAY = 0.5  # of the steps
-READINGS = ((8, 0.2, 0.5), (0, 0.0, 0.1))  # more than so many passes over the text: dropout, weight decay
+# More than so many passes over the text: dropout, weight decay (docs/defaults.md).
+READINGS = ((16, 0.2, 0.5), (8, 0.1, 0.5), (0, 0.0, 0.1))
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
 RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
 # FLOPs of a run from which compiling pays: on a GPU about two minutes at a third of an H100's peak, on a CPU some ten
