@@ -102,7 +102,7 @@ def checked(cls: type[T], values: Any, where: str) -> T:
     every field of its type, every number finite, as float32 too, and within its bounds. A class may ``upgrade`` what
     older versions wrote. Raises `UserError` naming ``where``."""
     if not isinstance(values, dict):
-        raise UserError(f"{where} is damaged: no {cls.__name__} is in it")
+        raise UserError(f"{where} is damaged: it is no JSON object")
     upgrade = getattr(cls, "upgrade", None)
     if upgrade is not None:
         values = upgrade(values, where)
