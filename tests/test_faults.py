@@ -516,7 +516,7 @@ def test_a_crash_between_two_renames_is_undone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_and_interrupted_commands_go_on(tmp_path: Path) -> None:
-    """Of those that are killed one is at a random moment, one within a save."""
+    """One command is killed at a random moment, one within a save."""
     killed, stopped = faults.many(2, tmp_path, faults.killed, faults.stopped)
     assert set(killed) <= {"within a save", "training", "begun", "before run.json", "finished"}, killed
     assert set(stopped) <= {"saved and gone on with", "before the first step", "finished"}, stopped

@@ -317,7 +317,7 @@ def test_dropout_only_in_training() -> None:
 def test_the_loss_and_its_gradients_are_autograds(
     chunk: int, filled: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of logits all at once, in float64; the operations that a GPU compiles are traced here and run one by one."""
+    """The oracle has all logits at once, in float64; the operations that a GPU compiles are traced and run one by one."""
     torch.manual_seed(3)
     x, weight = torch.randn(2, 5, 4, dtype=torch.float64), torch.randn(11, 4, dtype=torch.float64)
     targets = torch.randint(11, (2, 5))
@@ -341,7 +341,7 @@ def test_the_loss_and_its_gradients_are_autograds(
 
 
 def test_a_loss_in_half_precision_does_not_overflow() -> None:
-    """Of 2¹⁷ positions alike, whose gradients add up to more than float16's largest number."""
+    """The gradients of 2¹⁷ positions alike add up to more than float16's largest number."""
     weight = torch.zeros(3, 2, requires_grad=True)
     x = torch.ones(1, 2**17, 2, requires_grad=True)
     with torch.autocast("cpu", torch.float16):

@@ -199,7 +199,7 @@ def _exported(program: _Program, tensors: Sequence[Tensor]) -> torch.export.Expo
 
 
 def _key(config: GPTConfig, kinds: Sequence[str]) -> object:
-    """What the programs of blocks differ by: this code, and the shape."""
+    """Returns what the programs of blocks differ by: this code, and the shape."""
     shape = replace(config, n_layer=1, vocab_size=1, block_size=1, dropout=0.0, window=None, window_layers=None)
     code = [Path(path).read_bytes() for path in (__file__, rotate.__code__.co_filename)]
     return code, shape, tuple(kinds)
