@@ -160,7 +160,7 @@ def resolve(
     batch = _batch(config, preset, model, compute, n_tokens / pairs if pairs else None, processes)
     steps = _steps(config, n_tokens, batch, usual)
     tokens = batch.read(steps)
-    dropout, weight_decay = auto_regularization(tokens / n_tokens) if start is None else (0.0, READINGS[-1][2])
+    dropout, weight_decay = auto_regularization(tokens / n_tokens) if start is None else READINGS[-1][1:]
     model = model if config.dropout is not None else replace(model, dropout=dropout)
     warmup = _warmup(config, steps, batch)
     for line in _without_effect(config, model, steps, warmup, held_out):
