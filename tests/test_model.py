@@ -301,6 +301,20 @@ def test_initialization_is_gpt2s() -> None:
         assert block.ln_1.weight.min() == block.ln_1.weight.max() == 1
 
 
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.99])
+def test_dropout_zeroes_its_share_and_keeps_the_mean(p: float) -> None:
+    torch.manual_seed(1)
+    x = torch.ones(999, 1001, dtype=torch.float64).requires_grad_()
+    y = decoder.drop(x.mT, p).mT
+    y.sum().backward()
+    assert (y == 0).double().mean().item() == pytest.approx(p, abs=0.002)
+    assert y.mean().item() == pytest.approx(1, abs=0.03)
+    assert len(y.unique()) == 2 and torch.equal(x.grad, y)
+    pairs = (y[:, 1:] != 0).double() * (y[:, :-1] != 0)  # neighbours share a draw
+    assert pairs.mean().item() == pytest.approx((1 - p) ** 2, abs=0.002)
+    assert torch.equal(decoder.drop(x, 0.0), x)
+
+
 def test_dropout_only_in_training() -> None:
     torch.manual_seed(6)
     model = GPT(GPTConfig(97, 24, 2, 4, 32, dropout=0.5))

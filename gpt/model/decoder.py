@@ -78,6 +78,28 @@ class Embedding(nn.Embedding):
             super().reset_parameters()
 
 
+class Dropout(nn.Dropout):
+    """Dropout whose random numbers are cheap on a CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…) → (…)."""
+        return drop(x, self.p) if self.training else x
+
+
+def drop(x: Tensor, p: float) -> Tensor:
+    """Zeroes each number with probability p, to 2⁻¹⁶, and divides the others by 1 − p.
+
+    A CPU draws one number after the other, and torch a whole one for each of x: 131,072 in 600 µs. Here four share one:
+    87 µs.
+    """
+    if p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.dropout(x, p)
+    drawn = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    zeroed = round(p * 2**16)
+    kept = torch.ge(drawn[: x.numel()].view(x.shape), zeroed - 2**15, out=x.new_empty(x.shape))
+    return x * kept.mul_(2**16 / (2**16 - zeroed))
+
+
 class RMSNorm(nn.RMSNorm):
     """x / √(mean(x²) + ε) · γ (Zhang and Sennrich 2019), computed in float32 or wider."""
 
@@ -159,7 +181,7 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm, self.k_norm = (RMSNorm(config.head_size, eps=config.layer_norm_epsilon) for _ in "qk")
         self.c_proj = Linear(heads, config.n_embd, bias=config.biases == "all")
-        self.resid_dropout = nn.Dropout(config.dropout)
+        self.resid_dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, layer: int, rope: Rope | None = None, cache: Cache | None = None) -> Tensor:
         """Each position's sum of the values that it sees: (B, T, C) → (B, T, C). ``rope``: the rotations of rotary
@@ -216,7 +238,7 @@ class MLP(nn.Module):
         # With a gate the maps of the gate and of the inside at once.
         self.c_fc = Linear(config.n_embd, config.mlp_width * (1 + self.gated), bias=biases)
         self.c_proj = Linear(config.mlp_width, config.n_embd, bias=biases)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Each position by itself: (B, T, C) → (B, T, C)."""
@@ -269,7 +291,7 @@ class GPT(nn.Module):
         if config.positions == "learned":
             self.wpe = Embedding(config.block_size, config.n_embd)
         self.lay_tables()
-        self.drop = nn.Dropout(config.dropout)
+        self.drop = Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, window) for window in config.windows)
         self.ln_f = make_norm(config)
         # The unembedding where it is a matrix of its own, or is laid out apart from the embedding (`decoding.weights`).
@@ -466,7 +488,7 @@ def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, dropout: float, window: int
     # Heads that share keys and values are one head of as many more positions.
     scores = (q * (1 / math.sqrt(D))).reshape(B, K, -1, D) @ k.transpose(2, 3)
     scores = scores.view(B, H, T, S).add_(hidden)
-    pattern = F.dropout(scores.softmax(-1), dropout)
+    pattern = drop(scores.softmax(-1), dropout)
     return (pattern.view(B, K, -1, S) @ v).view(B, H, T, D)
 
 
