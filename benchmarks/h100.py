@@ -29,6 +29,7 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils._triton import has_triton
 
 from benchmarks.results import machine, write_section
 from benchmarks.traffic import Traffic, count
@@ -153,6 +154,8 @@ def h100() -> Iterator[None]:
         put(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
         put(F, "scaled_dot_product_attention", _attention)
         put(triton.runtime.driver, "_active", _Driver())
+        has_triton.cache_clear()  # it says no, if it was asked before
+        stack.callback(has_triton.cache_clear)
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
