@@ -29,6 +29,7 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils._triton import has_triton
 
 from benchmarks.results import machine, write_section
 from benchmarks.traffic import Traffic, count
@@ -153,6 +154,8 @@ def h100() -> Iterator[None]:
         put(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
         put(F, "scaled_dot_product_attention", _attention)
         put(triton.runtime.driver, "_active", _Driver())
+        has_triton.cache_clear()  # it says no, if it was asked before
+        stack.callback(has_triton.cache_clear)
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
@@ -223,38 +226,39 @@ def training(config: GPTConfig) -> list[tuple[str, Work]]:
     positions = setup.micro_batch * config.block_size
     C = config.n_embd
     matrices, scores = 12 * C * C, 2 * C * config.block_size  # causal: half of the scores
-    block = _compiled(lambda: _block(config, setup.micro_batch), 3 * 2 * positions * (matrices + scores))
-    loss = _compiled(lambda: _loss(config, setup), 3 * 2 * positions * config.vocab_size * C)
+    block = _block(config, setup.micro_batch) + Work(0, 0, 3 * 2 * positions * (matrices + scores))
+    loss = _loss(config, setup) + Work(0, 0, 3 * 2 * positions * config.vocab_size * C)
     return [
         ("blocks", block * config.n_layer * micro),
-        ("unembedding and loss", loss * micro),
+        ("last norm, unembedding and loss", loss * micro),
         ("optimizer", _optimizer(config)),
     ]
 
 
-def _compiled(work: Callable[[], object], flops: float) -> Work:
-    """Returns the work of the compiled forward and backward graphs that ``work`` calls."""
-    found = compiled(work)
+def _compiled(work: Callable[..., object], *args: object) -> Work:
+    """Returns the work of the graphs forward and backward of ``work``, called with ``args`` under autocast."""
+    with torch.autocast("cuda", dtype=NARROW):
+        found = compiled(lambda: torch.compile(work, fullgraph=True)(*args))
     assert len(found) == 2, "a graph forward and one backward"
-    return Work(sum(each.bytes for each in found), sum(each.launches for each in found), flops)
+    return Work(sum(each.bytes for each in found), sum(each.launches for each in found))
 
 
-def _block(config: GPTConfig, rows: int) -> None:
+def _block(config: GPTConfig, rows: int) -> Work:
     with CUDA:
-        block = Block(config)
-        x = torch.zeros(rows, config.block_size, config.n_embd, dtype=NARROW, requires_grad=True)
-    block.compile(fullgraph=True)
-    with torch.autocast("cuda", dtype=NARROW):
-        block(x, 3, None, None)
+        block, x = Block(config), _stream(config, rows)
+    return _compiled(block.add_attention, x, 3) + _compiled(block.add_mlp, x)
 
 
-def _loss(config: GPTConfig, setup: Setup) -> None:
+def _loss(config: GPTConfig, setup: Setup) -> Work:
     with CUDA:
-        x = torch.zeros(setup.micro_batch, config.block_size, config.n_embd, requires_grad=True)
-        weight = torch.zeros(config.vocab_size, config.n_embd, requires_grad=True)
+        model, x = GPT(replace(config, n_layer=1)), _stream(config, setup.micro_batch)
         y = torch.zeros(setup.micro_batch, config.block_size, dtype=torch.long)
-    with torch.autocast("cuda", dtype=NARROW):
-        torch.compile(tied_cross_entropy, fullgraph=True)(x, weight, y, setup.loss_chunk)
+    norm = _compiled(model.last_norm, x)
+    return norm + _compiled(tied_cross_entropy, x, model.unembedding, y, setup.loss_chunk)
+
+
+def _stream(config: GPTConfig, rows: int) -> Tensor:
+    return torch.zeros(rows, config.block_size, config.n_embd, dtype=NARROW, requires_grad=True)
 
 
 def _optimizer(config: GPTConfig) -> Work:

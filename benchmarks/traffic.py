@@ -8,6 +8,7 @@ scatters to one column of the cache in every layer, and gathers rows of the embe
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,6 +21,9 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
 from torch._inductor.virtualized import V
+from torch.utils._pytree import tree_leaves
+
+COUNTED_UP_TO = 10**9  # numbers of a buffer that Inductor counts at most
 
 
 @dataclass(frozen=True)
@@ -86,16 +90,29 @@ def _name(node: BaseSchedulerNode) -> str:
     return getattr(node.node, "python_kernel_name", None) or node.get_name()
 
 
+def _elements(buffer: ir.IRNode) -> int:
+    return math.prod(map(int, buffer.maybe_get_size() or ()))
+
+
 def _bytes(node: BaseSchedulerNode) -> int:
     """Returns the bytes that a kernel reads and writes."""
     accesses = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    for name in accesses:
+        if (elements := _elements(V.graph.get_buffer(name))) > COUNTED_UP_TO:
+            accesses[name] = elements * V.graph.get_dtype(name).itemsize
     reads = [read for part in node.get_nodes() for read in part.read_writes.reads if isinstance(read, MemoryDep)]
     whole = {read.name for read in reads if not read.is_indirect()}
     for part in node.get_nodes():
         if part.is_template():  # Inductor counts a number of each
             for read in part.read_writes.reads:
                 buffer = V.graph.get_buffer(read.name)
-                accesses[read.name] = math.prod(map(int, buffer.get_size())) * buffer.get_dtype().itemsize
+                accesses[read.name] = _elements(buffer) * buffer.get_dtype().itemsize
+        if isinstance(part.node, ir.ExternKernel) and not part.is_template():
+            seen = Counter[str]()
+            for one in tree_leaves(part.node.inputs):
+                if isinstance(one, ir.IRNode) and one.maybe_get_size() is not None:
+                    seen[one.get_name()] += _elements(one) * one.get_dtype().itemsize
+            accesses |= {name: min(size, seen[name]) for name, size in accesses.items() if name in seen}
         if isinstance(part.node, ir.ComputedBuffer) and isinstance(part.node.data, ir.Scatter):
             alone = part.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
             scattered = {part.node.get_name(), *part.node.get_mutation_names()}

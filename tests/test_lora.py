@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import gpt as library
 from gpt import events
 from gpt.config import LORA_ROLES, GPTConfig
-from gpt.model import lora, loss
+from gpt.model import lora, loss, memory
 from gpt.model.decoder import GPT
 from gpt.runs import adapter, checkpoint, folder, hf
 from gpt.text.tokenizer import bytes_tokenizer
@@ -148,8 +148,8 @@ def test_a_frozen_map_in_bfloat16_keeps_its_dtype() -> None:
 def test_the_loss_through_a_frozen_unembedding(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is computed in chunks with its gradient, and is what autograd computes of one whose unembedding learns."""
     torch.manual_seed(0)
-    monkeypatch.setattr(loss, "LOGITS_ON_CPU", vocab_size * 13)
-    monkeypatch.setattr(loss, "LEAST_AT_ONCE", 1)
+    monkeypatch.setattr(memory, "LOGITS_ON_CPU", vocab_size * 13)
+    monkeypatch.setattr(memory, "LEAST_AT_ONCE", 1)
     weight, x = torch.randn(vocab_size, 16), torch.randn(3, 50, 16, requires_grad=True)
     targets = torch.randint(0, vocab_size, (3, 50))
     targets[0, :7] = loss.IGNORED

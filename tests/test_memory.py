@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt.config import ARCHITECTURES, PRESETS, GPTConfig, TrainConfig
 from gpt.device import Compute
-from gpt.model import decoder, loss, memory
+from gpt.model import decoder, memory
 from gpt.model.decoder import GPT
 from gpt.model.memory import Setup, training
 from gpt.model.params import breakdown, counts
@@ -39,8 +39,8 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = decoder.RMSNorm.forward
     monkeypatch.setattr(decoder, "PLAIN_UP_TO", 0)
     monkeypatch.setattr(decoder.RMSNorm, "forward", lambda self, x: forward(self, x.float()).contiguous().to(x.dtype))
-    monkeypatch.setattr(loss, "ALIGNED_ON", ("cpu",))
-    monkeypatch.setattr(loss, "LOGITS_ON_CPU", loss.LOGITS)
+    monkeypatch.setattr(memory, "ALIGNED_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(memory, "LOGITS_ON_CPU", memory.LOGITS)
 
 
 def shape(preset: str = "gpt2", **changed: Any) -> GPTConfig:
@@ -65,8 +65,6 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_constants_are_the_decoders() -> None:
     assert memory.PLAIN_UP_TO == decoder.PLAIN_UP_TO
     assert memory.ROPE_TABLE == decoder.ROPE_TABLE
-    for name in ("ALIGNED", "LOGITS", "LOGITS_ON_CPU", "LEAST_AT_ONCE"):
-        assert getattr(memory, name) == getattr(loss, name)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -13,7 +13,7 @@ from models import ours_with
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt.config import PRESETS, GPTConfig, RopeScaling
+from gpt.config import ARCHITECTURES, PRESETS, GPTConfig, RopeScaling
 from gpt.errors import UserError
 from gpt.model import decoder
 from gpt.model.cache import KVCache, Slots
@@ -345,13 +345,39 @@ def test_the_loss_and_its_gradients_are_autograds(
     def plain(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy((x @ weight.t()).flatten(0, 1), targets.flatten(), reduction="sum")
 
-    monkeypatch.setattr("gpt.model.loss.ALIGNED_ON", ("cpu",) if filled else ())
+    monkeypatch.setattr("gpt.model.memory.ALIGNED_ON", ("cpu",) if filled else ())
     torch._dynamo.reset()
     loss = torch.compile(tied_cross_entropy, backend="aot_eager", fullgraph=True) if compiled else tied_cross_entropy
     ours = partial(loss, chunk=chunk)
     for dtype, near in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
         for one, other in zip(gradients(ours, dtype), gradients(plain, torch.float64), strict=True):
             assert torch.allclose(one.double(), other, atol=near)
+
+
+@pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
+@pytest.mark.parametrize("arch", ["gpt2", "qwen2"])
+def test_compiled_gradients_are_the_eager_ones(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of biases are summed in two steps, as on a GPU."""
+    monkeypatch.setattr(decoder, "SUMMED_ON", ("cpu",))
+    monkeypatch.setattr(decoder, "PLAIN_UP_TO", 0)
+    torch.manual_seed(0)
+    layout: Any = ARCHITECTURES["modern"] | {"qk_norm": False, "biases": "qkv"} if arch == "qwen2" else {}
+    model = GPT(GPTConfig(11, 8, 3, 2, 16, **layout))
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    idx = torch.randint(11, (3, 8))
+
+    def gradients() -> list[torch.Tensor]:
+        total = tied_cross_entropy(model.trunk(idx), model.unembedding, idx)
+        return [total.detach(), *torch.autograd.grad(total, list(model.parameters()))]
+
+    plain = gradients()
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager", fullgraph=True)
+    for one, other in zip(gradients(), plain, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+    model.uncompile()
+    assert not any("last_norm" in vars(module) or "add_mlp" in vars(module) for module in model.modules())
 
 
 def test_a_loss_in_half_precision_does_not_overflow() -> None:

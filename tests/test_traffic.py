@@ -43,17 +43,17 @@ def test_a_step_moves_weights_and_cache_and_nothing_else(arch: str) -> None:
 
 @pytest.mark.slow
 def test_a_training_step_on_an_h100_moves_little() -> None:
-    """GPT-2 124M's block, loss and update of 16 × 1,024 tokens, by generated code: logits are read and written five
-    times in the dtype of products, and the residual stream has two bytes a number."""
+    """GPT-2 124M's block, loss with the last norm, and update of 16 × 1,024 tokens, by generated code: logits are read
+    and written five times in the dtype of products, the residual stream has two bytes a number, and the gradients that
+    GELU's and attention's kernels write are not read again for the biases."""
     pytest.importorskip("triton")
     from benchmarks import h100
 
     config = h100._shape("gpt2")
     with h100.h100():
-        block = h100._compiled(lambda: h100._block(config, 16), 0)
-        loss = h100._compiled(lambda: h100._loss(config, Setup(16)), 0)
+        block, loss = h100._block(config, 16), h100._loss(config, Setup(16))
         update = h100._optimizer(replace(config, n_layer=2))
-    assert (block.bytes / 1e9, block.launches) == (pytest.approx(3.06, rel=0.02), 46)
-    assert (loss.bytes / 1e9, loss.launches) == (pytest.approx(9.16, rel=0.02), 10)
+    assert (block.bytes / 1e9, block.launches) == (pytest.approx(2.80, rel=0.02), 45)
+    assert (loss.bytes / 1e9, loss.launches) == (pytest.approx(9.19, rel=0.02), 13)
     matrices = 2 * 12 * 768**2 * 4
     assert update.bytes < 25 * matrices + 28 * 1.1 * (50_257 + 1024) * 768 * 2

@@ -28,6 +28,7 @@ QK_SCALE = 1.2  # what sharpens scores of normalized queries and keys at first; 
 ROPE_TABLE = 8192  # positions that the table of rotations has at first; it grows
 WHOLE = 1024  # columns up to which a GPU's attention for one query does not divide them
 NARROW_ON = ("cuda",)  # where the residual stream is bfloat16 under autocast
+SUMMED_ON = ("cuda",)  # where compiled code sums the gradients of biases in two steps
 PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # positions up to which a CPU attends plainly, and sequences at once
 PLAIN_QUERIES = 128  # positions from which it does in bfloat16 without gradients, and whose scores it computes at once
 
@@ -42,6 +43,30 @@ class Linear(nn.Linear):
         """Initializes as torch does, unless the weight is on the meta device."""
         if not self.weight.is_meta:
             super().reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x Wᵀ + b: (…, in) → (…, out)."""
+        b = self.bias
+        if b is None or not (x.device.type in SUMMED_ON and torch.compiler.is_compiling() and b.requires_grad):
+            return super().forward(x)
+        y: Tensor = _BiasGradient.apply(F.linear(x, self.weight, b.detach()), b)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _BiasGradient(torch.autograd.Function):
+    """y (…, T, out), of which the bias b (out,) is a term already, with the gradient of b: the sum over positions, and
+    then over sequences. Inductor computes the first sum in the kernel that writes the gradient of y. That of both at
+    once is a kernel of its own, which reads it again."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, b: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,) = grads
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        return grad, grad.sum(-2, dtype=wide).sum_to_size(grad.size(-1))
 
 
 class Embedding(nn.Embedding):
@@ -190,16 +215,17 @@ class Attention(nn.Module):
         """Queries (B, H, T, D), keys and values (B, K, T, D), normalized and rotated. Where ranks share the heads
         (`gpt.parallel.tensor`), H and K are this rank's."""
         B, T, _ = x.shape
-        qkv = self.c_attn(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, H + 2 K, T, D)
-        K = qkv.size(1) // (self.groups + 2)
-        q, k, v = qkv.split([self.groups * K, K, K], dim=1)
+        qkv = self.c_attn(x)  # (B, T, (H + 2 K) · D)
+        width = qkv.size(2) // (self.groups + 2)
+        parts = torch.split(qkv, [self.groups * width, width, width], dim=2)
+        q, k, v = (each.view(B, T, -1, self.head_size).transpose(1, 2) for each in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
             if rope is not None:
                 q, k = rotate(q, rope), rotate(k, rope)
         elif rope is not None:  # both at once, by half as many calls
-            turned = rotate(qkv[:, :-K], rope)
-            q, k = turned[:, :-K], turned[:, -K:]
+            turned = rotate(qkv[..., :-width].view(B, T, -1, self.head_size).transpose(1, 2), rope)
+            q, k = torch.split(turned, [q.size(1), k.size(1)], dim=1)
         return q, k, v
 
     def pattern(self, x: Tensor, rope: Rope | None = None) -> Tensor:
@@ -247,7 +273,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, layer: int, rope: Rope | None = None, cache: Cache | None = None) -> Tensor:
         """(B, T, C) → (B, T, C)."""
+        return self.add_mlp(self.add_attention(x, layer, rope, cache))
+
+    def add_attention(self, x: Tensor, layer: int, rope: Rope | None = None, cache: Cache | None = None) -> Tensor:
+        """The block's first half: (B, T, C) → (B, T, C)."""
         x = x + self.attn(self.ln_1(x), layer, rope, cache)
+        return x
+
+    def add_mlp(self, x: Tensor) -> Tensor:
+        """The block's second half: (B, T, C) → (B, T, C)."""
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -343,8 +377,29 @@ class GPT(nn.Module):
         again = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.h):
             x = checkpoint(block, x, layer, rope, use_reentrant=False) if again else block(x, layer, rope, cache)
-        out: Tensor = self.ln_f(x)
-        return out
+        return self.last_norm(x)
+
+    def last_norm(self, x: Tensor) -> Tensor:
+        """The residual stream after the blocks, normalized for the unembedding: (B, T, C) → (B, T, C)."""
+        return narrowed(self.ln_f(x))
+
+    def compile(self, **how: Any) -> None:
+        """Compiles the halves of the blocks, of which all share one form, and the last norm.
+
+        In one graph of both halves, Inductor would not keep the sum between them, but compute it again from two tensors
+        in three kernels of the gradient. A graph of the whole stack takes the longer to compile the deeper it is.
+        """
+        for module, name in self._compiled():
+            setattr(module, name, torch.compile(getattr(module, name), **how))
+
+    def uncompile(self) -> None:
+        """Goes back to eager execution."""
+        for module, name in self._compiled():
+            vars(module).pop(name, None)
+
+    def _compiled(self) -> list[tuple[nn.Module, str]]:
+        """The methods that `compile` compiles."""
+        return [(self, "last_norm"), *((block, half) for block in self.h for half in ("add_attention", "add_mlp"))]
 
     def reach(self, positions: int) -> None:
         """Grows the table of rotations to so many positions: rotary positions may run on past the context."""

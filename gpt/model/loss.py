@@ -7,15 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt.model.memory import columns_of_logits, positions_at_once
+
 IGNORED = -100  # a target that does not count
-# A multiple that suits matrix units: an odd number of columns, as GPT-2's 50,257, keeps a GPU off its fast kernels.
-ALIGNED, ALIGNED_ON = 64, ("cuda",)
-# Logits at once, at most: on a CPU what its caches hold; on a GPU fewer than the 2³¹ past which kernels count in int64
-# and torch has erred (pytorch#111484), and fewer still where the unembedding has no gradient to sum up.
-# Forward and backward on two cores in bfloat16, 4,096 positions, 4,096 ids, 256 wide: 53 ms with 2²², 81 with 2²⁴, and
-# 149 with all logits and autograd.
-LOGITS, FROZEN_LOGITS, LOGITS_ON_CPU = 2**30, 2**27, 2**22
-LEAST_AT_ONCE = 512  # positions: with fewer, reading the unembedding takes too long
 SHRUNK = 2**-4  # of gradients of logits in float16, whose sum over all positions must stay below its largest number
 
 
@@ -26,10 +20,9 @@ def tied_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 
     The logits of ``chunk`` positions, or of fewer, exist at once. On a GPU the vocabulary is filled up with zeros to a
     multiple of 64, which have no part in the softmax.
     """
-    positions, vocab_size = targets.numel(), len(weight)
-    columns = vocab_size + (-vocab_size % ALIGNED if x.device.type in ALIGNED_ON else 0)
-    most = LOGITS_ON_CPU if x.device.type == "cpu" else LOGITS if weight.requires_grad else FROZEN_LOGITS
-    chunk = min(chunk or positions, max(LEAST_AT_ONCE, most // columns))
+    kind = x.device.type
+    columns = columns_of_logits(len(weight), kind)
+    chunk = positions_at_once(targets.numel(), len(weight), chunk, kind, not weight.requires_grad)
     loss: Tensor = _CrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), columns, chunk)  # type: ignore[no-untyped-call]
     return loss
 

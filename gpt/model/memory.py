@@ -18,11 +18,17 @@ from gpt.config import GPTConfig, Mlp, Norm
 from gpt.model.params import Kind, counts, parameters
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
-# The decoder's and the loss's own, checked by a test: neither may be imported here, since they import torch.
+# The decoder's own, checked by a test: it may not be imported here, since it imports torch.
 PLAIN_UP_TO = 512  # positions up to which a CPU attends plainly
 ROPE_TABLE = 8192  # positions of its first table of rotations
-ALIGNED = 64  # columns to a multiple of which a GPU's logits are filled up
-LOGITS, LOGITS_ON_CPU, LEAST_AT_ONCE = 2**30, 2**22, 512  # logits at once at most; positions, if these are more
+# A multiple that suits matrix units: an odd number of columns, as GPT-2's 50,257, keeps a GPU off its fast kernels.
+ALIGNED, ALIGNED_ON = 64, ("cuda",)
+# Logits at once, at most: on a CPU what its caches hold; on a GPU fewer than the 2³¹ past which kernels count in int64
+# and torch has erred (pytorch#111484), and fewer still where the unembedding has no gradient to sum up.
+# Forward and backward on two cores in bfloat16, 4,096 positions, 4,096 ids, 256 wide: 53 ms with 2²², 81 with 2²⁴, and
+# 149 with all logits and autograd.
+LOGITS, FROZEN_LOGITS, LOGITS_ON_CPU = 2**30, 2**27, 2**22
+LEAST_AT_ONCE = 512  # positions: with fewer, reading the unembedding takes too long
 STATS: dict[Norm, int] = {"layernorm": 8, "rmsnorm": 4}  # of a position: mean and deviation, or the latter, float32
 IDS = 8  # an id
 FLOAT = 4
@@ -210,7 +216,7 @@ def logits(config: GPTConfig, setup: Setup) -> int:
     softmax in float32 while both are computed; or the gradients while they are scaled, in float32."""
     V, C, s = config.vocab_size, config.n_embd, setup.width
     n, positions = logits_at_once(config, setup), setup.micro_batch * config.block_size
-    several, columns = n < positions, _columns(config, setup)
+    several, columns = n < positions, columns_of_logits(V, setup.device)
     table = s * columns * C if setup.autocast or columns != V else 0
     x = positions * C * (FLOAT + s * setup.autocast + 2 * s)
     summed = (2 * FLOAT if several else s) * V * C  # of pieces, where there are several
@@ -221,15 +227,22 @@ def logits(config: GPTConfig, setup: Setup) -> int:
 
 
 def logits_at_once(config: GPTConfig, setup: Setup) -> int:
-    """Positions whose logits exist at once: ``loss_chunk`` or fewer."""
+    """Positions whose logits exist at once."""
     positions = setup.micro_batch * config.block_size
-    most = LOGITS if setup.device == "cuda" else LOGITS_ON_CPU
-    return min(positions, setup.loss_chunk or positions, max(LEAST_AT_ONCE, most // _columns(config, setup)))
+    return positions_at_once(positions, config.vocab_size, setup.loss_chunk, setup.device)
 
 
-def _columns(config: GPTConfig, setup: Setup) -> int:
+def positions_at_once(positions: int, vocab_size: int, chunk: int, device: str, frozen: bool = False) -> int:
+    """Positions whose logits exist at once, of equal parts as far as possible: ``chunk``, where it is not 0, or
+    fewer."""
+    most = LOGITS_ON_CPU if device == "cpu" else FROZEN_LOGITS if frozen else LOGITS
+    fit = min(chunk or positions, max(LEAST_AT_ONCE, most // columns_of_logits(vocab_size, device)))
+    return -(-positions // -(-positions // fit))
+
+
+def columns_of_logits(vocab_size: int, device: str) -> int:
     """The vocabulary, on a GPU filled up."""
-    return config.vocab_size + (-config.vocab_size % ALIGNED if setup.device == "cuda" else 0)
+    return vocab_size + (-vocab_size % ALIGNED if device in ALIGNED_ON else 0)
 
 
 def _gradient(config: GPTConfig, setup: Setup) -> int:

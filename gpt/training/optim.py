@@ -47,6 +47,7 @@ class Muon(Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM, "fused": ()})
         self.dtype, self.world = dtype, world or World()  # the dtype of the iteration
+        self.compiled: Callable[..., None] | None = None  # `update`, compiled
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -55,12 +56,12 @@ class Muon(Optimizer):
         for group in self.param_groups:
             if params := [p for p in group["params"] if p.grad is not None]:
                 taken.append((group, params, [self._momentum(p) for p in params], [p.grad for p in params]))
-        self.update(taken, self.found_inf)
+        (self.compiled or self.update)(taken, self.found_inf)
 
     def compile(self) -> None:
         """Compiles `update`, and tries it without a change. A rate is a tensor then: each number would be compiled
         anew."""
-        self.update = torch.compile(self.update)  # type: ignore[method-assign]
+        self.compiled = torch.compile(self.update)
         for group in self.param_groups:
             group["lr"] = torch.zeros(())
         self.found_inf = torch.ones((), device=self.param_groups[0]["params"][0].device)
@@ -68,7 +69,7 @@ class Muon(Optimizer):
 
     def uncompile(self) -> None:
         """Goes back to eager execution."""
-        self.__dict__.pop("update", None)
+        self.compiled = None
 
     def update(self, taken: list[tuple[dict[str, Any], Any, Any, Any]], found_inf: Tensor | None) -> None:
         """Updates parameters of each group, of which momenta and gradients are given."""

@@ -79,15 +79,13 @@ class Stepper:
     def _compile(self, note: Callable[[str], None]) -> None:
         """Compiles, and tries it on a micro-batch. Raises the compiler's error.
 
-        One process on a CPU has a program of the whole step. Others compile the blocks, which all share one compiled
-        form, and the loss: a whole stack takes the longer the deeper it is.
+        One process on a CPU has a program of the whole step. Others compile the model's parts and the loss.
         """
         if self.parallel.compiles_step(self.objective.chunk):
             self.program = GradientProgram(self.objective, self.model, self.compute, self.micro_batch, note)
             return
         self.compiled = True
-        for block in self.model.h:
-            block.compile()
+        self.model.compile()
         self.objective.loss = torch.compile(tied_cross_entropy)
         state = _random_state(self.compute.device)
         shape = (self.micro_batch, self.model.config.block_size)
@@ -100,8 +98,7 @@ class Stepper:
     def _uncompile(self) -> None:
         """Goes back to eager execution."""
         self.program = None
-        for block in self.model.h:
-            block._compiled_call_impl = None
+        self.model.uncompile()
         self.objective.loss = tied_cross_entropy
         self.compiled = False
         self.optimizer.uncompile()
