@@ -7,6 +7,7 @@ the user.
 import hashlib
 import os
 import platform
+import shutil
 import stat
 import sys
 import tempfile
@@ -32,6 +33,9 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str) -> Prog
     try:
         return _opened(path)
     except RuntimeError:  # there is none, or it is damaged
+        default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")  # Inductor's
+        if shutil.which(compiler := os.environ.get("CXX", default)) is None:
+            raise OSError(f"there is no {compiler}, a C++ compiler") from None
         note(f"compiling {what} for this processor and shape: some 15 seconds, once")
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             os.replace(compile(trace(), Path(scratch)), path)

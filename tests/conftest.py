@@ -167,8 +167,9 @@ def train(text: Path, **settings: Any) -> tuple[Any, list[Any]]:
 
 
 def resolved(
-    n_bytes: int = 400_000, n_tokens: int = 140_000, vocab_size: int = 1024, **settings: Any
-) -> "recipe.Recipe":
+    n_bytes: int = 400_000, n_tokens: int = 140_000, vocab_size: int = 1024, dtype: str = "float32",
+    **settings: Any,
+) -> "recipe.Recipe":  # fmt: skip
     """The recipe of a run on a CPU, for a text of such a size."""
     import torch
 
@@ -176,7 +177,7 @@ def resolved(
     from gpt.device import Compute
     from gpt.training import recipe
 
-    compute = Compute(torch.device("cpu"), torch.float32)
+    compute = Compute(torch.device("cpu"), getattr(torch, dtype))
     return recipe.resolve(TrainConfig(**settings), compute, n_bytes, n_tokens, vocab_size, True, lambda note: None)
 
 

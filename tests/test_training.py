@@ -574,6 +574,28 @@ def test_a_text_that_is_read_often(settings: dict[str, Any], decided: tuple[floa
 
 
 @pytest.mark.parametrize(
+    ("settings", "compiles"),
+    [
+        ({}, True),
+        ({"steps": 1000}, False),
+        ({"steps": 1000, "compile": "on"}, True),
+        ({"compile": "off"}, False),
+        ({"minutes": 1.0}, False),
+        ({"minutes": 2.0}, True),
+        ({"recompute": True}, False),
+        ({"preset": "small", "minutes": 60.0}, False),
+        ({"preset": "micro"}, False),
+        ({"preset": "micro", "minutes": 2.0}, True),
+    ],
+)
+def test_a_cpu_compiles_by_length_and_size(settings: dict[str, Any], compiles: bool) -> None:
+    """The default length of `nano` is just long enough."""
+    found = resolved(n_tokens=10**6, dtype="bfloat16", **{"preset": "nano", **settings})
+    assert found.compile == compiles
+    assert not resolved(n_tokens=10**6, **{"preset": "nano", **settings, "compile": "auto"}).compile
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"steps": 5, "epochs": 2.0}, "--steps and --epochs both"),

@@ -449,7 +449,7 @@ def measure_budget(parallel: Parallel, recipe: Recipe, data: Dataset, minutes: f
     world = session.world
     stepper = Stepper(parallel, recipe, lambda micro_batch: None)
     if recipe.compile:
-        stepper.compile()  # the run itself reports an error
+        stepper.compile(session.note)  # the run itself reports an error
     batches = data.batches(recipe)
     seconds: list[float] = []
     started = time.perf_counter()

@@ -24,9 +24,10 @@ DECAY = 0.5  # of the steps
 READINGS = ((16, 0.2, 0.5, 2), (8, 0.1, 0.5, 2), (0, 0.0, 0.1, 0))
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
 RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
-# FLOPs of a run from which compiling pays: on a GPU about two minutes at a third of an H100's peak, on a CPU some ten
-# of `nano` on two cores.
-COMPILE_FROM = {"cuda": 3e16, "cpu": 1e14}
+COMPILE_FROM = 3e16  # FLOPs of a run from which compiling pays on a GPU: about two minutes at a third of an H100's peak
+# On a CPU: seconds of a run for each layer from which it pays, and FLOPs a second for each number of the width, on two
+# cores. Making the program takes some three seconds a layer, and saves a quarter of the steps' time.
+COMPILE_SECONDS, CPU_RATE = 17, 1e9
 COMPILED_LAYERS = 6  # up to which it was measured on a CPU
 MOST_STEPS = 2**53
 ID_BYTES, ROW_BYTES = 16, 256  # of an id of a batch, and of a row beside its ids, on the host
@@ -425,8 +426,11 @@ def _compiles(
     model in bfloat16 (docs/defaults.md). Not for examples: batches vary in length."""
     if config.compile != "auto":
         return config.compile == "on"
-    kind = compute.device.type
+    if config.has_examples or compute.device.type not in ("cpu", "cuda"):
+        return False
+    if compute.device.type == "cuda":
+        return flops >= COMPILE_FROM
     whole = processes == 1 and not (config.lora_rank or config.recompute or batch.setup.loss_chunk)
     small = model.n_layer <= COMPILED_LAYERS and compute.dtype_name == "bfloat16"
-    pays = flops >= COMPILE_FROM.get(kind, math.inf) and (kind == "cuda" or (whole and small))
-    return pays and not config.has_examples
+    seconds = flops / (CPU_RATE * model.n_embd) if config.minutes is None else 60 * config.minutes
+    return whole and small and seconds >= COMPILE_SECONDS * model.n_layer

@@ -503,7 +503,10 @@ def amend(
             parallel = parallelize(recipe, compute, world, init)
             budget = measure_budget(parallel, recipe, data, config.minutes, session)
             steps = world.broadcast_object(partial(_steps_now, budget))
-            recipe = resolved(replace(config, minutes=None, steps=steps), lambda text: None)
+            known = replace(config, minutes=None, steps=steps)
+            if compute.device.type == "cpu":  # decided by the minutes, not by the steps that fit into them
+                known = replace(known, compile="on" if recipe.compile else "off")
+            recipe = resolved(known, lambda text: None)
             session.note(budget.describe(recipe.batch_tokens))
     step = begun.saved.state.step if begun.saved else 0
     return _broadcast(world, partial(changed, recipe, given, step, session.note, world.data_size)), budget
