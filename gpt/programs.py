@@ -12,6 +12,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,20 @@ from torch import Tensor
 
 Note = Callable[[str], None]
 Program = Callable[[list[Tensor]], list[Tensor]]
+Graph = tuple[torch.fx.GraphModule, tuple[Any, ...]]  # with inputs as it was traced with
 
 
-def find(key: object, export: Callable[[], torch.export.ExportedProgram], note: Note, what: str) -> Program:
-    """The program of a ``key``, which names code, shapes and dtypes: opened, or compiled from ``export`` and kept;
-    ``note`` is told before. It is for this torch, processor and number of threads. Raises whatever the compiler or the
-    disk raises: `OSError` for a folder that is open to others."""
+def find(key: object, trace: Callable[[], Graph], note: Note, what: str) -> Program:
+    """The program of a ``key``, which names code, shapes and dtypes: opened, or compiled from what ``trace`` returns,
+    and kept; ``note`` is told before. It is for this torch, processor and number of threads. Raises whatever the
+    compiler or the disk raises: `OSError` for a folder that is open to others."""
     path = own_folder() / f"{digest(key)}.pt2"
     try:
         return _opened(path)
     except RuntimeError:  # there is none, or it is damaged
-        note(f"compiling {what} for this processor and shape: some 20 seconds, once")
+        note(f"compiling {what} for this processor and shape: some 15 seconds, once")
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            os.replace(compile(export(), Path(scratch)), path)
+            os.replace(compile(trace(), Path(scratch)), path)
     return _opened(path)
 
 
@@ -43,20 +45,54 @@ def digest(key: object) -> str:
     return hashlib.sha256(repr((torch.__version__, machine, _SETTINGS, key)).encode()).hexdigest()[:32]
 
 
-# Inductor's. The processor's own flags say which instructions there are; trying each with the compiler takes seconds.
-_SETTINGS: Mapping[str, object] = {"cpp.vec_isa_ok": True}
+# Inductor's. The wrapper only calls kernels, which have a level of their own. Headers would be precompiled in the
+# system's temporary folder, 300 MB that others might have put there.
+_SETTINGS: Mapping[str, object] = {
+    "aot_inductor.package": True,
+    "aot_inductor.compile_wrapper_opt_level": "O0",
+    "aot_inductor.precompile_headers": False,
+    "cpp.vec_isa_ok": True,
+}
 
 
-def compile(exported: torch.export.ExportedProgram, scratch: Path) -> Path:
+def compile(graph: Graph, scratch: Path) -> Path:
     """Compiles a program in an empty folder, and returns its file."""
     from unittest import mock  # only to compile
 
+    from torch._inductor.cpp_builder import CppBuilder
+    from torch._inductor.cpu_vec_isa import VecISA
+    from torch._inductor.package.package import package_aoti
+
     path = scratch / "program.pt2"
     own = {"TORCHINDUCTOR_CACHE_DIR": str(scratch)}  # no code from elsewhere
-    with warnings.catch_warnings(), mock.patch.dict(os.environ, own), torch.no_grad():
+    with (
+        warnings.catch_warnings(),
+        mock.patch.dict(os.environ, own),
+        mock.patch.object(CppBuilder, "build", _beside(CppBuilder.build)),
+        mock.patch.object(VecISA, "check_build", lambda isa, code: True),  # the processor's own flags say what it has
+        torch.no_grad(),
+    ):
         warnings.simplefilter("ignore")
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=dict(_SETTINGS))
+        files: Any = torch._inductor.aot_compile(graph[0], graph[1], options=dict(_SETTINGS))
+        package_aoti(str(path), files)
     return path
+
+
+def _beside(build: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Inductor's call of the C++ compiler, where wrapper and kernels, which it compiles one after the other, are
+    compiled at once. What is linked from them waits for both."""
+    begun: list[Future[None]] = []
+    pool = ThreadPoolExecutor()
+
+    def begin(builder: Any) -> None:
+        if builder._compile_only and builder._name.endswith((".wrapper", ".kernel")):
+            begun.append(pool.submit(build, builder))
+            return
+        while begun:
+            begun.pop().result()
+        build(builder)
+
+    return begin
 
 
 def _opened(path: Path) -> Program:

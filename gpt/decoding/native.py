@@ -187,7 +187,7 @@ class Programs:
 
 
 @torch.no_grad()
-def _exported(program: _Program, tensors: Sequence[Tensor]) -> torch.export.ExportedProgram:
+def _exported(program: _Program, tensors: Sequence[Tensor]) -> programs.Graph:
     """A program as a graph, for a cache of any size."""
     C, K, D = program.config.n_embd, program.config.kv_heads, program.config.head_size
     seen, columns = 1000, 1024  # for which loops are shared among threads; the program is for any
@@ -195,7 +195,9 @@ def _exported(program: _Program, tensors: Sequence[Tensor]) -> torch.export.Expo
     example = [torch.zeros(C), torch.tensor([seen - 1]), torch.zeros(seen), torch.zeros(D), torch.zeros(D), *cache]
     some, all_columns = (torch.export.Dim(name, min=1, max=_LONGEST) for name in ("seen", "columns"))
     shapes = (None, None, {0: some}, None, None, {1: all_columns}, {1: all_columns}, [None] * len(tensors))
-    return torch.export.export(program, (*example, list(tensors)), dynamic_shapes=shapes, strict=False)
+    inputs = (*example, list(tensors))
+    exported = torch.export.export(program, inputs, dynamic_shapes=shapes, strict=False)
+    return exported.module(check_guards=False), inputs
 
 
 def _key(config: GPTConfig, kinds: Sequence[str]) -> object:

@@ -12,14 +12,15 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 
 from gpt import programs
+from gpt.config import GPTConfig
 from gpt.device import Compute
 from gpt.model import decoder, loss
 from gpt.model.decoder import GPT
 
 GELU = (0.7978845608028654, 0.044715)  # √(2/π), and the weight of the cube, in GELU's tanh form
+SCORES = 2**20  # at once, which stay in cache
 
 
 class GradientProgram:
@@ -29,6 +30,8 @@ class GradientProgram:
         self.shape = (rows, model.config.block_size)
         self.params = list(objective.parameters())
         self.inputs = [*(p.detach() for p in self.params), *objective.buffers()]
+        self.masks = _masks(model.config, compute.dtype)
+        self.dropout, self.sizes = model.config.dropout, _sizes(model.config, rows)
         self.embedding = next(at for at, p in enumerate(self.params) if p is model.wte.weight)
         code = [Path(module.__file__ or "").read_bytes() for module in (decoder, loss)] + [Path(__file__).read_bytes()]
         key = (code, model.config, self.shape, compute.dtype_name)
@@ -39,7 +42,9 @@ class GradientProgram:
         """Adds the gradients of the loss of inputs x and targets y, (rows, T), divided by ``counted``. Returns that
         loss."""
         x, y = x.contiguous(), y.contiguous()  # a batch's are parts of one array
-        total, looked_up, *grads = self.run([*self.inputs, x, y, counted])
+        kept = decoder.kept_of(sum(self.sizes), self.dropout, self.masks[0].dtype)
+        inputs = [*self.inputs, x, y, counted, *self.masks, *torch.split(kept, self.sizes)]
+        total, looked_up, *grads = self.run(inputs)
         table = grads[self.embedding]
         table += torch.ops.aten.embedding_dense_backward(looked_up, x, len(table), -1, False)
         if self.params[0].grad is None:
@@ -50,34 +55,69 @@ class GradientProgram:
         return total
 
 
-def _traced(objective: nn.Module, model: GPT, compute: Compute, shape: tuple[int, int]) -> ExportedProgram:
-    """The forward and backward pass as one graph of torch's operators: parameters, buffers, inputs, targets and the
-    number of targets → the mean loss, the gradient of the rows that were looked up, and those of the parameters without
-    it. A program would add these rows up by threads in any order, and give other sums each time."""
+def _traced(objective: nn.Module, model: GPT, compute: Compute, shape: tuple[int, int]) -> programs.Graph:
+    """The forward and backward pass as one graph of torch's operators: parameters, buffers, inputs, targets, their
+    number, `_masks` and what dropout keeps → the mean loss, the gradient of the rows that were looked up, and those of
+    the parameters without it. A program would add these rows up by threads in any order, and give other sums each
+    time."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     names, buffers = ([name for name, _ in each()] for each in (objective.named_parameters, objective.named_buffers))
+    config, rows = model.config, shape[0]
 
-    def gradients(params: list[Tensor], tables: list[Tensor], x: Tensor, y: Tensor, counted: Tensor) -> list[Tensor]:
-        rows: list[Tensor] = []
+    def gradients(*tensors: Tensor) -> list[Tensor]:
+        looked_up: list[Tensor] = []
+        params, others = tensors[: len(names)], iter(tensors[len(names) :])
+        tables, (x, y, counted, whole, part) = [next(others) for _ in buffers], [next(others) for _ in range(5)]
 
         def look_up(module: nn.Module, args: object, out: Tensor) -> Tensor:
-            rows.append(out.detach().requires_grad_())
-            return rows[0]
+            looked_up.append(out.detach().requires_grad_())
+            return looked_up[0]
 
-        with compute.autocast(), model.wte.register_forward_hook(look_up):
+        def drop(x: Tensor, p: float) -> Tensor:
+            return x * (next(others).view(x.shape).to(x.dtype) * decoder.raised(p)) if p else x
+
+        def bias(q: Tensor, S: int, window: int | None) -> Tensor:
+            return (whole if window is None else part).to(q.dtype)
+
+        patched: dict[str, Any] = {"drop": drop, "bias": bias, "PLAIN_ROWS": _at_once(config)}
+        with compute.autocast(), model.wte.register_forward_hook(look_up), mock.patch.multiple(decoder, **patched):
             given = dict(zip([*names, *buffers], [*params, *tables], strict=True))
             mean: Tensor = torch.func.functional_call(objective, given, (x, y)) / counted
-        return [mean.detach(), *torch.autograd.grad(mean, [*rows, *params], materialize_grads=True)]
+        return [mean.detach(), *torch.autograd.grad(mean, [*looked_up, *params], materialize_grads=True)]
 
-    params, tables = [p.detach().clone() for p in objective.parameters()], list(objective.buffers())
+    params = [p.detach().clone().requires_grad_() for p in objective.parameters()]
     x, y = (torch.zeros(shape, dtype=torch.long) for _ in range(2))  # two tensors, since one would be one input
-    inputs = (tables, x, y, torch.ones((), dtype=torch.long))
+    kept = [torch.ones(n, dtype=compute.dtype) for n in _sizes(config, rows)]
+    inputs = (
+        *params, *objective.buffers(), x, y, torch.ones((), dtype=torch.long), *_masks(config, compute.dtype), *kept,
+    )  # fmt: skip
     with mock.patch.object(torch.compiler, "_is_compiling_flag", True):
-        trained = [p.clone().requires_grad_() for p in params]
-        graph: Any = make_fx(gradients, _DECOMPOSED, tracing_mode="fake")(trained, *inputs)
-    with torch.no_grad():
-        return torch.export.export(graph, (params, *inputs), strict=False)
+        graph = make_fx(gradients, _DECOMPOSED, tracing_mode="fake")(*inputs)
+    return graph, tuple(each.detach() for each in inputs)
+
+
+def _masks(config: GPTConfig, dtype: torch.dtype) -> list[Tensor]:
+    """What is added to scores without a window and with the model's, (T, T)."""
+    q = torch.empty(1, 1, config.block_size, 0, dtype=dtype)
+    return [decoder.bias(q, config.block_size, window) for window in (None, config.window)]
+
+
+def _sizes(config: GPTConfig, rows: int) -> list[int]:
+    """The numbers that dropout keeps or zeroes: of the embedding, and in each block of the attention pattern and of
+    what attention and MLP come to."""
+    if not config.dropout:
+        return []
+    T, some = config.block_size, _at_once(config)
+    sums = rows * T * config.n_embd
+    patterns = [min(some, rows - at) * config.n_head * T * T for at in range(0, rows, some)]
+    return [sums] + config.n_layer * [*(patterns if T <= decoder.PLAIN_UP_TO else []), sums, sums]
+
+
+def _at_once(config: GPTConfig) -> int:
+    """Sequences whose attention is computed at once: more than uncompiled where they are short, which makes the graph
+    smaller, and so the time to compile it."""
+    return max(decoder.PLAIN_ROWS, SCORES // (config.n_head * config.block_size**2))
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
