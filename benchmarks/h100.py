@@ -33,7 +33,7 @@ from torch.utils._triton import has_triton
 
 from benchmarks.results import machine, write_section
 from benchmarks.traffic import Traffic, count
-from gpt.config import GPTConfig, find_preset
+from gpt.config import ARCHITECTURES, GPTConfig, find_preset
 from gpt.decoding.context import Context
 from gpt.decoding.logits import Filters
 from gpt.decoding.token_step import OPTIONS, next_tokens
@@ -41,12 +41,13 @@ from gpt.decoding.weights import prepare, weight_bytes
 from gpt.device import Compute
 from gpt.model import quantize
 from gpt.model.cache import BLOCK
-from gpt.model.decoder import GPT, Block
+from gpt.model.decoder import GPT, Block, rotary_table
 from gpt.model.loss import tied_cross_entropy
 from gpt.model.memory import Setup, largest
 from gpt.peaks import find_kind
 from gpt.sample_config import SampleConfig
 from gpt.training.optim import make_optimizer
+from gpt.training.step import COMPUTED_AGAIN
 
 TITLE = "On an H100, estimated from generated code"
 BANDWIDTH = 3.35e12  # bytes a second, H100 SXM's datasheet
@@ -55,7 +56,7 @@ KIND = "h100-80gb"
 CUDA = torch.device("cuda")
 NARROW = torch.bfloat16
 T = 1024
-TRAINED = ("gpt2", "gpt2-medium", "gpt3-1.3b")
+TRAINED = ("gpt2", "gpt2, modern", "gpt2-medium", "gpt3-1.3b")
 BATCH = 524_288  # tokens a step
 WRITTEN = (
     ("gpt2", 1, "bfloat16"), ("gpt2", 1, "int8"), ("gpt2", 8, "bfloat16"), ("gpt2", 64, "bfloat16"),
@@ -238,7 +239,7 @@ def training(config: GPTConfig) -> list[tuple[str, Work]]:
 def _compiled(work: Callable[..., object], *args: object) -> Work:
     """Returns the work of the graphs forward and backward of ``work``, called with ``args`` under autocast."""
     with torch.autocast("cuda", dtype=NARROW):
-        found = compiled(lambda: torch.compile(work, fullgraph=True)(*args))
+        found = compiled(lambda: torch.compile(work, fullgraph=True)(*args), **COMPUTED_AGAIN)
     assert len(found) == 2, "a graph forward and one backward"
     return Work(sum(each.bytes for each in found), sum(each.launches for each in found))
 
@@ -246,7 +247,9 @@ def _compiled(work: Callable[..., object], *args: object) -> Work:
 def _block(config: GPTConfig, rows: int) -> Work:
     with CUDA:
         block, x = Block(config), _stream(config, rows)
-    return _compiled(block.add_attention, x, 3) + _compiled(block.add_mlp, x)
+        turned = config.positions == "rotary"
+        rope = rotary_table(config.block_size, config).to(CUDA).unsqueeze(-3) if turned else None
+    return _compiled(block.add_attention, x, 3, rope) + _compiled(block.add_mlp, x)
 
 
 def _loss(config: GPTConfig, setup: Setup) -> Work:
@@ -371,7 +374,9 @@ def _row(name: str, part: str, gigabytes: str, launches: str, seconds: float, ra
 
 
 def _shape(name: str) -> GPTConfig:
-    return replace(find_preset(name).model, block_size=T, dropout=0.0)
+    preset, _, modern = name.partition(", ")
+    shape = replace(find_preset(preset).model, block_size=T, dropout=0.0)
+    return replace(shape, **ARCHITECTURES["modern"]) if modern else shape
 
 
 def main() -> None:

@@ -218,15 +218,17 @@ class Attention(nn.Module):
         qkv = self.c_attn(x)  # (B, T, (H + 2 K) · D)
         width = qkv.size(2) // (self.groups + 2)
         parts = torch.split(qkv, [self.groups * width, width, width], dim=2)
-        q, k, v = (each.view(B, T, -1, self.head_size).transpose(1, 2) for each in parts)
+        # Normalized and rotated as they lie: seen transposed, compiled code for a GPU would copy them thrice.
+        q, k, v = (each.view(B, T, -1, self.head_size) for each in parts)
+        turns = None if rope is None else (rope[0].transpose(-3, -2), rope[1].transpose(-3, -2))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-            if rope is not None:
-                q, k = rotate(q, rope), rotate(k, rope)
-        elif rope is not None:  # both at once, by half as many calls
-            turned = rotate(qkv[..., :-width].view(B, T, -1, self.head_size).transpose(1, 2), rope)
-            q, k = torch.split(turned, [q.size(1), k.size(1)], dim=1)
-        return q, k, v
+            if turns is not None:
+                q, k = rotate(q, turns), rotate(k, turns)
+        elif turns is not None:  # both at once, by half as many calls
+            turned = rotate(qkv[..., :-width].view(B, T, -1, self.head_size), turns)
+            q, k = torch.split(turned, [q.size(2), k.size(2)], dim=2)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def pattern(self, x: Tensor, rope: Rope | None = None) -> Tensor:
         """softmax(q kᵀ / √d) with keys that are not seen masked, (B, H, T, T), in float32: what `attend` multiplies
@@ -536,7 +538,8 @@ def _stretched(rates: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotates the pairs (i, i + D/2) of (B, H, T, D) by the angles of ``rope``."""
+    """Rotates the pairs (i, i + D/2) of (B, H, T, D) by the angles of ``rope``; or of (B, T, H, D), with its dimensions
+    transposed likewise."""
     cos, sin = rope
     return (x * cos.to(x.dtype)).addcmul_(x.roll(x.size(-1) // 2, -1), sin.to(x.dtype))
 

@@ -175,8 +175,8 @@ def _heads(config: GPTConfig, setup: Setup) -> int:
             copies = s * (q + k) * (config.qk_norm or config.positions == "rotary")  # queries and keys of their own
     if config.qk_norm and setup.device == "cpu":  # what was normalized, as c_attn gave it, and its statistics
         viewed, copies = True, copies + FLOAT * (H + K)
-    elif config.qk_norm:  # in float32; and the output once more, since the norm has changed the order of heads
-        copies += FLOAT * (H + K + (q + k) * setup.autocast) + s * q
+    elif config.qk_norm:  # in float32
+        copies += FLOAT * (H + K + (q + k) * setup.autocast)
     return scores + copies + s * (q + 2 * k) * viewed
 
 

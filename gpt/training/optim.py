@@ -224,10 +224,11 @@ def make_optimizer(
     dtype: torch.dtype = torch.float32,
     world: World | None = None,
     muon: Callable[..., Muon] = Muon,
+    embedding_decay: float = 0.0,
 ) -> Optimizers:
     """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas, fused in one kernel; under ``muon`` for all but the matrices
-    of the blocks. Biases, norms and, under ``muon``, embeddings are not decayed. ``dtype`` is that of Muon's
-    iteration, which the ranks of a ``world`` share.
+    of the blocks. Biases and norms are not decayed; embeddings are, under ``muon`` by ``embedding_decay``. ``dtype`` is
+    that of Muon's iteration, which the ranks of a ``world`` share.
     """
     table = named_parameters(model.config)
     vectors: list[Tensor] = []
@@ -242,7 +243,8 @@ def make_optimizer(
         return Optimizers([_adamw([*others, *(p for some in fused.values() for p in some)], vectors, weight_decay)])
     groups = [{"params": params, "fused": rows} for rows, params in fused.items()]
     rate = NORM_RATE if model.config.norm == "rmsnorm" else 1.0
-    return Optimizers([muon(groups, 0.0, weight_decay, dtype, world), _adamw(others, vectors, 0.0, rate)])
+    adamw = _adamw(others, vectors, embedding_decay, rate)
+    return Optimizers([muon(groups, 0.0, weight_decay, dtype, world), adamw])
 
 
 def _adamw(decayed: Sequence[Tensor], others: Sequence[Tensor], weight_decay: float, rate: float = 1.0) -> AdamW:

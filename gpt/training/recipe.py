@@ -19,8 +19,9 @@ Notes = Callable[[str], None]
 Schedule = Literal["linear", "cosine", "constant"]
 FLOOR = 0.1  # of the peak rate, where the cosine ends (GPT-3, appendix B)
 DECAY = 0.5  # of the steps
-# More than so many passes over the text: dropout, weight decay (docs/defaults.md).
-READINGS = ((16, 0.2, 0.5), (8, 0.1, 0.5), (0, 0.0, 0.1))
+# More than so many passes over the text: dropout, weight decay, and how many times as much of it embeddings have beside
+# Muon (docs/defaults.md).
+READINGS = ((16, 0.2, 0.5, 2), (8, 0.1, 0.5, 2), (0, 0.0, 0.1, 0))
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
 RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
 COMPILE_FROM = 3e16  # FLOPs of a run from which compiling pays on a GPU: about two minutes at a third of an H100's peak
@@ -53,7 +54,7 @@ class Recipe:
     decay: Count  # steps at the end over which the linear schedule decays
     optimizer: Optimizer
     schedule: Schedule
-    weight_decay: Amount
+    weight_decay: Amount  # of the matrices; with AdamW, of embeddings too
     clip: Amount
     eval_every: Positive
     patience: Count
@@ -71,6 +72,7 @@ class Recipe:
     shard: Literal["none", "full"] = "none"  # whether weights, gradients and moments are sharded over processes
     tensor: Annotated[int, Within(1, 1024)] = 1  # tensor-parallel processes, which share each sequence
     context: Count = 0  # of the saved model, if it is longer than in training; 0: the same
+    embedding_decay: Amount = 0.0  # of embeddings, with Muon
     recompute: bool = False  # whether activations of blocks are recomputed in the backward pass
 
     @property
@@ -161,7 +163,8 @@ def resolve(
     batch = _batch(config, preset, model, compute, n_tokens / pairs if pairs else None, processes)
     steps = _steps(config, n_tokens, batch, usual)
     tokens = batch.read(steps)
-    dropout, weight_decay = auto_regularization(tokens / n_tokens) if start is None else READINGS[-1][1:]
+    dropout, weight_decay, times = auto_regularization(tokens / n_tokens) if start is None else READINGS[-1][1:]
+    weight_decay = weight_decay if config.weight_decay is None else config.weight_decay
     model = model if config.dropout is not None else replace(model, dropout=dropout)
     warmup = _warmup(config, steps, batch)
     for line in _without_effect(config, model, steps, warmup, held_out):
@@ -181,7 +184,8 @@ def resolve(
         warmup=warmup,
         decay=round(DECAY * steps) if config.decay is None else config.decay,
         optimizer=optimizer,
-        weight_decay=weight_decay if config.weight_decay is None else config.weight_decay,
+        weight_decay=weight_decay,
+        embedding_decay=times * weight_decay if optimizer == "muon" else 0.0,
         eval_every=eval_every,
         save_every=config.save_every or eval_every,
         sample_every=math.ceil(steps / 4) if config.sample_every is None else config.sample_every,
@@ -409,10 +413,10 @@ def auto_epochs(n_tokens: int, model: GPTConfig, device: str) -> float:
     return min(20.0, tokens / n_tokens)
 
 
-def auto_regularization(epochs: float) -> tuple[float, float]:
-    """Dropout and weight decay for a text that is read ``epochs`` times: more of both where it is read often enough to
-    be learnt by heart (docs/defaults.md)."""
-    return next((dropout, decay) for least, dropout, decay in READINGS if epochs > least)
+def auto_regularization(epochs: float) -> tuple[float, ...]:
+    """The row of `READINGS` for a text that is read ``epochs`` times: more of all where it is read often enough to be
+    learnt by heart (docs/defaults.md)."""
+    return next(row[1:] for row in READINGS if epochs > row[0])
 
 
 def _compiles(

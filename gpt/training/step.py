@@ -23,6 +23,10 @@ from gpt.training.native import GradientProgram
 from gpt.training.parallel import Parallel
 from gpt.training.recipe import Recipe
 
+# Inductor's, for a GPU: reads and operations up to which a value is computed again in each kernel that uses it. At its
+# own 4 and 30 the gradients of rotated queries and keys are written and read in float32.
+COMPUTED_AGAIN = {"realize_reads_threshold": 6, "realize_opcount_threshold": 60}
+
 
 class Objective(nn.Module):
     """The summed loss of a micro-batch, in nats, as a module, so that it can be wrapped."""
@@ -85,7 +89,7 @@ class Stepper:
             self.program = GradientProgram(self.objective, self.model, self.compute, self.micro_batch, note)
             return
         self.compiled = True
-        self.model.compile()
+        self.model.compile(options=COMPUTED_AGAIN if self.compute.device.type == "cuda" else None)
         self.objective.loss = torch.compile(tied_cross_entropy)
         state = _random_state(self.compute.device)
         shape = (self.micro_batch, self.model.config.block_size)
