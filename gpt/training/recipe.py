@@ -432,5 +432,6 @@ def _compiles(
         return flops >= COMPILE_FROM
     whole = processes == 1 and not (config.lora_rank or config.recompute or batch.setup.loss_chunk)
     small = model.n_layer <= COMPILED_LAYERS and compute.dtype_name == "bfloat16"
-    seconds = flops / (CPU_RATE * model.n_embd) if config.minutes is None else 60 * config.minutes
+    # Half of the minutes: what the compiler takes of them is lost for steps, on a busy machine several times as much.
+    seconds = flops / (CPU_RATE * model.n_embd) if config.minutes is None else 60 * config.minutes / 2
     return whole and small and seconds >= COMPILE_SECONDS * model.n_layer
