@@ -553,8 +553,8 @@ class TrainConfig(TextConfig):
         None, "Steps of the linear schedule's way down.", panel=_OPTIM, shown="half of the steps", low=0
     )
     weight_decay: float | None = option(
-        None, "Decay of the matrices; of embeddings by how often the text is read; not of biases and norms.", panel=_OPTIM,
-        shown="by how often the text is read; with --init 0.1", low=0,
+        None, "Decay of the matrices; of embeddings by how often the text is read; not of biases and norms.",
+        panel=_OPTIM, shown="by how often the text is read; with --init 0.1", low=0,
     )  # fmt: skip
     clip: float = option(1.0, "Gradient norm above which gradients are scaled down; 0: off.", panel=_OPTIM, low=0)
     eval_every: int | None = option(

@@ -559,13 +559,14 @@ def test_every_preset_resolves() -> None:
 @pytest.mark.parametrize(
     ("settings", "decided"),
     [
-        ({"epochs": 4.0}, (0.0, 0.1, 0.0)),
+        ({"epochs": 4.0, "n_tokens": 45_000}, (0.0, 0.1, 0.0)),
         ({"epochs": 10.0}, (0.1, 0.5, 1.0)),
-        ({"epochs": 18.0}, (0.2, 0.5, 1.0)),
-        ({"epochs": 18.0, "dropout": 0.1}, (0.1, 0.5, 1.0)),
-        ({"epochs": 18.0, "weight_decay": 0.2}, (0.2, 0.2, 0.4)),
-        ({"epochs": 18.0, "weight_decay": 0.0}, (0.2, 0.0, 0.0)),
-        ({"epochs": 18.0, "optimizer": "adamw"}, (0.2, 0.5, 0.0)),
+        ({"epochs": 10.0, "n_tokens": 400_000}, (0.0, 0.1, 0.0)),
+        ({"epochs": 18.0, "n_tokens": 45_000}, (0.2, 0.5, 1.0)),
+        ({"epochs": 10.0, "dropout": 0.3}, (0.3, 0.5, 1.0)),
+        ({"epochs": 10.0, "weight_decay": 0.2}, (0.1, 0.2, 0.4)),
+        ({"epochs": 10.0, "weight_decay": 0.0}, (0.1, 0.0, 0.0)),
+        ({"epochs": 10.0, "optimizer": "adamw"}, (0.1, 0.5, 0.0)),
     ],
 )
 def test_a_text_that_is_read_often(settings: dict[str, Any], decided: tuple[float, float, float]) -> None:

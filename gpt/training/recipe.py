@@ -19,9 +19,10 @@ Notes = Callable[[str], None]
 Schedule = Literal["linear", "cosine", "constant"]
 FLOOR = 0.1  # of the peak rate, where the cosine ends (GPT-3, appendix B)
 DECAY = 0.5  # of the steps
-# More than so many passes over the text: dropout, weight decay, and how many times as much of it embeddings have beside
-# Muon (docs/defaults.md).
-READINGS = ((16, 0.2, 0.5, 2), (8, 0.1, 0.5, 2), (0, 0.0, 0.1, 0))
+# Passes over the text, if more than `FEW_PASSES`, divided by its tokens a parameter, from which on: dropout, weight decay,
+# and how many times as much of it embeddings have beside Muon (docs/defaults.md).
+READINGS = ((200, 0.2, 0.5, 2), (40, 0.1, 0.5, 2), (0, 0.0, 0.1, 0))
+FEW_PASSES = 8
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
 RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
 COMPILE_FROM = 3e16  # FLOPs of a run from which compiling pays on a GPU: about two minutes at a third of an H100's peak
@@ -163,7 +164,8 @@ def resolve(
     batch = _batch(config, preset, model, compute, n_tokens / pairs if pairs else None, processes)
     steps = _steps(config, n_tokens, batch, usual)
     tokens = batch.read(steps)
-    dropout, weight_decay, times = auto_regularization(tokens / n_tokens) if start is None else READINGS[-1][1:]
+    passes = 0.0 if start is not None else tokens / n_tokens
+    dropout, weight_decay, times = auto_regularization(passes, n_tokens / breakdown(model).trainable)
     weight_decay = weight_decay if config.weight_decay is None else config.weight_decay
     model = model if config.dropout is not None else replace(model, dropout=dropout)
     warmup = _warmup(config, steps, batch)
@@ -413,10 +415,11 @@ def auto_epochs(n_tokens: int, model: GPTConfig, device: str) -> float:
     return min(20.0, tokens / n_tokens)
 
 
-def auto_regularization(epochs: float) -> tuple[float, ...]:
-    """The row of `READINGS` for a text that is read ``epochs`` times: more of all where it is read often enough to be
-    learnt by heart (docs/defaults.md)."""
-    return next(row[1:] for row in READINGS if epochs > row[0])
+def auto_regularization(passes: float, tokens_per_parameter: float) -> tuple[float, ...]:
+    """The row of `READINGS` for a text: more of all where it is so short, and read so often, that it could be learnt by
+    heart (docs/defaults.md)."""
+    often = passes / tokens_per_parameter if passes > FEW_PASSES else 0
+    return next(row[1:] for row in READINGS if often >= row[0])
 
 
 def _compiles(
