@@ -19,8 +19,8 @@ Notes = Callable[[str], None]
 Schedule = Literal["linear", "cosine", "constant"]
 FLOOR = 0.1  # of the peak rate, where the cosine ends (GPT-3, appendix B)
 DECAY = 0.5  # of the steps
-# Passes over the text, if more than `FEW_PASSES`, divided by its tokens a parameter, from which on: dropout, weight decay,
-# and how many times as much of it embeddings have beside Muon (docs/defaults.md).
+# Passes over the text, if more than `FEW_PASSES`, divided by its tokens a parameter, from which on: dropout, decay, and
+# how many times as much decay embeddings have beside Muon (docs/defaults.md).
 READINGS = ((200, 0.2, 0.5, 2), (40, 0.1, 0.5, 2), (0, 0.0, 0.1, 0))
 FEW_PASSES = 8
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
