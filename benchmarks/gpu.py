@@ -256,7 +256,8 @@ def ours(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
     optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype)
     stepper = Stepper(Single(model, optimizer, compute), recipe, lambda micro_batch: None)
     about: dict[str, Any] = {"config": recipe.model, "device": compute.device, "dtype": compute.dtype_name}
-    about["compiled"] = _compiled(stepper) if recipe.compile else "no"
+    failed = stepper.compile() if recipe.compile else None
+    about["compiled"] = f"failed: {failed:.200}" if failed else "yes" if recipe.compile else "no"
     x, y = (ids.cpu().numpy() for ids in _ids(shape, vocab_size, compute.device))
 
     def step() -> float:
@@ -265,16 +266,6 @@ def ours(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
         return loss
 
     return step, about
-
-
-def _compiled(stepper: Any) -> str:
-    """Compiles as `gpt train` does, and falls back to uncompiled code where that fails; returns what happened."""
-    try:
-        stepper.compile()
-    except Exception as error:
-        stepper.uncompile()
-        return f"failed: {error!r:.200}"
-    return "yes"
 
 
 def peer(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
