@@ -72,6 +72,7 @@ def report_page(reports: Sequence[Report]) -> Tree:
     return {
         "runs": runs,
         "unit": named,
+        "time": time_unit(reports),
         "raw": raw,
         "smoothing": smooth,
         "differing": [k for k in differing([each.settings for each in reports]) if k != "started"],
@@ -94,7 +95,10 @@ def unit(reports: Sequence[Report]) -> str:
 def shown(reports: Sequence[Report], most: int) -> tuple[list[Tree], str]:
     """Returns the objects of runs, with at most ``most`` points and the losses of curves in their `unit`, and that."""
     runs, named = [report_data(each, most) for each in reports], unit(reports)
+    names = [each.name for each in reports]
     for run in runs:
+        if names.count(run["name"]) > 1:
+            run["name"] = run["run"]  # the whole path
         for columns, key in ((run["steps"], "loss"), (run["evals"], "val_loss")):
             if named == BITS:
                 columns[key] = [loss and finite(loss * run["bits_per_nat"]) for loss in columns[key]]

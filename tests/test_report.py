@@ -330,6 +330,24 @@ def test_a_curve_that_is_none(tmp_path: Path, lines: str, message: str) -> None:
     assert error.value.hint
 
 
+def test_one_line_tells_what_a_nat_is_in_bits_per_byte(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text(POINT + '\n{"step": 500, "seconds": 13, "val_loss": 1.0}\n')
+    found = report.report(path)
+    assert found.bits_per_nat == 1.5
+    assert found.history.end is not None and found.history.end.bits_per_byte == 1.5
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    from gpt_cli.views_report import report_page
+
+    paths = [str(tmp_path / name / "c.jsonl") for name in "ab"]
+    for path in map(Path, paths):
+        path.parent.mkdir()
+        path.write_text(POINT)
+    assert [run["name"] for run in report_page([report.report(Path(path)) for path in paths])["runs"]] == paths
+
+
 def test_a_curve_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "c.jsonl").write_text(POINT)
     monkeypatch.setattr(report, "CURVE_LIMIT", len(POINT) - 1)

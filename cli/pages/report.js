@@ -20,8 +20,7 @@ section("Results", el("div", { class: "scroll" }, el("table", { id: "results" },
 
 const axes = { step: "steps", tokens: "tokens", seconds: "time" };
 let against = "step";
-const longest = Math.max(0, ...runs.map((run) => last(recorded(run).seconds) ?? 0));
-const [unit, unitName] = longest > 7200 ? [3600, "hours"] : longest > 300 ? [60, "minutes"] : [1, "seconds"];
+const [unit, unitName] = data.time;
 const place = el("div", { id: "curves" });
 const held = { dash: "5 4", dots: true };
 // The columns of a chart as curves. The loss: each step's, pale, and above it smoothed; beside it the held-out one.

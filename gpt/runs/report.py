@@ -250,7 +250,9 @@ def read_curve(path: Path) -> Report:
         raise UserError(f"the curve {path} has no line", hint)
     evals = [events.EvalEvent(each.step, 0, each.seconds, each.val_loss, False) for each in points]
     last, best = points[-1], min(points, key=lambda each: each.val_loss)
-    end = events.EndEvent(last.step, 0, last.seconds, "another program", None, best.val_loss, best.bits_per_byte)
+    ratio = next((each.bits_per_byte / each.val_loss for each in points if each.bits_per_byte and each.val_loss), None)
+    bits = best.bits_per_byte or (ratio and finite(best.val_loss * ratio))
+    end = events.EndEvent(last.step, 0, last.seconds, "another program", None, best.val_loss, bits)
     return Report(path, RunRecord(), History(evals=evals, end=end), None, is_run=False)
 
 
