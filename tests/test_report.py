@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -332,7 +333,9 @@ def test_a_curve_that_is_none(tmp_path: Path, lines: str, message: str) -> None:
 
 def test_one_line_tells_what_a_nat_is_in_bits_per_byte(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
-    path.write_text(POINT + '\n{"step": 500, "seconds": 13, "val_loss": 1.0}\n')
+    path.write_text(
+        POINT + '\n{"step": 500, "seconds": 13, "val_loss": 1.0}\n{"step": 600, "seconds": 14, "val_loss": 1.25}\n'
+    )
     found = report.report(path)
     assert found.bits_per_nat == 1.5
     assert found.history.end is not None and found.history.end.bits_per_byte == 1.5
@@ -375,6 +378,8 @@ def test_losses_of_several_tokenizers_are_in_bits_per_byte(gpt: Gpt, two_runs: l
     assert theirs["evals"]["val_loss"] == [3.0]
     assert theirs["end"]["val_loss"] == 2.0
     assert "not comparable" in report_page([one, two, peer])["unit"]  # the second has not ended
+    Path("other.jsonl").write_text('{"step": 1, "seconds": 1, "val_loss": 1}')
+    assert "not comparable" in report_page([peer, report.report(Path("other.jsonl"))])["unit"]
     other = one.record.tokenizer
     assert other is not None
     changed = replace(one.record, tokenizer=replace(other, fingerprint="another"))
@@ -395,6 +400,16 @@ def test_runs_and_curves_in_a_terminal(gpt: Gpt, two_runs: list[Path]) -> None:
     assert [line["name"] for line in lines] == ["one", "peer"]
     assert lines[1]["evals"]["val_loss"] == [2.0]
     one_line_of_what_and_what_next(gpt("report", "one", "one/run.json"), "line 1 of one/run.json is")
+
+
+def test_curves_against_time_in_a_terminal(gpt: Gpt) -> None:
+    for name in ("a", "b"):
+        Path(f"{name}.jsonl").write_text(
+            POINT.replace("12.5", "600") + "\n" + POINT.replace("250, ", "500, ").replace("12.5", "1200")
+        )
+    out = gpt("report", "a.jsonl", "b.jsonl").out
+    assert re.search(r"a +500 +– +20 min", out)
+    assert re.search(r"minutes +10.* 20", out)
 
 
 def test_time_is_in_units_that_one_can_read() -> None:
