@@ -14,24 +14,22 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.results import SCRIPTS, command, machine, median_seconds, write_section
-from gpt.config import PRESETS, GPTConfig, find_preset
-from gpt.device import keep_freed_memory
+from gpt.config import PRESETS, GPTConfig, Optimizer, TrainConfig, find_preset
+from gpt.device import Compute, keep_freed_memory
 from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy
 from gpt.model.params import breakdown
@@ -39,6 +37,9 @@ from gpt.runs import checkpoint
 from gpt.text import catalogue
 from gpt.text.tokenizer import bytes_tokenizer
 from gpt.training.optim import make_optimizer
+from gpt.training.parallel import Single
+from gpt.training.recipe import resolve
+from gpt.training.step import Stepper
 
 START_UPS = 7
 
@@ -193,60 +194,92 @@ def training(shakespeare: Path) -> list[str]:
 
 
 RECIPE = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65}  # nanoGPT's for a GPU
-ROWS, STEPS = 64, 5
+ROWS = 64
+ROUNDS = {"nano": 20, "micro": 10, "10.7 M": 3}  # steps of each system, in turn
 
 
 def speed() -> list[str]:
-    """Times steps of nanoGPT's recipe for a GPU (10.7 M parameters): ours, and transformers' GPT-2 in a plain loop."""
-    config = GPTConfig(**RECIPE)
-    x, y = (torch.randint(65, (ROWS, 256)) for _ in range(2))
-    flops = 6 * (breakdown(config).trainable - breakdown(config).positions) + 12 * 6 * 384 * 256
+    """Times whole steps of small models: ours, plain and compiled, and transformers' GPT-2 in a plain loop."""
+    keep_freed_memory()
     a = torch.randn(2048, 2048).to(torch.bfloat16)
-    peak = 2 * 2048**3 / median_seconds(lambda: a @ a)
     rows = [
-        f"{ROWS} sequences of 256, 6 layers of 384. MFU: {flops:,} FLOPs a token (6 N + 12·L·C·T), of the measured "
-        f"{peak / 1e9:,.0f} GFLOP/s of a bfloat16 product.",
+        "Batch, forward, loss, backward, clip and update in bfloat16, without dropout. Systems take turns: medians, "
+        "and the median ratio to the plain step of the same turn. 10.7 M: 64 sequences of 256, 6 layers of 384. MFU: "
+        "6 N + 12·L·C·T FLOPs a token, of a bfloat16 product's rate in the same turns.",
         "",
-        "| system | s a step | tokens/s | MFU |",
-        "|---|---:|---:|---:|",
+        "| model | system | ms a step | times the plain one's speed | MFU |",
+        "|---|---|---:|---:|---:|",
     ]
-
-    def add(name: str, step: Callable[[], object]) -> None:
-        seconds = median_seconds(step, STEPS)
-        rate = ROWS * 256 / seconds
-        rows.append(f"| {name} | {seconds:.2f} | {rate:,.0f} | {rate * flops / peak:.1%} |")
-        print(rows[-1], flush=True)
-
-    def loop(model: nn.Module, optimizers: Sequence[Optimizer], dtype: torch.dtype) -> Callable[[], None]:
-        def step() -> None:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-                out = model(x)
-            logits = getattr(out, "logits", out)
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten()).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
-        return step
-
-    kinds: tuple[Literal["muon", "adamw"], ...] = ("muon", "adamw")
-    for kind in kinds:
-        model = GPT(config)
-        optimizer = make_optimizer(model, kind, 0.1, torch.bfloat16)
-        optimizer.set_lr(1e-3)
-        add(f"`gpt train`'s step, bfloat16, {kind}", loop(model, optimizer.optimizers, torch.bfloat16))
-    for dtype in (torch.bfloat16, torch.float32):
-        peer = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=65, n_positions=256, n_layer=6, n_head=6, n_embd=384,
-                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-            )
-        )  # fmt: skip
-        adamw = torch.optim.AdamW(peer.parameters(), lr=1e-3, fused=True)
-        add(f"transformers' GPT-2, SDPA, fused AdamW, {str(dtype)[6:]}", loop(peer, [adamw], dtype))
-        add(f"the same, torch.compile, {str(dtype)[6:]}", loop(torch.compile(peer), [adamw], dtype))  # type: ignore
+    for name, rounds in ROUNDS.items():
+        preset = PRESETS.get(name)
+        config = replace(preset.model, dropout=0.0) if preset else GPTConfig(**RECIPE)
+        count = preset.batch_tokens // config.block_size if preset else ROWS
+        systems: dict[str, Callable[[], object]] = {
+            "`gpt train`, Muon": our_step(config, count, "muon", False),
+            "`gpt train`, Muon, compiled": our_step(config, count, "muon", True),
+            "`gpt train`, AdamW": our_step(config, count, "adamw", False),
+            "`gpt train`, AdamW, compiled": our_step(config, count, "adamw", True),
+            "transformers, SDPA, fused AdamW": peers_step(config, count, False),
+            "transformers, `torch.compile`": peers_step(config, count, True),
+            "peak": lambda: a @ a,
+        }
+        times: dict[str, list[float]] = {system: [] for system in systems}
+        for turn in range(rounds + 2):
+            for system, step in systems.items():
+                started = time.perf_counter()
+                step()
+                if turn > 1:
+                    times[system].append(time.perf_counter() - started)
+        table = breakdown(config)
+        flops = 6 * (table.trainable - table.positions) + 12 * config.n_layer * config.n_embd * config.block_size
+        peak = 2 * 2048**3 / statistics.median(times.pop("peak"))
+        first = next(iter(times.values()))
+        for system, each in times.items():
+            seconds = statistics.median(each)
+            ratio = statistics.median(plain / one for plain, one in zip(first, each, strict=True))
+            mfu = count * config.block_size * flops / seconds / peak
+            rows.append(f"| {name} | {system} | {1e3 * seconds:,.1f} | {ratio:.2f} | {mfu:.1%} |")
+            print(rows[-1], flush=True)
     return rows
+
+
+def our_step(config: GPTConfig, count: int, kind: Optimizer, compiled: bool) -> Callable[[], object]:
+    """Returns the step of `gpt train` on ``count`` sequences."""
+    settings = TrainConfig(
+        n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, block_size=config.block_size,
+        batch_tokens=count * config.block_size, steps=100, optimizer=kind, dropout=0.0,
+    )  # fmt: skip
+    compute = Compute(torch.device("cpu"), torch.bfloat16)
+    recipe = resolve(settings, compute, 10**6, 10**6, config.vocab_size, False, print)
+    model = GPT(recipe.model)
+    stepper = Stepper(Single(model, make_optimizer(model, kind, 0.1, torch.bfloat16), compute), recipe, print)
+    if compiled and (failed := stepper.compile()):
+        raise RuntimeError(failed)
+    x, y = (torch.randint(config.vocab_size, (count, config.block_size)).numpy() for _ in range(2))
+    return lambda: stepper.step(x, y, 1e-4).read()
+
+
+def peers_step(config: GPTConfig, count: int, compiled: bool) -> Callable[[], object]:
+    """Returns a step of transformers' GPT-2 on ``count`` sequences."""
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=config.vocab_size, n_positions=config.block_size, n_layer=config.n_layer, n_head=config.n_head,
+            n_embd=config.n_embd, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        )
+    )  # fmt: skip
+    forward: Any = torch.compile(model) if compiled else model
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    x, y = (torch.randint(config.vocab_size, (count, config.block_size)) for _ in range(2))
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = forward(x).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten()).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        adamw.step()
+        adamw.zero_grad()
+
+    return step
 
 
 class _Recorder(TorchDispatchMode):

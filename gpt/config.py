@@ -25,6 +25,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "on", "off"]
 Optimizer = Literal["muon", "adamw"]
 
+USUAL_DECAY = 0.1  # GPT-3's weight decay
 MOST_THREADS = 4096
 # What a linear map of a block is for, by which adapters choose: `--lora-targets`; and words for several.
 LORA_ROLES = ("query", "key", "value", "output", "gate", "up", "down")
@@ -553,7 +554,7 @@ class TrainConfig(TextConfig):
         None, "Steps of the linear schedule's way down.", panel=_OPTIM, shown="half of the steps", low=0
     )
     weight_decay: float | None = option(
-        None, "Decay of the matrices; of embeddings by how often the text is read; not of biases and norms.",
+        None, "Decay of the matrices; above 0.1 embeddings, with Muon, have twice as much; biases and norms have none.",
         panel=_OPTIM, shown="by how often the text is read; with --init 0.1", low=0,
     )  # fmt: skip
     clip: float = option(1.0, "Gradient norm above which gradients are scaled down; 0: off.", panel=_OPTIM, low=0)

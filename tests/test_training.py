@@ -129,7 +129,7 @@ def test_decay_is_for_matrices_alone() -> None:
 
 def test_muon_is_for_the_matrices_of_the_blocks() -> None:
     model = GPT(gpt.GPTConfig(50, 8, 2, 2, 16))
-    muon, adamw = make_optimizer(model, "muon", 0.1, embedding_decay=0.2).optimizers
+    muon, adamw = make_optimizer(model, "muon", 0.1).optimizers
     names = {id(p): name for name, p in model.named_parameters()}
     (fused, single), (embeddings, vectors) = (
         [{names[id(p)] for p in group["params"]} for group in part.param_groups] for part in (muon, adamw)
@@ -137,8 +137,13 @@ def test_muon_is_for_the_matrices_of_the_blocks() -> None:
     assert fused == {f"h.{layer}.attn.c_attn.weight" for layer in range(2)}
     assert len(single) == 2 * 3
     assert embeddings == {"wte.weight", "wpe.weight"}
-    assert [group["weight_decay"] for part in (muon, adamw) for group in part.param_groups] == [0.1, 0.1, 0.2, 0]
     assert set(names.values()) == fused | single | embeddings | vectors
+
+
+@pytest.mark.parametrize(("decay", "embeddings"), [(0.1, 0.0), (0.5, 1.0)])
+def test_beside_muon_embeddings_have_a_decay_if_it_is_strong(decay: float, embeddings: float) -> None:
+    parts = make_optimizer(GPT(gpt.GPTConfig(50, 8, 2, 2, 16)), "muon", decay).optimizers
+    assert [group["weight_decay"] for part in parts for group in part.param_groups] == [decay, decay, embeddings, 0]
 
 
 @pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
@@ -559,19 +564,17 @@ def test_every_preset_resolves() -> None:
 @pytest.mark.parametrize(
     ("settings", "decided"),
     [
-        ({"epochs": 4.0, "n_tokens": 45_000}, (0.0, 0.1, 0.0)),
-        ({"epochs": 10.0}, (0.1, 0.5, 1.0)),
-        ({"epochs": 10.0, "n_tokens": 400_000}, (0.0, 0.1, 0.0)),
-        ({"epochs": 18.0, "n_tokens": 45_000}, (0.2, 0.5, 1.0)),
-        ({"epochs": 10.0, "dropout": 0.3}, (0.3, 0.5, 1.0)),
-        ({"epochs": 10.0, "weight_decay": 0.2}, (0.1, 0.2, 0.4)),
-        ({"epochs": 10.0, "weight_decay": 0.0}, (0.1, 0.0, 0.0)),
-        ({"epochs": 10.0, "optimizer": "adamw"}, (0.1, 0.5, 0.0)),
+        ({"epochs": 4.0, "n_tokens": 45_000}, (0.0, 0.1)),
+        ({"epochs": 10.0}, (0.1, 0.5)),
+        ({"epochs": 10.0, "n_tokens": 400_000}, (0.0, 0.1)),
+        ({"epochs": 18.0, "n_tokens": 45_000}, (0.2, 0.5)),
+        ({"epochs": 10.0, "dropout": 0.3}, (0.3, 0.5)),
+        ({"epochs": 10.0, "weight_decay": 0.0}, (0.1, 0.0)),
     ],
 )
-def test_a_text_that_is_read_often(settings: dict[str, Any], decided: tuple[float, float, float]) -> None:
+def test_a_text_that_is_read_often(settings: dict[str, Any], decided: tuple[float, float]) -> None:
     found = resolved(preset="nano", **settings)
-    assert (found.model.dropout, found.weight_decay, found.embedding_decay) == decided
+    assert (found.model.dropout, found.weight_decay) == decided
 
 
 @pytest.mark.parametrize(

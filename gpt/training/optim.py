@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from gpt.config import USUAL_DECAY
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
 from gpt.parallel.world import World
@@ -22,6 +23,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 3
 # Of an update, before the rate: about AdamW's, so that one rate serves both (Liu et al. 2025, arXiv 2502.16982).
 RMS = 0.2
+EMBEDDING_DECAY = 2  # times that of the matrices, where that is more than usual (docs/defaults.md)
 NORM_RATE = 0.25  # of the rate, for the vectors of a model with RMSNorm beside Muon (docs/defaults.md)
 
 
@@ -224,11 +226,10 @@ def make_optimizer(
     dtype: torch.dtype = torch.float32,
     world: World | None = None,
     muon: Callable[..., Muon] = Muon,
-    embedding_decay: float = 0.0,
 ) -> Optimizers:
     """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas, fused in one kernel; under ``muon`` for all but the matrices
-    of the blocks. Biases and norms are not decayed; embeddings are, under ``muon`` by ``embedding_decay``. ``dtype`` is
-    that of Muon's iteration, which the ranks of a ``world`` share.
+    of the blocks. Biases and norms are not decayed, and embeddings under ``muon`` only by a decay above the usual one,
+    but then twice. ``dtype`` is that of Muon's iteration, which the ranks of a ``world`` share.
     """
     table = named_parameters(model.config)
     vectors: list[Tensor] = []
@@ -243,7 +244,7 @@ def make_optimizer(
         return Optimizers([_adamw([*others, *(p for some in fused.values() for p in some)], vectors, weight_decay)])
     groups = [{"params": params, "fused": rows} for rows, params in fused.items()]
     rate = NORM_RATE if model.config.norm == "rmsnorm" else 1.0
-    adamw = _adamw(others, vectors, embedding_decay, rate)
+    adamw = _adamw(others, vectors, EMBEDDING_DECAY * weight_decay if weight_decay > USUAL_DECAY else 0.0, rate)
     return Optimizers([muon(groups, 0.0, weight_decay, dtype, world), adamw])
 
 

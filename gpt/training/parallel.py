@@ -305,9 +305,7 @@ def parallelize(
         sharded = shard(recipe, compute, world, path, init)
         sharded.model.recompute = recipe.recompute
         muon = partial(ShardedMuon, sharded)
-        optimizer = make_optimizer(
-            sharded.own, recipe.optimizer, recipe.weight_decay, compute.dtype, world, muon, recipe.embedding_decay
-        )
+        optimizer = make_optimizer(sharded.own, recipe.optimizer, recipe.weight_decay, compute.dtype, world, muon)
         return Sharded(sharded, optimizer, compute, world)
     if path is not None and not recipe.lora_rank:
         model = checkpoint.load(path, compute.device, recipe.model).model.train()
@@ -320,9 +318,7 @@ def parallelize(
             model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_targets, recipe.weight_decay
         )
     else:
-        optimizer = make_optimizer(
-            model, recipe.optimizer, recipe.weight_decay, compute.dtype, world, embedding_decay=recipe.embedding_decay
-        )
+        optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype, world)
     return (Replicated if world.size > 1 else Single)(model, optimizer, compute, world)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from gpt.config import GPTConfig, Optimizer, Preset, TrainConfig, find_preset
+from gpt.config import USUAL_DECAY, GPTConfig, Optimizer, Preset, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.memory import Setup, at_once, divisors, in_chunks, largest, training
@@ -19,9 +19,8 @@ Notes = Callable[[str], None]
 Schedule = Literal["linear", "cosine", "constant"]
 FLOOR = 0.1  # of the peak rate, where the cosine ends (GPT-3, appendix B)
 DECAY = 0.5  # of the steps
-# Passes over the text, if more than `FEW_PASSES`, divided by its tokens a parameter, from which on: dropout, decay, and
-# how many times as much decay embeddings have beside Muon (docs/defaults.md).
-READINGS = ((200, 0.2, 0.5, 2), (40, 0.1, 0.5, 2), (0, 0.0, 0.1, 0))
+# Passes over the text, if more than `FEW_PASSES`, divided by its tokens a parameter, from which on: dropout, decay.
+READINGS = ((200, 0.2, 0.5), (40, 0.1, 0.5), (0, 0.0, USUAL_DECAY))  # docs/defaults.md
 FEW_PASSES = 8
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
 RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
@@ -55,7 +54,7 @@ class Recipe:
     decay: Count  # steps at the end over which the linear schedule decays
     optimizer: Optimizer
     schedule: Schedule
-    weight_decay: Amount  # of the matrices; with AdamW, of embeddings too
+    weight_decay: Amount
     clip: Amount
     eval_every: Positive
     patience: Count
@@ -73,7 +72,6 @@ class Recipe:
     shard: Literal["none", "full"] = "none"  # whether weights, gradients and moments are sharded over processes
     tensor: Annotated[int, Within(1, 1024)] = 1  # tensor-parallel processes, which share each sequence
     context: Count = 0  # of the saved model, if it is longer than in training; 0: the same
-    embedding_decay: Amount = 0.0  # of embeddings, with Muon
     recompute: bool = False  # whether activations of blocks are recomputed in the backward pass
 
     @property
@@ -165,8 +163,7 @@ def resolve(
     steps = _steps(config, n_tokens, batch, usual)
     tokens = batch.read(steps)
     passes = 0.0 if start is not None else tokens / n_tokens
-    dropout, weight_decay, times = auto_regularization(passes, n_tokens / breakdown(model).trainable)
-    weight_decay = weight_decay if config.weight_decay is None else config.weight_decay
+    dropout, weight_decay = auto_regularization(passes, n_tokens / breakdown(model).trainable)
     model = model if config.dropout is not None else replace(model, dropout=dropout)
     warmup = _warmup(config, steps, batch)
     for line in _without_effect(config, model, steps, warmup, held_out):
@@ -186,8 +183,7 @@ def resolve(
         warmup=warmup,
         decay=round(DECAY * steps) if config.decay is None else config.decay,
         optimizer=optimizer,
-        weight_decay=weight_decay,
-        embedding_decay=times * weight_decay if optimizer == "muon" else 0.0,
+        weight_decay=weight_decay if config.weight_decay is None else config.weight_decay,
         eval_every=eval_every,
         save_every=config.save_every or eval_every,
         sample_every=math.ceil(steps / 4) if config.sample_every is None else config.sample_every,
@@ -415,11 +411,11 @@ def auto_epochs(n_tokens: int, model: GPTConfig, device: str) -> float:
     return min(20.0, tokens / n_tokens)
 
 
-def auto_regularization(passes: float, tokens_per_parameter: float) -> tuple[float, ...]:
-    """The row of `READINGS` for a text: more of all where it is so short, and read so often, that it could be learnt by
-    heart (docs/defaults.md)."""
+def auto_regularization(passes: float, tokens_per_parameter: float) -> tuple[float, float]:
+    """Dropout and weight decay for a text: more of both where it is so short, and read so often, that it could be
+    learnt by heart (docs/defaults.md)."""
     often = passes / tokens_per_parameter if passes > FEW_PASSES else 0
-    return next(row[1:] for row in READINGS if often >= row[0])
+    return next((dropout, decay) for least, dropout, decay in READINGS if often >= least)
 
 
 def _compiles(
