@@ -111,7 +111,7 @@ def cache_folder() -> Path:
         base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
     else:
         base = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
-    return Path(base).expanduser() / "gpt" / "blocks"
+    return Path(base).expanduser() / "gpt" / "programs"
 
 
 def own_folder() -> Path:

@@ -30,8 +30,8 @@ CONFIG = SampleConfig(greedy=True, max_tokens=40, ignore_eot=True)
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of compiled blocks, which is empty."""
-    monkeypatch.setattr(programs, "cache_folder", lambda: tmp_path / "cache" / "blocks")
-    return tmp_path / "cache" / "blocks"
+    monkeypatch.setattr(programs, "cache_folder", lambda: tmp_path / "cache" / "programs")
+    return tmp_path / "cache" / "programs"
 
 
 def model_of(

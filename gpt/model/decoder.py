@@ -502,7 +502,7 @@ def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, dropout: float, window: int
 
 
 def bias(q: Tensor, S: int, window: int | None) -> Tensor:
-    """What is added to the scores of queries q (B, H, T, D), (T, S): −∞ where a position does not see another."""
+    """The mask that is added to scores of queries q (B, H, T, D): (T, S), −∞ where a position does not see another."""
     T = q.size(2)
     hidden = torch.zeros((T, S), dtype=q.dtype, device=q.device)
     return hidden.masked_fill_(~visible(T, window, q.device, S - T), -math.inf)

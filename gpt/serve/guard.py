@@ -1,4 +1,4 @@
-"""Which hosts and origins are answered, and how errors are."""
+"""Refuses foreign hosts and origins, and says errors as OpenAI's API does."""
 
 from typing import Any
 

@@ -5,6 +5,7 @@ the matrix products, and torch calls these one after the other.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from gpt import programs
 from gpt.config import GPTConfig
 from gpt.device import Compute
-from gpt.model import decoder, loss
+from gpt.model import decoder, loss, memory
 from gpt.model.decoder import GPT
 
 GELU = (0.7978845608028654, 0.044715)  # √(2/π), and the weight of the cube, in GELU's tanh form
@@ -33,7 +34,8 @@ class GradientProgram:
         self.masks = _masks(model.config, compute.dtype)
         self.dropout, self.sizes = model.config.dropout, _sizes(model.config, rows)
         self.embedding = next(at for at, p in enumerate(self.params) if p is model.wte.weight)
-        code = [Path(module.__file__ or "").read_bytes() for module in (decoder, loss)] + [Path(__file__).read_bytes()]
+        traced = {decoder.__name__, loss.__name__, memory.__name__, type(objective).__module__, __name__}
+        code = [Path(sys.modules[name].__file__ or "").read_bytes() for name in sorted(traced)]
         key = (code, model.config, self.shape, compute.dtype_name)
         trace = functools.partial(_traced, objective, model, compute, self.shape)
         self.run = programs.find(key, trace, note, "the step")
@@ -98,7 +100,7 @@ def _traced(objective: nn.Module, model: GPT, compute: Compute, shape: tuple[int
 
 
 def _masks(config: GPTConfig, dtype: torch.dtype) -> list[Tensor]:
-    """What is added to scores without a window and with the model's, (T, T)."""
+    """The masks of scores without a window and with the model's, (T, T)."""
     q = torch.empty(1, 1, config.block_size, 0, dtype=dtype)
     return [decoder.bias(q, config.block_size, window) for window in (None, config.window)]
 
