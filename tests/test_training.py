@@ -238,6 +238,7 @@ def test_minutes_become_steps_that_can_be_repeated(text: Path) -> None:
     assert record["settings"]["minutes"] == 0.1
     again, _ = train(
         text, steps=timed.steps, warmup=resolved["warmup"], decay=resolved["decay"], dropout=0.0,
+        weight_decay=resolved["weight_decay"],
         eval_every=resolved["eval_every"], save_every=resolved["save_every"],
     )  # fmt: skip
     assert again.val_loss == timed.val_loss
