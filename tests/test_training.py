@@ -567,7 +567,8 @@ def test_every_preset_resolves() -> None:
     [
         ({"epochs": 4.0, "n_tokens": 45_000}, (0.0, 0.1)),
         ({"epochs": 10.0}, (0.1, 0.5)),
-        ({"epochs": 10.0, "n_tokens": 400_000}, (0.0, 0.1)),
+        ({"epochs": 10.0, "n_tokens": 400_000}, (0.1, 0.1)),
+        ({"epochs": 10.0, "n_tokens": 800_000}, (0.0, 0.1)),
         ({"epochs": 18.0, "n_tokens": 45_000}, (0.2, 0.5)),
         ({"epochs": 10.0, "dropout": 0.3}, (0.3, 0.5)),
         ({"epochs": 10.0, "weight_decay": 0.0}, (0.1, 0.0)),

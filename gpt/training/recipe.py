@@ -20,7 +20,7 @@ Schedule = Literal["linear", "cosine", "constant"]
 FLOOR = 0.1  # of the peak rate, where the cosine ends (GPT-3, appendix B)
 DECAY = 0.5  # of the steps
 # Passes over the text, if more than `FEW_PASSES`, divided by its tokens a parameter, from which on: dropout, decay.
-READINGS = ((200, 0.2, 0.5), (40, 0.1, 0.5), (0, 0.0, USUAL_DECAY))  # docs/defaults.md
+READINGS = ((200, 0.2, 0.5), (40, 0.1, 0.5), (20, 0.1, USUAL_DECAY), (0, 0.0, USUAL_DECAY))  # docs/defaults.md
 FEW_PASSES = 8
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
 RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
