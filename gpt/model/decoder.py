@@ -90,16 +90,16 @@ def drop(x: Tensor, p: float) -> Tensor:
     """Zeroes each number with probability p, to 2⁻¹⁶, and divides the others by 1 − p."""
     if p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
-    kept = kept_of(x.numel(), p, x.dtype)
-    return x * kept.mul_(raised(p)).view(x.shape)
+    kept = dropout_mask(x.numel(), p, x.dtype)
+    return x * kept.mul_(dropout_scale(p)).view(x.shape)
 
 
-def raised(p: float) -> float:
+def dropout_scale(p: float) -> float:
     """The factor of the numbers that dropout keeps, 1 / (1 − p), where p is a whole number of 2⁻¹⁶."""
     return 2**16 / (2**16 - round(p * 2**16))
 
 
-def kept_of(n: int, p: float, dtype: torch.dtype) -> Tensor:
+def dropout_mask(n: int, p: float, dtype: torch.dtype) -> Tensor:
     """Draws which of n numbers dropout keeps, (n): 1 with probability 1 − p, to 2⁻¹⁶, else 0.
 
     A CPU draws one random number after the other, and torch a whole one for each of n: for 131,072 in 600 µs. Here four

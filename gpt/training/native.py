@@ -44,7 +44,7 @@ class GradientProgram:
         """Adds the gradients of the loss of inputs x and targets y, (rows, T), divided by ``counted``. Returns that
         loss."""
         x, y = x.contiguous(), y.contiguous()  # a batch's are parts of one array
-        kept = decoder.kept_of(sum(self.sizes), self.dropout, self.masks[0].dtype)
+        kept = decoder.dropout_mask(sum(self.sizes), self.dropout, self.masks[0].dtype)
         inputs = [*self.inputs, x, y, counted, *self.masks, *torch.split(kept, self.sizes)]
         total, looked_up, *grads = self.run(inputs)
         table = grads[self.embedding]
@@ -77,7 +77,7 @@ def _traced(objective: nn.Module, model: GPT, compute: Compute, shape: tuple[int
             return looked_up[0]
 
         def drop(x: Tensor, p: float) -> Tensor:
-            return x * (next(others).view(x.shape).to(x.dtype) * decoder.raised(p)) if p else x
+            return x * (next(others).view(x.shape).to(x.dtype) * decoder.dropout_scale(p)) if p else x
 
         def bias(q: Tensor, S: int, window: int | None) -> Tensor:
             return (whole if window is None else part).to(q.dtype)
