@@ -90,7 +90,8 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.launches: Counter[str] = Counter()  # operators that launch a kernel at least, and copies
         self.most: int | None = None  # bytes of a tensor; a larger one does not fit
         self.lost = ""  # what CUDA says of everything from now on
-        self._pinned: set[int] = set()
+        # By address, and kept: memory that was freed may come back as a tensor that is not pinned.
+        self._pinned: dict[int, torch.UntypedStorage] = {}
         self._arriving: list[Arriving] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -188,7 +189,8 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def pin(self, tensor: Tensor) -> Tensor:
         """The tensor, from now on as if it lay in pinned memory."""
-        self._pinned.add(tensor.untyped_storage().data_ptr())
+        storage = tensor.untyped_storage()
+        self._pinned[storage.data_ptr()] = storage
         return tensor
 
     def _is_pinned(self, tensor: Tensor) -> bool:

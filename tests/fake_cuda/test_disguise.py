@@ -66,6 +66,16 @@ def test_every_wait_is_told(disguise: Disguise) -> None:
         assert (kind, where.split(":")[0]) == ("_local_scalar_dense", "test_disguise.py")
 
 
+def test_memory_once_pinned_does_not_make_a_new_tensor_pinned(disguise: Disguise) -> None:
+    with disguise() as device:
+        for _ in range(50):
+            torch.ones(2).pin_memory().to("cuda", non_blocking=True)
+            assert device.waits == []
+            torch.ones(2).to("cuda", non_blocking=True)
+            assert len(device.waits) == 1
+            device.waits.clear()
+
+
 def test_what_was_not_waited_for_has_not_come(disguise: Disguise) -> None:
     with disguise(2) as device:
         buffers = []
