@@ -586,16 +586,17 @@ def test_a_text_that_is_read_often(settings: dict[str, Any], decided: tuple[floa
         ({"steps": 1000}, False),
         ({"steps": 1000, "compile": "on"}, True),
         ({"compile": "off"}, False),
-        ({"minutes": 2.0}, False),
-        ({"minutes": 3.0}, True),
+        ({"minutes": 0.9}, False),
+        ({"minutes": 1.0}, True),
         ({"recompute": True}, False),
         ({"preset": "small", "minutes": 60.0}, False),
         ({"preset": "micro"}, False),
-        ({"preset": "micro", "minutes": 3.0}, True),
+        ({"preset": "micro", "minutes": 1.0}, True),
+        ({"preset": "mini", "minutes": 1.0}, False),
     ],
 )
 def test_a_cpu_compiles_by_length_and_size(settings: dict[str, Any], compiles: bool) -> None:
-    """The default length of `nano` is just long enough."""
+    """A minute is just long enough for four blocks."""
     found = resolved(n_tokens=10**6, dtype="bfloat16", **{"preset": "nano", **settings})
     assert found.compile == compiles
     assert not resolved(n_tokens=10**6, **{"preset": "nano", **settings, "compile": "auto"}).compile

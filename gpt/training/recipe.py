@@ -26,8 +26,8 @@ MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
 RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
 COMPILE_FROM = 3e16  # FLOPs of a run from which compiling pays on a GPU: about two minutes at a third of an H100's peak
 # On a CPU: seconds of a run for each layer from which it pays, and FLOPs a second for each number of the width, on two
-# cores. Making the program takes some three seconds a layer, and saves a quarter of the steps' time.
-COMPILE_SECONDS, CPU_RATE = 17, 1e9
+# cores. Making the program takes some three seconds a layer, and saves a quarter of a step or more.
+COMPILE_SECONDS, CPU_RATE = 14, 1e9
 COMPILED_LAYERS = 6  # up to which it was measured on a CPU
 MOST_STEPS = 2**53
 ID_BYTES, ROW_BYTES = 16, 256  # of an id of a batch, and of a row beside its ids, on the host
@@ -431,6 +431,5 @@ def _compiles(
         return flops >= COMPILE_FROM
     whole = processes == 1 and not (config.lora_rank or config.recompute or batch.setup.loss_chunk)
     small = model.n_layer <= COMPILED_LAYERS and compute.dtype_name == "bfloat16"
-    # Half of the minutes: what the compiler takes of them is lost for steps, on a busy machine several times as much.
-    seconds = flops / (CPU_RATE * model.n_embd) if config.minutes is None else 60 * config.minutes / 2
+    seconds = flops / (CPU_RATE * model.n_embd) if config.minutes is None else 60 * config.minutes
     return whole and small and seconds >= COMPILE_SECONDS * model.n_layer
