@@ -20,6 +20,7 @@ from gpt.errors import Interrupted, UserError
 from gpt.model.decoder import GPT
 from gpt.training import recipe
 from gpt.training import step as stepping
+from gpt.training.native import GradientProgram
 from gpt.training.optim import make_optimizer
 from gpt.training.parallel import Single
 from gpt.training.state import Snapshot, TrainState
@@ -127,6 +128,34 @@ def test_compiled_steps_are_the_same_to_rounding(text: Path, monkeypatch: pytest
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-4)
     said = [event.text for event in compiled if isinstance(event, events.Note)]
     assert any(line.startswith("compiled in") for line in said), said
+
+
+def test_a_step_has_a_program_for_each_shape_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(programs, "find", lambda key, *_: found.append(programs.digest(key)))
+
+    def look_for(rows: int = 4, dtype: torch.dtype = torch.bfloat16, **shape: Any) -> None:
+        model = GPT(
+            gpt.GPTConfig(**{"vocab_size": 50, "block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16, **shape})
+        )
+        compute = Compute(torch.device("cpu"), dtype)
+        GradientProgram(stepping.Objective(model, 0), model, compute, rows, lambda text: None)
+
+    look_for()
+    look_for()
+    assert found[0] == found[1]
+    look_for(rows=2)
+    look_for(dtype=torch.float32)
+    for shape in (
+        {"vocab_size": 51},
+        {"block_size": 4},
+        {"n_layer": 2},
+        {"n_head": 1},
+        {"n_embd": 32},
+        {"dropout": 0.1},
+    ):
+        look_for(**shape)
+    assert len(set(found)) == len(found) - 1
 
 
 def test_a_signal_while_compiling_is_no_failure_of_it(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
