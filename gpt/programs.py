@@ -4,6 +4,7 @@ A program is machine code. The folder that holds them must be the user's alone: 
 the user.
 """
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -23,15 +24,18 @@ from torch import Tensor
 Note = Callable[[str], None]
 Program = Callable[[list[Tensor]], list[Tensor]]
 Graph = tuple[torch.fx.GraphModule, tuple[Any, ...]]  # with inputs as it was traced with
+KEPT = 50  # programs, of some 4 MB each
 
 
 def find(key: object, trace: Callable[[], Graph], note: Note, what: str) -> Program:
     """The program of a ``key``, which names code, shapes and dtypes: opened, or compiled from what ``trace`` returns,
-    and kept; ``note`` is told before. It is for this torch, processor and number of threads. Raises whatever the
-    compiler or the disk raises: `OSError` for a folder that is open to others."""
+    and kept among the `KEPT` that were used last; ``note`` is told before. It is for this torch, processor and number
+    of threads. Raises whatever the compiler or the disk raises: `OSError` for a folder that is open to others."""
     path = own_folder() / f"{digest(key)}.pt2"
     try:
-        return _opened(path)
+        program = _opened(path)
+        os.utime(path)
+        return program
     except RuntimeError:  # there is none, or it is damaged
         default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")  # Inductor's
         if shutil.which(compiler := os.environ.get("CXX", default)) is None:
@@ -39,6 +43,9 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str) -> Prog
         note(f"compiling {what} for this processor and shape: some 15 seconds, once")
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             os.replace(compile(trace(), Path(scratch)), path)
+    with contextlib.suppress(OSError):  # another command deletes them too, or has one open
+        for old in sorted(path.parent.glob("*.pt2"), key=lambda each: each.stat().st_mtime)[:-KEPT]:
+            old.unlink()
     return _opened(path)
 
 

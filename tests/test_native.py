@@ -1,5 +1,6 @@
 """Blocks compiled for a CPU compute what blocks do, and no code comes from a folder that others can write to."""
 
+import os
 import shutil
 import stat
 import sys
@@ -101,11 +102,36 @@ def test_compiled_blocks_write_the_same(arch: str, bits: int | None, more: dict[
     kept = sorted(place.iterdir())
     assert [path.suffix for path in kept] == [".pt2"]
     assert kept[0].stat().st_size > 100_000
-    before = {path: path.stat().st_mtime_ns for path in kept}
+    before = {path: path.stat().st_ino for path in kept}
     again = model_of(arch, bits, second := [], **more)
     assert written(again, prompt)[0] == ids
     assert second == []  # it was found
-    assert {path: path.stat().st_mtime_ns for path in place.iterdir()} == before
+    assert {path: path.stat().st_ino for path in place.iterdir()} == before
+
+
+def test_programs_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    def compiled(graph: str, scratch: Path) -> Path:
+        (scratch / "program.pt2").write_text(graph)
+        return scratch / "program.pt2"
+
+    def opened(path: Path) -> str:
+        if not path.exists():
+            raise RuntimeError("there is none")
+        return path.read_text()
+
+    def use(name: str, at: int) -> None:
+        assert programs.find(name, lambda: name, lambda text: None, "it") == name  # type: ignore[arg-type, return-value]
+        os.utime(place / f"{programs.digest(name)}.pt2", (at, at))  # the clock of a disk may be coarse
+
+    monkeypatch.setattr(programs, "KEPT", 2)
+    monkeypatch.setattr(programs, "compile", compiled)
+    monkeypatch.setattr(programs, "_opened", opened)
+    monkeypatch.setenv("CXX", sys.executable)
+    use("a", 1)
+    use("b", 2)
+    assert programs.find("a", pytest.fail, pytest.fail, "it") == "a"  # later than b
+    use("c", 3)
+    assert sorted(path.read_text() for path in place.iterdir()) == ["a", "c"]
 
 
 def test_without_a_compiler_blocks_are_computed(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:

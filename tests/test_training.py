@@ -580,26 +580,30 @@ def test_a_text_that_is_read_often(settings: dict[str, Any], decided: tuple[floa
 
 
 @pytest.mark.parametrize(
-    ("settings", "compiles"),
+    ("settings", "in_bfloat16", "in_float32"),
     [
-        ({}, True),
-        ({"steps": 1000}, False),
-        ({"steps": 1000, "compile": "on"}, True),
-        ({"compile": "off"}, False),
-        ({"minutes": 0.9}, False),
-        ({"minutes": 1.0}, True),
-        ({"recompute": True}, False),
-        ({"preset": "small", "minutes": 60.0}, False),
-        ({"preset": "micro"}, False),
-        ({"preset": "micro", "minutes": 1.0}, True),
-        ({"preset": "mini", "minutes": 1.0}, False),
+        ({}, True, True),
+        ({"steps": 1000}, False, False),
+        ({"steps": 1000, "compile": "on"}, True, True),
+        ({"compile": "off"}, False, False),
+        ({"minutes": 0.9}, False, False),
+        ({"minutes": 1.0}, True, False),
+        ({"minutes": 2.3}, True, False),
+        ({"minutes": 2.4}, True, True),
+        ({"recompute": True}, False, False),
+        ({"preset": "small", "minutes": 60.0}, False, False),
+        ({"preset": "micro"}, False, False),
+        ({"preset": "micro", "minutes": 1.0}, True, False),
+        ({"preset": "mini", "minutes": 1.0}, False, False),
+        ({"preset": "mini", "minutes": 4.0}, True, True),
     ],
 )
-def test_a_cpu_compiles_by_length_and_size(settings: dict[str, Any], compiles: bool) -> None:
-    """A minute is just long enough for four blocks."""
-    found = resolved(n_tokens=10**6, dtype="bfloat16", **{"preset": "nano", **settings})
-    assert found.compile == compiles
-    assert not resolved(n_tokens=10**6, **{"preset": "nano", **settings, "compile": "auto"}).compile
+def test_a_cpu_compiles_by_length_size_and_dtype(
+    settings: dict[str, Any], in_bfloat16: bool, in_float32: bool
+) -> None:
+    """In bfloat16 a minute is just long enough for four blocks."""
+    for dtype, compiles in (("bfloat16", in_bfloat16), ("float32", in_float32)):
+        assert resolved(n_tokens=10**6, dtype=dtype, **{"preset": "nano", **settings}).compile == compiles
 
 
 @pytest.mark.parametrize(

@@ -311,7 +311,7 @@ class Trainer:
             self.session.note(f"compiled in {time.perf_counter() - started:.0f} s")
         else:
             self.update_recipe(compile=False)
-            self.session.warn(f"torch.compile failed, so the run continues without it: {failed:.200}")
+            self.session.warn(f"steps are not compiled: {failed:.200}")
 
     def on_halved(self, micro_batch: int) -> None:
         """Records a smaller micro-batch, after memory ran out."""

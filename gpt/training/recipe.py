@@ -25,9 +25,11 @@ FEW_PASSES = 8
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
 RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
 COMPILE_FROM = 3e16  # FLOPs of a run from which compiling pays on a GPU: about two minutes at a third of an H100's peak
-# On a CPU: seconds of a run for each layer from which it pays, and FLOPs a second for each number of the width, on two
-# cores. Making the program takes some three seconds a layer, and saves a quarter of a step or more.
-COMPILE_SECONDS, CPU_RATE = 14, 1e9
+# On a CPU, by dtype: seconds of a run for each layer from which it pays, and FLOPs a second for each number of the
+# width, on two cores. Making the program takes some four seconds a layer, and saves a quarter of a step in bfloat16, a
+# tenth to a fifth in float32.
+COMPILE_SECONDS = {"bfloat16": 14, "float32": 35}
+CPU_RATE = {"bfloat16": 1e9, "float32": 4.5e8}
 COMPILED_LAYERS = 6  # up to which it was measured on a CPU
 MOST_STEPS = 2**53
 ID_BYTES, ROW_BYTES = 16, 256  # of an id of a batch, and of a row beside its ids, on the host
@@ -422,7 +424,7 @@ def _compiles(
     config: TrainConfig, compute: Compute, model: GPTConfig, flops: float, batch: _Batch, processes: int
 ) -> bool:
     """Whether to compile. ``auto`` does so for long runs, on a CPU where one process trains all weights of a small
-    model in bfloat16 (docs/defaults.md). Not for examples: batches vary in length."""
+    model (docs/defaults.md). Not for examples: batches vary in length."""
     if config.compile != "auto":
         return config.compile == "on"
     if config.has_examples or compute.device.type not in ("cpu", "cuda"):
@@ -430,6 +432,8 @@ def _compiles(
     if compute.device.type == "cuda":
         return flops >= COMPILE_FROM
     whole = processes == 1 and not (config.lora_rank or config.recompute or batch.setup.loss_chunk)
-    small = model.n_layer <= COMPILED_LAYERS and compute.dtype_name == "bfloat16"
-    seconds = flops / (CPU_RATE * model.n_embd) if config.minutes is None else 60 * config.minutes
-    return whole and small and seconds >= COMPILE_SECONDS * model.n_layer
+    dtype = compute.dtype_name
+    if not whole or model.n_layer > COMPILED_LAYERS or dtype not in COMPILE_SECONDS:
+        return False
+    seconds = flops / (CPU_RATE[dtype] * model.n_embd) if config.minutes is None else 60 * config.minutes
+    return seconds >= COMPILE_SECONDS[dtype] * model.n_layer
