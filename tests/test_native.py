@@ -179,10 +179,18 @@ def test_programs_are_by_shape_and_not_by_length() -> None:
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(("arch", "layers", "dropout"), [("gpt2", 2, 0.0), ("gpt2", 1, 0.1), ("qwen3", 1, 0.0)])
-def test_a_compiled_steps_gradients_are_the_same(arch: str, layers: int, dropout: float) -> None:
-    """To rounding, in bfloat16; and with dropout the same again from the same seed."""
-    compute, found = Compute(torch.device("cpu"), torch.bfloat16), []
+@pytest.mark.parametrize(
+    ("arch", "layers", "dropout", "dtype"),
+    [
+        ("gpt2", 2, 0.0, torch.bfloat16),
+        ("gpt2", 1, 0.1, torch.bfloat16),
+        ("gpt2", 1, 0.0, torch.float32),
+        ("qwen3", 1, 0.0, torch.bfloat16),
+    ],
+)
+def test_a_compiled_steps_gradients_are_the_same(arch: str, layers: int, dropout: float, dtype: torch.dtype) -> None:
+    """To rounding; and with dropout the same again from the same seed."""
+    compute, found = Compute(torch.device("cpu"), dtype), []
     model = model_of(arch, exact=True, dropout=dropout, n_layer=layers).train()
     objective = Objective(model, 0)
     program = GradientProgram(objective, model, compute, 4, lambda text: None)
@@ -199,4 +207,4 @@ def test_a_compiled_steps_gradients_are_the_same(arch: str, layers: int, dropout
         loss.backward()
         expected = [loss.detach(), *(p.grad for p in model.parameters())]
         for got, wanted in zip(found[0], expected, strict=True):
-            assert (got - wanted).norm() < 0.05 * wanted.norm()
+            assert (got - wanted).norm() < (0.05 if dtype == torch.bfloat16 else 1e-4) * wanted.norm()

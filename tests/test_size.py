@@ -31,16 +31,18 @@ def test_sizes_grow_with_time_and_text() -> None:
     assert chosen[0] == "nano"
     assert chosen[-1] == "gpt2"
     for name in LADDER[1:]:
-        minutes = TOKENS * 6 * parameters(name) ** 2 / 1e11 / 60  # when it has read a token a parameter
+        minutes = TOKENS * 6 * parameters(name) ** 2 / 1e11 / 60  # when it has read so many tokens a parameter
         assert largest_preset(1.01 * minutes, 10**12, device(1e11, []))[0] == name
         below, why = largest_preset(0.99 * minutes, 10**12, device(1e11, []))
         assert below == LADDER[LADDER.index(name) - 1]
         assert f"; {name} would need some {minutes:,.0f} minutes" in why
 
 
-def test_no_more_parameters_than_bytes() -> None:
-    name, why = largest_preset(1e7, parameters("mini") + 1, device(1e14, []))
-    assert (name, "small has" in why) == ("mini", True)
+def test_a_size_needs_a_byte_for_two_parameters() -> None:
+    for n_bytes, chosen in ((parameters("mini") // 2, "mini"), (parameters("mini") // 2 - 1, "micro")):
+        name, why = largest_preset(1e7, n_bytes, device(1e14, []))
+        assert name == chosen
+        assert f"{LADDER[LADDER.index(name) + 1]} has" in why
 
 
 def test_a_size_out_of_reach_is_not_tried() -> None:
@@ -59,7 +61,7 @@ def test_what_was_asked_for_stays(settings: dict[str, object]) -> None:
 
 def test_the_rate_is_that_of_steps_here() -> None:
     said: list[str] = []
-    config = preset_for_minutes(TrainConfig(minutes=0.1), CPU, 10**6, said.append)
+    config = preset_for_minutes(TrainConfig(minutes=0.1), CPU, 900_000, said.append)
     assert config.preset == "nano"
-    assert said[0].startswith("size nano: micro has 3,716,608 parameters, more than the text has bytes")
+    assert said == ["size nano: tiny has 1,988,736 parameters, more than 2 for each byte of the text"]
     assert 100 < measured_rate("nano", TrainConfig(), CPU) < 1e7
