@@ -29,7 +29,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.results import SCRIPTS, command, machine, median_seconds, write_section
 from gpt.config import PRESETS, GPTConfig, Optimizer, TrainConfig, find_preset
-from gpt.device import Compute, keep_freed_memory
+from gpt.device import keep_freed_memory, pick
 from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy
 from gpt.model.params import breakdown
@@ -42,6 +42,8 @@ from gpt.training.recipe import resolve
 from gpt.training.step import Stepper
 
 START_UPS = 7
+COMPUTE = pick("cpu", training=True)  # as `gpt train` computes here
+DTYPE = COMPUTE.dtype_name
 
 
 def floors() -> list[str]:
@@ -195,17 +197,17 @@ def training(shakespeare: Path) -> list[str]:
 
 RECIPE = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65}  # nanoGPT's for a GPU
 ROWS = 64
-ROUNDS = {"nano": 20, "micro": 10, "10.7 M": 3}  # steps of each system, in turn
+ROUNDS = {"nano": 20, "tiny": 10, "micro": 10, "10.7 M": 3}  # steps of each system, in turn
 
 
 def speed() -> list[str]:
     """Times whole steps of small models: ours, plain and compiled, and transformers' GPT-2 in a plain loop."""
     keep_freed_memory()
-    a = torch.randn(2048, 2048).to(torch.bfloat16)
+    a = torch.randn(2048, 2048).to(COMPUTE.dtype)
     rows = [
-        "Batch, forward, loss, backward, clip and update in bfloat16, without dropout. Systems take turns: medians, "
+        f"Batch, forward, loss, backward, clip and update in {DTYPE}, without dropout. Systems take turns: medians, "
         "and the median ratio to the plain step of the same turn. 10.7 M: 64 sequences of 256, 6 layers of 384. MFU: "
-        "6 N + 12·L·C·T FLOPs a token, of a bfloat16 product's rate in the same turns.",
+        f"6 N + 12·L·C·T FLOPs a token, of a {DTYPE} product's rate in the same turns.",
         "",
         "| model | system | ms a step | times the plain one's speed | MFU |",
         "|---|---|---:|---:|---:|",
@@ -249,10 +251,9 @@ def our_step(config: GPTConfig, count: int, kind: Optimizer, compiled: bool) -> 
         n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, block_size=config.block_size,
         batch_tokens=count * config.block_size, steps=100, optimizer=kind, dropout=0.0,
     )  # fmt: skip
-    compute = Compute(torch.device("cpu"), torch.bfloat16)
-    recipe = resolve(settings, compute, 10**6, 10**6, config.vocab_size, False, print)
+    recipe = resolve(settings, COMPUTE, 10**6, 10**6, config.vocab_size, False, print)
     model = GPT(recipe.model)
-    stepper = Stepper(Single(model, make_optimizer(model, kind, 0.1, torch.bfloat16), compute), recipe, print)
+    stepper = Stepper(Single(model, make_optimizer(model, kind, 0.1, COMPUTE.dtype), COMPUTE), recipe, print)
     if compiled and (failed := stepper.compile()):
         raise RuntimeError(failed)
     x, y = (torch.randint(config.vocab_size, (count, config.block_size)).numpy() for _ in range(2))
@@ -272,7 +273,7 @@ def peers_step(config: GPTConfig, count: int, compiled: bool) -> Callable[[], ob
     x, y = (torch.randint(config.vocab_size, (count, config.block_size)) for _ in range(2))
 
     def step() -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with COMPUTE.autocast():
             logits = forward(x).logits
         torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten()).backward()
         clip_grad_norm_(model.parameters(), 1.0)
@@ -305,7 +306,7 @@ def floor_of(config: GPTConfig, rows: int, steps: int, peak: float) -> list[list
     """Returns for each of `PHASES` its seconds, what its products take at the ``peak`` FLOP/s, what other operators
     take when they are called again, and the rest: the products' distance from the peak, allocation, and calls."""
     model = GPT(config)
-    optimizer = make_optimizer(model, "muon", 0.1, torch.bfloat16)
+    optimizer = make_optimizer(model, "muon", 0.1, COMPUTE.dtype)
     x, y = (torch.randint(config.vocab_size, (rows, config.block_size)) for _ in range(2))
     held: dict[str, Any] = {}
 
@@ -328,7 +329,7 @@ def floor_of(config: GPTConfig, rows: int, steps: int, peak: float) -> list[list
         marks = [time.perf_counter()]
         for at, part in enumerate(parts):
             counter, recorder = FlopCounterMode(display=False), _Recorder()
-            with torch.autocast("cpu", torch.bfloat16, enabled=at < 2), contextlib.ExitStack() as stack:
+            with COMPUTE.autocast() if at < 2 else contextlib.nullcontext(), contextlib.ExitStack() as stack:
                 if step > steps:  # the last one is taken apart
                     stack.enter_context(counter)
                     stack.enter_context(recorder)
@@ -357,10 +358,10 @@ def _others(recorder: _Recorder) -> float:
 def profile() -> list[str]:
     """Returns where the time of steps goes, beside what their arithmetic takes at the machine's peak."""
     keep_freed_memory()
-    a = torch.randn(2048, 2048).to(torch.bfloat16)
+    a = torch.randn(2048, 2048).to(COMPUTE.dtype)
     peak = 2 * 2048**3 / median_seconds(lambda: a @ a)
     rows = [
-        "bfloat16, Muon, not compiled; medians, ms. *Products* is what they take at the measured "
+        f"{DTYPE}, Muon, not compiled; medians, ms. *Products* is what they take at the measured "
         f"{peak / 1e9:,.0f} GFLOP/s, *other operators* what these take when called again, *rest* what is left.",
         "",
         "| model | phase | ms | products | other operators | rest |",
@@ -422,8 +423,8 @@ def main() -> None:
     how = machine("python -m benchmarks.run")
     write_section("Floors", [*how, *floors()])
     write_section("Start-up", [*how, "", *start_up()])
-    write_section("Training: speed of a step", [*how, "", *speed()])
-    write_section("Training: where a step's time goes", [*how, "", *profile()])
+    write_section(f"Training: speed of a step, {DTYPE}", [*how, "", *speed()])
+    write_section(f"Training: where a step's time goes, {DTYPE}", [*how, "", *profile()])
     write_section("Training: Muon and AdamW", [*how, "", *optimizers(shakespeare)])
     write_section("Training: held-out loss in a given time", [*how, "", *training(shakespeare)])
 

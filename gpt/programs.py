@@ -37,9 +37,8 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str) -> Prog
         os.utime(path)
         return program
     except RuntimeError:  # there is none, or it is damaged
-        default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")  # Inductor's
-        if shutil.which(compiler := os.environ.get("CXX", default)) is None:
-            raise OSError(f"there is no {compiler}, a C++ compiler") from None
+        if shutil.which(compiler()) is None:
+            raise OSError(f"there is no {compiler()}, a C++ compiler") from None
         note(f"compiling {what} for this processor and shape: some 15 seconds, once")
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             os.replace(compile(trace(), Path(scratch)), path)
@@ -47,6 +46,17 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str) -> Prog
         for old in sorted(path.parent.glob("*.pt2"), key=lambda each: each.stat().st_mtime)[:-KEPT]:
             old.unlink()
     return _opened(path)
+
+
+def compiler() -> str:
+    """The name of the C++ compiler that Inductor calls."""
+    return os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))
+
+
+def compiles_unasked() -> bool:
+    """Whether programs are compiled without being asked for. Not on macOS, where the name of a compiler that is not
+    there opens a window that offers it."""
+    return sys.platform != "darwin" and shutil.which(compiler()) is not None
 
 
 def digest(key: object) -> str:

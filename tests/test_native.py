@@ -109,6 +109,22 @@ def test_compiled_blocks_write_the_same(arch: str, bits: int | None, more: dict[
     assert {path: path.stat().st_ino for path in place.iterdir()} == before
 
 
+@pytest.mark.parametrize(
+    ("platform", "there", "unasked"), [("linux", "g++", True), ("linux", "cl", False), ("win32", "cl", True),
+    ("win32", "g++", False), ("darwin", "clang++", False)],
+)  # fmt: skip
+def test_programs_are_compiled_unasked(
+    platform: str, there: str, unasked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the compiler that Inductor calls is there."""
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == there else None)
+    assert programs.compiles_unasked() == unasked
+    monkeypatch.setenv("CXX", there)
+    assert programs.compiles_unasked() == (platform != "darwin")
+
+
 def test_programs_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     def compiled(graph: str, scratch: Path) -> Path:
         (scratch / "program.pt2").write_text(graph)

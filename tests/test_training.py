@@ -598,10 +598,15 @@ def test_a_text_that_is_read_often(settings: dict[str, Any], decided: tuple[floa
         ({"preset": "mini", "minutes": 4.0}, True, True),
     ],
 )
-def test_a_cpu_compiles_by_length_size_and_dtype(settings: dict[str, Any], in_bfloat16: bool, in_float32: bool) -> None:
+def test_a_cpu_compiles_by_length_size_and_dtype(
+    settings: dict[str, Any], in_bfloat16: bool, in_float32: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In bfloat16 a minute is just long enough for four blocks."""
-    for dtype, compiles in (("bfloat16", in_bfloat16), ("float32", in_float32)):
-        assert resolved(n_tokens=10**6, dtype=dtype, **{"preset": "nano", **settings}).compile == compiles
+    for there in (True, False):
+        monkeypatch.setattr(recipe, "compiles_unasked", lambda there=there: there)
+        for dtype, compiles in (("bfloat16", in_bfloat16), ("float32", in_float32)):
+            found = resolved(n_tokens=10**6, dtype=dtype, **{"preset": "nano", **settings}).compile
+            assert found == (compiles and (there or settings.get("compile") == "on"))
 
 
 @pytest.mark.parametrize(

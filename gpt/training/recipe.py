@@ -11,6 +11,7 @@ from gpt.errors import UserError
 from gpt.model.memory import Setup, at_once, divisors, in_chunks, largest, training
 from gpt.model.params import breakdown, nearest_preset
 from gpt.peaks import host_memory
+from gpt.programs import compiles_unasked
 from gpt.settings import Amount, Count, Positive, Within
 from gpt.text.batches import MOST_SIZES, Ramp
 from gpt.training import finetune
@@ -436,4 +437,4 @@ def _compiles(
     if not whole or model.n_layer > COMPILED_LAYERS or dtype not in COMPILE_SECONDS:
         return False
     seconds = flops / (CPU_RATE[dtype] * model.n_embd) if config.minutes is None else 60 * config.minutes
-    return seconds >= COMPILE_SECONDS[dtype] * model.n_layer
+    return seconds >= COMPILE_SECONDS[dtype] * model.n_layer and compiles_unasked()
