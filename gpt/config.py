@@ -276,7 +276,7 @@ _13B = "Table 2.1 of the GPT-3 paper gives a width of 5,140 for 40 heads of 128;
 # paper of GPT-2 gives no batch and no rate for its sizes; they have those of the GPT-3 model nearest in size.
 PRESETS: dict[str, Preset] = {
     "nano": _preset(4, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
-    "tiny": _preset(4, 6, 192, 64, 1024, 2048, 3.5e-3, "for any text, given some minutes more"),
+    "tiny": _preset(4, 6, 192, 64, 2048, 2048, 3.5e-3, "for any text, given some minutes more"),
     "micro": _preset(4, 4, 256, 128, 2048, 2048, 2e-3, "for a book, given more time on a laptop"),
     "mini": _preset(6, 6, 384, 256, 4096, 8192, 1e-3, "for tens of megabytes, or a small GPU"),
     "small": _preset(8, 8, 512, 512, 8192, 65_536, 1e-3, "for hundreds of megabytes, on a GPU"),

@@ -25,7 +25,7 @@ END_SECONDS = 2.0  # to save the last checkpoint, read it back, measure it and s
 LADDER = ("nano", "tiny", "micro", "mini", "small", "gpt2")
 # For each parameter: tokens that a preset must have time to read, uncompiled, before it beats the one below, and bytes
 # of text that it needs (docs/defaults.md).
-TOKENS, BYTES = 1.2, 0.5
+TOKENS, BYTES = 1.0, 0.4
 GAIN = 3.0  # how much faster than a small model, per parameter, a large one may be at most
 TRIED = 65_536  # tokens per step at most, while the rate is measured
 STEPS = (2, 4)  # that allocate, and that are timed
