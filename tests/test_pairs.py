@@ -195,16 +195,13 @@ def model_to_tune(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).run
 
 
-# With 395 steps of two pairs each, rounding alone decides between some 24 and 39 for adapters; untrained ones give 0.
-@pytest.mark.parametrize(("rank", "least"), [slow(None, 38), (8, 20)])
-def test_pairs_are_given_back_with_what_is_chosen_by_default(
-    gpt: Gpt, model_to_tune: Path, file: Path, rank: int | None, least: int
-) -> None:
+# By default adapters of so small a model give 2 to 37 of them, as rounding and the seed have it; untrained ones 0.
+@pytest.mark.parametrize(
+    ("options", "least"), [slow([], 38), (["--lora-rank", "8", "--lr", "0.004", "--epochs", "40"], 36)]
+)
+def test_pairs_are_given_back(gpt: Gpt, model_to_tune: Path, file: Path, options: list[str], least: int) -> None:
     file.write_text(jsonl(BY_HEART[:40]))
-    adapters = [] if rank is None else ["--lora-rank", str(rank)]
-    done = gpt(
-        "train", file, "--pairs", "--val-fraction", "0", "--init", model_to_tune, *adapters, "--dtype", "float32"
-    )
+    done = gpt("train", file, "--pairs", "--val-fraction", "0", "--init", model_to_tune, *options, "--dtype", "float32")
     assert done.code == 0, done.err
     said = re.search(r"answered exactly \(greedy\): (\d+) of 40$", done.out, re.MULTILINE)
     assert said is not None

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from models import rank_parameters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt.config import GPTConfig, find_preset
 from gpt.errors import UserError
@@ -203,8 +204,13 @@ def learn_together(sharded: ShardedModel, optimizer: Any, x: torch.Tensor, y: to
     return total.item() / grid.tensor, norm.item()
 
 
+@sdpa_kernel(SDPBackend.MATH)
 def agree_with_one(rank: int, steps: int, cases: list[tuple[Grid, GPTConfig, str]], out: Path) -> None:
-    """Steps of a whole model in each process, and of one divided: equal losses, norms and weights."""
+    """Steps of a whole model in each process, and of one divided: equal losses, norms and weights.
+
+    With plain attention, by which the queries and keys of one position have a gradient of exactly 0. The fused kernel of
+    some CPUs leaves rounding there, which Muon would scale up.
+    """
     for number, (grid, config, kind) in enumerate(cases):
         torch.manual_seed(1)
         plain = GPT(config)
