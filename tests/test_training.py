@@ -18,7 +18,7 @@ import torch
 from conftest import FAST, TINY, losses, make_text, resolved, slow, spawn, train, weights
 
 import gpt
-from gpt import events
+from gpt import events, programs
 from gpt.config import PRESETS, GPTConfig, TrainConfig
 from gpt.device import Compute, pick
 from gpt.errors import UserError, WorkError
@@ -244,6 +244,22 @@ def test_minutes_become_steps_that_can_be_repeated(text: Path) -> None:
     assert again.val_loss == timed.val_loss
     one, other = weights(timed.run), weights(again.run)
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the dropout of as many steps as fit, and not with that of the steps that are guessed before."""
+    sought: list[GPTConfig] = []
+
+    def find(key: Any, *args: object) -> Any:
+        sought.append(key[1])
+        raise OSError("there is no compiler")
+
+    monkeypatch.setattr(programs, "find", find)
+    monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: 30)
+    timed, _ = train(text, minutes=1.0, compile="on")
+    made = json.loads((timed.run / "run.json").read_text())["resolved"]
+    assert resolved(n_tokens=12_000, **{**TINY, "minutes": 1.0}).model.dropout > made["model"]["dropout"] == 0
+    assert [model.dropout for model in sought] == [0, 0]  # by who measures, and by the run
 
 
 def test_steps_that_fit_into_a_time() -> None:

@@ -17,7 +17,7 @@ from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
 from gpt.runs.record import Resumed, RunRecord
 from gpt.training import logs
-from gpt.training.budget import END_SECONDS, PROBE_SECONDS, PROBE_SHARE, TimeBudget
+from gpt.training.budget import END_SECONDS, PROBE_SECONDS, TimeBudget
 from gpt.training.checkpointing import Checkpointer, check_room, error_text
 from gpt.training.context import Result, RunContext, Session, now, versions
 from gpt.training.data import Dataset
@@ -444,8 +444,11 @@ class Trainer:
         self.session.listen(event)
 
 
-def measure_budget(parallel: Parallel, recipe: Recipe, data: Dataset, minutes: float, session: Session) -> TimeBudget:
-    """Measures how long steps and evaluations take here. It leaves moments and random states of no use."""
+def measure_budget(
+    parallel: Parallel, recipe: Recipe, data: Dataset, minutes: float, session: Session, share: float
+) -> TimeBudget:
+    """Measures how long steps and evaluations take here, in some ``share`` of the time. It leaves moments and random
+    states of no use."""
     world = session.world
     stepper = Stepper(parallel, recipe, lambda micro_batch: None)
     if recipe.compile:
@@ -453,7 +456,7 @@ def measure_budget(parallel: Parallel, recipe: Recipe, data: Dataset, minutes: f
     batches = data.batches(recipe)
     seconds: list[float] = []
     started = time.perf_counter()
-    enough = min(PROBE_SHARE * 60 * minutes, PROBE_SECONDS)
+    enough = min(share * 60 * minutes, PROBE_SECONDS)
     while len(seconds) < 6 or world.broadcast_object(lambda: time.perf_counter() - started < enough):
         before = time.perf_counter()
         stepper.step(*batches.global_batch(len(seconds), world.data_rank, world.data_size), 0.0).read(world.synchronize)

@@ -33,7 +33,7 @@ from gpt.text.corpus import open_corpus
 from gpt.text.token_folder import MANIFEST, TokenFolder
 from gpt.text.tokenizer import Tokenizer
 from gpt.training import logs
-from gpt.training.budget import TimeBudget, preset_for_minutes
+from gpt.training.budget import PROBE_SHARE, TimeBudget, preset_for_minutes
 from gpt.training.context import Listener, Result, RunContext, Session, data_record, first_record, versions
 from gpt.training.data import Dataset, load_tokens, make_tokens, open_examples, open_tokens, tokenized
 from gpt.training.finetune import InitCheckpoint, find_init, open_init
@@ -494,19 +494,27 @@ def amend(
             ),
         )  # fmt: skip
 
+    def measured(recipe: Recipe, share: float) -> tuple[TimeBudget, int]:
+        """The budget, and the steps that fit into it."""
+        seed_all(recipe.seed)
+        parallel = parallelize(recipe, compute, world, init)
+        found = measure_budget(parallel, recipe, data, config.minutes or 0.0, session, share)
+        return found, world.broadcast_object(lambda: found.steps(time.perf_counter()))
+
     recipe = begun.recipe
     if recipe is None:
         recipe = resolved(config, session.note)
         world.raise_on_all(partial(check_model, recipe, compute, world.data_size))
         if config.minutes is not None:
-            seed_all(recipe.seed)
-            parallel = parallelize(recipe, compute, world, init)
-            budget = measure_budget(parallel, recipe, data, config.minutes, session)
-            steps = world.broadcast_object(partial(_steps_now, budget))
-            known = replace(config, minutes=None, steps=steps)
+            known = replace(config, minutes=None)
             if compute.device.type == "cpu":  # decided by the minutes, not by the steps that fit into them
                 known = replace(known, compile="on" if recipe.compile else "off")
-            recipe = resolved(known, lambda text: None)
+            if recipe.compile:  # the program has dropout in it, which the number of steps decides: plain ones say it
+                _, steps = measured(replace(recipe, compile=False), 0.0)
+                recipe = resolved(replace(known, steps=steps), lambda text: None)
+                known = replace(known, dropout=recipe.model.dropout, weight_decay=recipe.weight_decay)
+            budget, steps = measured(recipe, PROBE_SHARE)
+            recipe = resolved(replace(known, steps=steps), lambda text: None)
             session.note(budget.describe(recipe.batch_tokens))
     step = begun.saved.state.step if begun.saved else 0
     return _broadcast(world, partial(changed, recipe, given, step, session.note, world.data_size)), budget
@@ -515,10 +523,6 @@ def amend(
 def _broadcast(world: World, make: Callable[[], Recipe]) -> Recipe:
     """Rank 0's recipe."""
     return checked(Recipe, world.broadcast_object(lambda: asdict(make())), "the recipe of process 0")
-
-
-def _steps_now(budget: TimeBudget) -> int:
-    return budget.steps(time.perf_counter())
 
 
 def changed(
