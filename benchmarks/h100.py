@@ -46,7 +46,7 @@ from gpt.model.loss import tied_cross_entropy
 from gpt.model.memory import Setup, largest
 from gpt.peaks import find_kind
 from gpt.sample_config import SampleConfig
-from gpt.training.optim import make_optimizer
+from gpt.training.optim import ITERATIONS, make_optimizer
 from gpt.training.step import COMPUTED_AGAIN
 
 TITLE = "On an H100, estimated from generated code"
@@ -274,9 +274,9 @@ def _optimizer(config: GPTConfig) -> Work:
     _, adamw = optimizer.optimizers
     adamw.step()  # the first makes the moments
     [update] = compiled(optimizer.compile)
-    # Five iterations of three products of an m × n matrix with m ≤ n: 2·m²n, 2·m³ and 2·m²n.
+    # Iterations of three products of an m × n matrix with m ≤ n: 2·m²n, 2·m³ and 2·m²n.
     C = config.n_embd
-    flops = sum(5 * (4 * C * C * wide + 2 * C**3) * many for wide, many in ((C, 4), (4 * C, 2)))
+    flops = sum(ITERATIONS * (4 * C * C * wide + 2 * C**3) * many for wide, many in ((C, 4), (4 * C, 2)))
     whole = Work(update.bytes, update.launches) + as_written(adamw.step)
     return replace(whole, flops=float(flops * config.n_layer))
 

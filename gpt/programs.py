@@ -34,7 +34,8 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str) -> Prog
     path = own_folder() / f"{digest(key)}.pt2"
     try:
         program = _opened(path)
-        os.utime(path)
+        with contextlib.suppress(OSError):  # of a folder that is read-only, or a file that was just deleted
+            os.utime(path)
         return program
     except RuntimeError:  # there is none, or it is damaged
         if shutil.which(compiler()) is None:

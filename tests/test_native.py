@@ -149,6 +149,12 @@ def test_programs_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch, 
     use("c", 3)
     assert sorted(path.read_text() for path in place.iterdir()) == ["a", "c"]
 
+    def refused(*args: object) -> None:
+        raise PermissionError("the folder is read-only")
+
+    monkeypatch.setattr(os, "utime", refused)
+    assert programs.find("c", pytest.fail, pytest.fail, "it") == "c"
+
 
 def test_without_a_compiler_blocks_are_computed(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     def fail(*args: object) -> Path:

@@ -171,13 +171,16 @@ def test_a_signal_while_compiling_is_no_failure_of_it(text: Path, monkeypatch: p
     assert not Path("struck").exists()
 
 
-def test_where_compiling_fails_the_run_goes_on(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("made", [False, True])
+def test_where_compiling_fails_the_run_goes_on(text: Path, monkeypatch: pytest.MonkeyPatch, made: bool) -> None:
+    """Whether there is no program, or one that does not run. With dropout, whose random numbers the trial takes."""
+
     def broken(*args: Any) -> Any:
         raise RuntimeError("no C++ compiler\nlong story")
 
-    plain, heard_plain = train(text, steps=6)
-    monkeypatch.setattr(programs, "find", broken)
-    result, heard = train(text, steps=6, compile="on")
+    plain, heard_plain = train(text, steps=6, dropout=0.1)
+    monkeypatch.setattr(programs, "find", (lambda *args: broken) if made else broken)
+    result, heard = train(text, steps=6, compile="on", dropout=0.1)
     (warning,) = [event for event in heard if isinstance(event, events.Note) and event.warning]
     assert warning.text == "steps are not compiled: no C++ compiler"
     assert losses(heard) == losses(heard_plain)

@@ -607,6 +607,8 @@ def test_a_text_that_is_read_often(settings: dict[str, Any], decided: tuple[floa
         ({"minutes": 2.3}, True, False),
         ({"minutes": 2.4}, True, True),
         ({"recompute": True}, False, False),
+        ({"shard": "full"}, False, False),
+        ({"tensor": 2}, False, False),
         ({"preset": "small", "minutes": 60.0}, False, False),
         ({"preset": "micro"}, False, False),
         ({"preset": "micro", "minutes": 1.0}, True, False),

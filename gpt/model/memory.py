@@ -50,7 +50,7 @@ class Setup:
     dtype: str = "bfloat16"  # of matrix products, one of `WIDTHS`; weights are float32
     optimizer: Literal["muon", "adamw"] = "muon"
     recompute: bool = False  # whether blocks keep their input alone and are computed again for the gradient
-    loss_chunk: int = 0  # positions whose logits exist at once; 0: all
+    loss_chunk: int = 0  # positions whose logits exist at once; 0: `positions_at_once`
     data: int = 1  # ranks that share out a batch
     shard: bool = False  # whether those also share out parameters, gradients and optimizer state
     tensor: int = 1  # ranks that share out every matrix

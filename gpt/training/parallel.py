@@ -70,7 +70,7 @@ class Parallel:
 
     def compiles_step(self, chunk: int) -> bool:
         """Whether compiling makes one program of forward and backward pass, with ``chunk`` positions of logits at once
-        (0: all)."""
+        (0: the usual)."""
         return False
 
     def no_sync(self) -> contextlib.AbstractContextManager[object]:

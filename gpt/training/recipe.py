@@ -70,7 +70,7 @@ class Recipe:
     lora_targets: str = "all"
     merge_lora: bool = False
     ramp: Ramp | None = None
-    loss_chunk: Count = 0  # positions whose logits exist at once; 0: all of a micro-batch
+    loss_chunk: Count = 0  # positions whose logits exist at once; 0: as many as memory is counted for
     compile: bool = False
     shard: Literal["none", "full"] = "none"  # whether weights, gradients and moments are sharded over processes
     tensor: Annotated[int, Within(1, 1024)] = 1  # tensor-parallel processes, which share each sequence
@@ -432,9 +432,10 @@ def _compiles(
         return False
     if compute.device.type == "cuda":
         return flops >= COMPILE_FROM
-    whole = processes == 1 and not (config.lora_rank or config.recompute or batch.setup.loss_chunk)
+    alone = processes == 1 and config.tensor == 1 and config.shard == "none"
+    whole = alone and not (config.lora_rank or config.recompute or batch.setup.loss_chunk)
     dtype = compute.dtype_name
-    if not whole or model.n_layer > COMPILED_LAYERS or dtype not in COMPILE_SECONDS:
+    if not whole or model.n_layer > COMPILED_LAYERS:
         return False
     seconds = flops / (CPU_RATE[dtype] * model.n_embd) if config.minutes is None else 60 * config.minutes
     return seconds >= COMPILE_SECONDS[dtype] * model.n_layer and compiles_unasked()

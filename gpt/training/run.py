@@ -494,11 +494,11 @@ def amend(
             ),
         )  # fmt: skip
 
-    def measured(recipe: Recipe, share: float) -> tuple[TimeBudget, int]:
-        """The budget, and the steps that fit into it."""
+    def measured(recipe: Recipe, minutes: float, share: float) -> tuple[TimeBudget, int]:
+        """The budget of a run, measured for a ``share`` of its minutes, and the steps that fit into it."""
         seed_all(recipe.seed)
         parallel = parallelize(recipe, compute, world, init)
-        found = measure_budget(parallel, recipe, data, config.minutes or 0.0, session, share)
+        found = measure_budget(parallel, recipe, data, minutes, session, share)
         return found, world.broadcast_object(lambda: found.steps(time.perf_counter()))
 
     recipe = begun.recipe
@@ -509,11 +509,14 @@ def amend(
             known = replace(config, minutes=None)
             if compute.device.type == "cpu":  # decided by the minutes, not by the steps that fit into them
                 known = replace(known, compile="on" if recipe.compile else "off")
-            if recipe.compile:  # the program has dropout in it, which the number of steps decides: plain ones say it
-                _, steps = measured(replace(recipe, compile=False), 0.0)
+            if recipe.compile:  # for a dropout and a micro-batch, which go by the steps: uncompiled ones say how many
+                _, steps = measured(replace(recipe, compile=False), config.minutes, 0.0)
                 recipe = resolved(replace(known, steps=steps), lambda text: None)
-                known = replace(known, dropout=recipe.model.dropout, weight_decay=recipe.weight_decay)
-            budget, steps = measured(recipe, PROBE_SHARE)
+                known = replace(
+                    known, dropout=recipe.model.dropout, weight_decay=recipe.weight_decay,
+                    micro_batch=str(recipe.micro_batch),
+                )  # fmt: skip
+            budget, steps = measured(recipe, config.minutes, PROBE_SHARE)
             recipe = resolved(replace(known, steps=steps), lambda text: None)
             session.note(budget.describe(recipe.batch_tokens))
     step = begun.saved.state.step if begun.saved else 0

@@ -87,17 +87,20 @@ class Stepper:
         """
         if self.parallel.compiles_step(self.objective.chunk):
             self.program = GradientProgram(self.objective, self.model, self.compute, self.micro_batch, note)
-            return
-        self.compiled = True
-        self.model.compile(options=COMPUTED_AGAIN if self.compute.device.type == "cuda" else None)
-        self.objective.loss = torch.compile(tied_cross_entropy)
+        else:
+            self.compiled = True
+            self.model.compile(options=COMPUTED_AGAIN if self.compute.device.type == "cuda" else None)
+            self.objective.loss = torch.compile(tied_cross_entropy)
         state = _random_state(self.compute.device)
         shape = (self.micro_batch, self.model.config.block_size)
         idx = torch.zeros(shape, dtype=torch.long, device=self.compute.device)
-        self.gradients(idx, idx)
-        self.optimizer.compile()
+        try:
+            self.gradients(idx, idx)
+        finally:
+            _set_random_state(self.compute.device, state)
+        if self.compiled:
+            self.optimizer.compile()
         self.optimizer.zero_grad()
-        _set_random_state(self.compute.device, state)
 
     def _uncompile(self) -> None:
         """Goes back to eager execution."""
