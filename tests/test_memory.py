@@ -35,8 +35,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computes as a GPU does, as far as a CPU can: fused attention, RMSNorm of float32, columns of logits filled up."""
-    forward = decoder.RMSNorm.forward
+    """Computes as a GPU does, as far as a CPU can: fused attention, norms of float32, a narrow residual stream, columns
+    of logits filled up."""
+    forward, layer_norm = decoder.RMSNorm.forward, torch.nn.LayerNorm.forward
+    monkeypatch.setattr(decoder, "NARROW_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(torch.nn.LayerNorm, "forward", lambda self, x: layer_norm(self, x.float()))
     monkeypatch.setattr(decoder, "PLAIN_UP_TO", 0)
     monkeypatch.setattr(decoder.RMSNorm, "forward", lambda self, x: forward(self, x.float()).contiguous().to(x.dtype))
     monkeypatch.setattr(memory, "ALIGNED_ON", ("cpu", "cuda"))

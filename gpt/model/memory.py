@@ -2,8 +2,8 @@
 
 It follows what `gpt.model.decoder` and `gpt.training.step` do, tensor by tensor, as they are written (compiled blocks
 keep less). Korthikanti et al. 2022 (arXiv 2205.05198, §4.1) count the same way for Megatron: a block keeps 34 bytes for
-each position and number of the width, and the scores of attention. Here it is 36 on a GPU in bfloat16: the residual
-stream is float32 (+4, the inputs of two LayerNorms), masks of dropout count where there is dropout (−2), and fused
+each position and number of the width, and the scores of attention. Here it is 36 on a GPU in bfloat16: norms
+keep their input in float32 (+4, of two LayerNorms), masks of dropout count where there is dropout (−2), and fused
 attention keeps one number of each row of scores. docs/memory.md derives every term; tests/test_memory.py compares them
 with what autograd saves, and with the live bytes of whole steps.
 """
@@ -62,6 +62,11 @@ class Setup:
         return WIDTHS[self.dtype]
 
     @property
+    def stream(self) -> int:
+        """Bytes of a number in the residual stream, whose norms are computed from a copy in float32."""
+        return 2 if self.device == "cuda" and self.dtype == "bfloat16" else FLOAT
+
+    @property
     def ways(self) -> int:
         """Ranks that share out parameters, gradients and optimizer state."""
         return self.data if self.shard else 1
@@ -101,7 +106,8 @@ def training(config: GPTConfig, setup: Setup) -> Training:
     loss = logits(config, setup)
     table = FLOAT * own["embedding"]  # tied, its gradient comes from the logits first, and from the ids last
     one = positions * block(config, setup)
-    again = (one - positions * FLOAT * config.n_embd) * setup.recompute  # beside its input, which is kept
+    ready = positions * FLOAT * config.n_embd * (setup.stream == FLOAT)  # its input, as the first norm keeps it
+    again = (one - ready) * setup.recompute
     layer = positions * _gradient(config, setup)  # while the gradient of a block is computed
     if setup.shard or setup.recompute:
         layer += blocks if setup.shard else -(-blocks // config.n_layer)
@@ -135,7 +141,7 @@ def trunk(config: GPTConfig, setup: Setup) -> int:
     are computed again, their inputs alone."""
     C = config.n_embd
     dropped = _mask(config, setup, FLOAT) * C  # the embedding's
-    each = FLOAT * C if setup.recompute else block(config, setup)
+    each = setup.stream * C if setup.recompute else block(config, setup)
     last = FLOAT * C + STATS[config.norm]
     kept = setup.micro_batch * config.block_size * (config.n_layer * each + dropped + last + 2 * IDS)
     return kept + (0 if setup.recompute else _tables(config, setup))
