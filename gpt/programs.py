@@ -12,6 +12,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +26,7 @@ Note = Callable[[str], None]
 Program = Callable[[list[Tensor]], list[Tensor]]
 Graph = tuple[torch.fx.GraphModule, tuple[Any, ...]]  # with inputs as it was traced with
 KEPT = 50  # programs, of some 4 MB each
+SCRATCH = "making-"  # begins the names of folders where programs are compiled
 
 
 def find(key: object, trace: Callable[[], Graph], note: Note, what: str) -> Program:
@@ -41,12 +43,20 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str) -> Prog
         if shutil.which(compiler()) is None:
             raise OSError(f"there is no {compiler()}, a C++ compiler") from None
         note(f"compiling {what} for this processor and shape: some 15 seconds, once")
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=path.parent) as scratch:
             os.replace(compile(trace(), Path(scratch)), path)
     with contextlib.suppress(OSError):  # another command deletes them too, or has one open
-        for old in sorted(path.parent.glob("*.pt2"), key=lambda each: each.stat().st_mtime)[:-KEPT]:
-            old.unlink()
+        _tidy(path.parent)
     return _opened(path)
+
+
+def _tidy(folder: Path) -> None:
+    """Deletes all programs but those that were used last, and what killed commands left."""
+    for old in sorted(folder.glob("*.pt2"), key=lambda each: each.stat().st_mtime)[:-KEPT]:
+        old.unlink()
+    for left in folder.glob(f"{SCRATCH}*"):
+        if time.time() - left.stat().st_mtime > 24 * 3600:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def compiler() -> str:
@@ -90,7 +100,8 @@ def compile(graph: Graph, scratch: Path) -> Path:
     with (
         warnings.catch_warnings(),
         mock.patch.dict(os.environ, own),
-        mock.patch.object(CppBuilder, "build", _beside(CppBuilder.build)),
+        ThreadPoolExecutor() as pool,
+        mock.patch.object(CppBuilder, "build", _beside(CppBuilder.build, pool)),
         mock.patch.object(VecISA, "check_build", lambda isa, code: True),  # the processor's own flags say what it has
         torch.no_grad(),
     ):
@@ -100,11 +111,10 @@ def compile(graph: Graph, scratch: Path) -> Path:
     return path
 
 
-def _beside(build: Callable[[Any], None]) -> Callable[[Any], None]:
+def _beside(build: Callable[[Any], None], pool: ThreadPoolExecutor) -> Callable[[Any], None]:
     """Inductor's call of the C++ compiler, where wrapper and kernels, which it compiles one after the other, are
     compiled at once. What is linked from them waits for both."""
     begun: list[Future[None]] = []
-    pool = ThreadPoolExecutor()
 
     def begin(builder: Any) -> None:
         if builder._compile_only and builder._name.endswith((".wrapper", ".kernel")):

@@ -146,8 +146,15 @@ def test_programs_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch, 
     use("a", 1)
     use("b", 2)
     assert programs.find("a", pytest.fail, pytest.fail, "it") == "a"  # later than b
+    killed, at_work = (place / f"{programs.SCRATCH}{name}" for name in ("killed", "at-work"))
+    for folder in (killed, at_work):
+        folder.mkdir()
+        (folder / "kernel.o").touch()
+    os.utime(killed, (1, 1))
     use("c", 3)
-    assert sorted(path.read_text() for path in place.iterdir()) == ["a", "c"]
+    assert sorted(path.read_text() for path in place.glob("*.pt2")) == ["a", "c"]
+    assert at_work.exists()
+    assert not killed.exists()
 
     def refused(*args: object) -> None:
         raise PermissionError("the folder is read-only")

@@ -188,6 +188,48 @@ def test_where_compiling_fails_the_run_goes_on(text: Path, monkeypatch: pytest.M
     assert all(torch.equal(one, weights(result.run)[name]) for name, one in weights(plain.run).items())
 
 
+def test_where_a_program_fails_later_its_batch_is_computed_without(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when memory runs out in it, which it does not say."""
+    settings = {"steps": 6, "dropout": 0.1, "micro_batch": "8", "save_every": 3}
+    _, heard_plain = train(text, **settings)
+    calls = 0
+
+    def failing(*given: Any) -> programs.Program:
+        program = interpreted(*given)
+
+        def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            nonlocal calls
+            calls += 1
+            if calls > 6:  # in the middle of a batch
+                raise RuntimeError("API call failed\nsomewhere")
+            return program(tensors)
+
+        return run
+
+    monkeypatch.setattr(programs, "find", failing)
+    result, heard = train(text, **settings, compile="on")
+    assert calls == 7
+    (warning,) = [event for event in heard if isinstance(event, events.Note) and event.warning]
+    assert warning.text.startswith("from here on steps are not compiled")
+    assert warning.text.endswith("bit for bit: API call failed")
+    assert losses(heard) == pytest.approx(losses(heard_plain), rel=1e-4)
+    assert json.loads((result.run / "run.json").read_text())["resolved"]["compile"] is False
+
+
+def test_a_resumed_run_says_that_it_is_compiled_no_more(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "find", interpreted)
+    begun, _ = train(text, steps=3, compile="on")
+
+    def none(*_: Any) -> Any:
+        raise OSError("there is no g++")
+
+    monkeypatch.setattr(programs, "find", none)
+    heard: list[Any] = []
+    gpt.resume(begun.run, heard.append, steps=6)
+    (warning,) = [event for event in heard if isinstance(event, events.Note) and event.warning]
+    assert warning.text.startswith("from here on steps are not compiled")
+
+
 def test_gpt3s_recipe(text: Path) -> None:
     found = resolved(
         preset="gpt3-125m", n_tokens=10**12, epochs=0.3, schedule="cosine", warmup_tokens=375_000_000,

@@ -71,7 +71,7 @@ class Trainer:
         self.run, self.parallel, self.budget, self.recipe = run, parallel, budget, run.recipe
         self.session, self.world, self.data = run.session, run.world, run.data
         self.model = parallel.model
-        self.stepper = Stepper(parallel, self.recipe, self.on_halved)
+        self.stepper = Stepper(parallel, self.recipe, self.on_halved, self.on_uncompiled)
         self.speed = Speed.of(self.model, self.recipe, run.compute, self.world.size)
         self.record: RunRecord | None = None
         if self.recipe.compile:
@@ -310,8 +310,13 @@ class Trainer:
         if failed is None:
             self.session.note(f"compiled in {time.perf_counter() - started:.0f} s")
         else:
-            self.update_recipe(compile=False)
-            self.session.warn(f"steps are not compiled: {failed:.200}")
+            self.on_uncompiled(failed, begun=self.run.saved is not None)
+
+    def on_uncompiled(self, why: str, begun: bool = True) -> None:
+        """Records that steps are not compiled, of a run that has ``begun`` from here on."""
+        self.update_recipe(compile=False)
+        rounded = "from here on steps are not compiled, and equal to compiled ones to rounding, not bit for bit"
+        self.session.warn(f"{rounded if begun else 'steps are not compiled'}: {why:.200}")
 
     def on_halved(self, micro_batch: int) -> None:
         """Records a smaller micro-batch, after memory ran out."""

@@ -42,10 +42,18 @@ class Objective(nn.Module):
 
 
 class Stepper:
-    """Optimizer steps of a model. ``on_halved`` hears the new micro-batch when memory ran out."""
+    """Optimizer steps of a model. ``on_halved`` hears the new micro-batch when memory ran out, ``on_uncompiled`` the
+    error of a compiled program, without which steps go on."""
 
-    def __init__(self, parallel: Parallel, recipe: Recipe, on_halved: Callable[[int], None]) -> None:
-        self.parallel, self.world, self.on_halved = parallel, parallel.world, on_halved
+    def __init__(
+        self,
+        parallel: Parallel,
+        recipe: Recipe,
+        on_halved: Callable[[int], None],
+        on_uncompiled: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        self.parallel, self.world = parallel, parallel.world
+        self.on_halved, self.on_uncompiled = on_halved, on_uncompiled
         self.model, self.optimizer, self.compute = parallel.model, parallel.optimizer, parallel.compute
         self.micro_batch, self.clip = recipe.micro_batch, recipe.clip or math.inf
         self.scaler = parallel.scaler()
@@ -77,8 +85,7 @@ class Stepper:
         if not self.world.all_reduce_max(failed is not None):
             return None
         self._uncompile()
-        why = str(failed or "it failed in another process").strip() or type(failed).__name__
-        return why.splitlines()[0]
+        return _first_line(failed) if failed else "it failed in another process"
 
     def _compile(self, note: Callable[[str], None]) -> None:
         """Compiles, and tries it on a micro-batch. Raises the compiler's error.
@@ -95,7 +102,7 @@ class Stepper:
         shape = (self.micro_batch, self.model.config.block_size)
         idx = torch.zeros(shape, dtype=torch.long, device=self.compute.device)
         try:
-            self.gradients(idx, idx)
+            (self._gradients if self.program else self.gradients)(idx, idx)
         finally:
             _set_random_state(self.compute.device, state)
         if self.compiled:
@@ -133,7 +140,8 @@ class Stepper:
         If memory runs out, half as many sequences are computed at once from then on; the gradients are the same up to
         rounding. One of several ranks cannot begin again while the others wait for its gradients: so each first tries
         a micro-batch by itself whenever it is larger than any before, and if that fails on one rank, it fails on all.
-        Ranks that compute each forward pass together cannot do that, and do not begin again.
+        Ranks that compute each forward pass together cannot do that, and do not begin again. A program does not say
+        why it failed: without it, the same is computed again.
         """
         while True:
             state = _random_state(self.compute.device)
@@ -145,13 +153,18 @@ class Stepper:
                 return self._gradients(x, y)
             except Exception as error:
                 smaller = [d for d in divisors(x.size(0)) if d < self.micro_batch]
-                if not (self.parallel.retries and is_out_of_memory(error) and smaller) or known:
+                why = _first_line(error) if self.program is not None and isinstance(error, RuntimeError) else None
+                if why is None and not (self.parallel.retries and is_out_of_memory(error) and smaller and not known):
                     raise
             # After the handler: the error keeps alive what was computed.
             self.optimizer.zero_grad()
             if self.compute.device.type == "cuda":
                 torch.cuda.empty_cache()
             _set_random_state(self.compute.device, state)
+            if why is not None:
+                self.program = None
+                self.on_uncompiled(why)
+                continue
             self.micro_batch = max((d for d in smaller if 2 * d <= self.micro_batch), default=1)
             self.on_halved(self.micro_batch)
 
@@ -197,6 +210,10 @@ class Stepper:
             scaled = self.scaler.scale(self.parallel.summed(loss))
             scaled.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
