@@ -256,9 +256,11 @@ def test_a_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(programs, "find", find)
     monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: 30)
+    text.write_text(make_text(1000), encoding="utf-8")
     timed, _ = train(text, minutes=1.0, compile="on")
-    made = json.loads((timed.run / "run.json").read_text())["resolved"]
-    assert resolved(n_tokens=12_000, **{**TINY, "minutes": 1.0}).model.dropout > made["model"]["dropout"] == 0
+    record = json.loads((timed.run / "run.json").read_text())
+    guessed = resolved(n_tokens=record["tokens"]["train"], **{**TINY, "minutes": 1.0}).model.dropout
+    assert guessed > record["resolved"]["model"]["dropout"] == 0
     assert [model.dropout for model in sought] == [0, 0]  # by who measures, and by the run
 
 
@@ -581,13 +583,16 @@ def test_every_preset_resolves() -> None:
 @pytest.mark.parametrize(
     ("settings", "decided"),
     [
-        ({"epochs": 4.0, "n_tokens": 45_000}, (0.0, 0.1)),
-        ({"epochs": 10.0}, (0.1, 0.5)),
-        ({"epochs": 10.0, "n_tokens": 400_000}, (0.1, 0.1)),
-        ({"epochs": 10.0, "n_tokens": 800_000}, (0.0, 0.1)),
-        ({"epochs": 18.0, "n_tokens": 45_000}, (0.2, 0.5)),
-        ({"epochs": 10.0, "dropout": 0.3}, (0.3, 0.5)),
-        ({"epochs": 10.0, "weight_decay": 0.0}, (0.1, 0.0)),
+        ({"epochs": 1.0}, (0.0, 0.1)),
+        ({"epochs": 4.0, "n_tokens": 45_000}, (0.0, 0.33)),  # a third of 12 passes
+        ({"epochs": 6.0}, (0.0, 0.5)),
+        ({"epochs": 10.0, "n_tokens": 400_000}, (0.0, 0.29)),  # a decay of 1 would take 80 · 0.43 passes
+        ({"epochs": 4.0, "n_tokens": 800_000}, (0.0, 0.1)),
+        ({"epochs": 12.1}, (0.0, 1.0)),
+        ({"epochs": 18.0, "n_tokens": 45_000}, (0.1, 1.0)),
+        ({"epochs": 18.0, "n_tokens": 60_000}, (0.0, 1.0)),
+        ({"epochs": 6.0, "dropout": 0.3}, (0.3, 0.5)),
+        ({"epochs": 6.0, "weight_decay": 0.0}, (0.0, 0.0)),
     ],
 )
 def test_a_text_that_is_read_often(settings: dict[str, Any], decided: tuple[float, float]) -> None:

@@ -20,9 +20,9 @@ Notes = Callable[[str], None]
 Schedule = Literal["linear", "cosine", "constant"]
 FLOOR = 0.1  # of the peak rate, where the cosine ends (GPT-3, appendix B)
 DECAY = 0.5  # of the steps
-# Passes over the text, if more than `FEW_PASSES`, divided by its tokens a parameter, from which on: dropout, decay.
-READINGS = ((200, 0.2, 0.5), (40, 0.1, 0.5), (20, 0.1, USUAL_DECAY), (0, 0.0, USUAL_DECAY))  # docs/defaults.md
-FEW_PASSES = 8
+# Of a text that could be learnt by heart (docs/defaults.md): passes at which the decay is 1, the most, at least so many
+# and so many for each token a parameter; and for each from which on there is dropout.
+DECAYS_MOST, OFTEN, TOO_OFTEN, DROPOUT = 12, 80, 300, 0.1
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
 RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
 COMPILE_FROM = 3e16  # FLOPs of a run from which compiling pays on a GPU: about two minutes at a third of an H100's peak
@@ -324,7 +324,7 @@ def _check_batch(rows: int, tokens: float) -> None:
 def _setup(config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, processes: int) -> Setup:
     """The micro-batch of a process with ``rows`` sequences of a step. Dropout that is not decided yet is counted."""
     if config.dropout is None and config.init is None:
-        model = replace(model, dropout=READINGS[0][1])
+        model = replace(model, dropout=DROPOUT)
     setup = Setup(
         dtype=compute.dtype_name,
         optimizer=auto_optimizer(config, model),
@@ -415,10 +415,11 @@ def auto_epochs(n_tokens: int, model: GPTConfig, device: str) -> float:
 
 
 def auto_regularization(passes: float, tokens_per_parameter: float) -> tuple[float, float]:
-    """Dropout and weight decay for a text: more of both where it is so short, and read so often, that it could be
-    learnt by heart (docs/defaults.md)."""
-    often = passes / tokens_per_parameter if passes > FEW_PASSES else 0
-    return next((dropout, decay) for least, dropout, decay in READINGS if often >= least)
+    """Dropout and weight decay for a text: more of both the more often it is read, and the shorter it is, so that it is
+    not learnt by heart (docs/defaults.md)."""
+    decay = min(1.0, passes / max(DECAYS_MOST, OFTEN * tokens_per_parameter))
+    dropout = DROPOUT if decay == 1 and passes >= TOO_OFTEN * tokens_per_parameter else 0.0
+    return dropout, max(USUAL_DECAY, round(decay, 2))
 
 
 def _compiles(

@@ -512,10 +512,7 @@ def amend(
             if recipe.compile:  # for a dropout and a micro-batch, which go by the steps: uncompiled ones say how many
                 _, steps = measured(replace(recipe, compile=False), config.minutes, 0.0)
                 recipe = resolved(replace(known, steps=steps), lambda text: None)
-                known = replace(
-                    known, dropout=recipe.model.dropout, weight_decay=recipe.weight_decay,
-                    micro_batch=str(recipe.micro_batch),
-                )  # fmt: skip
+                known = replace(known, dropout=recipe.model.dropout, micro_batch=str(recipe.micro_batch))
             budget, steps = measured(recipe, config.minutes, PROBE_SHARE)
             recipe = resolved(replace(known, steps=steps), lambda text: None)
             session.note(budget.describe(recipe.batch_tokens))
