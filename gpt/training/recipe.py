@@ -20,8 +20,8 @@ Notes = Callable[[str], None]
 Schedule = Literal["linear", "cosine", "constant"]
 FLOOR = 0.1  # of the peak rate, where the cosine ends (GPT-3, appendix B)
 DECAY = 0.5  # of the steps
-# Of a text that could be learnt by heart (docs/defaults.md): passes at which the decay is 1, the most, at least so many
-# and so many for each token a parameter; and for each from which on there is dropout.
+# Weight decay grows with the passes over a text, to 1 after 12 or after 80 times its tokens a parameter, whichever is
+# more. Where it is 1, and passes are 300 times the tokens a parameter, there is dropout too (docs/defaults.md).
 DECAYS_MOST, OFTEN, TOO_OFTEN, DROPOUT = 12, 80, 300, 0.1
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
 RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
