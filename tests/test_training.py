@@ -247,7 +247,8 @@ def test_minutes_become_steps_that_can_be_repeated(text: Path) -> None:
 
 
 def test_a_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the dropout of as many steps as fit, and not with that of the steps that are guessed before."""
+    """With the dropout of as many plain steps as fit, and not with that of the steps that are guessed before, nor of the
+    compiled ones that fit."""
     sought: list[GPTConfig] = []
 
     def find(key: Any, *args: object) -> Any:
@@ -255,12 +256,15 @@ def test_a_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) 
         raise OSError("there is no compiler")
 
     monkeypatch.setattr(programs, "find", find)
-    monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: 30)
+    fit = iter([30, 400])
+    monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: next(fit))
+    monkeypatch.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
     text.write_text(make_text(1000), encoding="utf-8")
     timed, _ = train(text, minutes=1.0, compile="on")
     record = json.loads((timed.run / "run.json").read_text())
-    guessed = resolved(n_tokens=record["tokens"]["train"], **{**TINY, "minutes": 1.0}).model.dropout
-    assert guessed > record["resolved"]["model"]["dropout"] == 0
+    for more in ({"minutes": 1.0}, {"steps": 400}):
+        assert resolved(n_tokens=record["tokens"]["train"], **TINY, **more).model.dropout > 0
+    assert record["resolved"]["model"]["dropout"] == 0
     assert [model.dropout for model in sought] == [0, 0]  # by who measures, and by the run
 
 

@@ -102,6 +102,7 @@ class Stepper:
         shape = (self.micro_batch, self.model.config.block_size)
         idx = torch.zeros(shape, dtype=torch.long, device=self.compute.device)
         try:
+            # A program that fails here is no program; `gradients` would go on without it.
             (self._gradients if self.program else self.gradients)(idx, idx)
         finally:
             _set_random_state(self.compute.device, state)
