@@ -68,6 +68,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(known)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type's name where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def device_failure(error: BaseException) -> str | None:
     """CUDA's message, in one line, if a device has failed and computes nothing more in this process; None for any
     other error."""

@@ -230,10 +230,13 @@ def test_compiled_steps_are_the_same_and_compiled_once() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_where_compiling_fails_steps_are_computed_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("error", "why"), [("no compiler here\nand more", "no compiler here"), ("", "RuntimeError")])
+def test_where_compiling_fails_steps_are_computed_as_written(
+    error: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuses(*_: object, **__: object) -> Callable[..., torch.Tensor]:
         def step(*_: object) -> torch.Tensor:
-            raise RuntimeError("no compiler here\nand more")
+            raise RuntimeError(error)
 
         return step
 
@@ -243,7 +246,7 @@ def test_where_compiling_fails_steps_are_computed_as_written(monkeypatch: pytest
     config = SampleConfig(max_tokens=9, ignore_eot=True)
     events = list(engine_of(Context(model, CPU, step=step), [Request([1, 2])], config).run())
     assert sum(len(event.tokens) for event in events) == 9
-    assert notes == ["torch.compile failed, so steps are computed without it: no compiler here"]
+    assert notes == [f"torch.compile failed, so steps are computed without it: {why}"]
     notes.clear()
     assert compiled(prepare(round_matrices(tiny_model(40), 8), CPU), CPU, notes.append) is None
     assert len(notes) == 1

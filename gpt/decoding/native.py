@@ -24,6 +24,7 @@ from gpt import programs
 from gpt.config import GPTConfig
 from gpt.decoding.weights import Int4Linear
 from gpt.device import Compute
+from gpt.errors import first_line
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT, Block, Rope, rotate
 from gpt.model.quantize import GROUP, Quantized
@@ -176,8 +177,7 @@ class Programs:
             try:
                 self._made[block.kinds] = self._load(block)
             except Exception as error:  # the compiler's own, that of a C++ compiler which is not there, or the disk's
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                self.note(f"blocks are computed without compiling: {reason:.200}")
+                self.note(f"blocks are computed without compiling: {first_line(error):.200}")
                 self._made[block.kinds] = None
         return self._made[block.kinds]
 

@@ -11,7 +11,7 @@ from gpt.decoding import native
 from gpt.decoding.logits import Filters, scores
 from gpt.decoding.weights import Int4Linear, Int8Linear, PackedLinear
 from gpt.device import Compute
-from gpt.errors import is_out_of_memory
+from gpt.errors import first_line, is_out_of_memory
 from gpt.model.cache import KVCache, Slots
 from gpt.model.decoder import GPT
 
@@ -66,7 +66,7 @@ def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step 
                 if is_out_of_memory(error):
                     raise
                 failed = True
-                note(f"torch.compile failed, so steps are computed without it: {str(error).splitlines()[0]:.200}")
+                note(f"torch.compile failed, so steps are computed without it: {first_line(error):.200}")
         return plain(*args)
 
     return step

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gpt.device import Compute
-from gpt.errors import PeerLost, UserError, WorkError
+from gpt.errors import PeerLost, UserError, WorkError, first_line
 from gpt.interrupt import Stopped
 from gpt.parallel import environment
 
@@ -401,8 +401,7 @@ def _join() -> Ranks:
         return Ranks()
     except (dist.DistError, RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"the processes could not meet at {where}: {why:.200}",
+            f"the processes could not meet at {where}: {first_line(error):.200}",
             "is the port in use? torchrun --rdzv-endpoint HOST:PORT names another",
         ) from None

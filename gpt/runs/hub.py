@@ -8,7 +8,7 @@ network.
 import sys
 from pathlib import Path
 
-from gpt.errors import UserError, WorkError
+from gpt.errors import UserError, WorkError, first_line
 
 PREFIX = "hf:"
 CONFIG = ["config.json", "adapter_config.json"]  # a model's, or that of adapters to one
@@ -83,4 +83,4 @@ def _reason(error: BaseException) -> str:
     """The first line of an error's first cause."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt.device import Download, keep_freed_memory, upload
-from gpt.errors import PeerLost, is_out_of_memory
+from gpt.errors import PeerLost, first_line, is_out_of_memory
 from gpt.interrupt import interruption
 from gpt.model.decoder import GPT
 from gpt.model.loss import IGNORED, tied_cross_entropy
@@ -85,7 +85,7 @@ class Stepper:
         if not self.world.all_reduce_max(failed is not None):
             return None
         self._uncompile()
-        return _first_line(failed) if failed else "it failed in another process"
+        return first_line(failed) if failed else "it failed in another process"
 
     def _compile(self, note: Callable[[str], None]) -> None:
         """Compiles, and tries it on a micro-batch. Raises the compiler's error.
@@ -154,7 +154,7 @@ class Stepper:
                 return self._gradients(x, y)
             except Exception as error:
                 smaller = [d for d in divisors(x.size(0)) if d < self.micro_batch]
-                why = _first_line(error) if self.program is not None and isinstance(error, RuntimeError) else None
+                why = first_line(error) if self.program is not None and isinstance(error, RuntimeError) else None
                 if why is None and not (self.parallel.retries and is_out_of_memory(error) and smaller and not known):
                     raise
             # After the handler: the error keeps alive what was computed.
@@ -211,10 +211,6 @@ class Stepper:
             scaled = self.scaler.scale(self.parallel.summed(loss))
             scaled.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
