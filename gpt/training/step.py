@@ -92,22 +92,22 @@ class Stepper:
 
         One process on a CPU has a program of the whole step. Others compile the model's parts and the loss.
         """
-        if self.parallel.compiles_step(self.objective.chunk):
-            self.program = GradientProgram(self.objective, self.model, self.compute, self.micro_batch, note)
-        else:
-            self.compiled = True
-            self.model.compile(options=COMPUTED_AGAIN if self.compute.device.type == "cuda" else None)
-            self.objective.loss = torch.compile(tied_cross_entropy)
         state = _random_state(self.compute.device)
         shape = (self.micro_batch, self.model.config.block_size)
         idx = torch.zeros(shape, dtype=torch.long, device=self.compute.device)
         try:
-            # A program that fails here is no program; `gradients` would go on without it.
-            (self._gradients if self.program else self.gradients)(idx, idx)
+            if self.parallel.compiles_step(self.objective.chunk):
+                program = GradientProgram(self.objective, self.model, self.compute, self.micro_batch, note)
+                program(idx, idx, torch.tensor(idx.numel()))
+                self.program = program
+            else:
+                self.compiled = True
+                self.model.compile(options=COMPUTED_AGAIN if self.compute.device.type == "cuda" else None)
+                self.objective.loss = torch.compile(tied_cross_entropy)
+                self.gradients(idx, idx)
+                self.optimizer.compile()
         finally:
             _set_random_state(self.compute.device, state)
-        if self.compiled:
-            self.optimizer.compile()
         self.optimizer.zero_grad()
 
     def _uncompile(self) -> None:
