@@ -68,11 +68,6 @@ class Parallel:
         """The module whose backward pass reduces gradients to their mean over data ranks, but under `no_sync`."""
         return objective
 
-    def compiles_step(self, chunk: int) -> bool:
-        """Whether compiling makes one program of forward and backward pass, with ``chunk`` positions of logits at once
-        (0: the usual)."""
-        return False
-
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
         """A context in which backward passes accumulate gradients without reducing them."""
         return contextlib.nullcontext()
@@ -133,11 +128,6 @@ class Parallel:
 
 class Single(Parallel):
     """One process, which has the whole model."""
-
-    def compiles_step(self, chunk: int) -> bool:
-        """On a CPU, where all weights are trained and nothing is computed twice."""
-        trained = all(p.requires_grad for p in self.model.parameters())
-        return self.compute.device.type == "cpu" and trained and not self.model.recompute and not chunk
 
 
 class Replicated(Parallel):

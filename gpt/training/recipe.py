@@ -88,6 +88,12 @@ class Recipe:
         """Whether each process holds a part of the weights, so that they compute each forward pass together."""
         return self.shard == "full" or self.tensor > 1
 
+    def is_one_program(self, compute: Compute, processes: int) -> bool:
+        """Whether compiling makes one program of forward and backward pass: on a CPU, where one process trains all
+        weights and computes nothing twice."""
+        alone = processes == 1 and not self.is_sharded
+        return compute.device.type == "cpu" and alone and not (self.lora_rank or self.recompute or self.loss_chunk)
+
     def tokens(self, steps: int) -> int:
         """Tokens of the first ``steps`` steps."""
         return self.ramp.before(steps) * self.model.block_size if self.ramp else steps * self.batch_tokens
@@ -164,8 +170,7 @@ def resolve(
         preset = finetune.tuned(preset, usual * n_tokens, finetune.STEPS) if pairs else preset
     batch = _batch(config, preset, model, compute, n_tokens / pairs if pairs else None, processes)
     steps = _steps(config, n_tokens, batch, usual)
-    tokens = batch.read(steps)
-    passes = 0.0 if start is not None else tokens / n_tokens
+    passes = 0.0 if start is not None else batch.read(steps) / n_tokens
     dropout, weight_decay = auto_regularization(passes, n_tokens / breakdown(model).trainable)
     model = model if config.dropout is not None else replace(model, dropout=dropout)
     warmup = _warmup(config, steps, batch)
@@ -175,7 +180,7 @@ def resolve(
         note("no model of transformers computes such blocks: it will refuse the checkpoints, which gpt alone reads")
     eval_every = config.eval_every or math.ceil(steps / 20)
     as_asked: dict[str, Any] = {each: getattr(config, each) for each in AS_ASKED}
-    return Recipe(
+    recipe = Recipe(
         preset=name,
         model=model,
         steps=steps,
@@ -195,10 +200,10 @@ def resolve(
         lora_targets=config.lora_targets or "all",
         ramp=batch.ramp,
         loss_chunk=batch.setup.loss_chunk,
-        compile=_compiles(config, compute, model, 6 * breakdown(model).trainable * tokens, batch, processes),
         context=context,
         **as_asked,
     )
+    return replace(recipe, compile=_compiles(config, recipe, compute, processes))
 
 
 def auto_optimizer(config: TrainConfig, model: GPTConfig) -> Optimizer:
@@ -422,21 +427,16 @@ def auto_regularization(passes: float, tokens_per_parameter: float) -> tuple[flo
     return dropout, max(USUAL_DECAY, round(decay, 2))
 
 
-def _compiles(
-    config: TrainConfig, compute: Compute, model: GPTConfig, flops: float, batch: _Batch, processes: int
-) -> bool:
+def _compiles(config: TrainConfig, recipe: Recipe, compute: Compute, processes: int) -> bool:
     """Whether to compile. ``auto`` does so for long runs, on a CPU where one process trains all weights of a small
     model (docs/defaults.md). Not for examples: batches vary in length."""
-    if config.compile != "auto":
+    if config.compile != "auto" or config.has_examples:
         return config.compile == "on"
-    if config.has_examples or compute.device.type not in ("cpu", "cuda"):
-        return False
+    model, dtype = recipe.model, compute.dtype_name
+    flops = 6 * breakdown(model).trainable * recipe.tokens(recipe.steps)
     if compute.device.type == "cuda":
         return flops >= COMPILE_FROM
-    alone = processes == 1 and config.tensor == 1 and config.shard == "none"
-    whole = alone and not (config.lora_rank or config.recompute or batch.setup.loss_chunk)
-    dtype = compute.dtype_name
-    if not whole or model.n_layer > COMPILED_LAYERS:
+    if not recipe.is_one_program(compute, processes) or model.n_layer > COMPILED_LAYERS:
         return False
     seconds = flops / (CPU_RATE[dtype] * model.n_embd) if config.minutes is None else 60 * config.minutes
     return seconds >= COMPILE_SECONDS[dtype] * model.n_layer and compiles_unasked()

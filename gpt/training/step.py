@@ -63,6 +63,7 @@ class Stepper:
             keep_freed_memory()
         self.tried = 0  # the most positions at once that all ranks are known to have memory for
         self.compiled = False
+        self.one_program = recipe.is_one_program(self.compute, self.world.size)
         self.program: GradientProgram | None = None  # on a CPU: what computes full micro-batches, once compiled
 
     @property
@@ -96,7 +97,7 @@ class Stepper:
         shape = (self.micro_batch, self.model.config.block_size)
         idx = torch.zeros(shape, dtype=torch.long, device=self.compute.device)
         try:
-            if self.parallel.compiles_step(self.objective.chunk):
+            if self.one_program:
                 program = GradientProgram(self.objective, self.model, self.compute, self.micro_batch, note)
                 program(idx, idx, torch.tensor(idx.numel()))
                 self.program = program
