@@ -12,7 +12,7 @@ vocab_size, H heads of D, K heads of keys and values.
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -487,8 +487,7 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Any) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
     options: Any = {"SPLIT_KV": 1} if k.size(2) <= WHOLE else {}
-    y: Any = flex_attention(q, k, v, block_mask=blocks, enable_gqa=q.size(1) > k.size(1), kernel_options=options)
-    return cast(Tensor, y)
+    return flex_attention(q, k, v, block_mask=blocks, enable_gqa=q.size(1) > k.size(1), kernel_options=options)
 
 
 def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, dropout: float, window: int | None) -> Tensor:
