@@ -43,9 +43,7 @@ def reports(found: "Sequence[Report]") -> None:
         ("tokens per second", "tokens_per_second"),
     ):
         names = [run["name"] if len(runs) > 1 else "" for run in runs]
-        series = [
-            Series(names[i], _points(run["steps"], key), 2 * i) for i, run in enumerate(runs) if run["steps"]["step"]
-        ]
+        series = [Series(names[i], _points(run["steps"], key), 2 * i) for i, run in enumerate(runs)]
         _chart(title, "steps", series, console, 7, key == "grad_norm")
     ours = [each for each in found if each.is_run]
     if ours:
@@ -56,16 +54,18 @@ def reports(found: "Sequence[Report]") -> None:
 
 
 def _chart(title: str, x_name: str, series: Sequence[Series], console: Console, height: int, logarithmic: bool) -> None:
+    """A chart of the series that have points: another program's curve has no steps."""
     console.print(Text("\n"), end="")
-    console.print(chart(title, x_name, series, console, height, logarithmic), no_wrap=True)
+    shown = [each for each in series if each.points]
+    console.print(chart(title, x_name, shown, console, height, logarithmic), no_wrap=True)
 
 
 def _held_out(runs: Sequence[dict[str, Any]], unit: str, seconds: float, time: str, console: Console) -> None:
     """The held-out losses against the time of training."""
-    series = []
-    for number, run in enumerate(runs):
-        if points := _points(run["evals"], "val_loss", "seconds"):
-            series.append(Series(run["name"], [(x / seconds, y) for x, y in points], number))
+    series = [
+        Series(run["name"], [(x / seconds, y) for x, y in _points(run["evals"], "val_loss", "seconds")], number)
+        for number, run in enumerate(runs)
+    ]
     _chart(f"held-out loss, {unit}", time, series, console, 13, True)
 
 
@@ -79,11 +79,9 @@ def _losses(runs: Sequence[dict[str, Any]], unit: str, raw: str, smoothing: str 
         name = run["name"] if len(runs) > 1 else f"training, {smoothing or raw}"
         if len(runs) == 1 and smoothing:
             series.append(Series(f"training, {raw}", _points(steps, "loss"), 0, pale=True))
-        if steps["step"]:
-            series.append(Series(name, _points({**steps, "loss": smoothed(steps["loss"])}, "loss"), 2 * number))
-        if run["evals"]["step"]:
-            name = f"{run['name']} held-out" if len(runs) > 1 else "held-out"
-            series.append(Series(name, _points(run["evals"], "val_loss"), 2 * number + 1))
+        series.append(Series(name, _points({**steps, "loss": smoothed(steps["loss"])}, "loss"), 2 * number))
+        name = f"{run['name']} held-out" if len(runs) > 1 else "held-out"
+        series.append(Series(name, _points(run["evals"], "val_loss"), 2 * number + 1))
     how = f", {smoothing}" if len(runs) > 1 and smoothing else ""
     _chart(f"loss, {unit}{how}", "steps", series, console, 13, True)
 
