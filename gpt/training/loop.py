@@ -452,8 +452,8 @@ class Trainer:
 def measure_budget(
     parallel: Parallel, recipe: Recipe, data: Dataset, minutes: float, session: Session, share: float
 ) -> TimeBudget:
-    """Measures how long steps and evaluations take here, by steps for a ``share`` of the minutes, and at least six. It
-    leaves moments and random states of no use."""
+    """Measures how long steps and evaluations take here, by steps for a ``share`` of the minutes, and at least six.
+    Moments and random states are of no use afterwards."""
     world = session.world
     stepper = Stepper(parallel, recipe, lambda micro_batch: None)
     if recipe.compile:

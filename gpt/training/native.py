@@ -58,10 +58,12 @@ class GradientProgram:
 
 
 def _traced(objective: nn.Module, model: GPT, compute: Compute, shape: tuple[int, int]) -> programs.Graph:
-    """The forward and backward pass as one graph of torch's operators: parameters, buffers, inputs, targets, their
-    number, `_masks` and what dropout keeps → the mean loss, the gradient of the rows that were looked up, and those of
-    the parameters without it. A program would add these rows up by threads in any order, and give other sums each
-    time."""
+    """Traces the forward and backward pass to one graph of torch's operators.
+
+    Its inputs: parameters, buffers, ids, targets, the number of targets, `_masks`, and what dropout keeps. Its outputs:
+    the mean loss, the gradient of the rows that were looked up in the embedding, and those of all parameters, where the
+    embedding's lacks these rows: a program's threads would add them up in any order, to another sum each time.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     names, buffers = ([name for name, _ in each()] for each in (objective.named_parameters, objective.named_buffers))

@@ -509,7 +509,7 @@ def amend(
             known = replace(config, minutes=None)
             if compute.device.type == "cpu":  # decided by the minutes, not by the steps that fit into them
                 known = replace(known, compile="on" if recipe.compile else "off")
-            if recipe.compile:  # for a dropout and a micro-batch, which go by the steps: uncompiled ones say how many
+            if recipe.compile:  # it is for one dropout and micro-batch: those of as many uncompiled steps as fit
                 _, steps = measured(replace(recipe, compile=False), config.minutes, 0.0)
                 recipe = resolved(replace(known, steps=steps), lambda text: None)
                 known = replace(known, dropout=recipe.model.dropout, micro_batch=str(recipe.micro_batch))
