@@ -275,6 +275,7 @@ _13B = "Table 2.1 of the GPT-3 paper gives a width of 5,140 for 40 heads of 128;
 # GPT-2: Radford et al. 2019, table 2. GPT-3: Brown et al. 2020, table 2.1 (shape, batch in tokens, learning rate). The
 # paper of GPT-2 gives no batch and no rate for its sizes; they have those of the GPT-3 model nearest in size.
 PRESETS: dict[str, Preset] = {
+    "pico": _preset(2, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in a minute on a laptop"),
     "nano": _preset(4, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
     "tiny": _preset(4, 6, 192, 64, 2048, 2048, 3.5e-3, "for any text, given some minutes more"),
     "micro": _preset(4, 4, 256, 128, 2048, 2048, 2e-3, "for a book, given more time on a laptop"),

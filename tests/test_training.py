@@ -636,6 +636,29 @@ def test_a_cpu_compiles_by_length_size_and_dtype(
             assert found == (compiles and (there or settings.get("compile") == "on"))
 
 
+class Gpu(Compute):
+    """An H100, of which a recipe asks no more than its memory."""
+
+    def memory(self) -> int:
+        return 80 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("settings", "compiles"),
+    [
+        ({"steps": 100}, True),  # 124 million parameters, 52 million tokens
+        ({"steps": 50}, False),
+        ({"minutes": 5.0}, True),
+        ({"minutes": 4.9}, False),  # though the 1,000 steps that are guessed would
+        ({"minutes": 4.9, "compile": "on"}, True),
+    ],
+)
+def test_a_gpu_compiles_by_length(settings: dict[str, Any], compiles: bool) -> None:
+    gpu = Gpu(torch.device("cuda"), torch.bfloat16)
+    config = TrainConfig(preset="gpt2", **settings)
+    assert recipe.resolve(config, gpu, 10**9, 250_000_000, 50_257, True, lambda text: None).compile == compiles
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

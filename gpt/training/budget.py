@@ -22,7 +22,7 @@ from gpt.training.step import Stepper
 PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # of the whole time, and at most, spent on measuring
 END_SECONDS = 2.0  # to save the last checkpoint, read it back, measure it and sample from it
 
-LADDER = ("nano", "tiny", "micro", "mini", "small", "gpt2")
+LADDER = ("pico", "nano", "tiny", "micro", "mini", "small", "gpt2")
 # For each parameter: tokens that a preset must have time to read, uncompiled, before it beats the one below, and bytes
 # of text that it needs (docs/defaults.md).
 TOKENS, BYTES = 1.0, 0.4

@@ -25,7 +25,8 @@ DECAY = 0.5  # of the steps
 DECAYS_MOST, OFTEN, TOO_OFTEN, DROPOUT = 12, 80, 300, 0.1
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
 RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
-COMPILE_FROM = 3e16  # FLOPs of a run from which compiling pays on a GPU: about two minutes at a third of an H100's peak
+# FLOPs of a run from which compiling pays on a GPU, about two minutes at a third of an H100's peak; or its minutes.
+COMPILE_FROM, COMPILE_MINUTES = 3e16, 5
 # On a CPU, by dtype: seconds of a run for each layer from which it pays, and FLOPs a second for each number of the
 # width, on two cores. Making the program takes some four seconds a layer, and saves a quarter of a step in bfloat16, a
 # tenth to a fifth in float32.
@@ -114,7 +115,7 @@ class Recipe:
 
 
 def auto_preset(n_bytes: int, device: str) -> str:
-    """The preset for a text of ``n_bytes``. On a CPU it is the smallest, which in the minutes of the default length
+    """The preset for a text of ``n_bytes``. On a CPU it is a small one, which in the minutes of the default length
     learns more of any text than a larger one that sees fewer tokens (docs/defaults.md)."""
     if device == "cpu":
         return "nano"
@@ -435,7 +436,7 @@ def _compiles(config: TrainConfig, recipe: Recipe, compute: Compute, processes: 
     model, dtype = recipe.model, compute.dtype_name
     flops = 6 * breakdown(model).trainable * recipe.tokens(recipe.steps)
     if compute.device.type == "cuda":
-        return flops >= COMPILE_FROM
+        return flops >= COMPILE_FROM if config.minutes is None else config.minutes >= COMPILE_MINUTES
     if not recipe.is_one_program(compute, processes) or model.n_layer > COMPILED_LAYERS:
         return False
     seconds = flops / (CPU_RATE[dtype] * model.n_embd) if config.minutes is None else 60 * config.minutes

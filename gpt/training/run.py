@@ -506,9 +506,8 @@ def amend(
         recipe = resolved(config, session.note)
         world.raise_on_all(partial(check_model, recipe, compute, world.data_size))
         if config.minutes is not None:
-            known = replace(config, minutes=None)
-            if compute.device.type == "cpu":  # decided by the minutes, not by the steps that fit into them
-                known = replace(known, compile="on" if recipe.compile else "off")
+            # Whether it compiles is decided by the minutes, not by the steps that fit into them.
+            known = replace(config, minutes=None, compile="on" if recipe.compile else "off")
             if recipe.compile:  # it is for one dropout and micro-batch: those of as many uncompiled steps as fit
                 _, steps = measured(replace(recipe, compile=False), config.minutes, 0.0)
                 recipe = resolved(replace(known, steps=steps), lambda text: None)
