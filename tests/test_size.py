@@ -8,9 +8,9 @@ from conftest import TINY
 
 from gpt.config import TrainConfig
 from gpt.device import Compute
-from gpt.training.budget import TOKENS, largest_preset, measured_rate, parameters, preset_for_minutes
+from gpt.training.budget import NEEDS, largest_preset, measured_rate, parameters, preset_for_minutes
 
-LADDER = list(TOKENS)
+LADDER = list(NEEDS)
 CPU = Compute(torch.device("cpu"), torch.float32)
 
 
@@ -32,7 +32,7 @@ def test_sizes_grow_with_time_and_text() -> None:
     assert chosen[0] == "pico"
     assert chosen[-1] == "gpt2"
     for name in LADDER[1:]:
-        minutes = TOKENS[name] * 6 * parameters(name) ** 2 / 1e11 / 60  # when it has read so many tokens a parameter
+        minutes = NEEDS[name][0] * 6 * parameters(name) ** 2 / 1e11 / 60  # when it has read so many tokens a parameter
         assert largest_preset(1.01 * minutes, 10**12, device(1e11, []))[0] == name
         below, why = largest_preset(0.99 * minutes, 10**12, device(1e11, []))
         assert below == LADDER[LADDER.index(name) - 1]
@@ -41,7 +41,7 @@ def test_sizes_grow_with_time_and_text() -> None:
 
 def test_a_size_needs_two_bytes_for_five_parameters() -> None:
     least = parameters("mini") * 2 // 5
-    for n_bytes, chosen in ((least + 1, "mini"), (least - 1, "micro")):
+    for n_bytes, chosen in ((least + 1, "mini"), (least - 1, "micro"), (1000, "nano")):
         name, why = largest_preset(1e7, n_bytes, device(1e14, []))
         assert name == chosen
         assert f"{LADDER[LADDER.index(name) + 1]} has" in why

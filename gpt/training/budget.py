@@ -24,8 +24,10 @@ END_SECONDS = 2.0  # to save the last checkpoint, read it back, measure it and s
 
 # For each parameter: tokens that a preset must have time to read, uncompiled, before it beats the one below, and bytes
 # of text that it needs (docs/defaults.md).
-TOKENS = {"pico": 0.0, "nano": 2.0, "tiny": 1.0, "micro": 1.0, "mini": 1.0, "small": 1.0, "gpt2": 1.0}
-BYTES = 0.4
+NEEDS = {
+    "pico": (0.0, 0.0), "nano": (2.0, 0.0), "tiny": (1.0, 0.4), "micro": (1.0, 0.4), "mini": (1.0, 0.4),
+    "small": (1.0, 0.4), "gpt2": (1.0, 0.4),
+}  # fmt: skip
 GAIN = 3.0  # how much faster than a small model, per parameter, a large one may be at most
 TRIED = 65_536  # tokens per step at most, while the rate is measured
 STEPS = (2, 4)  # that allocate, and that are timed
@@ -77,18 +79,19 @@ def preset_for_minutes(
 
 
 def largest_preset(minutes: float, n_bytes: int, rate: Rate) -> tuple[str, str]:
-    """The largest preset that has `BYTES` of text for each parameter and time to read its `TOKENS`, and the reason.
-    ``rate`` gives a preset's tokens per second."""
-    chosen, *larger = TOKENS
+    """The largest preset that has the tokens and bytes which it `NEEDS`, and the reason. ``rate`` gives a preset's
+    tokens per second."""
+    chosen, *larger = NEEDS
     pace = rate(chosen)
     for name in larger:
         n, below = parameters(name), parameters(chosen)
-        if n * BYTES > n_bytes:
-            return chosen, f"{name} has {n:,} parameters, more than {1 / BYTES:g} for each byte of the text"
-        seconds = TOKENS[name] * n / (GAIN * pace * below / n)  # at least, to read so much
+        tokens, least = NEEDS[name]
+        if n * least > n_bytes:
+            return chosen, f"{name} has {n:,} parameters, more than {1 / least:g} for each byte of the text"
+        seconds = tokens * n / (GAIN * pace * below / n)  # at least, to read so much
         if seconds <= 60 * minutes:
             faster = rate(name)
-            seconds = TOKENS[name] * n / faster
+            seconds = tokens * n / faster
         if seconds > 60 * minutes:
             return chosen, f"at {pace:,.0f} tokens/s; {name} would need some {seconds / 60:,.0f} minutes to be better"
         chosen, pace = name, faster
