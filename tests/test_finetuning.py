@@ -139,7 +139,7 @@ def test_a_long_context_is_not_the_length_of_training(workdir: Path, rank: int |
 
 def test_the_usual_batch_and_rate_are_those_of_the_nearest_size() -> None:
     assert nearest_preset(GPTConfig(50257, 1024, 12, 12, 768)) == "gpt2"
-    assert nearest_preset(GPTConfig(300, 64, 2, 2, 32)) == "nano"
+    assert nearest_preset(GPTConfig(300, 64, 2, 2, 32)) == "pico"
 
 
 @pytest.mark.parametrize(
