@@ -36,7 +36,7 @@ def test_sizes_grow_with_time_and_text() -> None:
         assert largest_preset(1.01 * minutes, 10**12, device(1e11, []))[0] == name
         below, why = largest_preset(0.99 * minutes, 10**12, device(1e11, []))
         assert below == LADDER[LADDER.index(name) - 1]
-        assert f"; {name} would need some {minutes:,.0f} minutes" in why
+        assert f"; {name} would need at least {minutes:,.1f} minutes" in why
 
 
 def test_a_size_needs_two_bytes_for_five_parameters() -> None:

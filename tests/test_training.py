@@ -268,6 +268,20 @@ def test_a_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [model.dropout for model in sought] == [0, 0]  # by who measures, and by the run
 
 
+def test_minutes_alone_decide_whether_a_timed_run_compiles(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the steps that fit into them, which would compile here: they were measured without."""
+    sought: list[object] = []
+    monkeypatch.setattr(programs, "find", lambda key, *args: sought.append(key))
+    monkeypatch.setattr(recipe, "compiles_unasked", lambda: True)
+    monkeypatch.setitem(recipe.CPU_RATE, "float32", 1e-9)
+    monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: 400)
+    monkeypatch.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
+    assert resolved(n_tokens=10**6, **TINY, steps=400, dtype="float32").compile
+    timed, _ = train(text, minutes=1.0, dtype="float32")
+    assert not json.loads((timed.run / "run.json").read_text())["resolved"]["compile"]
+    assert not sought
+
+
 def test_steps_that_fit_into_a_time() -> None:
     pace = TimeBudget(deadline=100.0, step=0.1, evaluations=10.0, end=5.0)
     assert pace.steps(now=10.0) == 750  # 90 s, less 5 at the end and 20 evaluations
