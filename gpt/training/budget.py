@@ -93,7 +93,8 @@ def largest_preset(minutes: float, n_bytes: int, rate: Rate) -> tuple[str, str]:
             faster = rate(name)
             seconds = tokens * n / faster
         if seconds > 60 * minutes:
-            return chosen, f"at {pace:,.0f} tokens/s; {name} would need at least {seconds / 60:,.1f} minutes to be better"
+            needed = f"{name} would need at least {seconds / 60:,.1f} minutes to be better"
+            return chosen, f"at {pace:,.0f} tokens/s; {needed}"
         chosen, pace = name, faster
     return chosen, "the largest that is chosen by itself"
 
