@@ -1,16 +1,17 @@
 """Which size is chosen for a time."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
 from conftest import TINY
 
-from gpt.config import TrainConfig
+from gpt.config import Arch, TrainConfig
 from gpt.device import Compute
-from gpt.training.budget import NEEDS, largest_preset, measured_rate, parameters, preset_for_minutes
+from gpt.training import budget
+from gpt.training.budget import SIZES, largest_preset, measured_rate, needs, parameters, preset_for_minutes
 
-LADDER = list(NEEDS)
 CPU = Compute(torch.device("cpu"), torch.float32)
 
 
@@ -24,32 +25,40 @@ def device(flops: float, asked: list[str]) -> Callable[[str], float]:
     return rate
 
 
-def test_sizes_grow_with_time_and_text() -> None:
-    chosen = [
-        largest_preset(minutes, 10**12, device(1e11, []))[0] for minutes in (0.1, 1, 3, 10, 30, 100, 1000, 1e5, 1e7)
-    ]
-    assert chosen == sorted(chosen, key=LADDER.index)
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+def test_sizes_grow_with_time(arch: Arch) -> None:
+    times = (0.1, 1, 3, 10, 30, 100, 1000, 1e5, 1e7)
+    chosen = [largest_preset(minutes, 10**12, arch, device(1e11, []))[0] for minutes in times]
+    assert chosen == sorted(chosen, key=SIZES.index)
     assert chosen[0] == "pico"
     assert chosen[-1] == "gpt2"
-    for name in LADDER[1:]:
-        minutes = NEEDS[name][0] * 6 * parameters(name) ** 2 / 1e11 / 60  # when it has read so many tokens a parameter
-        assert largest_preset(1.01 * minutes, 10**12, device(1e11, []))[0] == name
-        below, why = largest_preset(0.99 * minutes, 10**12, device(1e11, []))
-        assert below == LADDER[LADDER.index(name) - 1]
+    for below, name in pairwise(SIZES):
+        minutes = needs(name, arch)[0] * 6 * parameters(name) ** 2 / 1e11 / 60  # to read so many tokens a parameter
+        assert largest_preset(1.01 * minutes, 10**12, arch, device(1e11, []))[0] == name
+        chosen_before, why = largest_preset(0.99 * minutes, 10**12, arch, device(1e11, []))
+        assert chosen_before == below
         assert f"; {name} would need at least {minutes:,.1f} minutes" in why
+
+
+@pytest.mark.parametrize(("arch", "chosen"), [(None, "pico"), ("gpt2", "pico"), ("modern", "nano")])
+def test_nano_of_modern_is_taken_in_less_time(arch: Arch | None, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "measured_rate", lambda name, config, compute: 10_000.0)
+    minutes = 2 * parameters("nano") / 10_000 / 60  # to read two tokens a parameter
+    config = TrainConfig(minutes=minutes, arch=arch)
+    assert preset_for_minutes(config, CPU, 10**9, lambda text: None).preset == chosen
 
 
 def test_a_size_needs_two_bytes_for_five_parameters() -> None:
     least = parameters("mini") * 2 // 5
     for n_bytes, chosen in ((least + 1, "mini"), (least - 1, "micro"), (1000, "nano")):
-        name, why = largest_preset(1e7, n_bytes, device(1e14, []))
+        name, why = largest_preset(1e7, n_bytes, "gpt2", device(1e14, []))
         assert name == chosen
-        assert f"{LADDER[LADDER.index(name) + 1]} has" in why
+        assert f"{SIZES[SIZES.index(name) + 1]} has" in why
 
 
 def test_a_size_out_of_reach_is_not_tried() -> None:
     asked: list[str] = []
-    assert largest_preset(1, 10**12, device(1e11, asked))[0] == "pico"
+    assert largest_preset(1, 10**12, "gpt2", device(1e11, asked))[0] == "pico"
     assert asked == ["pico", "nano"]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import numpy as np
 
-from gpt.config import TrainConfig, find_preset
+from gpt.config import Arch, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.decoder import GPT
@@ -22,12 +22,11 @@ from gpt.training.step import Stepper
 PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # of the whole time, and at most, spent on measuring
 END_SECONDS = 2.0  # to save the last checkpoint, read it back, measure it and sample from it
 
-# For each parameter: tokens that a preset must have time to read, uncompiled, before it beats the one below, and bytes
-# of text that it needs (docs/defaults.md).
-NEEDS = {
-    "pico": (0.0, 0.0), "nano": (3.0, 0.0), "tiny": (1.0, 0.4), "micro": (1.0, 0.4), "mini": (1.0, 0.4),
-    "small": (1.0, 0.4), "gpt2": (1.0, 0.4),
-}  # fmt: skip
+SIZES = ("pico", "nano", "tiny", "micro", "mini", "small", "gpt2")
+# Tokens a parameter that a size must have time to read, uncompiled, before it beats the one below, and bytes of text a
+# parameter that it needs; `nano` needs no least text (docs/defaults.md).
+TOKENS, BYTES = 1.0, 0.4
+NANO_TOKENS: dict[Arch, float] = {"gpt2": 3.0, "modern": 1.5}
 GAIN = 3.0  # how much faster than a small model, per parameter, a large one may be at most
 TRIED = 65_536  # tokens per step at most, while the rate is measured
 STEPS = (2, 4)  # that allocate, and that are timed
@@ -73,19 +72,28 @@ def preset_for_minutes(
     shape = (config.n_layer, config.n_head, config.n_kv_head, config.n_embd, config.block_size)
     if config.minutes is None or config.preset != "auto" or config.init is not None or any(shape):
         return config
-    name, why = largest_preset(config.minutes, n_bytes, lambda name: processes * measured_rate(name, config, compute))
+
+    def rate(name: str) -> float:
+        return processes * measured_rate(name, config, compute)
+
+    name, why = largest_preset(config.minutes, n_bytes, config.arch or "gpt2", rate)
     note(f"size {name}: {why}")
     return replace(config, preset=name)
 
 
-def largest_preset(minutes: float, n_bytes: int, rate: Rate) -> tuple[str, str]:
-    """The largest preset that has the tokens and bytes which it `NEEDS`, and the reason. ``rate`` gives a preset's
+def needs(name: str, arch: Arch) -> tuple[float, float]:
+    """What a size above the smallest needs for each parameter: tokens to read, and bytes of text."""
+    return (NANO_TOKENS[arch], 0.0) if name == "nano" else (TOKENS, BYTES)
+
+
+def largest_preset(minutes: float, n_bytes: int, arch: Arch, rate: Rate) -> tuple[str, str]:
+    """The largest preset that has the tokens and bytes which it `needs`, and the reason. ``rate`` gives a preset's
     tokens per second."""
-    chosen, *larger = NEEDS
+    chosen, *larger = SIZES
     pace = rate(chosen)
     for name in larger:
         n, below = parameters(name), parameters(chosen)
-        tokens, least = NEEDS[name]
+        tokens, least = needs(name, arch)
         if n * least > n_bytes:
             return chosen, f"{name} has {n:,} parameters, more than {1 / least:g} for each byte of the text"
         seconds = tokens * n / (GAIN * pace * below / n)  # at least, to read so much
