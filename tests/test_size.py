@@ -40,10 +40,21 @@ def test_sizes_grow_with_time(arch: Arch) -> None:
         assert f"; {name} would need at least {minutes:,.1f} minutes" in why
 
 
-@pytest.mark.parametrize(("arch", "chosen"), [(None, "pico"), ("gpt2", "pico"), ("modern", "nano")])
-def test_nano_of_modern_is_taken_in_less_time(arch: Arch | None, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arch", "name", "tokens", "chosen"),
+    [
+        (None, "nano", 2.0, "pico"),
+        ("gpt2", "nano", 2.0, "pico"),
+        ("modern", "nano", 2.0, "nano"),
+        ("modern", "tiny", 0.9, "nano"),
+        ("modern", "tiny", 1.1, "tiny"),
+    ],
+)
+def test_a_size_is_chosen_that_reads_enough_for_its_parameters(
+    arch: Arch | None, name: str, tokens: float, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(budget, "measured_rate", lambda name, config, compute: 10_000.0)
-    minutes = 2 * parameters("nano") / 10_000 / 60  # to read two tokens a parameter
+    minutes = tokens * parameters(name) / 10_000 / 60
     config = TrainConfig(minutes=minutes, arch=arch)
     assert preset_for_minutes(config, CPU, 10**9, lambda text: None).preset == chosen
 
