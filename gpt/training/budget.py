@@ -82,7 +82,7 @@ def preset_for_minutes(
 
 
 def needs(name: str, arch: Arch) -> tuple[float, float]:
-    """What a size above the smallest needs for each parameter: tokens to read, and bytes of text."""
+    """Tokens to read and bytes of text, for each parameter, that a size above the smallest needs."""
     return (NANO_TOKENS[arch], 0.0) if name == "nano" else (TOKENS, BYTES)
 
 
