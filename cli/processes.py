@@ -24,7 +24,7 @@ def start(words: Sequence[str], nproc: int, began: float) -> int:
     """
     from gpt.parallel.launch import launch
 
-    ended = launch([sys.executable, "-m", "gpt_cli", *words], nproc, began)
+    ended = launch([sys.executable, "-P", "-m", "gpt_cli", *words], nproc, began)
     resume = (
         f"resume with: gpt train --resume {shlex.quote(str(ended.run))}" if ended.run and ended.run.is_dir() else ""
     )

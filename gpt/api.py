@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass, fields, replace
@@ -22,9 +21,11 @@ from gpt.decoding.token_step import compiled
 from gpt.decoding.weights import Int4Linear, dtype_name, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.device import Compute
-from gpt.errors import UserError, did_you_mean
+from gpt.errors import Interrupted, UserError, did_you_mean
 from gpt.evaluate import Documents, Encoded, Evaluation, OnWindow, evaluate
 from gpt.export_config import ExportConfig
+from gpt.files import scratch_folder
+from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.model.quantize import round_matrices
@@ -169,13 +170,16 @@ def _opened(
         note(f"{texts[0]} is no folder of tokens: all of it is measured, and --split is not used")
     reading = {f.name: getattr(config, f.name) for f in fields(ReadConfig)}
     corpus = open_corpus(texts, TextConfig(**reading, val_fraction=0))
-    with tempfile.TemporaryDirectory(prefix="gpt-") as place:
-        folder = tokenize(corpus, tokenizer, Path(place) / "tokens", listen=listen)
-        stream = folder.stream("train")
-        try:
-            yield folder, stream.documents
-        finally:
-            stream.release()  # an open file could not be removed on Windows
+    try:
+        with StopSignal(at_once=True), scratch_folder("gpt-eval-") as place:
+            folder = tokenize(corpus, tokenizer, place / "tokens", listen=listen)
+            stream = folder.stream("train")
+            try:
+                yield folder, stream.documents
+            finally:
+                stream.release()  # an open file could not be removed on Windows
+    except Interrupted as stopped:
+        raise Interrupted(stopped.signum) from None  # without what `tokenize` says of the folder, which is gone
 
 
 def load(

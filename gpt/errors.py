@@ -47,8 +47,9 @@ class PeerLost(WorkError):
         super().__init__("another process of the run has ended", "gpt train --resume resumes from the last checkpoint")
 
 
-class Interrupted(Exception):
-    """SIGINT or SIGTERM ended the work in good order; ``message`` says what was saved."""
+class Interrupted(BaseException):
+    """A signal ended the work in good order; ``message`` says what was saved. Like KeyboardInterrupt, it is no
+    Exception, so that code which handles any error does not take it for one."""
 
     def __init__(self, signum: int, message: str = "interrupted") -> None:
         super().__init__(message)
@@ -80,10 +81,10 @@ def device_failure(error: BaseException) -> str | None:
     return said[0] if said and said[0].startswith("CUDA error") else None
 
 
-def check_text(what: str, text: str) -> None:
-    """Raises `UserError` for bytes of a command line that were no UTF-8, which Python has as halves of characters."""
+def check_text(what: str, text: str, hint: str = "type it in a terminal that is set to UTF-8") -> None:
+    """Raises `UserError` for bytes of a command line that are not UTF-8, which Python reads as lone surrogates."""
     if any("\ud800" <= char <= "\udfff" for char in text):
-        raise UserError(f"{what} is not UTF-8", "write it in UTF-8, as the terminal does that is set so")
+        raise UserError(f"{what} is not UTF-8", hint)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

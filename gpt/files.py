@@ -12,6 +12,9 @@ import shutil
 import stat
 import sys
 import tempfile
+import threading
+import time
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
@@ -19,7 +22,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from filelock import FileLock, Timeout
 
-from gpt.errors import UserError, WorkError
+from gpt.errors import UserError, WorkError, check_text
 
 JSON_LIMIT = 64 * 2**20  # bytes; no JSON file of ours is larger
 LINE_LIMIT = 2**20  # bytes of a JSON line
@@ -27,25 +30,34 @@ LINES_LIMIT = 2**30  # bytes of a file of JSON lines
 LONGEST_NAME = 255  # characters of a file name
 DEEPEST = 64  # levels of lists and objects in JSON
 FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 LOCK = ".lock"
 TEMPORARY, ASIDE = ".tmp-", ".tmp-was-"  # prefixes of what is being written, and of what it replaces
+EXISTS_NOW = "another process has made it in the meantime, and nothing is overwritten"
 T = TypeVar("T")
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Yields a file that becomes ``path`` at the end, and is removed after an error. Raises OSError."""
-    beside = path.parent / f".tmp-{os.getpid()}-{path.name}"
+    beside = path.parent / _temporary_name(path)
     try:
         with beside.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
+        sync_folder(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
         raise
+
+
+def _temporary_name(path: Path) -> str:
+    """Returns the name under which this process writes a new ``path``. A name may have 255 bytes, so only the end of a
+    long one is part of it."""
+    return f"{TEMPORARY}{os.getpid()}-{path.name[-50:]}"
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -65,22 +77,40 @@ def write_pieces(path: Path, pieces: Iterable[Any]) -> str:
 
 
 def side_by_side(do: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
-    """Returns ``do(name)`` for each file, computed two at a time: checksums and copies on one core are slower than a
-    disk. Raises the first error once no thread is at work. Unlike concurrent.futures, a program that ends early does
-    not wait for these threads."""
-    from multiprocessing.pool import ThreadPool  # takes 15 ms, and `--help` does not need it
-
+    """Returns ``do(name)`` for each file, computed in two threads: checksums and copies on one core are slower than a
+    disk. Raises the first error once both threads have stopped. The threads are daemons, so a second Ctrl-C does not
+    wait for them; and plain ones, since a pool of multiprocessing needs a semaphore in /dev/shm."""
     names = list(names)
-    with ThreadPool(2) as pool:
-        return dict(zip(names, pool.map(do, names, chunksize=1), strict=True))
+    left, done, errors = iter(names), dict[str, T](), list[BaseException]()
+
+    def work() -> None:
+        for name in left:  # `next` on a list's iterator is atomic
+            try:
+                done[name] = do(name)
+            except BaseException as error:
+                errors.append(error)
+            if errors:
+                return
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in names[:2]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return {name: done[name] for name in names}
 
 
 def sync_folder(path: Path) -> None:
-    """Makes renames in a folder durable, where the system can: Windows cannot open folders, and some network shares
-    cannot sync them. Raises OSError where the disk fails."""
+    """Makes renames in a folder durable, where the system can: Windows cannot open folders, some network shares cannot
+    sync them, and some folders can be written and not read. Raises OSError where the disk fails."""
     if sys.platform == "win32":
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        return
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -88,6 +118,22 @@ def sync_folder(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def usable_name(name: str) -> str:
+    """Returns a name for a new folder that is like the name of a file: without bytes that are not UTF-8 and control
+    characters, and short enough for a number after it on every file system."""
+    clean = "".join("_" if unicodedata.category(char) in ("Cc", "Cs") else char for char in name)
+    return clean.encode()[:100].decode(errors="ignore")
+
+
+def make_folder(path: Path) -> None:
+    """Makes a new folder, and those above it that are missing, durably. Raises OSError: FileExistsError where there is
+    one already."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True)
+    for folder in missing:
+        sync_folder(folder.parent)
 
 
 def open_regular(path: Path, limit: int | None = None) -> BufferedReader:
@@ -179,24 +225,29 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def disk_errors(path: Path, kept: str = "") -> Iterator[None]:
-    """Turns an OSError from writing below ``path`` into a `WorkError`. ``kept``: what is still whole, for the hint."""
+    """Turns an OSError from writing ``path``, or a place elsewhere that the error names, into a `WorkError`. ``kept``:
+    what is still whole, for the hint."""
     try:
         yield
     except OSError as error:
-        hint, free = "give another place with --out", ""
+        hint, free, place = "give another place with --out", "", path
+        if error.filename is not None:
+            failed = Path(os.fsdecode(error.filename))
+            place = path if path.absolute().parent in failed.absolute().parents else failed
         if error.errno in FULL:
             hint = f"make room, or {hint}"
             with contextlib.suppress(OSError):
-                space = shutil.disk_usage(path if path.exists() else path.parent).free
+                space = shutil.disk_usage(place if place.exists() else place.parent).free
                 free = f"; {space / 1e6:,.0f} MB are free there"
-        said = f"cannot write {path}: {error.strerror or error}{free}"
+        said = f"cannot write {place}: {error.strerror or error}{free}"
         raise WorkError(said, f"{hint}; {kept}" if kept else hint) from None
 
 
 def check_new(path: Path, hint: str) -> None:
-    """Raises `UserError` where something of that name exists, broken links too, and `WorkError` where no folder can be
-    made there. Call it before the work, not after."""
+    """Raises `UserError` where something of that name exists, broken links too, or the name is not UTF-8; `WorkError`
+    where no folder can be made there. Call it before the work, not after."""
     with disk_errors(path):
+        check_text(f"the name {str(path)!r}", str(path), hint)
         if path.exists() or path.is_symlink():
             raise UserError(f"{path} is there already; nothing is overwritten", hint)
         nearest = next(folder for folder in path.absolute().parents if folder.exists())
@@ -208,18 +259,24 @@ def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     """Yields a folder that becomes ``target`` at the end, and is removed after an error. With ``replace``, an old
     ``target`` is replaced once the new one is whole; `recover` undoes a crash between the two renames. Else raises
     OSError if there is one by then."""
-    own = "" if replace else f"{os.getpid()}-"  # another process may be making the same new folder
-    beside, aside = target.parent / f"{TEMPORARY}{own}{target.name}", target.parent / f"{ASIDE}{target.name}"
+    # `recover` knows a folder that is replaced by its name; another process may be making the same new folder.
+    beside = target.parent / (f"{TEMPORARY}{target.name}" if replace else _temporary_name(target))
+    aside = target.parent / f"{ASIDE}{target.name}"
     shutil.rmtree(beside, ignore_errors=True)  # left by a killed run
     beside.mkdir()
     try:
         yield beside
         sync_folder(beside)
-        if target.exists():
-            if not replace:
-                raise FileExistsError(errno.EEXIST, "it is there by now, and nothing is overwritten", str(target))
+        if replace and target.exists():
             os.replace(target, aside)
-        os.replace(beside, target)
+        elif not replace and (target.exists() or target.is_symlink()):
+            raise FileExistsError(errno.EEXIST, EXISTS_NOW, str(target))
+        try:
+            os.replace(beside, target)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            raise FileExistsError(errno.EEXIST, EXISTS_NOW, str(target)) from None
         sync_folder(target.parent)
     except BaseException:
         if aside.exists() and not target.exists():
@@ -227,6 +284,24 @@ def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
         raise
     shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """Yields a temporary folder that is removed at the end. One that a killed process left behind is removed by the
+    next process that wants a folder with this prefix. Raises OSError."""
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError, Timeout, NotImplementedError):
+            status = left.lstat()
+            own = stat.S_ISDIR(status.st_mode) and (not hasattr(os, "getuid") or status.st_uid == os.getuid())
+            if own and time.time() - status.st_mtime > 60:  # a younger one may not be locked yet
+                with FileLock(left / LOCK, timeout=0):
+                    pass
+                shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix) as place, contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, NotImplementedError):  # a file system without locks
+            held.enter_context(FileLock(Path(place, LOCK), timeout=0))
+        yield Path(place)
 
 
 def recover(parent: Path) -> None:
@@ -251,6 +326,13 @@ def locked(folder: Path, hint: str) -> Iterator[None]:
             lock.acquire()
         except Timeout:
             raise UserError(f"another process is writing {folder}", hint) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            raise UserError(
+                f"{folder} is on a file system without locks, which keep two processes from writing there at once",
+                "give a place on another file system with --out",
+            ) from None
     try:
         yield
     finally:

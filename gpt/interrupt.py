@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first asks for an orderly end, the second ends at once."""
+"""Signals that ask a command to stop: the first asks for an orderly end, the second ends it at once."""
 
 import signal
 import threading
@@ -10,14 +10,25 @@ from gpt.errors import Interrupted
 
 T = TypeVar("T")
 
+# Ctrl-C, `kill`, and a terminal or an ssh connection that closes. Windows has no SIGHUP.
+SIGNALS: tuple[int, ...] = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
+
+
+def heeded() -> tuple[int, ...]:
+    """Returns those of `SIGNALS` that this process was not started to ignore: nohup ignores SIGHUP, and a script's
+    ``&`` ignores SIGINT, which is meant for the program in the foreground."""
+    return tuple(signum for signum in SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN)
+
 
 class Stopped(Exception):
     """Work that may be left off was, since a signal came."""
 
 
 class StopSignal:
-    """While active, notes the first SIGINT or SIGTERM in ``signum`` instead of dying of it; the second raises
-    `Interrupted` wherever it strikes, which nothing on disk minds. As long as ``at_once``, the first does.
+    """While active, notes the first of the `heeded` signals in ``signum``; the second raises `Interrupted` wherever it
+    strikes, which nothing on disk minds. As long as ``at_once``, the first does.
 
     Outside the main thread, where Python takes no signals, nothing is changed.
     """
@@ -29,7 +40,7 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM):
+            for signum in heeded():
                 self._before[signum] = signal.signal(signum, self._note)
         return self
 
@@ -47,7 +58,7 @@ class StopSignal:
     def _note(self, signum: int, frame: FrameType | None) -> None:
         first, self.signum = self.signum, signum
         if self.at_once:
-            raise Interrupted(signum, "interrupted before the first step")
+            raise Interrupted(signum)
         if first is not None:
             raise Interrupted(signum, "interrupted twice: ended at once; checkpoints saved before are whole")
 

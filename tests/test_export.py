@@ -542,7 +542,7 @@ def test_two_exports_to_one_place(run_folder: Path, chapter: Path, workdir: Path
             code = f"import gpt; gpt.export({str(run_folder)!r}, 'out', dtype='int8')"
             subprocess.run([sys.executable, "-c", code], check=True, cwd=workdir)
 
-    with pytest.raises(WorkError, match="it is there by now, and nothing is overwritten"):
+    with pytest.raises(WorkError, match="another process has made it in the meantime"):
         library.export(run_folder, "out", listen=listen)
     assert heard == ["written"]
     assert meta(Path("out"))["export"]["dtype"] == "int8"

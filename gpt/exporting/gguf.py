@@ -22,7 +22,7 @@ from gpt.config import GPTConfig
 from gpt.errors import UserError, WorkError
 from gpt.exporting import gguf_tokenizer
 from gpt.exporting.source import SourceModel, whole
-from gpt.files import file_sha256, sync_folder, write_pieces
+from gpt.files import EXISTS_NOW, file_sha256, write_pieces
 from gpt.model.decoder import rotary_rates
 from gpt.model.params import Parameter, Shape, named_parameters
 from gpt.model.quantize import GROUP, Quantized, to_int4
@@ -132,13 +132,12 @@ def write(path: Path, source: SourceModel, kind: str, name: str, license: str | 
                 yield np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
                 yield bytes(-data.nbytes % package().GGUF_DEFAULT_ALIGNMENT)
         if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, "it is there by now, and nothing is overwritten", str(path))
+            raise FileExistsError(errno.EEXIST, EXISTS_NOW, str(path))
 
     digest = write_pieces(path, pieces())
     try:
         if file_sha256(path, from_disk=True) != digest:
             raise OSError(errno.EIO, "what was written is not what can be read", str(path))
-        sync_folder(path.parent)
     except BaseException:
         path.unlink(missing_ok=True)
         raise

@@ -17,10 +17,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gpt.errors import PeerLost, UserError
+from gpt.interrupt import heeded
 from gpt.parallel.environment import BEGAN, LAUNCHER, RUN, STATUS, told
 from gpt.peaks import host_memory
 
-SIGNALS = ("SIGINT", "SIGTERM")
 PROCESS_BYTES = 2**28  # of memory that Python and torch take in each process, before any work
 LONGEST_SAVE = 24 * 3600  # seconds that a run which was told to stop may take to save; a second signal ends it at once
 
@@ -66,7 +66,7 @@ def launch(command: Sequence[str], nproc: int, began: float | None = None) -> En
         "rdzv_backend": "c10d",
         "rdzv_endpoint": f"127.0.0.1:{_port()}",
         "local_addr": "127.0.0.1",
-        "signals_to_handle": ",".join(SIGNALS),
+        "signals_to_handle": ",".join(signal.Signals(signum).name for signum in heeded()),
         "shutdown_timeout": LONGEST_SAVE,
     }
     with tempfile.TemporaryDirectory(prefix="gpt-") as place, _environment(place, began):
@@ -110,7 +110,7 @@ def _port() -> int:
 @contextlib.contextmanager
 def _environment(place: str, began: float | None) -> Iterator[None]:
     """Sets the processes' environment, silences the launcher, and restores its signal handlers afterwards."""
-    handlers = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
+    handlers = {signum: signal.getsignal(signum) for signum in heeded()}
     quiet = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     os.environ |= {LAUNCHER: place} | ({BEGAN: repr(began)} if began is not None else {})
@@ -121,5 +121,5 @@ def _environment(place: str, began: float | None) -> Iterator[None]:
         del os.environ[LAUNCHER]
         os.environ.pop(BEGAN, None)
         logging.disable(quiet)
-        for name, handler in handlers.items():
-            signal.signal(getattr(signal, name), handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)

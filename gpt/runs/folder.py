@@ -12,8 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt.errors import UserError
-from gpt.files import TEMPORARY, file_sha256, is_file_name, read_json, reading, side_by_side, to_json, write_file
+from gpt.errors import UserError, check_text
+from gpt.files import (
+    TEMPORARY,
+    file_sha256,
+    is_file_name,
+    make_folder,
+    read_json,
+    reading,
+    side_by_side,
+    to_json,
+    write_file,
+)
 from gpt.runs import hub
 from gpt.runs.record import RECORD as RECORD
 from gpt.runs.record import RunRecord
@@ -58,12 +68,14 @@ def is_step_name(name: str) -> bool:
 
 
 def create_run(out: str) -> Path:
-    """Makes a run folder at ``out``, or at the first free of ``out-2``, ``out-3`` … Nothing is overwritten."""
+    """Makes a run folder at ``out``, or at the first free of ``out-2``, ``out-3`` … Nothing is overwritten. Raises
+    `UserError` where none can be made, or the name is not UTF-8, which safetensors needs."""
+    check_text(f"the name {out!r}", out, "give another place with --out")
     first = Path(out)  # without a slash at its end
     for number in range(1, 10_000):
         path = first if number == 1 else first.with_name(f"{first.name}-{number}")
         try:
-            path.mkdir(parents=True)
+            make_folder(path)
             return path
         except FileExistsError:
             continue

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gpt.errors import UserError
+from gpt.errors import UserError, check_text
 from gpt.files import open_regular, reading
 
 Array = npt.NDArray[Any]
@@ -161,6 +161,7 @@ def read(
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
+    check_text(f"the path {str(file)!r}", str(file), "rename the folder: safetensors opens no other names")
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened

@@ -8,7 +8,7 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import numpy as np
 
 from gpt.errors import WorkError
+from gpt.interrupt import SIGNALS
 from gpt.text.shards import Ids, Offsets, Side, id_type
 from gpt.text.tokenizer import Tokenizer
 
@@ -75,9 +76,11 @@ _tokenizer: Tokenizer  # of a process in the pool
 
 
 def _start_process(tokenizers: "Queue[Tokenizer | None]") -> None:
-    """Prepares a process of the pool: it ignores Ctrl-C, waits for a tokenizer, and ends with its parent."""
+    """Prepares a process of the pool: it leaves signals that a terminal sends to all processes to its parent, waits for
+    a tokenizer, and ends with its parent."""
     global _tokenizer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signum in {*SIGNALS} - {signal.SIGTERM}:  # with which the pool itself ends processes
+        signal.signal(signum, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -101,20 +104,28 @@ class Encoders:
 
     AHEAD = 16  # items in memory beyond two for each process, to encode while this process writes
 
-    def __init__(self, jobs: int) -> None:
-        self.jobs = jobs
+    def __init__(self, jobs: int, note: Callable[[str], None] = lambda text: None) -> None:
+        self.jobs, self.note = jobs, note
         self.pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Self:
         if self.jobs > 1:
-            context = multiprocessing.get_context("spawn")
+            try:
+                self._start()
+            except (OSError, ImportError) as error:  # /dev/shm is full, read-only or missing; or no semaphores at all
+                self.note(f"tokenizing in one process: the system has no semaphores for more ({error})")
+                self.jobs = 1
+        return self
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with _spawning():
             self.tokenizers: Queue[Tokenizer | None] = context.Queue()
             self.tokenizers.cancel_join_thread()
             self.pool = ProcessPoolExecutor(self.jobs, context, _start_process, (self.tokenizers,))
-            with contextlib.suppress(BrokenProcessPool), _main_not_imported():  # raised again by the first item
+            with contextlib.suppress(BrokenProcessPool):  # raised again by the first item
                 for _ in range(self.jobs):
                     self.pool.submit(os.getpid)
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self.pool is not None:
@@ -133,7 +144,7 @@ class Encoders:
 
     def _submit(self, item: Item) -> "Future[EncodedItem]":
         assert self.pool is not None
-        with _broken_pool_errors():
+        with _broken_pool_errors(), _spawning():  # a process that was not started yet may be now
             return self.pool.submit(_encode_in_process, item)
 
 
@@ -160,12 +171,21 @@ def _broken_pool_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _main_not_imported() -> Iterator[None]:
-    """Processes spawned meanwhile don't import the program's main module, as Python's would: ours need nothing
-    of it, the command's takes a quarter of a second, and a script may do all its work there."""
-    main = sys.modules["__main__"]
+def _spawning() -> Iterator[None]:
+    """Keeps processes that are spawned here, multiprocessing's resource tracker included, from importing two things.
+
+    Modules in the current folder: it may hold a downloaded corpus, in which a ``socket.py`` would be run. And the main
+    module of the program: they need nothing of it, the command's takes a quarter of a second, and a script may do all
+    its work there.
+    """
+    main, safe = sys.modules["__main__"], os.environ.get("PYTHONSAFEPATH")
     sys.modules["__main__"] = types.ModuleType("__main__")
+    os.environ["PYTHONSAFEPATH"] = "1"
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+        if safe is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = safe

@@ -137,5 +137,6 @@ def serve(lines: IO[bytes], out: IO[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
+    for name in {"SIGINT", "SIGTERM", "SIGHUP"} & {*dir(signal)}:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)  # the process that asks ends this one
     serve(sys.stdin.buffer, sys.stdout.buffer)

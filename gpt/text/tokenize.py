@@ -17,7 +17,7 @@ from gpt import events
 from gpt.config import TokenizeConfig
 from gpt.errors import Interrupted, UserError, WorkError
 from gpt.files import check_new, reading
-from gpt.interrupt import StopSignal
+from gpt.interrupt import Stopped, StopSignal
 from gpt.text import unfinished_folder
 from gpt.text.corpus import Corpus, Listener, cut_documents, open_corpus
 from gpt.text.documents import Chunk, Reader, utf8_size
@@ -28,6 +28,7 @@ from gpt.text.tokenizer_files import tokenizer_files
 from gpt.text.unfinished_folder import FinishedSlices, ItemEnd
 from gpt.text.unpack import Source
 from gpt.text.vocabulary import tokenizer_for
+from gpt.words import counted
 
 ITEM = 2**19  # characters of an item …
 ITEM_DOCUMENTS = 4096  # … in at most so many texts
@@ -99,19 +100,19 @@ def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listene
     """
     if config.out is None:
         raise UserError("where should the tokens go?", "name a new folder: gpt tokenize TEXT -o DIR")
-    out = Path(config.out)
+    out, note = Path(config.out), lambda text: listen(events.Note(text))
     with reading(out):
         begun = config.resume and out.is_dir()
     if not begun:
         check_new(out, "give another --out; where it is unfinished, --resume continues it")
     corpus = open_corpus(texts, config, listen)
-    with Encoders(_jobs(config.jobs, corpus)) as encoders:
+    with Encoders(_jobs(config.jobs, corpus), note) as encoders:
         if begun:
             tokenizer = unfinished_folder.check_begun(out, corpus, config.share)
             if (out / MANIFEST).exists():
                 return TokenFolder(out)
         else:
-            tokenizer = tokenizer_for(corpus, config, lambda text: listen(events.Note(text)))
+            tokenizer = tokenizer_for(corpus, config, note)
         return tokenize(corpus, tokenizer, out, encoders=encoders, share=config.share, listen=listen)
 
 
@@ -134,13 +135,14 @@ def tokenize(
     i, n = share or (1, 1)
     mine = range(i - 1, len(corpus.groups), n)
     begun = out.exists()
+    done = FinishedSlices()
     with contextlib.ExitStack() as held:
         if begun:
             held.enter_context(unfinished_folder.locked(out))
-        done = unfinished_folder.read_progress(out, about) if begun else FinishedSlices()
+            done = unfinished_folder.read_progress(out, about)
         items = _items(corpus, mine, done, tokenizer.pattern, listen)
-        encoders = encoders or held.enter_context(Encoders(_jobs(jobs, corpus)))
-        stop = held.enter_context(StopSignal())
+        encoders = encoders or held.enter_context(Encoders(_jobs(jobs, corpus), lambda text: listen(events.Note(text))))
+        stop = held.enter_context(_stopped(out, done))
         stream = encoders.encode(tokenizer, items)
         described = None if begun else tokenizer_files(tokenizer)  # half a second, while processes start and encode
         first = list(islice(stream, 1))
@@ -149,14 +151,25 @@ def tokenize(
             unfinished_folder.begin(out, about, corpus, described)
             held.enter_context(unfinished_folder.locked(out))
         writer = unfinished_folder.ShardWriter(out, tokenizer.vocab_size, done)
-        for end, encoded in chain(first, stream):
+        for end, encoded in stop.watching(chain(first, stream)):
             writer.add(end, encoded)
-            if stop.signum is not None:
-                count = len(done.all())
-                finished = f"{count:,} slice{'s are' if count != 1 else ' is'} finished in {out}"
-                raise Interrupted(stop.signum, f"interrupted; {finished}: continue with --resume")
+        unfinished_folder.finish(out, about, done)
         unfinished_folder.finish(out, about, done)
     return TokenFolder(out)
+
+
+@contextlib.contextmanager
+def _stopped(out: Path, done: FinishedSlices) -> Iterator[StopSignal]:
+    """Yields a `StopSignal`, and raises `Interrupted` where a signal stopped the work. It may have ended processes that
+    encode as well: `timeout` sends it to the whole process group."""
+    with StopSignal() as stop:
+        try:
+            yield stop
+        except (Stopped, WorkError):
+            if stop.signum is None:
+                raise
+            finished = f"{counted(len(done.all()), 'slice')} finished in {out}"
+            raise Interrupted(stop.signum, f"interrupted; {finished}: continue with --resume") from None
 
 
 def _items(

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from gpt.device import Compute
-from gpt.errors import Interrupted, UserError, did_you_mean
+from gpt.errors import UserError, did_you_mean
 from gpt.events import EndEvent, Event, SampleEvent
 from gpt.files import disk_errors, open_regular
 from gpt.model.decoder import GPT
@@ -161,8 +161,6 @@ class Logs:
         """Keeps an error of a log, of whatever kind, from ending a run that may have taken days."""
         try:
             yield
-        except Interrupted:
-            raise
         except Exception as error:
             self.note(f"--log {name} failed, and hears no more of this run: {type(error).__name__}: {error}")
             log = self.logs.pop(name, None)

@@ -168,7 +168,7 @@ def prepare(
         config = preset_for_minutes(config, compute, corpus.found.bytes, note, session.world.size)
     record = first_record(texts, asked, config.preset)
     name = corpus.name if data is None and corpus else data.name if data else ""
-    run = folder.create_run(config.out or os.path.join(folder.RUNS, name))
+    run = folder.create_run(config.out or os.path.join(folder.RUNS, files.usable_name(name)))
     until_first_step.enter_context(removed_on_failure(run))
     until_ended.enter_context(lock_run(run))
     with disk_errors(run):
