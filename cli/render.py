@@ -52,7 +52,14 @@ class _Shown(Console):
 
 
 class _Stderr(_Shown):
-    """A console on stderr that falls silent, while the work continues, once its reader is gone."""
+    """A console on stderr that falls silent, while the work continues, once nothing can be written there: its reader or
+    its terminal is gone, or its disk is full."""
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError:
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         """Silences stderr; rich would end the program."""

@@ -34,6 +34,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of hundreds of proces
 sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny: a second thread would only wait for the first
 
+for name in ("SIGINT", "SIGHUP"):  # ignored in a script's background job and under nohup
+    if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:
+        # This process ignores it still. Its children do not inherit that: tests send them signals, and wait for their end.
+        signal.signal(getattr(signal, name), lambda signum, frame: None)
+
 for name in [name for name in os.environ if name.startswith("GPT_")]:
     del os.environ[name]  # a twin set outside must not change what is tested
 
@@ -128,10 +133,10 @@ def one_line_of_what_and_what_next(done: Done, message: str, code: int = 2) -> N
 def spawn(*args: str | Path, cwd: Path | None = None, **kwargs: object) -> "subprocess.Popen[str]":
     """The command in a process of its own."""
     code = "from gpt_cli.main import run; run()"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, args)],
-        cwd=cwd, text=True, encoding="utf-8", stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs,  # type: ignore
-    )  # fmt: skip
+        [sys.executable, "-c", code, *map(str, args)], cwd=cwd, text=True, encoding="utf-8", **pipes | kwargs
+    )  # type: ignore[call-overload]
 
 
 def send(signum: int) -> None:

@@ -697,7 +697,7 @@ def test_a_thousand_processes_are_not_begun(texts: Path, tmp_path: Path, monkeyp
     begun: list[int] = []
 
     class Few(tokenize.Encoders):
-        def __init__(self, jobs: int) -> None:
+        def __init__(self, jobs: int, note: Callable[[str], None]) -> None:
             begun.append(jobs)
             super().__init__(1)
 

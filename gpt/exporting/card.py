@@ -65,7 +65,7 @@ def card(source: SourceModel, facts: Facts) -> str:
         "## Limits",
         _LIMITS.format(context=source.config.block_size),
     ]
-    return "\n\n".join(parts) + "\n"
+    return _visible("\n\n".join(parts) + "\n", "\n\t")  # some words are from a downloaded run.json
 
 
 def _front(source: SourceModel, facts: Facts) -> str:
@@ -141,14 +141,14 @@ def _training(source: SourceModel) -> Iterator[str]:
             "A sha256 is that of the text in UTF-8; of several files it is that of their lines `SHA256  NAME`, with "
             "two spaces between and a newline at the end of each."
         )
-    settings = [(name.replace("_", " "), _setting(value)) for name, value in provenance.settings.items()]
+    settings = [(_plain(name.replace("_", " ")), _setting(value)) for name, value in provenance.settings.items()]
     if settings:
         yield _table([("setting", "value"), *settings])
 
 
 def _text_row(text: Text) -> tuple[str, ...]:
     size = "" if text.bytes is None else f"{text.bytes:,}"
-    return _code(text.name), f"{text.files:,}", size, f"`{text.sha256}`" if text.sha256 else "unknown"
+    return _code(text.name), f"{text.files:,}", size, _code(text.sha256) if text.sha256 else "unknown"
 
 
 def _setting(value: object) -> str:
@@ -172,7 +172,7 @@ def _losses(source: SourceModel, facts: Facts) -> Iterator[str]:
         text, rows = found.text, [("", "nats per token", "bits per byte")]
         for when, each in (("before", found.before), (f"as it is here, in {facts.dtype}", found.after)):
             rows.append((when, f"{each.loss:.4f}", f"{each.bits_per_byte:.4f}"))
-        sum = f" (sha256 `{text.sha256}`)" if text.sha256 else ""
+        sum = f" (sha256 {_code(text.sha256)})" if text.sha256 else ""
         yield f"On {found.before.tokens:,} tokens of {_code(text.name)}{sum}:"
         yield _table(rows)
 

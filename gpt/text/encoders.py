@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import numpy as np
 
 from gpt.errors import WorkError
-from gpt.interrupt import SIGNALS
 from gpt.text.shards import Ids, Offsets, Side, id_type
 from gpt.text.tokenizer import Tokenizer
 
@@ -76,11 +75,9 @@ _tokenizer: Tokenizer  # of a process in the pool
 
 
 def _start_process(tokenizers: "Queue[Tokenizer | None]") -> None:
-    """Prepares a process of the pool: it leaves signals that a terminal sends to all processes to its parent, waits for
-    a tokenizer, and ends with its parent."""
+    """Prepares a process of the pool: it ignores Ctrl-C, waits for a tokenizer, and ends with its parent."""
     global _tokenizer
-    for signum in {*SIGNALS} - {signal.SIGTERM}:  # with which the pool itself ends processes
-        signal.signal(signum, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -177,13 +174,19 @@ def _spawning() -> Iterator[None]:
     Modules in the current folder: it may hold a downloaded corpus, in which a ``socket.py`` would be run. And the main
     module of the program: they need nothing of it, the command's takes a quarter of a second, and a script may do all
     its work there.
+
+    They also inherit that SIGHUP is blocked, which a closing terminal sends to all processes: this one stops them.
     """
     main, safe = sys.modules["__main__"], os.environ.get("PYTHONSAFEPATH")
     sys.modules["__main__"] = types.ModuleType("__main__")
     os.environ["PYTHONSAFEPATH"] = "1"
+    if sys.platform != "win32":
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield
     finally:
+        if sys.platform != "win32":
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         sys.modules["__main__"] = main
         if safe is None:
             del os.environ["PYTHONSAFEPATH"]

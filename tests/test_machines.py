@@ -1,0 +1,373 @@
+"""Odd machines and odd places: no shared memory, hang-ups, ignored signals, hostile current folders, odd names."""
+
+import errno
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import FAST, TINY, Gpt, make_text, one_line_of_what_and_what_next, send, spawn, train
+from filelock import FileLock
+
+import gpt as library
+from gpt import events, files
+from gpt.config import TextConfig, TokenizeConfig
+from gpt.errors import Interrupted, UserError, WorkError
+from gpt.interrupt import SIGNALS, StopSignal, heeded
+from gpt.text import encoders, tokenize
+from gpt.text.corpus import open_corpus
+from gpt.text.encoders import Encoders
+from gpt.text.tokenizer import bytes_tokenizer
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals and names")
+SETTINGS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+BYTES_NAME = "b\udcff.txt"  # the byte 0xff, as an old archive may have it
+
+
+# /dev/shm
+
+
+@pytest.fixture
+def no_semaphores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiprocessing cannot make a semaphore, as where /dev/shm is full, read-only or missing."""
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", full)
+
+
+def test_saving_and_loading_need_no_shared_memory(no_semaphores: None, text: Path) -> None:
+    result, _ = train(text, steps=4, save_every=2)
+    assert library.load(f"{result.run}:step-4").generate("the", max_tokens=3)
+
+
+def test_tokenizing_falls_back_to_one_job(no_semaphores: None, gpt: Gpt, text: Path) -> None:
+    done = gpt("tokenize", text, "--jobs", "2", "--tokenizer", "bytes", "-o", "tokens")
+    assert done.code == 0, done.err
+    assert "tokenizing in one process" in done.err
+    assert Path("tokens/manifest.json").exists()
+
+
+def test_side_by_side_raises_the_first_error_and_begins_nothing_more() -> None:
+    begun: list[str] = []
+
+    def fail(name: str) -> None:
+        begun.append(name)
+        raise ValueError(name)
+
+    with pytest.raises(ValueError, match="a|b"):
+        files.side_by_side(fail, "abcdefgh")
+    assert len(begun) <= 2
+    assert files.side_by_side(str.upper, "abc") == {"a": "A", "b": "B", "c": "C"}
+    assert files.side_by_side(str.upper, []) == {}
+
+
+def test_an_error_of_the_disk_names_the_place_that_failed(workdir: Path) -> None:
+    elsewhere = OSError(errno.ENOSPC, "No space left on device", "/elsewhere/pool")
+    with pytest.raises(WorkError, match="cannot write /elsewhere/pool: No space"), files.disk_errors(Path("run/step")):
+        raise elsewhere
+    within = OSError(errno.ENOSPC, "No space left on device", str(workdir / "run" / ".tmp-step" / "x"))
+    with pytest.raises(WorkError, match="cannot write run/step: No space"), files.disk_errors(Path("run/step")):
+        raise within
+
+
+# Modules in the current folder
+
+SHADOWS = ("gpt", "gpt_cli", "gpt_data", "torch", "numpy", "jinja2", "sitecustomize", "usercustomize")
+
+
+@posix
+@pytest.mark.slow
+def test_nothing_of_the_current_folder_is_imported(run_folder: Path, workdir: Path) -> None:
+    """Every command that starts processes: ranks, encoders, multiprocessing's resource tracker, a chat template."""
+    for name in {*sys.stdlib_module_names, *SHADOWS} - {"__main__"}:
+        Path(f"{name}.py").write_text(f"open('IMPORTED', 'a').write({name!r} + '\\n')\nraise SystemExit(77)\n")
+    Path("book.txt").write_text(make_text(), encoding="utf-8")
+    text = make_text(1000)
+    Path("large.txt").write_text(text * (tokenize.INLINE_BYTES // len(text.encode()) + 1), encoding="utf-8")
+    message = '{"messages": [{"role": "user", "content": "%s"}, {"role": "assistant", "content": "%s"}]}\n'
+    Path("chat.jsonl").write_text("".join(message % pair for pair in pairwise(make_text(3000).split())), "utf-8")
+    few = [*SETTINGS, "--vocab-size", "300", "--steps", "2", "--quiet"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+    command = shutil.which("gpt", path=Path(sys.executable).parent)
+    assert command is not None
+    for args in (
+        ["tokenize", "book.txt", "--jobs", "2", "--tokenizer", "bytes", "-o", "tokens"],
+        ["train", "large.txt", *few, "-o", "large"],
+        ["train", "book.txt", *few, "--nproc", "2", "-o", "two"],
+        ["train", "chat.jsonl", *few, "--chat", "-o", "chat"],
+        ["sample", "-i", "-m", "chat", "-n", "2"],
+        ["eval", str(run_folder), "large.txt", "--quiet"],
+    ):
+        done = subprocess.run([command, *args], input=b"hello\n", capture_output=True, env=environment, timeout=200)
+        assert done.returncode == 0, (args, done.stderr)
+        assert not Path("IMPORTED").exists(), (args, Path("IMPORTED").read_text())
+
+
+# Signals
+
+
+@posix
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_a_signal_saves_the_run(text: Path, signum: int) -> None:
+    def strike(event: Any) -> None:
+        if isinstance(event, events.StepEvent) and event.step == 3:
+            send(signum)
+
+    with pytest.raises(Interrupted, match="saved in") as stopped:
+        library.train(text, listen=strike, **FAST, steps=50, eval_every=100)
+    assert stopped.value.exit_code == 128 + signum
+    assert library.load("runs/book").path.name.startswith("step-0000")
+
+
+@posix
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(signum: int) -> None:
+    before = signal.signal(signum, signal.SIG_IGN)
+    try:
+        with StopSignal(at_once=True) as stop:
+            send(signum)
+        assert stop.signum is None
+        assert signum not in heeded()
+        assert signal.getsignal(signum) is signal.SIG_IGN
+    finally:
+        signal.signal(signum, before)
+    assert signum in heeded()
+
+
+@posix
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_an_interrupted_eval_leaves_no_tokens(
+    run_folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch, signum: int
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(text.parent))
+    model = library.load(run_folder)
+    for what in ("tokenized", "scored"):
+
+        def listen(event: Any, what: str = what) -> None:
+            if isinstance(event, events.Progress) and event.what == what == "tokenized":
+                send(signum)
+
+        def on_window(*window: Any, what: str = what) -> None:
+            if what == "scored":
+                send(signum)
+
+        with pytest.raises(Interrupted, match="^interrupted$") as stopped:
+            model.evaluate_files([str(text)], listen=listen, on_window=on_window)
+        assert stopped.value.exit_code == 128 + signum
+        assert [path.name for path in text.parent.iterdir()] == ["book.txt"]
+
+
+def test_what_a_killed_eval_left_is_removed_by_the_next(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(workdir))
+    for name in ("gpt-eval-killed", "gpt-eval-running", "gpt-eval-young", "other-killed"):
+        Path(name, "tokens").mkdir(parents=True)
+    Path("gpt-eval-link").symlink_to("other-killed")
+    hour_ago = time.time() - 3600
+    with FileLock("gpt-eval-running/.lock"):
+        for name in ("gpt-eval-killed", "gpt-eval-running", "other-killed"):
+            os.utime(name, (hour_ago, hour_ago))
+        with files.scratch_folder("gpt-eval-") as place:
+            assert {path.name for path in workdir.iterdir()} == {
+                "gpt-eval-running", "gpt-eval-young", "gpt-eval-link", "other-killed", place.name,
+            }  # fmt: skip
+    assert not place.exists()
+
+
+@posix
+@pytest.mark.slow
+def test_a_signal_to_all_processes_of_a_tokenization_is_an_interruption(
+    text: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `timeout` sends it: the processes that encode die of it, and the command says that it was interrupted."""
+    monkeypatch.setattr(encoders, "_encode_in_process", _terminate_all)
+    with pytest.raises(Interrupted, match="0 slices finished in out: continue with --resume"):
+        found = open_corpus([str(text)], TextConfig(tokenizer="bytes"))
+        tokenize.tokenize(found, bytes_tokenizer(), Path("out"), jobs=2)
+
+
+def _terminate_all(*item: object) -> None:
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(0.2)  # the parent notes its signal before it sees that the pool has broken
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@posix
+def test_processes_of_the_pool_leave_hang_ups_to_their_parent() -> None:
+    with Encoders(2) as pool:
+        assert pool.pool is not None
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        for _ in range(2):
+            pool.tokenizers.put(None)
+        assert signal.SIGHUP in pool.pool.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
+        assert signal.SIGHUP not in mask
+        assert "PYTHONSAFEPATH" not in os.environ or os.environ["PYTHONSAFEPATH"] != "1"
+
+
+@posix
+@pytest.mark.slow
+def test_a_terminal_that_closes_saves_the_run(text: Path) -> None:
+    """The kernel sends SIGHUP, and every write to the terminal fails from then on."""
+    import pty
+
+    leader, terminal = pty.openpty()
+    words = [
+        "train",
+        str(text),
+        *SETTINGS,
+        "--vocab-size",
+        "300",
+        "--steps",
+        "1000000",
+        "--compile",
+        "off",
+        "-o",
+        "run",
+    ]
+    process = spawn(*words, start_new_session=True, preexec_fn=lambda: _take_terminal(terminal), stderr=terminal)
+    os.close(terminal)
+    end = time.monotonic() + 100
+    while not (Path("run/metrics.jsonl").exists() and b'"step": 5' in Path("run/metrics.jsonl").read_bytes()):
+        assert time.monotonic() < end
+        os.read(leader, 65536)
+    os.close(leader)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGHUP
+    assert library.load("run").path.name.startswith("step-")
+
+
+def _take_terminal(terminal: int) -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+
+def test_work_goes_on_where_stderr_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpt_cli import render
+
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    console = render.stderr()
+    console.print("step 1")
+    console.print("step 2")
+    render.note("done")
+
+
+# Names
+
+
+@posix
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no names that are not UTF-8")
+def test_a_text_whose_name_is_not_utf8(gpt: Gpt) -> None:
+    Path(BYTES_NAME).write_text(make_text(), encoding="utf-8")
+    done = gpt("train", BYTES_NAME, *SETTINGS, "--vocab-size", "300", "--steps", "2", "--quiet")
+    assert done.code == 0, done.err
+    assert Path("runs/b_").is_dir()
+    assert gpt("sample", "the", "-n", "2").code == 0
+    assert gpt("train", "--resume", "runs/b_").code == 0
+    assert gpt("report").code == 0
+    assert gpt("eval", "runs/b_", BYTES_NAME, "--quiet").code == 0
+
+
+@posix
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "book.txt", "--steps", "1", *SETTINGS, "--out", "r\udcff"],
+        ["tokenize", "book.txt", "--tokenizer", "bytes", "-o", "r\udcff"],
+        ["tokenizer", "train", "book.txt", "-o", "r\udcff"],
+    ],
+)
+def test_a_new_name_that_is_not_utf8_is_refused_before_the_work(gpt: Gpt, text: Path, words: list[str]) -> None:
+    one_line_of_what_and_what_next(gpt(*words), "is not UTF-8")
+    assert [path.name for path in Path().iterdir()] == ["book.txt"]
+
+
+@posix
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no names that are not UTF-8")
+def test_a_model_in_a_folder_whose_name_is_not_utf8(gpt: Gpt, run_folder: Path) -> None:
+    shutil.copytree(run_folder, "m\udcff")
+    one_line_of_what_and_what_next(gpt("sample", "the", "-m", "m\udcff"), "is not UTF-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "usable"),
+    [
+        ("book", "book"), ("b\udcffk", "b_k"), ("a\nb\x1b[2J", "a_b_[2J"), ("книга" * 60, "книга" * 10),
+        ("می‌خواهم", "می‌خواهم"),
+    ],
+)  # fmt: skip
+def test_usable_names(name: str, usable: str) -> None:
+    assert files.usable_name(name) == usable
+
+
+@pytest.mark.parametrize("name", ["x" * 250 + ".html", "я" * 125 + ".html"])
+def test_names_of_255_bytes(gpt: Gpt, run_folder: Path, name: str) -> None:
+    assert gpt("inspect", "positions", "-m", run_folder, "-o", name).code == 0
+    folder = name[:-5] + "12345"
+    assert len(os.fsencode(folder)) == 255
+    assert gpt("export", run_folder, "-o", folder).code == 0
+    assert gpt("tokenize", run_folder / "run.json", "--tokenizer", "bytes", "-o", folder[:-1] + "6").code == 0
+    assert not list(Path().glob(".tmp-*"))
+
+
+# Others at work in the same place
+
+
+def test_a_folder_that_appears_in_the_last_moment_is_kept(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+
+    def late(source: Path, target: Path) -> None:
+        target.mkdir()
+        (target / "theirs").touch()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", late)
+    with pytest.raises(FileExistsError, match="another process has made it"), files.whole_folder(Path("new")) as beside:
+        (beside / "ours").touch()
+    assert [path.name for path in Path().rglob("*")] == ["new", "theirs"]
+
+
+@posix
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    import fcntl
+
+    def refuse(*args: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    done = gpt("train", text, *SETTINGS, "--steps", "1")
+    one_line_of_what_and_what_next(done, "runs/book is on a file system without locks")
+    assert not Path("runs").exists()
+
+
+def test_new_names_are_synced_with_the_folders_they_are_in(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(files, "sync_folder", lambda path: synced.append(path.absolute()))
+    files.make_folder(Path("runs/a/b"))
+    assert synced == [workdir / "runs" / "a", workdir / "runs", workdir]
+    synced.clear()
+    files.write_file(Path("runs/page.html"), b"")
+    assert synced == [workdir / "runs"]
+
+
+def test_interruptions_are_no_errors() -> None:
+    """What handles any error, in a library or here, does not take an interruption for one."""
+    assert not issubclass(Interrupted, Exception)
+    assert issubclass(UserError, Exception)
+    with pytest.raises(UserError):
+        tokenize.tokenize_texts([], TokenizeConfig())
