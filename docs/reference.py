@@ -28,7 +28,8 @@ Every command with all its options. Written by `python docs/reference.py` from t
 - The settings of `gpt train` also have a **key** for `--config FILE.toml`, which a variable beats.
   `gpt train --print-config` prints them all, as `--config` takes them.
 - Results go to stdout; progress, notes and errors to stderr. With `--json` stdout has JSON alone, an object a line.
-- Exit status: 0 done; 1 the work failed; 2 the input was wrong; 130 and 143 ended by SIGINT or SIGTERM, after saving.
+- Exit status: 0 done; 1 the work failed; 2 the input was wrong; 130, 143 or 129 stopped by SIGINT, SIGTERM or SIGHUP,
+  after saving.
 - `--debug`, also as `GPT_DEBUG=1`, shows where an error came from.
 - `gpt --version` prints the version; `gpt --install-completion` has your shell complete commands, options and values.
 

@@ -322,7 +322,7 @@ def export(
     """Writes a model, which `load` takes, to ``out``: a GGUF file where it ends in .gguf, else a folder for publishing.
     ``settings`` are those of `ExportConfig`: ``type`` or ``dtype``, ``license``, ``samples``. With ``eval``, a text as
     `train` takes it, the loss is measured before and after. ``listen`` hears the progress. Raises `UserError`,
-    `WorkError`, and `Interrupted` after SIGINT or SIGTERM."""
+    `WorkError`, and `Interrupted` after a signal."""
     from gpt.exporting import gguf_tokenizer
     from gpt.exporting import run as exports
     from gpt.exporting.source import open_source

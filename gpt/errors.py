@@ -58,7 +58,7 @@ class Interrupted(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """The shell's convention: 128 + the signal's number (130 for SIGINT, 143 for SIGTERM)."""
+        """The shell's convention: 128 + the signal's number (130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP)."""
         return 128 + self.signum
 
 

@@ -129,7 +129,7 @@ def tokenize(
 
     ``share``: the I-th of N parts of the sources. ``encoders``: processes that were started before, instead of
     ``jobs``. Raises `UserError` for text that cannot be read, or where another process has ``out``; `WorkError` where
-    the disk is full; `Interrupted` after SIGINT or SIGTERM. Finished slices always stay valid.
+    the disk is full; `Interrupted` after a signal. Finished slices always stay valid.
     """
     about = unfinished_folder.provenance(corpus, tokenizer, share)
     i, n = share or (1, 1)

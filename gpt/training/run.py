@@ -64,8 +64,8 @@ def train(
     """Trains a decoder on ``texts`` (files, folders, ``-`` or corpora by name; none: ``pydocs``) and tells ``listen``
     how it goes. ``began`` is when the command did, on the clock of `time.perf_counter`.
 
-    Raises `UserError` for input that cannot be used, `WorkError` if the work fails, and `Interrupted` after SIGINT or
-    SIGTERM, once the state is saved.
+    Raises `UserError` for input that cannot be used, `WorkError` if the work fails, and `Interrupted` after a signal,
+    once the state is saved.
     """
     with _session(config.nproc, listen, began) as session:
         world = session.world
