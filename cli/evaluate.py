@@ -18,8 +18,12 @@ def evaluate(
     text: Annotated[list[str], typer.Argument(help="As `gpt train` takes it; or a folder of tokens.")],
     stride: Annotated[
         int | None,
-        option(help="Tokens from one window to the next; less than the context: overlap.",
-                     show_default="the context"),
+        option(help="Tokens from the start of one window to the next. Less than the window: windows overlap.",
+                     show_default="the window"),
+    ] = None,
+    block_size: Annotated[
+        int | None,
+        option(help="Tokens in a window, up to the model's context.", show_default="the context, at most 1024"),
     ] = None,
     split: Annotated[
         str, one_of(("train", "val"), help="Of a folder of tokens: what was trained on, or what was held out.")
@@ -40,7 +44,7 @@ def evaluate(
     loaded = api.load(model, device=device, dtype=dtype, threads=threads, note=render.note)
     with progress.TrainDisplay(quiet) as display, progress.Bar("scored", "tokens", quiet) as bar:
         each = render.token_lines(loaded.tokenizer) if tokens else None
-        result = loaded.evaluate_files(text, settings, split, stride, display, bar.watching(each))
+        result = loaded.evaluate_files(text, settings, split, stride, display, bar.watching(each), block_size)
     if json:
         render.json_line(render.evaluation_json(result))
     elif not tokens:

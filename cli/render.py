@@ -163,7 +163,8 @@ def result(result: "Result", console: Console | None = None) -> None:
     length = f"{counted(result.steps, 'step')} in {format_seconds(result.seconds)}, {rate}"
     console.print(Text.assemble(("saved  ", "bold"), f"{result.checkpoint}  ({length})"))
     if result.val_loss is not None and result.bits_per_byte is not None:
-        loss = f"{result.val_loss:.4f} nats a token, {result.bits_per_byte:.4f} bits per byte, on held-out text"
+        loss = f"{result.val_loss:.4f} nats a token, {result.bits_per_byte:.4f} bits per byte, on "
+        loss += f"{result.val_tokens:,} tokens of held-out text" if result.val_tokens else "held-out text"
         console.print(Text.assemble(("loss   ", "bold"), loss))
     if result.answers is not None:
         held_out = "" if result.held_out_answers is None else f" trained on, {result.held_out_answers} held out"

@@ -106,16 +106,21 @@ class LanguageModel:
         return [piece.sample.text for piece in pieces if piece.sample is not None]
 
     def loss(self, text: str, stride: int | None = None) -> float:
-        """Returns the mean loss over ``text`` in nats per token, in windows of the context. Raises `UserError` for a
+        """Returns the mean loss over ``text`` in nats per token, in the windows of `evaluate`. Raises `UserError` for a
         text of fewer than two tokens."""
         return self.evaluate([text], stride).loss
 
     def evaluate(
-        self, texts: Sequence[str], stride: int | None = None, on_window: OnWindow | None = None
+        self,
+        texts: Sequence[str],
+        stride: int | None = None,
+        on_window: OnWindow | None = None,
+        block_size: int | None = None,
     ) -> Evaluation:
-        """Measures the loss over documents in every usual unit."""
+        """Measures the loss over documents in every usual unit, in windows of ``block_size`` tokens: by default the
+        context, or 1,024 of a longer one."""
         documents = Encoded(self.tokenizer.document(text).astype(np.int64) for text in texts)
-        return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window)
+        return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window, block_size)
 
     def evaluate_files(
         self,
@@ -125,6 +130,7 @@ class LanguageModel:
         stride: int | None = None,
         listen: "Listener" = lambda event: None,
         on_window: OnWindow | None = None,
+        block_size: int | None = None,
     ) -> Evaluation:
         """Measures the loss over files, folders or corpora by name, of any size; or over one ``side`` of a token
         folder, which must have been made with this model's tokenizer."""
@@ -135,7 +141,7 @@ class LanguageModel:
             _,
             documents,
         ):
-            return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window)
+            return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window, block_size)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from gpt.model.decoder import GPT
 from gpt.text.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
+WINDOW = 1024  # tokens at most, unless more are asked for: in a longer one attention takes most of the time
 TOKENS_AT_ONCE = 8192  # positions in a batch of windows …
 LOGITS_AT_ONCE = 2**26  # … and at most so many logits
 TEXT_AT_ONCE = 2**20  # ids that are decoded at once
@@ -104,7 +105,7 @@ def windows(documents: Iterable[Document], block_size: int, stride: int | None =
     document's first counts exactly once. Raises `UserError` for a stride beyond the context."""
     stride = block_size if stride is None else stride
     if not 1 <= stride <= block_size:
-        raise UserError(f"stride is {stride}; it must be from 1 to the context, {block_size}")
+        raise UserError(f"stride is {stride}; it must be from 1 to the window, {block_size} tokens")
     for number, ids in enumerate(documents):
         for start in range(0, max(1, len(ids) - 1 - (block_size - stride)), stride):
             part = ids[start : start + block_size + 1]
@@ -159,7 +160,7 @@ def each_window(
 ) -> Iterator[tuple[Window, npt.NDArray[np.float64]]]:
     """Yields every window with the losses of its counted targets, in order, computed in batches without dropout."""
     with _evaluating(model):
-        for batch in _batches(some, _at_once(model)):
+        for batch in _batches(some, model):
             yield from zip(batch, window_losses(model, batch, compute), strict=True)
 
 
@@ -168,7 +169,7 @@ def count_exact(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[i
     one counts; and the windows that have targets that count."""
     exact, count = 0, 0
     with _evaluating(model):
-        for batch in _batches(some, _at_once(model)):
+        for batch in _batches(some, model):
             logits, targets = window_logits(model, batch, compute)
             counts = targets != losses.IGNORED
             asked = counts.any(-1)
@@ -188,21 +189,19 @@ def _evaluating(model: GPT) -> Iterator[None]:
         model.train(training)
 
 
-def _at_once(model: GPT) -> int:
-    """Returns the number of windows in a batch."""
+def _batches(all_windows: Iterable[Window], model: GPT) -> Iterator[list[Window]]:
+    """Yields as many windows at once as there is memory for, padded to the longest."""
     positions = min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // model.config.vocab_size)
-    return max(1, positions // model.config.block_size)
-
-
-def _batches(all_windows: Iterable[Window], size: int) -> Iterator[list[Window]]:
-    some: list[Window] = []
+    batch: list[Window] = []
+    longest = 0
     for window in all_windows:
-        some.append(window)
-        if len(some) == size:
-            yield some
-            some = []
-    if some:
-        yield some
+        longest = max(longest, len(window.x))
+        if batch and (len(batch) + 1) * longest > positions:
+            yield batch
+            batch, longest = [], len(window.x)
+        batch.append(window)
+    if batch:
+        yield batch
 
 
 def total_loss(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[float, int]:
@@ -225,16 +224,22 @@ def evaluate(
     compute: Compute,
     stride: int | None = None,
     on_window: OnWindow | None = None,
+    block_size: int | None = None,
 ) -> Evaluation:
-    """Measures the loss over documents, each by itself. ``on_window`` is called with each window's losses.
+    """Measures the loss over documents, each by itself, in windows of ``block_size`` tokens: by default the model's
+    context, or `WINDOW` of a longer one. ``on_window`` is called with each window's losses.
 
     Raises `UserError` where no token can be predicted, and `NotANumber` for a loss that is NaN or infinite.
     """
+    context = model.config.block_size
+    if block_size is not None and not 1 <= block_size <= context:
+        raise UserError(f"block-size is {block_size:,}; it must be from 1 to the model's context, {context:,}")
+    block_size = block_size or min(WINDOW, context)
     count = int(np.maximum(documents.lengths - 1, 0).sum())
     if not count:
         raise UserError("the text has one token at most: nothing in it can be predicted", "give a longer text")
     total, wrong = 0.0, 0
-    for window, of_window in each_window(model, windows(documents, model.config.block_size, stride), compute):
+    for window, of_window in each_window(model, windows(documents, block_size, stride), compute):
         total += float(of_window.sum())
         wrong += int(np.count_nonzero(~np.isfinite(of_window)))
         if on_window is not None:
@@ -247,8 +252,8 @@ def evaluate(
         tokens=count,
         bytes=n_bytes,
         words=n_words,
-        stride=stride or model.config.block_size,
-        block_size=model.config.block_size,
+        stride=stride or block_size,
+        block_size=block_size,
     )
 
 

@@ -84,7 +84,7 @@ OPTIONS = {
     "sample": "--model -m --prompt-file --prompts --temperature -t --top-k --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty "
     "--no-repeat-ngram --bias --greedy --beam --length-penalty --early-stopping --n-best --max-tokens -n --min-tokens "
     "--interactive -i --stop --ignore-eot --num -N --seed --no-echo --json --out -o --logprobs --echo-logprobs --batch --speculate --compile --device --dtype --threads",
-    "eval": "--field --split-on --encoding --errors --skip-bad --stride --split --tokens --json --quiet -q --device --dtype --threads",
+    "eval": "--field --split-on --encoding --errors --skip-bad --stride --block-size --split --tokens --json --quiet -q --device --dtype --threads",
     "tokenize": "--out -o --resume --part --tokenizer --vocab-size --sample-bytes --val-fraction --val-text --field "
     "--split-on --encoding --errors --skip-bad --jobs --seed --json --quiet -q",
     "params": "--list --n-layer --n-head --n-kv-head --head-dim --n-embd --n-inner --window --block-size --vocab-size --positions --arch --out -o --json "
@@ -154,7 +154,7 @@ def test_train_says_where_how_good_and_what_next(gpt: Gpt, book: Path) -> None:
 
 
 JSON_KEYS = [
-    "run", "checkpoint", "steps", "tokens_seen", "val_loss", "bits_per_byte", "tokens_per_second", "seconds",
+    "run", "checkpoint", "steps", "tokens_seen", "val_loss", "val_tokens", "bits_per_byte", "tokens_per_second", "seconds",
     "parameters", "device", "dtype",
 ]  # fmt: skip
 

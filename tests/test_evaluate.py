@@ -97,3 +97,25 @@ def test_nothing_to_predict_and_wrong_strides() -> None:
     for stride in (0, 9):
         with pytest.raises(UserError, match=f"stride is {stride}"):
             evaluate.evaluate(model, TOKENIZER, encoded("some text"), CPU, stride)
+
+
+def test_windows_of_a_long_context_are_short_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "WINDOW", 8)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(257, 32, 1, 2, 16))
+    documents = evaluate.Encoded([np.arange(100) % 257])
+    by_default, asked = (evaluate.evaluate(model, TOKENIZER, documents, CPU, block_size=n) for n in (None, 32))
+    assert (by_default.block_size, by_default.stride) == (8, 8)
+    assert (asked.block_size, asked.stride, asked.tokens) == (32, 32, by_default.tokens)
+    assert asked.loss != by_default.loss
+    with pytest.raises(UserError, match="block-size is 33; it must be from 1 to the model's context, 32"):
+        evaluate.evaluate(model, TOKENIZER, documents, CPU, block_size=33)
+
+
+def test_batches_hold_as_many_tokens_as_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "TOKENS_AT_ONCE", 20)
+    model = GPT(GPTConfig(257, 32, 1, 2, 16))
+    windows = [evaluate.Window(0, 0, np.arange(n), np.arange(n), 0) for n in (3, 3, 3, 10, 10, 32, 1)]
+    assert [[len(each.x) for each in batch] for batch in evaluate._batches(windows, model)] == [
+        [3, 3, 3], [10, 10], [32], [1],
+    ]  # fmt: skip

@@ -4,7 +4,7 @@ import dataclasses
 import platform
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -108,6 +108,7 @@ class Result:
     steps: int
     tokens_seen: int
     val_loss: float | None  # nats per token
+    val_tokens: int = field(default=0, kw_only=True)  # that it was measured on: all that is held out, but for --minutes
     bits_per_byte: float | None
     tokens_per_second: float  # of steps alone
     mfu: float | None  # model FLOPs utilization, if the device's peak is known

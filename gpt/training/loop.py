@@ -4,24 +4,26 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from gpt import events
 from gpt.device import Download
 from gpt.errors import Interrupted, PeerLost, WorkError, device_failure
+from gpt.evaluate import Window
 from gpt.files import disk_errors
 from gpt.interrupt import Stopped, StopSignal
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
 from gpt.runs.record import Resumed, RunRecord
+from gpt.settings import checked
 from gpt.training import logs
-from gpt.training.budget import END_SECONDS, PROBE_SECONDS, TimeBudget
+from gpt.training.budget import PROBE_SECONDS, PROBE_SHARE, PROBE_STEPS, SAVE_RATE, Costs, TimeBudget
 from gpt.training.checkpointing import Checkpointer, check_room, error_text
 from gpt.training.context import Result, RunContext, Session, now, versions
 from gpt.training.data import Dataset
-from gpt.training.evaluation import Best, mean_loss, read_best, sample_lines
+from gpt.training.evaluation import ASKED, Best, mean_loss, read_best, sample_lines, sample_seconds
 from gpt.training.logs import Metrics, Speed
 from gpt.training.parallel import Parallel
 from gpt.training.recipe import Recipe
@@ -102,7 +104,8 @@ class Trainer:
             if recipe.steps > run.saved.recipe.steps:
                 state.evals_since_best = 0  # patience begins anew
             return state
-        return TrainState(windows=windows_to_evaluate(recipe))
+        usual = windows_to_evaluate(recipe)
+        return TrainState(windows=min(usual, self.budget.windows or usual) if self.budget else usual)
 
     def open_files(self) -> None:
         """Checks the room on the disk, writes ``run.json`` and opens the logs. Raises `WorkError` for a full disk."""
@@ -338,7 +341,7 @@ class Trainer:
 
     def finish(self) -> Result:
         """Reads back and measures the best checkpoint, which is the result of the run."""
-        best = read_best(self.run, self.parallel, self.recipe)
+        best = read_best(self.run, self.parallel, self.recipe, self.budget)
         if self.recipe.merge_lora and self.world.is_main:
             merged = self.run.run / "merged"
             checkpoint.save(merged, best.model, self.tokenizer_files, {"val_loss": best.val_loss})
@@ -354,6 +357,7 @@ class Trainer:
             steps=self.state.step,
             tokens_seen=self.recipe.tokens(self.state.step),
             val_loss=loss,
+            val_tokens=best.val_tokens,
             bits_per_byte=bits,
             **self.rates(self.state.step),
             seconds=time.perf_counter() - self.run.began,
@@ -452,34 +456,56 @@ class Trainer:
 def measure_budget(
     parallel: Parallel, recipe: Recipe, data: Dataset, minutes: float, session: Session, share: float
 ) -> TimeBudget:
-    """Measures how long steps and evaluations take here, by steps for a ``share`` of the minutes, and at least six.
-    Moments and random states are of no use afterwards."""
+    """Measures how long steps, evaluations and samples take here, for a ``share`` of the minutes, and returns rank 0's
+    budget. Moments and random states are of no use afterwards."""
     world = session.world
     stepper = Stepper(parallel, recipe, lambda micro_batch: None)
     if recipe.compile:
         stepper.compile(session.note)  # the run itself reports an error
     batches = data.batches(recipe)
     seconds: list[float] = []
-    started = time.perf_counter()
-    enough = min(share * 60 * minutes, PROBE_SECONDS)
-    while len(seconds) < 6 or world.broadcast_object(lambda: time.perf_counter() - started < enough):
+    enough, most = min(share * 60 * minutes, PROBE_SECONDS), PROBE_SHARE * 60 * minutes
+
+    def goes_on() -> bool:
+        spent = sum(seconds)
+        return spent < enough or (len(seconds) < PROBE_STEPS[1] and spent < most)
+
+    while len(seconds) < PROBE_STEPS[0] or world.broadcast_object(goes_on):
         before = time.perf_counter()
         stepper.step(*batches.global_batch(len(seconds), world.data_rank, world.data_size), 0.0).read(world.synchronize)
         seconds.append(time.perf_counter() - before)
+    timed = seconds[2:] or seconds[1:]
     held_out = data.some_windows(recipe.model.block_size, windows_to_evaluate(recipe))
-    some = held_out[: max(1, len(held_out) // 4)]
-    before = time.perf_counter()
-    if some:
+
+    def measured(windows: Sequence[Window]) -> float:
+        started = time.perf_counter()
         with stepper.eager():
-            mean_loss(parallel, parallel.model, some, parallel.compute, StopSignal())
-    window = (time.perf_counter() - before) / max(1, len(some))
+            mean_loss(parallel, parallel.model, windows, parallel.compute, StopSignal())
+        return (time.perf_counter() - started) / len(windows)
+
+    window = measured(held_out[:1]) if held_out else 0.0
+    if world.broadcast_object(lambda: 1 < len(held_out) // 4 < most / max(window, 1e-9)):
+        window = measured(held_out[: len(held_out) // 4])
+    with stepper.eager():
+        sample = sample_seconds(parallel, data)
     targets = sum(len(each.y) - each.skipped for each in held_out) / max(1, len(held_out))
-    whole = data.held_out_targets / max(1.0, targets)  # windows
-    return TimeBudget(
-        deadline=session.began + 60 * minutes,
-        step=sum(seconds[2:]) / len(seconds[2:]),  # the first ones allocate
-        evaluations=recipe.steps / recipe.eval_every * window * len(held_out),
-        end=1.5 * window * whole + END_SECONDS,  # it computes in float32
+    trained = sum(parameter.numel() for parameter in parallel.model.parameters() if parameter.requires_grad)
+    costs = Costs(
+        step=sum(timed) / len(timed),
+        window=max(window, 1e-9),
+        sample=sample,
+        save=3 * 4 * trained / SAVE_RATE,  # weights and two moments in float32
+        usual_windows=len(held_out),
+        whole_windows=math.ceil(data.held_out_targets / max(1.0, targets)),
+        pairs=ASKED if data.pairs else 0,
+    )
+    evals = recipe.steps / recipe.eval_every
+    return checked(
+        TimeBudget,
+        world.broadcast_object(
+            lambda: dataclasses.asdict(TimeBudget.fitting(minutes, session.began, time.perf_counter(), costs, evals))
+        ),
+        "the budget of process 0",
     )
 
 

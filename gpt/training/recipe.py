@@ -149,10 +149,11 @@ def resolve(
     start: GPTConfig | None = None,
     pairs: int = 0,
     processes: int = 1,
+    most_tokens: float = math.inf,
 ) -> Recipe:
     """The recipe for ``n_tokens`` of training text of ``n_bytes``. ``start`` is the shape of the model that is
     fine-tuned; ``pairs`` is the number of pairs, if these are the rows of a batch; ``processes`` data ranks share each
-    batch.
+    batch. Fine-tuning reads ``most_tokens`` in the time that it has.
 
     Tells ``note`` what it had to change. Raises `UserError` for settings that contradict each other or the text.
     """
@@ -165,7 +166,8 @@ def resolve(
     check_heads(model, config.tensor)
     if start is not None:
         usual = finetune.usual_epochs(n_tokens, pairs > 0, model, compute.device.type)
-        preset = finetune.tuned(preset, usual * n_tokens, finetune.PAIR_STEPS if pairs else finetune.STEPS)
+        tokens = min(usual * n_tokens, most_tokens)
+        preset = finetune.tuned(preset, tokens, finetune.PAIR_STEPS if pairs else finetune.STEPS)
     else:
         usual = auto_epochs(n_tokens, model, compute.device.type)
         preset = finetune.tuned(preset, usual * n_tokens, finetune.STEPS) if pairs else preset

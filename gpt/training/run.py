@@ -5,6 +5,7 @@ ranks: `open_run` reads the folder, and `Trainer` trains.
 """
 
 import contextlib
+import math
 import os
 import shutil
 import time
@@ -483,14 +484,14 @@ def amend(
     budget of a new run for so many minutes. Raises `UserError` for a change that cannot be made."""
     world, config, budget = session.world, begun.config, None
 
-    def resolved(config: TrainConfig, note: Callable[[str], None]) -> Recipe:
+    def resolved(config: TrainConfig, note: Callable[[str], None], most_tokens: float = math.inf) -> Recipe:
         shape = init.model if init else None
         held_out = data.held_out_tokens > 0
         return _broadcast(
             world,
             lambda: resolve(
                 config, compute, data.bytes, data.tokens, data.tokenizer.vocab_size, held_out, note, shape, data.rows,
-                world.data_size,
+                world.data_size, most_tokens,
             ),
         )  # fmt: skip
 
@@ -506,17 +507,28 @@ def amend(
         recipe = resolved(config, session.note)
         world.raise_on_all(partial(check_model, recipe, compute, world.data_size))
         if config.minutes is not None:
+            session.note("measuring how fast this machine trains it")
             # Whether it compiles is decided by the minutes, not by the steps that fit into them.
-            known = replace(config, minutes=None, compile="on" if recipe.compile else "off")
+            known, fits = replace(config, minutes=None, compile="on" if recipe.compile else "off"), math.inf
+            if init is not None and config.batch_tokens is None:  # a step of the usual batch may take minutes
+                single = replace(resolved(config, _silent, 1), compile=False)
+                fits = measured(single, config.minutes, 0.0)[1] * single.batch_tokens
+                recipe = resolved(config, _silent, fits)
             if recipe.compile:  # it is for one dropout and micro-batch: those of as many uncompiled steps as fit
                 _, steps = measured(replace(recipe, compile=False), config.minutes, 0.0)
-                recipe = resolved(replace(known, steps=steps), lambda text: None)
+                recipe = resolved(replace(known, steps=steps), _silent, fits)
                 known = replace(known, dropout=recipe.model.dropout, micro_batch=str(recipe.micro_batch))
             budget, steps = measured(recipe, config.minutes, PROBE_SHARE)
-            recipe = resolved(replace(known, steps=steps), lambda text: None)
+            every = config.eval_every or math.ceil(steps / budget.pauses)
+            samples = config.sample_every if config.sample_every is not None or budget.samples else 0
+            recipe = resolved(replace(known, steps=steps, eval_every=every, sample_every=samples), _silent, fits)
             session.note(budget.describe(recipe.batch_tokens))
     step = begun.saved.state.step if begun.saved else 0
     return _broadcast(world, partial(changed, recipe, given, step, session.note, world.data_size)), budget
+
+
+def _silent(note: str) -> None:
+    """Drops the notes about a recipe that was resolved before."""
 
 
 def _broadcast(world: World, make: Callable[[], Recipe]) -> Recipe:
