@@ -535,8 +535,7 @@ def test_a_disk_that_is_full_leaves_nothing(
             break
         one_line_of_what_and_what_next(done, "No space left on device", 1)
         # Once it has its name it is whole: only the sync of the folder around it has failed.
-        assert list(Path().iterdir()) == [] or folder.is_checkpoint(Path(out)) or Path(out).is_file()
-        assert not list(Path().rglob(".tmp-*"))
+        assert list(Path().iterdir()) == [] or folder.is_checkpoint(Path(out))
         shutil.rmtree("a", ignore_errors=True)
     assert at >= 1
 

@@ -21,6 +21,7 @@ import gpt as library
 from gpt.config import TrainConfig
 from gpt.device import Compute
 from gpt.errors import UserError
+from gpt.interrupt import SIGNALS
 from gpt.parallel import environment
 from gpt.parallel import launch as launching
 from gpt.parallel.launch import Ended, _ended, launch
@@ -320,14 +321,14 @@ def test_a_launcher_leaves_this_process_as_it_was(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # the one variable that stays
 
     def told() -> tuple[object, ...]:
-        handlers = [signal.getsignal(getattr(signal, name)) for name in launching.SIGNALS]
+        handlers = [signal.getsignal(signum) for signum in SIGNALS]
         return *handlers, logging.root.manager.disable, dict(os.environ)
 
     before = told()
     with launching._environment(str(tmp_path), 1.5):
         assert environment.began() == 1.5
-        for name in launching.SIGNALS:
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        for signum in SIGNALS:
+            signal.signal(signum, signal.SIG_IGN)
     assert told() == before
 
 

@@ -122,8 +122,10 @@ def write(path: Path, source: SourceModel, kind: str, name: str, license: str | 
     parts = _parts(source.config, kind)
     header = _header(source, kind, name, license, [part for together in parts.values() for part in together])
     weights: Parameters = {**source.weights, _ROPE_FREQS: lambda: _rope_factors(source.config)}
+    written = False  # all of it, so that what is at ``path`` from then on is ours
 
     def pieces() -> Iterator[bytes | memoryview]:
+        nonlocal written
         yield header
         for ours, together in parts.items():
             value = weights[ours]()
@@ -133,13 +135,15 @@ def write(path: Path, source: SourceModel, kind: str, name: str, license: str | 
                 yield bytes(-data.nbytes % package().GGUF_DEFAULT_ALIGNMENT)
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, EXISTS_NOW, str(path))
+        written = True
 
-    digest = write_pieces(path, pieces())
     try:
+        digest = write_pieces(path, pieces())
         if file_sha256(path, from_disk=True) != digest:
             raise OSError(errno.EIO, "what was written is not what can be read", str(path))
     except BaseException:
-        path.unlink(missing_ok=True)
+        if written:
+            path.unlink(missing_ok=True)
         raise
     return sum(map(len, parts.values()))
 
