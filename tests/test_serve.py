@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -401,8 +402,6 @@ TEXT = "<|system|>Be a cat.\n<|user|>the cat\n<|assistant|>"
 @pytest.fixture(scope="module")
 def chat(model: LanguageModel) -> Iterator[Served]:
     """A server whose tokenizer has a chat template."""
-    from dataclasses import replace
-
     tokenizer = replace(model.tokenizer, files={"chat_template.jinja": TEMPLATE.encode()})
     with served(replace(model, tokenizer=tokenizer)) as found:
         yield found
@@ -449,6 +448,9 @@ def test_chats_with_several_choices_and_without_a_number_of_tokens(chat: Served,
     "field, value",
     [
         ("messages", []), ("messages", "hi"), ("messages", [5]), ("messages", [{"role": "user"}]),
+        ("messages", [{"role": "user", "content": [{"type": "text", "text": ["x"]}]}]),
+        ("messages", [{"role": "user", "content": [{"type": "text", "text": 7}]}]),
+        ("messages", [{"role": "user", "content": [{"type": "text"}]}]), ("messages", [{"role": "user", "content": ["x"]}]),
         ("messages", [{"role": 1, "content": "a"}]), ("messages", [{"role": "user", "content": [{"type": "image_url"}]}]),
         ("echo", True), ("best_of", 2), ("suffix", "x"), ("tools", [{}]), ("logprobs", 3), ("top_logprobs", 2),
         ("max_completion_tokens", "x"), ("max_tokens", -1), ("n", 0), ("response_format", {"type": "json_schema"}),
@@ -465,6 +467,13 @@ def test_a_chat_without_a_template_says_how_to_get_one(server: Served) -> None:
     error = server.refuse("/v1/chat/completions", messages=CHAT)
     assert "chat template" in error["message"]
     assert "/v1/completions" in error["message"]
+
+
+def test_a_template_that_renders_nothing_is_told(model: LanguageModel) -> None:
+    tokenizer = replace(model.tokenizer, files={"chat_template.jinja": b"{% if false %}x{% endif %}"})
+    with served(replace(model, tokenizer=tokenizer)) as found:
+        error = found.refuse("/v1/chat/completions", messages=CHAT)
+    assert "the chat template renders nothing of this conversation" in error["message"]
 
 
 def test_a_log_probability_is_never_a_number_that_json_lacks() -> None:

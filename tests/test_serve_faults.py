@@ -6,9 +6,11 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,10 @@ from serving import Served, events, load, received, request, served
 from gpt.api import LanguageModel
 from gpt.decoding.engine import Engine
 from gpt.errors import UserError
+from gpt.interrupt import SIGNALS
 from gpt.sample_config import SampleConfig
-from gpt.serve import app, server
+from gpt.serve import app, flight, server, texts
+from gpt.serve.texts import Prompt
 from gpt.serve_config import ServeConfig
 
 LONG = {"prompt": "the cat", "max_tokens": 4000, "ignore_eos": True}  # runs for seconds
@@ -95,6 +99,85 @@ def test_a_full_queue_says_when_to_come_again(one: Served) -> None:
     one.ask(prompt="a", max_tokens=1)
 
 
+def test_what_clients_left_behind_is_never_computed(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = list[str](), threading.Event()
+
+    def read_prompt(tokenizer: Any, prompt: Any) -> Prompt:
+        begun.append(prompt[:5])
+        go.wait(20)
+        return texts.read_prompt(tokenizer, prompt)
+
+    monkeypatch.setattr(app, "read_prompt", read_prompt)
+    with served(model, queue=20, limit_tokens=100_000) as found:
+        for route, body in (
+            ("/v1/completions", {"prompt": "large" * 20_000}),
+            ("/v1/completions", {"prompt": "small"}),
+        ):
+            clients = [found.connect() for _ in range(6)]
+            for client in clients:
+                client.sendall(request(body, route))
+            until(lambda: found.server.in_flight.count == 6)
+            for client in clients:
+                client.close()
+            until(lambda: found.server.in_flight.count == found.server.in_flight.bytes == 0)
+        go.set()
+        assert found.ask(prompt="next", max_tokens=1)
+        assert begun.count("large") <= flight.THREADS["large text"]
+        assert begun.count("small") <= flight.THREADS["text"]
+        assert "gpt_requests_cancelled_total 12.0" in found.client.get("/metrics").text
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_prompt_that_cannot_fit_is_never_tokenized(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    tokenizer = replace(model.tokenizer, files={"chat_template.jinja": b"{{ messages[0]['content'] }}"})
+    longest = max(len(tokenizer.decode_bytes([id])) for id in tokenizer.known)
+    with served(replace(model, tokenizer=tokenizer), limit_tokens=50) as found:
+        monkeypatch.setattr(type(tokenizer), "encode", lambda *args, **kwargs: pytest.fail("it was tokenized"))
+        text = "x" * (50 * longest + 1)
+        body = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+        error = found.refuse("/v1/chat/completions" if chat else "/v1/completions", **body)
+        assert error["code"] == "context_length_exceeded"
+        assert "prompt has 51 tokens or more; 50 are the most" in error["message"]
+
+
+def test_a_slow_template_holds_up_no_completion_and_large_texts_no_small_ones(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, waiting = threading.Event(), list[str]()
+
+    def render(tokenizer: Any, messages: Any, lane: str) -> str:
+        waiting.append(lane)
+        go.wait(20)
+        return "the cat"
+
+    monkeypatch.setattr(app.chat, "render", render)
+    with served(model, queue=20) as found, contextlib.ExitStack() as held:
+        for content in ("hello", "hello" * 20_000):
+            for _ in range(3):
+                client = held.enter_context(found.connect())
+                client.sendall(request({"messages": [{"role": "user", "content": content}]}, "/v1/chat/completions"))
+        until(lambda: len(waiting) == 2)
+        assert sorted(waiting) == ["large text", "text"]
+        assert found.ask(prompt="a", max_tokens=1)
+        assert found.ask(prompt="a", max_tokens=1, user="x" * 100_000)
+        go.set()
+        until(lambda: found.server.in_flight.count == 0)
+
+
+def test_requests_count_from_their_first_byte(one: Served) -> None:
+    """Also those whose bodies are still to come."""
+    with one.connect() as first, one.connect() as second:
+        for client in (first, second):
+            client.sendall(request(LONG)[:-5])
+        until(lambda: one.server.in_flight.count == 2)
+        assert one.refuse(prompt="a", status=429)["code"] == "queue_full"
+        assert one.client.get("/health").status_code == 200
+    until(lambda: one.server.in_flight.count == 0)
+    assert one.ask(prompt="a", max_tokens=1)
+
+
 @pytest.mark.slow
 def test_who_does_not_read_is_dropped_and_holds_up_nobody(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
@@ -164,11 +247,11 @@ def test_bodies_that_are_too_large_or_come_in_chunks(one: Served) -> None:
 
 
 def test_large_bodies_at_once_have_a_bound(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MOST_READING", 500_000)
+    monkeypatch.setattr(flight, "MOST_BODIES", 500_000)
     large = HEAD + b"Content-Length: 400000\r\n\r\n" + b" " * 390_000
     with served(model) as found, found.connect() as first:
         first.sendall(large)
-        until(lambda: found.server._reading >= 390_000)
+        until(lambda: found.server.in_flight.bytes >= 390_000)
         assert found.raw(large).startswith(b"HTTP/1.1 429 ")
         found.ask(prompt="a", max_tokens=1)  # a small one is taken
 
@@ -469,7 +552,7 @@ def process(run_folder: Path, request: pytest.FixtureRequest) -> Iterator[Proces
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals for one process")
 @pytest.mark.parametrize("process", [("--grace", "1")], indirect=True)
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", SIGNALS)
 def test_a_signal_lets_running_requests_go_on_for_a_while(process: Process, signum: int) -> None:
     said = process.line.partition(" at http")[0]
     assert said.startswith("serving ") and "/" not in said  # no path of this machine
@@ -503,6 +586,27 @@ def test_a_second_signal_ends_at_once_and_an_idle_server_at_the_first(process: P
     assert time.monotonic() - began < 8
     assert status == 130
     assert "Traceback" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals for one process")
+def test_signals_that_were_ignored_at_the_start_stay_ignored(run_folder: Path) -> None:
+    def ignore() -> None:
+        for signum in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)
+
+    found = Process(run_folder, preexec_fn=ignore)
+    try:
+        for signum in (signal.SIGINT, signal.SIGHUP):
+            found.process.send_signal(signum)
+        time.sleep(0.3)
+        assert found.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        found.process.send_signal(signal.SIGTERM)
+        assert found.end()[0] == 143
+    finally:
+        found.client.close()
+        found.process.kill()
+        found.process.communicate()
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -63,17 +62,15 @@ class Answer:
     def _deliver(self, at: int, update: Update) -> None:
         self._events.put_nowait((at, update))
 
-    def begin(self, request: Request) -> None:
-        """Hands the texts in. Until `end`, what a client that goes away asked for is cancelled."""
+    def begin(self) -> None:
+        """Submits the texts."""
         self._started = time.monotonic()
         self.service.pending.add(self)
         self.service.metrics.prompt_tokens.inc(sum(len(prompt.ids) for prompt in self.prompts))
         self.service.worker.add(self._tickets)
-        self._watch = asyncio.create_task(self._cancel_without_client(request))
 
     def end(self) -> None:
         """Cancels what still runs."""
-        self._watch.cancel()
         self.service.pending.discard(self)
         self.service.metrics.seconds.observe(time.monotonic() - self._started)
         self._cancel()
@@ -88,12 +85,6 @@ class Answer:
         running = [ticket for ticket, each in zip(self._tickets, self.choices, strict=True) if not each.done]
         if running:
             self.service.worker.cancel(running)
-
-    async def _cancel_without_client(self, request: Request) -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        self.service.metrics.cancelled.inc()
-        self.fail(ApiError(499, "the client has gone"))
 
     async def run(self) -> AsyncIterator[tuple[int, Delta]]:
         """Yields what is added to choices, each with its number, until all have ended. Raises `ApiError` and

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -18,17 +18,16 @@ from starlette.types import ASGIApp
 
 from gpt.errors import UserError
 from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream
+from gpt.serve.flight import SMALL_BODY, InFlight, come_later
 from gpt.serve.guard import Guard, error_response
 from gpt.serve.protocol import ApiError, Generation, clean, read_chat, read_completion, read_json
 from gpt.serve.texts import Prompt, read_prompt
 from gpt.text import chat
 
-LARGEST_BODY = 4 * 2**20
-SMALL_BODY = 2**16  # taken however many others are being read
-MOST_READING = 64 * LARGEST_BODY  # bytes of bodies that are being read
 BODY_SECONDS = 30.0
 MOST_TEXTS = 1024  # of a request: prompts times choices
 MOST_FIGURES = 2**21  # of a request: tokens, and log-probabilities of each
+T = TypeVar("T")
 _OPEN = ("/", "/health", "/models", "/models/{id:path}")  # need no key
 
 
@@ -38,7 +37,7 @@ class Server:
     def __init__(self, service: Service, note: Callable[[str], None] = lambda text: None) -> None:
         self.service, self.note = service, note
         self.stopping = False
-        self._reading = 0  # bytes of bodies that have not come to their end
+        self.gave_up = False
         routes = [
             Route(f"{prefix}{path}", partial(self._answer, path, handler), methods=[method])
             for method, path, handler in (
@@ -55,16 +54,17 @@ class Server:
             for prefix in ("/v1", "")
         ]
         routes.append(Route("/", partial(self._answer, "/", self._page), methods=["GET"]))
-        self.app: ASGIApp = Guard(
-            Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_allowed}), service.config
-        )
+        routing = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_allowed})
+        self.in_flight = InFlight(routing, service.metrics)
+        self.app: ASGIApp = Guard(self.in_flight, service.config)
 
     def stop(self) -> None:
         """Takes no further requests."""
         self.stopping = True
 
     def give_up(self) -> None:
-        """Ends the requests that are being answered with an error."""
+        """Ends all requests with an error."""
+        self.gave_up = True
         for answer in list(self.service.pending):
             answer.fail(_stopping())
 
@@ -74,7 +74,12 @@ class Server:
         try:
             if route not in _OPEN:
                 self._check_key(request)
+            if request.method == "POST":
+                self._check_room()
             response = await handler(request)
+        except asyncio.CancelledError:  # the client has left
+            self.service.metrics.requests.labels(route, "499").inc()
+            raise
         except ClientDisconnect:
             self.service.metrics.cancelled.inc()
             response = Response(status_code=499)
@@ -98,21 +103,19 @@ class Server:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "the body must be JSON: send Content-Type: application/json")
-        body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                async for part in request.stream():
-                    body += part
-                    self._reading += len(part)
-                    if len(body) > LARGEST_BODY:
-                        raise ApiError(413, f"the body has more than {LARGEST_BODY:,} bytes")
-                    if self._reading > MOST_READING and len(body) > SMALL_BODY:
-                        raise _come_later("too many large bodies come at once")
+                body = await request.body()
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s") from None
-        finally:
-            self._reading -= len(body)
-        return await asyncio.to_thread(read_json, bytes(body))
+        request.state.lane = "large text" if len(body) > SMALL_BODY else "text"
+        return await self._in_thread(request, lambda: read_json(body))
+
+    async def _in_thread(self, request: Request, work: Callable[[], T], chat: bool = False) -> T:
+        """Returns what ``work`` returns, done in a thread of the request's lane. It is never begun for a client that
+        has left before."""
+        lane = request.state.lane.replace("text", "chat") if chat else request.state.lane
+        return await asyncio.get_running_loop().run_in_executor(self.in_flight.lanes[lane], work)
 
     # Small routes
 
@@ -150,7 +153,8 @@ class Server:
         text = (values := await self._json(request)).get("prompt")
         if not isinstance(text, str):
             raise ApiError(400, "prompt must be a text", "prompt")
-        ids = await asyncio.to_thread(self._ids_of, clean(text), values.get("add_special_tokens") is not False)
+        opened = values.get("add_special_tokens") is not False
+        ids = await self._in_thread(request, lambda: self._ids_of(clean(text), opened))
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.service.block_size})
 
     def _ids_of(self, text: str, opened: bool) -> list[int]:
@@ -165,7 +169,7 @@ class Server:
         ids, size = (await self._json(request)).get("tokens"), self.service.tokenizer.vocab_size
         if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < size for id in ids):
             raise ApiError(400, f"tokens must be a list of ids below {size:,}", "tokens")
-        return JSONResponse({"prompt": await asyncio.to_thread(self.service.tokenizer.decode, ids)})
+        return JSONResponse({"prompt": await self._in_thread(request, lambda: self.service.tokenizer.decode(ids))})
 
     async def _tokenizer_info(self, request: Request) -> Response:
         tokenizer = self.service.tokenizer
@@ -184,21 +188,21 @@ class Server:
     # Texts
 
     async def _completions(self, request: Request) -> Response:
-        self._check_room()
         values = await self._json(request)
-        asked = await asyncio.to_thread(read_completion, values, self.service.config.limit_tokens)
+        asked = await self._in_thread(request, lambda: read_completion(values, self.service.config.limit_tokens))
         self._check_model(values)
-        prompts = await asyncio.to_thread(lambda: [self._prompt(prompt) for prompt in asked.prompts])
+        prompts = await self._in_thread(request, lambda: [self._prompt(prompt) for prompt in asked.prompts])
         return await self._generate(request, prompts, asked.generation, CompletionForm(self.service))
 
     async def _chat(self, request: Request) -> Response:
-        self._check_room()
         values = await self._json(request)
         limit, tokenizer = self.service.config.limit_tokens, self.service.tokenizer
-        asked = read_chat(values, limit)
+        asked = await self._in_thread(request, lambda: read_chat(values, limit))
         self._check_model(values)
-        text = await asyncio.to_thread(chat.render, tokenizer, asked.messages)
-        ids = await asyncio.to_thread(lambda: tokenizer.encode(text, specials=True).tolist())
+        lane = request.state.lane
+        text = await self._in_thread(request, lambda: chat.render(tokenizer, asked.messages, lane), chat=True)
+        self._check_length(text)
+        ids = await self._in_thread(request, lambda: tokenizer.encode(text, specials=True).tolist())
         prompt, generation = self._prompt(ids), asked.generation
         if generation.open_ended:
             most = max(1, min(limit, self.service.block_size - len(ids)))
@@ -212,6 +216,8 @@ class Server:
 
     def _prompt(self, given: str | Sequence[int]) -> Prompt:
         limit, size = self.service.config.limit_tokens, self.service.tokenizer.vocab_size
+        if isinstance(given, str):
+            self._check_length(given)
         prompt = read_prompt(self.service.tokenizer, given)
         if not all(0 <= id < size for id in prompt.ids):
             raise ApiError(400, f"prompt has an id that is not below {size:,}", "prompt")
@@ -219,24 +225,32 @@ class Server:
             raise _too_long(f"prompt has {len(prompt.ids):,} tokens; {limit:,} are the most")
         return prompt
 
+    def _check_length(self, text: str) -> None:
+        """Raises `ApiError` for a text that has too many tokens whatever they are, so that it is never tokenized."""
+        limit, least = self.service.config.limit_tokens, self.service.tokenizer.least_tokens(text)
+        if least > limit:
+            raise _too_long(f"prompt has {least:,} tokens or more; {limit:,} are the most")
+
     def _check_room(self) -> None:
-        """Raises `ApiError` where no further request is taken."""
+        """Raises `ApiError` where the request, which is in flight already, cannot be taken."""
         if self.stopping:
             raise _stopping()
-        if len(self.service.pending) >= self.service.worker.rows + self.service.config.queue:
-            raise _come_later("too many requests wait")
+        if self.in_flight.count > self.service.worker.rows + self.service.config.queue:
+            raise come_later("too many requests wait")
 
     async def _generate(self, request: Request, prompts: list[Prompt], asked: Generation, form: Form) -> Response:
         self._check_size(prompts, asked)
-        self._check_room()
+        if self.gave_up:
+            raise _stopping()
         answer = Answer(self.service, prompts, asked)
-        answer.begin(request)
+        answer.begin()
         if asked.stream:
             return Stream(answer, form)
         try:
             async for _ in answer.run():
                 pass
-            return Response(await asyncio.to_thread(form.whole, answer), media_type="application/json")
+            whole = await self._in_thread(request, lambda: form.whole(answer))
+            return Response(whole, media_type="application/json")
         finally:
             answer.end()
 
@@ -262,10 +276,6 @@ class Server:
 
 def _stopping() -> ApiError:
     return ApiError(503, "the server is stopping", code="stopping")
-
-
-def _come_later(why: str) -> ApiError:
-    return ApiError(429, f"{why}; come again in a moment", code="queue_full")
 
 
 def _too_long(message: str) -> ApiError:

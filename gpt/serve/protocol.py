@@ -251,6 +251,10 @@ def _are_ids(values: list[Any]) -> bool:
     return all(type(each) is int for each in values)
 
 
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
 def read_chat(values: Mapping[str, Any], limit: int) -> Chat:
     """Reads a request of ``/v1/chat/completions``. ``limit``: tokens that it may ask for. Raises `ApiError`."""
     fields = _Fields(values)
@@ -262,10 +266,8 @@ def read_chat(values: Mapping[str, Any], limit: int) -> Chat:
     for message in messages:
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if isinstance(content, list):  # parts, of which texts can be read
-            parts = [
-                each.get("text") if isinstance(each, dict) and each.get("type") == "text" else None for each in content
-            ]
-            content = None if None in parts else "".join(map(str, parts))
+            texts = [each["text"] for each in content if _is_text(each)]
+            content = "".join(texts) if len(texts) == len(content) else None
         if not isinstance(role, str) or not isinstance(content, str):
             raise _wrong("messages", f"has {_shown(message)}; a message has a role and a content, which are texts")
         found.append({"role": clean(role), "content": clean(content)})

@@ -18,6 +18,7 @@ from gpt.decoding.weights import weight_bytes
 from gpt.decoding.write import ROWS
 from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
+from gpt.interrupt import heeded
 from gpt.model.decoder import GPT
 from gpt.model.params import cache_bytes
 from gpt.serve.answers import Service
@@ -175,7 +176,7 @@ async def _serve(server: Server, sock: socket.socket, ready: Callable[[], None],
         came.append(signum)
         loop.call_soon_threadsafe(end)
 
-    before = {each: signal.signal(each, on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {each: signal.signal(each, on_signal) for each in heeded()}
     worker.start(loop)
     try:
         await http.serve(sockets=[sock])
@@ -188,14 +189,14 @@ async def _serve(server: Server, sock: socket.socket, ready: Callable[[], None],
 
 async def _finish(server: Server, http: uvicorn.Server, note: Callable[[str], None]) -> None:
     """Stops the server once its requests have ended, which get an error when their time is over."""
-    pending, grace = server.service.pending, server.service.config.grace
+    in_flight, grace = server.in_flight, server.service.config.grace
     server.stop()
-    if pending:
-        note(f"{counted(len(pending), 'request')} may run for {grace:g} s more; Ctrl-C again ends at once")
+    if in_flight.count:
+        note(f"{counted(in_flight.count, 'request')} may run for {grace:g} s more; Ctrl-C again ends at once")
     end = time.monotonic() + grace
-    while pending and time.monotonic() < end:
+    while in_flight.count and time.monotonic() < end:
         await asyncio.sleep(0.02)
     server.give_up()
-    while pending and time.monotonic() < end + 1:
+    while in_flight.count and time.monotonic() < end + 1:
         await asyncio.sleep(0.02)
     http.should_exit = True

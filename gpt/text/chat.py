@@ -35,10 +35,14 @@ Message = Mapping[str, str]  # its role and its content
 Span = tuple[int, int]  # characters of a text, from and to
 
 
-def render(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
-    """Returns the text of a conversation, up to where the assistant answers. Raises `UserError` where there is no
-    template, or it refuses the conversation or takes too long."""
-    return _rendered(tokenizer, messages, [(len(messages), True)])[0][0]
+def render(tokenizer: Tokenizer, messages: Sequence[Message], lane: str = "") -> str:
+    """Returns the text of a conversation, up to where the assistant answers. Each ``lane`` has a process of its own,
+    for which others do not wait. Raises `UserError` where there is no template, or it refuses the conversation, takes
+    too long or renders nothing."""
+    text = _rendered(tokenizer, messages, [(len(messages), True)], lane)[0][0]
+    if not text:
+        raise UserError("the chat template renders nothing of this conversation", "take a model with another template")
+    return text
 
 
 def prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
@@ -99,7 +103,7 @@ def with_template(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _rendered(
-    tokenizer: Tokenizer, messages: Sequence[Message], parts: Sequence[tuple[int, bool]]
+    tokenizer: Tokenizer, messages: Sequence[Message], parts: Sequence[tuple[int, bool]], lane: str = ""
 ) -> tuple[list[str], list[Span]]:
     """Returns the text of each part: of so many messages, with or without the beginning of an answer; and the spans of
     the last that the template marks."""
@@ -109,7 +113,7 @@ def _rendered(
             "train it with gpt train --chat, put a chat_template.jinja into its folder, or let it continue texts: "
             "gpt sample PROMPT, /v1/completions",
         )
-    renderer = _renderer(tokenizer.chat_template, tuple(sorted(_words(tokenizer).items())))
+    renderer = _renderer(tokenizer.chat_template, tuple(sorted(_words(tokenizer).items())), lane)
     answer = renderer.ask({"messages": [dict(message) for message in messages], "parts": parts})
     return answer["texts"], [(start, end) for start, end in answer["spans"]]
 
@@ -188,5 +192,5 @@ def _end_process(process: "subprocess.Popen[bytes]") -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def _renderer(template: str, words: tuple[tuple[str, str], ...]) -> _Renderer:
+def _renderer(template: str, words: tuple[tuple[str, str], ...], lane: str) -> _Renderer:
     return _Renderer(template, dict(words))

@@ -174,6 +174,15 @@ class Tokenizer:
         except KeyError:
             return b"".join(self._bytes.get(id, b"") for id in ids)
 
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._bytes.values()))
+
+    def least_tokens(self, text: str) -> int:
+        """Returns a lower bound on the number of tokens of ``text``, without tokenizing it: 0 under a
+        ``tokenizer.json``, which may shorten a text by any amount before it cuts it."""
+        return 0 if isinstance(self.backend, Library) else -(-self.backend.size(text) // self._longest)
+
     def check(self, ids: Sequence[int]) -> None:
         """Raises `UserError` for an id outside the vocabulary."""
         for id in ids:
