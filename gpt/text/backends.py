@@ -3,6 +3,7 @@
 Neither knows which tokens begin or end a text; `gpt.text.tokenizer` does.
 """
 
+import contextlib
 import json
 import re
 import unicodedata
@@ -17,7 +18,9 @@ import numpy.typing as npt
 import tiktoken
 
 from gpt.errors import UserError, WorkError
-from gpt.text.boundaries import cuts
+from gpt.text import untrusted
+from gpt.text.boundaries import cuts, is_known, matches_nothing
+from gpt.text.untrusted import steps
 
 Ids = npt.NDArray[np.uint32]
 Int64s = npt.NDArray[np.int64]
@@ -49,9 +52,16 @@ class ByteBPE(_Pickled):
     @cached_property
     def _encoding(self) -> tiktoken.Encoding:
         try:
-            return tiktoken.Encoding("gpt", pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens={})
+            found = tiktoken.Encoding("gpt", pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens={})
         except ValueError as error:
             raise UserError(f"the tokenizer's pattern is not valid: {error}") from None
+        if not self._is_known and matches_nothing(self.pattern):
+            raise UserError("the tokenizer's pattern is not valid: it matches the empty text")  # tiktoken would panic
+        return found
+
+    @cached_property
+    def _is_known(self) -> bool:
+        return is_known(self.pattern)
 
     def encode(self, text: str, added: Mapping[str, int], specials: bool, continues: bool) -> tuple[Ids, int]:
         """Returns the ids of ``text`` and the number of cuts in pieces that were too long.
@@ -84,10 +94,18 @@ class ByteBPE(_Pickled):
         return np.concatenate(ids) if len(ids) != 1 else ids[0], cut
 
     def _merge(self, text: str) -> Ids:
+        encoding = self._encoding
+
+        def merge() -> Ids:
+            return encoding.encode_to_numpy(text, disallowed_special=())
+
         try:
-            return self._encoding.encode_to_numpy(text, disallowed_special=())
-        except BaseException as error:  # a panic of pyo3 is no Exception
-            if type(error).__name__ != "PanicException" and "Regex error" not in str(error):
+            if self._is_known:
+                return merge()
+            with untrusted.silent():
+                return untrusted.timed(merge, len(text))
+        except BaseException as error:
+            if not _is_panic(error) and "Regex error" not in str(error):
                 raise
             message = f"the tokenizer's pattern fails on a text of {len(text):,} characters: {error}"
             raise UserError(message, HINT) from None
@@ -165,6 +183,10 @@ class Library(_Pickled):
         return list(self.encode("a", {}, False, False)[0]) != list(self.encode("a", {}, False, True)[0])
 
     @cached_property
+    def _growth(self) -> int:
+        return untrusted.check(self.values)
+
+    @cached_property
     def _tokenizer(self) -> Any:
         return _made(self.values)
 
@@ -184,19 +206,36 @@ class Library(_Pickled):
         """Returns what `ByteBPE.encode` does. The library knows the words ``added`` itself."""
         tokenizer = self._continuing if continues else self._tokenizer
         tokenizer.encode_special_tokens = not specials
+        return np.array(self._encoded(tokenizer, text).ids, np.uint32), 0
+
+    def _encoded(self, tokenizer: Any, text: str) -> Any:
+        if len(text) * self._growth > untrusted.MOST_CHARACTERS:
+            raise UserError(
+                f"a text of {len(text):,} characters is too long for a tokenizer that may make it {self._growth} times "
+                "as long",
+                "break it up into documents",
+            )
         try:
-            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            with untrusted.silent() if self._has_patterns else contextlib.nullcontext():
+                # Unlike `encode`, `encode_batch` lets other threads run.
+                return untrusted.timed(lambda: tokenizer.encode_batch([text], add_special_tokens=False)[0], len(text))
+        except UserError:
+            raise
         except BaseException as error:  # a panic of pyo3 is no Exception
-            if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            if not _is_panic(error) and not isinstance(error, Exception):
                 raise
             message = f"the tokenizer fails on a text of {len(text):,} characters: {error}"
             raise UserError(message, HINT) from None
-        return np.array(ids, np.uint32), 0
+
+    @cached_property
+    def _has_patterns(self) -> bool:
+        """Whether there are regular expressions, at which the library may panic."""
+        return b'"Regex"' in self.data
 
     def offsets(self, text: str) -> tuple[Int64s, Int64s]:
         """Returns the characters of ``text`` at which its tokens start and end, special tokens among them."""
         self._tokenizer.encode_special_tokens = False
-        found = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        found = self._encoded(self._tokenizer, text).offsets
         starts, ends = np.array(found, np.int64).reshape(-1, 2).T
         return starts, ends
 
@@ -204,10 +243,12 @@ class Library(_Pickled):
 def _made(values: Mapping[str, Any]) -> Any:
     library_ = library()
     plain = json.dumps({**values, "truncation": None, "padding": None, "post_processor": None})
+    untrusted.check(values)
     try:
-        return library_.Tokenizer.from_str(plain)
+        with untrusted.silent():
+            return library_.Tokenizer.from_str(plain)
     except BaseException as error:  # a panic of pyo3 is no Exception
-        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+        if not _is_panic(error) and not isinstance(error, Exception):
             raise
         raise UserError(f"the tokenizers library cannot read the tokenizer.json: {error}") from None
 
@@ -230,13 +271,9 @@ def without_prefix(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def steps(part: Any, key: str) -> list[dict[str, Any]]:
-    """Returns the steps of a normalizer, pre-tokenizer or decoder, those in a Sequence one by one."""
-    if not isinstance(part, dict):
-        return []
-    if part.get("type") != "Sequence":
-        return [part]
-    return [step for each in part.get(key) or [] for step in steps(each, key)]
+def _is_panic(error: BaseException) -> bool:
+    """Whether Rust code has panicked, which pyo3 raises as a BaseException."""
+    return type(error).__name__ == "PanicException"
 
 
 Step = tuple[str, str, str]  # the type of a decoder, what it replaces, by what

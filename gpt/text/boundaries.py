@@ -106,6 +106,14 @@ def is_known(pattern: str) -> bool:
     return alike and _rules(pattern) is not None
 
 
+def matches_nothing(pattern: str) -> bool:
+    """Whether a pattern matches an empty part of some text, as far as a few characters show."""
+    try:
+        return any(match.end() == match.start() for match in _compiled(pattern).finditer("aA 1.\n\té漢'"))
+    except Exception:  # a pattern that another engine understands
+        return False
+
+
 def last_boundary(text: str, pattern: str, start: int = 0, end: int | None = None) -> int:
     """Returns the largest position found, between ``start`` and ``end`` and neither of these, at which ``text`` may be
     cut; 0 where there is none. Whatever follows the cut, the ids of both sides are those of the whole."""

@@ -21,7 +21,7 @@ from gpt.files import (
     whole_folder,
     write_file,
 )
-from gpt.text.backends import BYTES, ByteBPE, Library, in_characters, steps
+from gpt.text.backends import BYTES, ByteBPE, Library, in_characters
 from gpt.text.boundaries import DIGITS_PATTERN, GPT2_PATTERN, is_known
 from gpt.text.tokenizer import (
     CHAT_TEMPLATE,
@@ -34,6 +34,7 @@ from gpt.text.tokenizer import (
     named_tokenizers,
     to_tiktoken,
 )
+from gpt.text.untrusted import steps
 
 FORMAT = 1
 NEVER = 2**63  # a rank
