@@ -216,7 +216,9 @@ class Library(_Pickled):
                 "break it up into documents",
             )
         try:
-            with untrusted.silent() if self._has_patterns else contextlib.nullcontext():
+            if not self._is_risky and len(text) <= untrusted.SHORT_IF_LINEAR:
+                return tokenizer.encode(text, add_special_tokens=False)
+            with untrusted.silent() if self._is_risky else contextlib.nullcontext():
                 # Unlike `encode`, `encode_batch` lets other threads run.
                 return untrusted.timed(lambda: tokenizer.encode_batch([text], add_special_tokens=False)[0], len(text))
         except UserError:
@@ -228,9 +230,10 @@ class Library(_Pickled):
             raise UserError(message, HINT) from None
 
     @cached_property
-    def _has_patterns(self) -> bool:
-        """Whether there are regular expressions, at which the library may panic."""
-        return b'"Regex"' in self.data
+    def _is_risky(self) -> bool:
+        """Whether time may grow with more than the length of a text: by regular expressions, at which the library may
+        panic too, or by WordPiece, which tries all lengths of a word."""
+        return b'"Regex"' in self.data or self.values["model"].get("type") == "WordPiece"
 
     def offsets(self, text: str) -> tuple[Int64s, Int64s]:
         """Returns the characters of ``text`` at which its tokens start and end, special tokens among them."""

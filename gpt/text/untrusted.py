@@ -19,7 +19,8 @@ MOST_GROWTH = 32  # times as many characters: 2 in a Llama's normalizer, 18 in S
 MOST_CHARACTERS = 2**26  # of a text after it has grown; the library takes some 110 bytes for each
 MOST_STEPS = 100  # of a normalizer or decoder, each of which reads the text once
 LONGEST_AFFIX = 64  # characters that a model may put before or after each part of a word
-SHORT = 256  # characters of a text that is not timed: starting a thread would take as long as tokenizing it
+SHORT = 256  # characters of a text that is not timed: starting a thread would take as long as tokenizing it …
+SHORT_IF_LINEAR = 100_000  # … by a tokenizer whose time grows with the text
 SECONDS, RATE = 20.0, 20_000  # that a text may take, and one more for so many characters: a fiftieth of the usual rate
 _HINT = "take another --tokenizer or model; this one may be damaged or hostile"
 
