@@ -276,10 +276,14 @@ def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lam
 
     reading = ReadConfig(**{f.name: getattr(config, f.name) for f in fields(ReadConfig)})
     skipped = Skipped() if reading.skip_bad else None
-    found_sources = find(texts, skipped, on_bytes)
+
+    def note(text: str) -> None:
+        listen(events.Note(text))
+
+    found_sources = find(texts, skipped, on_bytes, note)
     own: list[Source] = []
     if config.val_text is not None:
-        own = find([config.val_text], skipped, on_bytes)
+        own = find([config.val_text], skipped, on_bytes, note)
     elif config.val_fraction == TextConfig.val_fraction:
         own = published(texts, on_bytes)
     if skipped is not None and skipped.count:
