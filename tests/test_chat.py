@@ -402,6 +402,31 @@ def test_a_wrong_line_is_named_or_left_out(gpt: Gpt, workdir: Path, line: Any, s
     assert "gpt sample -i -m" in done.out
 
 
+def test_conversations_in_parquet_and_json(workdir: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = [{"id": n, "messages": messages} for n, messages in enumerate(CHATS)]
+    parquet.write_table(pa.Table.from_pylist(rows), "chats.parquet", row_group_size=5)
+    Path("chats.json").write_text(json.dumps(rows, indent=1), encoding="utf-8-sig")
+    for name in ("chats.parquet", "chats.json"):
+        found = read_examples([name], TextConfig(val_fraction=0), Conversation).train
+        assert [each.messages for each in found] == CHATS
+    assert found[1].where.startswith("chats.json, line ")
+    for column, message in {
+        "text": 'x.parquet: no "messages" in it; its columns: text',
+        "messages": 'x.parquet, row 1: no list of objects "messages" in it',
+    }.items():
+        parquet.write_table(pa.table({column: ["x"]}), "x.parquet")
+        with pytest.raises(UserError, match=message):
+            read_examples(["x.parquet"], TextConfig(val_fraction=0), Conversation)
+    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    parquet.write_table(pa.Table.from_pylist([*rows[:2], {"id": 9, "messages": [*CHAT[:1], called]}]), "x.parquet")
+    with pytest.raises(UserError, match="x.parquet, row 3: it uses tools"):
+        read_examples(["x.parquet"], TextConfig(val_fraction=0), Conversation)
+    assert len(read_examples(["x.parquet"], TextConfig(val_fraction=0, skip_bad=True), Conversation).train) == 2
+
+
 def test_empty_lists_of_tools_are_none(workdir: Path) -> None:
     messages = [{**message, "tool_calls": None, "name": "x"} for message in CHAT]
     Path("chats.jsonl").write_text(json.dumps({"messages": messages, "tools": []}))

@@ -83,7 +83,7 @@ OPTIONS = {
     "--json --quiet -q",
     "sample": "--model -m --prompt-file --prompts --temperature -t --top-k --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty "
     "--no-repeat-ngram --bias --greedy --beam --length-penalty --early-stopping --n-best --max-tokens -n --min-tokens "
-    "--interactive -i --stop --ignore-eot --num -N --seed --no-echo --json --out -o --logprobs --echo-logprobs --batch --speculate --compile --device --dtype --threads",
+    "--interactive -i --stop --ignore-eot --num -N --seed --no-echo --json --quiet -q --out -o --logprobs --echo-logprobs --batch --speculate --compile --device --dtype --threads",
     "eval": "--field --split-on --encoding --errors --skip-bad --stride --split --tokens --json --quiet -q --device --dtype --threads",
     "tokenize": "--out -o --resume --part --tokenizer --vocab-size --sample-bytes --val-fraction --val-text --field "
     "--split-on --encoding --errors --skip-bad --jobs --seed --json --quiet -q",

@@ -233,11 +233,11 @@ def _uses_tools(values: dict[str, Any]) -> bool:
     return called or values.get("role") in ("tool", "function", "ipython")
 
 
-PAIRS = RecordForm(("prompt", "completion"), _pair, '--pairs reads {"prompt": "…", "completion": "…"}, one a line')
+PAIRS = RecordForm(("prompt", "completion"), _pair, '--pairs reads records {"prompt": "…", "completion": "…"}')
 CHATS = RecordForm(
     ("messages",),
     _chat,
-    '--chat reads {"messages": [{"role": "user", "content": "…"}, …]}, one a line',
+    '--chat reads records {"messages": [{"role": "user", "content": "…"}, …]}',
     strings=False,
 )
 
