@@ -127,6 +127,14 @@ def test_options_are_the_contracts(gpt: Gpt, command: str, monkeypatch: pytest.M
     assert listed == {*OPTIONS[command].split(), "--help", "-h"}
 
 
+def test_options_for_completion_have_no_twin(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPT_SHOW_COMPLETION", "1")
+    out = gpt("--help").out
+    assert "--install-completion" in out
+    assert "env var" not in out
+    assert gpt("--version").out == f"gpt {library.__version__}\n"
+
+
 def test_every_field_of_a_config_is_an_option() -> None:
     for config, command in ((TrainConfig, "train"), (TokenizeConfig, "tokenize"), (SampleConfig, "sample")):
         for name in [field.name for field in dataclasses.fields(config)]:
@@ -191,6 +199,8 @@ def test_precedence_option_environment_file_default(gpt: Gpt, workdir: Path, mon
     assert printed()["keep"] == 2
     Path("c.toml").write_text("keep = 3\nsteps = 30\nlr = 0.5\nmicro_batch = 2\n")
     assert printed("--config", "c.toml")["keep"] == 3
+    Path("marked.toml").write_bytes("\ufeffkeep = 7\r\n".encode())
+    assert printed("--config", "marked.toml")["keep"] == 7
     monkeypatch.setenv("GPT_TRAIN_KEEP", "4")
     monkeypatch.setenv("GPT_TRAIN_CONFIG", "c.toml")
     assert printed()["keep"] == 4
