@@ -159,12 +159,15 @@ ROLES = ("system", "user", "assistant")
 OnBad = Callable[[UserError], None]  # raises the error, or counts it
 
 
+Place = tuple[str, str, int]  # a file, "line" or "row", and its number
+
+
 @dataclass(frozen=True)
 class RecordForm:
     """What is read from each record of a file."""
 
     keys: tuple[str, ...]  # of the values that a record must have
-    text: Callable[[dict[str, Any], str], str]  # a record and its place → a document. Raises `_Bad`
+    text: Callable[[dict[str, Any], Place], str]  # a record and its place → a document. Raises `_Bad`
     hint: str
     strings: bool = True  # whether the values are strings
     otherwise: str = ""  # added to the hints for JSON
@@ -200,15 +203,15 @@ def text_form(field: str) -> RecordForm:
     """Documents: the string at the key ``field`` of each record."""
     hint = "--field names the key or column that holds the text"
     otherwise = "; to train on the JSON as it stands, rename the file to .txt"
-    return RecordForm((field,), lambda record, where: _string(record, field, hint), hint, otherwise=otherwise)
+    return RecordForm((field,), lambda record, place: _string(record, field, hint), hint, otherwise=otherwise)
 
 
-def _pair(record: dict[str, Any], where: str) -> str:
+def _pair(record: dict[str, Any], place: Place) -> str:
     prompt, completion = (_string(record, key, PAIRS.hint, null=False) for key in PAIRS.keys)
-    return json.dumps([prompt, completion, where], ensure_ascii=False)
+    return json.dumps([prompt, completion, _shown(*place)], ensure_ascii=False)
 
 
-def _chat(record: dict[str, Any], where: str) -> str:
+def _chat(record: dict[str, Any], place: Place) -> str:
     hint = CHATS.hint
     messages = record.get("messages")
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
@@ -224,7 +227,7 @@ def _chat(record: dict[str, Any], where: str) -> str:
             raise _Bad(f"there is no role {role!r:.40}", f"roles are {', '.join(ROLES)}")
     if not any(message["role"] == "assistant" for message in found):
         raise _Bad("no message is the assistant's: there is nothing to learn", hint)
-    return json.dumps([found, where], ensure_ascii=False)
+    return json.dumps([found, _shown(*place)], ensure_ascii=False)
 
 
 def _uses_tools(values: dict[str, Any]) -> bool:
@@ -250,7 +253,7 @@ def jsonl(name: str, stream: ByteStream, form: RecordForm, encoding: TextEncodin
         try:
             text = encoding.decode(line).strip(" \t\r\n")
             if text:
-                value = form.text(_object(text), f"{name}, line {number:,}")
+                value = form.text(_object(text), (name, "line", number))
                 if "\\" in text and not value.isascii():
                     value = _without_surrogates(value, encoding)
                 yield value
@@ -267,7 +270,7 @@ def json_file(name: str, stream: ByteStream, form: RecordForm, encoding: TextEnc
         try:
             if not isinstance(record, dict):
                 raise _Bad("not a JSON object", form.hint)
-            document = form.text(record, f"{name}, line {line:,}")
+            document = form.text(record, (name, "line", line))
             yield document if document.isascii() else _without_surrogates(document, encoding)
         except _Bad as bad:
             message, hint = bad.args
@@ -386,7 +389,11 @@ def _end_of_space(text: str, at: int) -> int:
 
 def _at_line(name: str, line: int, bad: _Bad) -> UserError:
     message, hint = bad.args
-    return UserError(f"{name}, line {line:,}: {message}", hint)
+    return UserError(f"{_shown(name, 'line', line)}: {message}", hint)
+
+
+def _shown(name: str, unit: str, number: int) -> str:
+    return f"{name}, {unit} {number:,}"
 
 
 def _object(line: str) -> dict[str, Any]:
@@ -451,7 +458,7 @@ def table(
         try:
             if len(row) != len(header):
                 raise _Bad(f"{counted(len(row), 'field')}, and the header has {len(header)}", _row_hint(delimiter))
-            yield form.text({key: _cell(row[column], encoding) for key, column in columns}, f"{name}, line {line:,}")
+            yield form.text({key: _cell(row[column], encoding) for key, column in columns}, (name, "line", line))
         except _Bad as bad:
             on_bad(_at_line(name, line, bad))
 
@@ -559,7 +566,7 @@ def parquet(name: str, stream: ByteStream, form: RecordForm, encoding: TextEncod
                 columns = [_values(batch.column(batch.schema.get_field_index(key))) for key in keys]
                 for values in zip(*columns, strict=True):
                     row += 1
-                    yield _row(f"{name}, row {row:,}", dict(zip(keys, values, strict=True)), form, encoding, on_bad)
+                    yield _row((name, "row", row), dict(zip(keys, values, strict=True)), form, encoding, on_bad)
     except UserError:
         raise
     except Exception as error:  # pyarrow raises many kinds
@@ -592,14 +599,16 @@ def _check_column(name: str, key: str, schema: Any, form: RecordForm) -> None:
         raise UserError(f'{name}: "{key}" holds {kind}, not strings', form.hint)
 
 
-def _row(where: str, values: dict[str, Any], form: RecordForm, encoding: TextEncoding, on_bad: OnBad) -> str:
+def _row(place: Place, values: dict[str, Any], form: RecordForm, encoding: TextEncoding, on_bad: OnBad) -> str:
     """Returns the document of a row; an empty one, which is left out, after an error."""
     try:
-        strings = {key: _utf8(data, encoding) for key, data in values.items() if isinstance(data, bytes)}
-        return form.text({**values, **strings}, where)
+        for key, data in values.items():
+            if isinstance(data, bytes):
+                values[key] = _utf8(data, encoding)
+        return form.text(values, place)
     except _Bad as bad:
         message, hint = bad.args
-        on_bad(UserError(f"{where}: {message}", hint))
+        on_bad(UserError(f"{_shown(*place)}: {message}", hint))
     return ""
 
 
