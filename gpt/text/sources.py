@@ -156,7 +156,8 @@ def _below(folder: str, skipped: Skipped | None, left_out: _LeftOut) -> Iterator
             folders.clear()
             continue
         visible = [str(Path(parent, name)) for name in sorted(folders) if not name.startswith(".")]
-        folders[:] = [Path(path).name for path in visible if _is_new(path, seen, left_out)]
+        around = os.path.realpath(parent) if visible else ""
+        folders[:] = [Path(path).name for path in visible if _is_new(path, around, seen, left_out)]
         for path in (str(Path(parent, name)) for name in sorted(names) if not name.startswith(".")):
             kind = _type(path)
             if kind == stat.S_IFREG:
@@ -165,24 +166,20 @@ def _below(folder: str, skipped: Skipped | None, left_out: _LeftOut) -> Iterator
                 left_out.add("special" if kind else "broken", path)
 
 
-def _is_new(path: str, seen: set[str], left_out: _LeftOut) -> bool:
-    """Whether a folder, or what a link to one leads to, is still to be read; from now on it is in ``seen``."""
+def _is_new(path: str, around: str, seen: set[str], left_out: _LeftOut) -> bool:
+    """Whether a folder, or what a link to one leads to, is still to be read; from now on it is in ``seen``. ``around``
+    is the real path of the folder that it is in.
+
+    A link to a folder that it is in is left out: all that is around the folder asked for would be read with it.
+    """
     real = os.path.realpath(path)
-    if real in seen or _leads_up(path, left_out):
+    if real in seen:
+        return False
+    if (around.removesuffix(os.sep) + os.sep).startswith(real.removesuffix(os.sep) + os.sep):
+        left_out.add("upward", path)
         return False
     seen.add(real)
     return True
-
-
-def _leads_up(path: str, left_out: _LeftOut) -> bool:
-    """Whether a path is a link to a folder that it is in. Following it would read all that is around the folder asked
-    for."""
-    if not Path(path).is_symlink():
-        return False
-    around, target = (os.path.realpath(each).removesuffix(os.sep) + os.sep for each in (Path(path).parent, path))
-    if around.startswith(target):
-        left_out.add("upward", path)
-    return around.startswith(target)
 
 
 def _type(path: str) -> int:
@@ -208,7 +205,10 @@ def _pattern(pattern: str, skipped: Skipped | None, left_out: _LeftOut) -> list[
     parts = PurePath(pattern).parts
     at = parts.index("**") if "**" in parts else len(parts)  # where glob itself would follow links without end
     for match in glob.iglob(pattern if at == len(parts) else str(PurePath(*parts[:at]))):
-        if _type(match) == stat.S_IFDIR and not _leads_up(match, left_out):
+        if _type(match) == stat.S_IFDIR:
+            named = Path(match).name not in ("", "..")
+            if named and not _is_new(match, os.path.realpath(Path(match).parent), set(), left_out):
+                continue
             below = _below(match, skipped, left_out)
             paths.update(path for path in below if _matches(PurePath(path).relative_to(match).parts, parts[at:]))
         elif _type(match) == stat.S_IFREG and at == len(parts):
