@@ -406,7 +406,8 @@ def _object(line: str) -> dict[str, Any]:
     except ValueError as error:
         raise _Bad(f"not JSON: {reason(error)}", "one object a line; --skip-bad leaves others out") from None
     if not isinstance(record, dict):
-        raise _Bad("not a JSON object", "one object a line; --skip-bad leaves others out")
+        hint = "give one object per line (an array is read from a file named .json), or --skip-bad"
+        raise _Bad("not a JSON object", hint)
     return record
 
 
