@@ -28,7 +28,7 @@ def text(words: str | None, file: Path | None, what: str, flag: str) -> str:
         with opened(file, f"the {what}") as stream:
             data = bounded(stream, file, MOST_TEXT, f"a {what} has at most so many")
         try:
-            words = data.decode("utf-8")
+            words = data.decode("utf-8").removeprefix("\ufeff")
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{name(file)} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start:,}"

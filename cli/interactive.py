@@ -193,7 +193,7 @@ def read() -> str | None:
     block = False
     while True:
         try:
-            line = input(("… " if lines or block else "> ") if sys.stdin.isatty() else "")
+            line = input(("… " if lines or block else "> ") if sys.stdin.isatty() else "").removeprefix("\ufeff")
         except EOFError:
             return "\n".join(lines) if lines else None
         except KeyboardInterrupt:  # what was typed is thrown away

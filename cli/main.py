@@ -7,8 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 import typer
+import typer.core
 
 from gpt import __version__, waiting
 from gpt.errors import Interrupted, UserError, device_failure, is_out_of_memory
@@ -43,11 +45,24 @@ COMMANDS = {  # by name, the module with a function of the same name; in the ord
 GROUPS = ("tokenizer", "data", "inspect")
 
 
+class _Group(typer.core.TyperGroup):
+    """The command ``gpt``. The options for completion, which typer adds to it, have no twin in the environment."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Returns the options."""
+        params = super().get_params(ctx)
+        for param in params:
+            if param.name in ("install_completion", "show_completion"):
+                param.allow_from_autoenv = param.show_envvar = False  # type: ignore[attr-defined]
+        return params
+
+
 def make_app(args: Sequence[str] = ()) -> typer.Typer:
     """Builds the app with the one command or group that ``args`` begin with, or else with all of them: importing and
     building them takes time."""
     app = typer.Typer(
         name="gpt",
+        cls=_Group,
         help="Train and use your own GPT: a decoder of the GPT-2/GPT-3 family, from any text.",
         epilog=EPILOG,
         pretty_exceptions_enable=False,

@@ -1,7 +1,7 @@
 """``gpt sample``."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,7 @@ from gpt.sample_config import SampleConfig
 from gpt.words import counted
 
 from . import inputs, progress, render
-from .options import OUTPUT, Device, Json, SamplingDtype, Threads, option, takes
+from .options import OUTPUT, Device, Json, Quiet, SamplingDtype, Threads, option, takes
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
@@ -48,6 +48,7 @@ def sample(
     ] = None,
     no_echo: Annotated[bool, option("--no-echo", help="Do not print the prompt.", rich_help_panel=OUTPUT)] = False,
     json: Json = False,
+    quiet: Quiet = False,
     out: Annotated[
         Path | None,
         option("--out", "-o", help="Write JSON lines into this file, and complete one that is there.",
@@ -63,17 +64,22 @@ def sample(
     """Let a model write on after PROMPT."""
     _check_numbers(num, seed)
     if interactive:
-        _talk(settings, model, seed, device, dtype, threads, [prompt, prompt_file, prompts, out, json, num > 1])
+        _talk(settings, model, seed, device, dtype, threads, [prompt, prompt_file, prompts, out, json, quiet, num > 1])
         return
     texts = _prompts(prompt, prompt_file, prompts)
-    _check(settings, num, as_json=json or out is not None)
-    with progress.starting(quiet=json):
+    note = _silent if quiet else render.note
+    _check(settings, num, as_json=json or out is not None, note=note)
+    with progress.starting(quiet=json or quiet):
         from gpt import api
-    loaded = api.load(model, device=device, dtype=dtype, threads=threads, note=render.note, sampling=settings)
+    loaded = api.load(model, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
     if out is None:
-        _shown(loaded, texts, settings, seed, num, json, echo=not no_echo)
+        _shown(loaded, texts, settings, seed, num, json, echo=not no_echo, quiet=quiet)
     else:
-        _into_file(loaded, texts, settings, seed, num, out, json)
+        _into_file(loaded, texts, settings, seed, num, out, json, quiet)
+
+
+def _silent(text: str) -> None:
+    """Prints nothing."""
 
 
 def _talk(
@@ -113,7 +119,7 @@ def _check_numbers(num: int, seed: int | None) -> None:
             raise UserError(f"{name} is {value}; it must be a whole number from {low} to {HIGHEST[name]:,}")
 
 
-def _check(settings: SampleConfig, num: int, as_json: bool) -> None:
+def _check(settings: SampleConfig, num: int, as_json: bool, note: Callable[[str], None]) -> None:
     """Raises `UserError` for options that exclude each other, and says which have no effect."""
     if settings.beam and num > 1:
         raise UserError(f"--num {num} samples are drawn, and beams draw nothing", f"the best {num}: --n-best {num}")
@@ -123,7 +129,7 @@ def _check(settings: SampleConfig, num: int, as_json: bool) -> None:
     without = ("speculate",) if settings.beam else ("length_penalty", "early_stopping")
     for name in without:
         if getattr(settings, name) != getattr(default, name):
-            render.note(f"--{name.replace('_', '-')} is not used {'with' if settings.beam else 'without'} --beam")
+            note(f"--{name.replace('_', '-')} is not used {'with' if settings.beam else 'without'} --beam")
     if settings.draws:
         return
     names = [
@@ -132,7 +138,7 @@ def _check(settings: SampleConfig, num: int, as_json: bool) -> None:
     if names and not (names == ["temperature"] and settings.temperature == 0):
         said = ", ".join("--" + name.replace("_", "-") for name in names)
         what = "beams draw" if settings.beam else "greedy draws"
-        render.note(f"what to draw from is not used, since {what} nothing: {said}")
+        note(f"what to draw from is not used, since {what} nothing: {said}")
 
 
 def _seed(settings: SampleConfig, seed: int) -> int | None:
@@ -147,15 +153,17 @@ def _shown(
     num: int,
     json: bool,
     echo: bool,
+    quiet: bool,
 ) -> None:
     if seed is None:
-        seed = render.draw_seed(announce=settings.draws and not json)
+        seed = render.draw_seed(announce=settings.draws and not json and not quiet)
     pieces = loaded.write_all(texts, settings, seed, num)
     if json:
         forgotten = render.json_samples(pieces, texts, _seed(settings, seed), loaded.tokenizer)
     else:
         forgotten = render.stream(pieces, texts, settings.n_best if settings.beam else num, echo)
-    render.context_notes(forgotten, loaded.model.config.block_size)
+    if not quiet:
+        render.context_notes(forgotten, loaded.model.config.block_size)
 
 
 def _into_file(
@@ -166,14 +174,15 @@ def _into_file(
     num: int,
     out: Path,
     json: bool,
+    quiet: bool,
 ) -> None:
     from gpt.decoding.prompts import Results
 
     with Results(out, texts) as results:
-        seed = _agreed_seed(settings, seed, results)
-        if results.done:
+        seed = _agreed_seed(settings, seed, results, quiet)
+        if results.done and not quiet:
             render.note(f"{out} has {counted(len(results.done), 'sample')}; completing it")
-        with progress.Bar("wrote", "samples", quiet=False) as bar:
+        with progress.Bar("wrote", "samples", quiet) as bar:
             total = len(texts) * (settings.n_best if settings.beam else num)
             bar.skip(len(results.done))
             for piece in loaded.write_all(texts, settings, seed, num, results.done):
@@ -184,7 +193,7 @@ def _into_file(
         render.saved_samples(out, results.count)
 
 
-def _agreed_seed(settings: SampleConfig, seed: int | None, results: "Results") -> int:
+def _agreed_seed(settings: SampleConfig, seed: int | None, results: "Results", quiet: bool) -> int:
     """Returns the seed that was asked for, or that of an existing file, or a drawn one."""
     if results.done and (results.seed is not None) != settings.draws:
         raise UserError(f"{results.path} was written with other settings", "name another file, or the same settings")
@@ -192,4 +201,4 @@ def _agreed_seed(settings: SampleConfig, seed: int | None, results: "Results") -
         raise UserError(f"{results.path} has seed {results.seed}, not {seed}", "name another file")
     if seed is None:
         seed = results.seed
-    return render.draw_seed(announce=settings.draws) if seed is None else seed
+    return render.draw_seed(announce=settings.draws and not quiet) if seed is None else seed

@@ -122,4 +122,4 @@ def _find(word: str | None) -> "Tokenizer":
 def _stdin() -> str:
     stdin = Path("-")
     with inputs.opened(stdin, "ids") as stream:
-        return inputs.bounded(stream, stdin, inputs.MOST_TEXT, "decode them in parts").decode("utf-8", "replace")
+        return inputs.bounded(stream, stdin, inputs.MOST_TEXT, "decode them in parts").decode("utf-8-sig", "replace")

@@ -343,13 +343,13 @@ class ReadConfig:
     """Options for reading files as documents."""
 
     field: str = option(
-        "text", "The column or key that holds the text in .jsonl, .csv, .tsv and .parquet.", panel=_READ
+        "text", "The key or column that holds the text in .jsonl, .json, .csv, .tsv and .parquet.", panel=_READ
     )
     split_on: str | None = option(
         None, "A line that separates the documents of a plain text; without it a file is one document.",
         panel=_READ, shown="none",
     )  # fmt: skip
-    encoding: str = option("utf-8", "Of plain text, JSON lines and CSV.", panel=_READ)
+    encoding: str = option("utf-8", "Of plain text, JSON, CSV and TSV.", panel=_READ)
     errors: Literal["strict", "replace"] = option(
         "strict", "Bytes that are not of that encoding: strict stops, replace writes U+FFFD and counts.", panel=_READ
     )
@@ -398,9 +398,7 @@ class TextConfig(LearnConfig):
         None, "Processes that tokenize; the ids are the same for any number.",
         panel=_MACHINE, shown="one a core", low=1, high=1024,
     )  # fmt: skip
-    seed: int = option(
-        1337, "Same seed, same machine: the same split, and the same weights bit for bit on the CPU.", panel=_RUN, low=0
-    )
+    seed: int = option(1337, "Same seed: the same split into training and held-out text.", panel=_RUN, low=0)
 
     def __post_init__(self) -> None:
         if self.val_text is not None:  # a path, from Python
@@ -495,12 +493,16 @@ class TrainConfig(TextConfig):
         "transformers or PEFT, or hf:NAME from the hub. Shape and vocabulary are its own.",
         panel=_TUNE, shown="none",
     )  # fmt: skip
-    pairs: bool = option(
-        False, 'TEXT is JSON lines of {"prompt": …, "completion": …}; the loss counts completions alone.', panel=_TUNE
+    seed: int = option(
+        1337, "Same seed, same machine: the same split, and the same weights bit for bit on the CPU.", panel=_RUN, low=0
     )
+    pairs: bool = option(
+        False, 'TEXT has records {"prompt": …, "completion": …}, in JSON lines, JSON, CSV, TSV or Parquet; the loss '
+        "counts only completions.", panel=_TUNE,
+    )  # fmt: skip
     chat: bool = option(
-        False, 'TEXT is JSON lines of {"messages": [{"role": …, "content": …}, …]}; the loss counts what the assistant '
-        "says, and the ends of its turns.", panel=_TUNE,
+        False, 'TEXT has records {"messages": [{"role": …, "content": …}, …]}, in JSON lines, JSON or Parquet; the '
+        "loss counts what the assistant says, and the ends of its turns.", panel=_TUNE,
     )  # fmt: skip
     lora_rank: int | None = option(
         None, "With --init: train low-rank adapters of so many dimensions, and leave the weights as they are.",

@@ -175,6 +175,6 @@ def to_toml(values: Mapping[str, Any]) -> str:
 def parse_toml(data: bytes, where: str) -> dict[str, Any]:
     """Reads the bytes of a TOML file. Raises `UserError` naming ``where`` if it is none."""
     try:
-        return tomllib.loads(data.decode("utf-8").replace("\r\n", "\n"))
+        return tomllib.loads(data.decode("utf-8-sig").replace("\r\n", "\n"))
     except (ValueError, RecursionError) as error:  # ValueError: also bytes that are not UTF-8, numbers of many digits
         raise UserError(f"{where} is not TOML: {error}", "gpt train --print-config shows the form") from None

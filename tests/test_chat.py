@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gpt as library
 from gpt import events
+from gpt.config import TextConfig
 from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
 from gpt.text import chat
-from gpt.text.examples import Conversation
+from gpt.text.examples import Conversation, read_examples
 from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer, bytes_tokenizer
 from gpt.text.tokenizer_files import find_tokenizer, save_tokenizer
 from gpt.training.example_rows import ChatEncoder
@@ -95,6 +96,37 @@ TEMPLATES = {
 }  # fmt: skip
 
 
+# Templates that rewrite earlier messages, or begin an answer as they do not write it, with the ends of others' turns.
+QWEN3 = """\
+{%- set ns = namespace(last=messages|length - 1, seen=false) %}
+{%- for message in messages[::-1] %}
+    {%- if message.role == "user" and not ns.seen %}
+        {%- set ns.seen = true %}
+        {%- set ns.last = messages|length - loop.index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set text = message.content.split('</think>')[-1].lstrip('\\n') %}
+    {%- set thought = message.content.split('</think>')[0].split('<think>')[-1] if '</think>' in message.content else '' %}
+    {%- if message.role == "assistant" and loop.index0 > ns.last and (loop.last or thought) %}
+        {{- '<|im_start|>assistant\\n<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + text }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + text }}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+R1 = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}{% set content = message['content'] %}"
+    "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "{{ 'Assistant:' + content + eos_token }}{% elif message['role'] == 'user' %}{{ 'User:' + message['content'] }}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:<think>\\n' }}{% endif %}"
+)
+
+
 def with_chat_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
     return replace(tokenizer, files={**tokenizer.files, CHAT_TEMPLATE: template.encode()})
 
@@ -134,7 +166,7 @@ def test_what_counts_is_what_transformers_marks(form: str, tmp_path: Path) -> No
     ours = chat.with_template(find_tokenizer(str(folder)))
     save_tokenizer(ours, tmp_path / "saved")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
-    text, spans, ends = chat.answers(ours, [SYSTEM, *CHAT])
+    ((text, spans),), ends = chat.answers(ours, [SYSTEM, *CHAT])
     ids, counts = ours.encode_marked(text, spans)
     tagged = TAGGED if ours.bos is None else "{{ bos_token }}" + TAGGED
     wanted = theirs.apply_chat_template(
@@ -143,8 +175,40 @@ def test_what_counts_is_what_transformers_marks(form: str, tmp_path: Path) -> No
     assert ids.tolist() == wanted["input_ids"]
     assert counts.astype(int).tolist() == wanted["assistant_masks"]
     assert ends == {ours.all_specials["<|im_end|>"]} <= ours.ends
-    text, spans, _ = chat.answers(with_chat_template(ours, tagged), [SYSTEM, *CHAT])
+    ((text, spans),), _ = chat.answers(with_chat_template(ours, tagged), [SYSTEM, *CHAT])
     assert ours.encode_marked(text, spans)[1].tolist() == counts.tolist()
+
+
+THOUGHT = "<think>\nthe question was and it is 4\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("form", "template", "header", "thinks"),
+    [("qwen", QWEN3, "<|im_start|>assistant\n", True), ("llama2", R1, "Assistant:", False)],
+)
+@pytest.mark.parametrize("answer", ["4", "A", " A", "<b>4</b>", "", THOUGHT + "4", THOUGHT + "assistant", "a\n\nb "])
+def test_a_template_that_rewrites_messages_gives_a_row_per_answer(
+    tmp_path: Path, form: str, template: str, header: str, thinks: bool, answer: str
+) -> None:
+    ours, theirs = both(tmp_path / "form", form, template)
+    messages = [SYSTEM, *CHAT[:1], {"role": "assistant", "content": answer}, *CHAT[2:]]
+    rows, ends = chat.answers(ours, messages)
+    end = "<|im_end|>" if thinks else "</s>"
+    assert ends == {ours.all_specials[end]}
+    for (text, ((start, stop),)), number in zip(rows, (2, 4), strict=True):
+        assert text == theirs.apply_chat_template(messages[: number + 1], tokenize=False)
+        content = messages[number]["content"]
+        words = content.removeprefix(THOUGHT) if thinks else content.rpartition("</think>")[2]
+        thought = content.removesuffix(words) or "<think>\n\n</think>\n\n"
+        words = words.lstrip("\n") if thinks else words
+        assert text[start:stop] == (thought if thinks else "") + words + end
+        assert text[:start].endswith(header)
+    encoder = ChatEncoder(ours, 512, skip_bad=False)
+    encoded = encoder.encode([Conversation(messages, "")])
+    assert (len(encoded), encoded.examples) == (2, 1)
+    assert "1 conversation with several answers became a row per answer" in next(encoder.notes())
+    for row, number in zip(encoded, (2, 4), strict=True):
+        assert row.ids.tolist() == theirs.apply_chat_template(messages[: number + 1], return_dict=False)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +253,7 @@ def test_no_template_and_ones_that_cannot_be_learnt_from() -> None:
         chat.render(bytes_tokenizer(), QUESTION)
     later = chat.CHATML.replace("message['content']", "(message['content'] if loop.last else '…')")
     tokenizer = chat.with_template(bytes_tokenizer())
-    with pytest.raises(UserError, match="in another way once others follow"):
+    with pytest.raises(UserError, match="rewrites the messages before an answer once it is there"):
         chat.answers(with_chat_template(tokenizer, later), CHAT)
     with pytest.raises(UserError, match="no special token"):
         chat.answers(with_chat_template(bytes_tokenizer(), chat.CHATML), CHAT)
@@ -198,9 +262,10 @@ def test_no_template_and_ones_that_cannot_be_learnt_from() -> None:
 def encoded(block_size: int, messages: list[dict[str, str]]) -> tuple[str, str, ChatEncoder]:
     """What is left of a conversation in a context, and what of it counts."""
     encoder = ChatEncoder(bytes_tokenizer(), block_size, skip_bad=False)
-    row = encoder.row(Conversation(messages, "line 1"))
-    if row is None:
+    rows = encoder.rows(Conversation(messages, "line 1"))
+    if not rows:
         return "", "", encoder
+    (row,) = rows
     tokenizer = encoder.tokenizer
     assert row.bytes == len(tokenizer.decode(row.ids[row.counts].tolist()).replace("<|im_end|>", "").encode())
     return tokenizer.decode(row.ids.tolist()), tokenizer.decode(row.ids[row.counts].tolist()), encoder
@@ -255,7 +320,7 @@ def same_in_transformers(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = chat.prompt(ours.tokenizer, QUESTION)
     assert theirs.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False) == ids
-    assert theirs.apply_chat_template(CHATS[1], tokenize=False) == chat.answers(ours.tokenizer, CHATS[1])[0]
+    assert theirs.apply_chat_template(CHATS[1], tokenize=False) == chat.answers(ours.tokenizer, CHATS[1])[0][0][0]
     end = theirs.convert_tokens_to_ids("<|im_end|>")
     assert end in ours.tokenizer.ends
     assert set(model.generation_config.eos_token_id) == ours.tokenizer.ends
@@ -313,7 +378,19 @@ def test_a_model_without_the_special_tokens_gets_rows_for_them(run_folder: Path,
         ({"prompt": "a"}, 'no list of objects "messages"'),
         ({"messages": [{"role": "user"}]}, 'no "content" in it'),
         ({"messages": [{"role": "user", "content": 5}]}, '"content" is not a string'),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "there is no role 'tool'"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "there is no role 'critic'"),
+        ({"messages": [*CHAT[:1], {"role": "assistant", "content": None}]}, '"content" is not a string'),
+        *(
+            ({"messages": [*CHAT[:1], message, *CHAT[1:2]]}, "it uses tools, which are not supported")
+            for message in (
+                {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {}}]},
+                {"role": "assistant", "content": "Let me see.", "tool_calls": [{"type": "function"}]},
+                {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+                {"role": "tool", "content": "x", "tool_call_id": "1"},
+                {"role": "function", "name": "f", "content": "x"},
+            )
+        ),
+        ({"messages": CHAT[:2], "tools": [{"type": "function"}]}, "it uses tools, which are not supported"),
         ({"messages": CHATS[0][:1]}, "no message is the assistant's"),
     ],
 )
@@ -323,6 +400,38 @@ def test_a_wrong_line_is_named_or_left_out(gpt: Gpt, workdir: Path, line: Any, s
     done = gpt("train", "chats.jsonl", "--chat", "--skip-bad", "--val-fraction", "0", "--steps", "1")
     assert done.code == 0, done.err
     assert "gpt sample -i -m" in done.out
+
+
+def test_conversations_in_parquet_and_json(workdir: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = [{"id": n, "messages": messages} for n, messages in enumerate(CHATS)]
+    parquet.write_table(pa.Table.from_pylist(rows), "chats.parquet", row_group_size=5)
+    Path("chats.json").write_text(json.dumps(rows, indent=1), encoding="utf-8-sig")
+    for name in ("chats.parquet", "chats.json"):
+        found = read_examples([name], TextConfig(val_fraction=0), Conversation).train
+        assert [each.messages for each in found] == CHATS
+    assert found[1].where.startswith("chats.json, line ")
+    for column, message in {
+        "text": 'x.parquet: no "messages" in it; its columns: text',
+        "messages": 'x.parquet, row 1: no list of objects "messages" in it',
+    }.items():
+        parquet.write_table(pa.table({column: ["x"]}), "x.parquet")
+        with pytest.raises(UserError, match=message):
+            read_examples(["x.parquet"], TextConfig(val_fraction=0), Conversation)
+    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    parquet.write_table(pa.Table.from_pylist([*rows[:2], {"id": 9, "messages": [*CHAT[:1], called]}]), "x.parquet")
+    with pytest.raises(UserError, match="x.parquet, row 3: it uses tools"):
+        read_examples(["x.parquet"], TextConfig(val_fraction=0), Conversation)
+    assert len(read_examples(["x.parquet"], TextConfig(val_fraction=0, skip_bad=True), Conversation).train) == 2
+
+
+def test_empty_lists_of_tools_are_none(workdir: Path) -> None:
+    messages = [{**message, "tool_calls": None, "name": "x"} for message in CHAT]
+    Path("chats.jsonl").write_text(json.dumps({"messages": messages, "tools": []}))
+    (found,) = read_examples(["chats.jsonl"], TextConfig(val_fraction=0), Conversation).train
+    assert found.messages == CHAT
 
 
 def test_a_conversation_at_the_prompt(gpt: Gpt, file: Path) -> None:

@@ -83,7 +83,7 @@ OPTIONS = {
     "--json --quiet -q",
     "sample": "--model -m --prompt-file --prompts --temperature -t --top-k --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty "
     "--no-repeat-ngram --bias --greedy --beam --length-penalty --early-stopping --n-best --max-tokens -n --min-tokens "
-    "--interactive -i --stop --ignore-eot --num -N --seed --no-echo --json --out -o --logprobs --echo-logprobs --batch --speculate --compile --device --dtype --threads",
+    "--interactive -i --stop --ignore-eot --num -N --seed --no-echo --json --quiet -q --out -o --logprobs --echo-logprobs --batch --speculate --compile --device --dtype --threads",
     "eval": "--field --split-on --encoding --errors --skip-bad --stride --block-size --split --tokens --json --quiet -q --device --dtype --threads",
     "tokenize": "--out -o --resume --part --tokenizer --vocab-size --sample-bytes --val-fraction --val-text --field "
     "--split-on --encoding --errors --skip-bad --jobs --seed --json --quiet -q",
@@ -125,6 +125,14 @@ def test_options_are_the_contracts(gpt: Gpt, command: str, monkeypatch: pytest.M
         for word in re.findall(r"(?<=\s)--?[a-zA-Z][a-z0-9-]*(?=\s)", line[:60])
     }
     assert listed == {*OPTIONS[command].split(), "--help", "-h"}
+
+
+def test_options_for_completion_have_no_twin(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPT_SHOW_COMPLETION", "1")
+    out = gpt("--help").out
+    assert "--install-completion" in out
+    assert "env var" not in out
+    assert gpt("--version").out == f"gpt {library.__version__}\n"
 
 
 def test_every_field_of_a_config_is_an_option() -> None:
@@ -191,6 +199,8 @@ def test_precedence_option_environment_file_default(gpt: Gpt, workdir: Path, mon
     assert printed()["keep"] == 2
     Path("c.toml").write_text("keep = 3\nsteps = 30\nlr = 0.5\nmicro_batch = 2\n")
     assert printed("--config", "c.toml")["keep"] == 3
+    Path("marked.toml").write_bytes("\ufeffkeep = 7\r\n".encode())
+    assert printed("--config", "marked.toml")["keep"] == 7
     monkeypatch.setenv("GPT_TRAIN_KEEP", "4")
     monkeypatch.setenv("GPT_TRAIN_CONFIG", "c.toml")
     assert printed()["keep"] == 4

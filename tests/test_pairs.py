@@ -1,5 +1,6 @@
 """Pairs of prompt and completion: read, split, batched; the loss counts completions alone, and they are learnt."""
 
+import csv
 import gzip
 import json
 import random
@@ -150,6 +151,28 @@ def test_pairs_in_whatever_they_are_packed(workdir: Path) -> None:
     Path("wide.jsonl").write_text(json.dumps({"prompt": "è", "completion": "é"}, ensure_ascii=False), encoding="utf-16")
     found = read_examples(["wide.jsonl"], TextConfig(val_fraction=0, encoding="utf-16"), Pair)
     assert found.train == [Pair("è", "é", "wide.jsonl, line 1")]
+
+
+def test_pairs_in_tables_and_json(workdir: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    quoted = [{"prompt": pair["prompt"], "completion": f'{pair["completion"]}, "è"'} for pair in TRANSLATIONS[:9]]
+    Path("a.json").write_text(json.dumps({"data": quoted}, indent=2), encoding="utf-8-sig")
+    Path("b.tsv").write_text(
+        "n\tprompt\tcompletion\n" + "".join("1\t{prompt}\t{completion}\n".format(**p) for p in quoted)
+    )
+    with Path("c.csv").open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.DictWriter(file, ["completion", "prompt"])
+        writer.writeheader()
+        writer.writerows(quoted)
+    parquet.write_table(pa.Table.from_pylist([*quoted, {"prompt": "x", "completion": None}]), "d.parquet")
+    for name, where in {"a.json": "line 1", "b.tsv": "line 2", "c.csv": "line 2", "d.parquet": "row 1"}.items():
+        found = read_examples([name], TextConfig(val_fraction=0, skip_bad=True), Pair)
+        assert [{"prompt": pair.prompt, "completion": pair.completion} for pair in found.train] == quoted
+        assert (found.train[0].where, found.skipped) == (f"{name}, {where}", name == "d.parquet")
+    with pytest.raises(UserError, match=r'd\.parquet, row 10: "completion" is not a string'):
+        read_examples(["d.parquet"], TextConfig(val_fraction=0), Pair)
 
 
 def test_the_split() -> None:

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import sys
 import tarfile
 import tracemalloc
@@ -27,7 +28,7 @@ from gpt.text.unpack import Source
 HARD = [
     "", " ", "\n", "plain", "WE'LL SEE, I'm sure; THEY'VE", "1234567890123 12 3", "a\r\nb\r\n\r\n c", "tabs\t\tand  spaces   end ",
     "Zürich naïve 日本語 🐕‍🦺 עברית", "<|endoftext|>", "x <|endoftext|> y", " " * 300 + "z", "\n" * 50 + "a", "\u00a0\u2003\u3000b",
-    "\x01\x1c\x1f\x85", "½ ² ٣ Ⅷ", "e\u0301\u0301", "\ufffd", "_under_score__", "''''s 'S 's", '"quoted", "twice""', "\ufeff",
+    "\x01\x1c\x1f\x85", "½ ² ٣ Ⅷ", "e\u0301\u0301", "\ufffd", "_under_score__", "''''s 'S 's", '"quoted", "twice""', "a\ufeffb",
 ]  # fmt: skip
 DOCUMENTS = [text + "\n" for text in HARD if text] + ["long é\n" * 30_000]
 
@@ -53,6 +54,11 @@ def documents(reader: Reader, source: Source, on_bytes: Callable[[int], None] = 
 
 def read(name: str, data: bytes, **config: Any) -> list[str]:
     return list(documents(Reader(ReadConfig(**config)), source(name, data)))
+
+
+def unmarked(text: str) -> str:
+    """A text without byte-order marks: at its start, and of files that were appended to it."""
+    return re.sub("(?m)^\ufeff+", "", text)
 
 
 def zipped(*members: tuple[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
@@ -108,7 +114,7 @@ FORMATS: dict[str, Callable[[list[str]], bytes]] = {
     "x.jsonl": jsonl,
     "X.NDJSON": jsonl,
     "x.csv": partial(table, delimiter=","),
-    "x.tsv": partial(table, delimiter="\t"),
+    "x.json": lambda texts: json.dumps([{"n": n, "text": text} for n, text in enumerate(texts)], indent=1).encode(),
     "x.parquet": parquet,
     "x.zip": lambda texts: zipped(*((f"{n:03}.txt", text.encode()) for n, text in enumerate(texts))),
     "x.tar": lambda texts: tarred(*((f"./{n:03}", text.encode()) for n, text in enumerate(texts))),
@@ -168,7 +174,7 @@ def test_decoding_is_exact_whatever_the_blocks(data: bytes, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "BLOCK", block)
         reader = Reader(ReadConfig(errors="replace"))
-        assert "".join(documents(reader, source("x", data))) == data.decode(errors="replace")
+        assert "".join(documents(reader, source("x", data))) == unmarked(data.decode(errors="replace"))
         assert reader.replaced == data.decode(errors="replace").count("\ufffd") - data.count(b"\xef\xbf\xbd")
         try:
             expected = data.decode()
@@ -179,10 +185,10 @@ def test_decoding_is_exact_whatever_the_blocks(data: bytes, block: int) -> None:
             ):
                 read("x", data)
         else:
-            assert (reader.replaced, "".join(read("x", data))) == (0, expected)
+            assert (reader.replaced, "".join(read("x", data))) == (0, unmarked(expected))
 
 
-@given(st.text(st.sampled_from("aé日\n🐕"), max_size=30), st.binary(max_size=3), st.integers(1, 5),
+@given(st.text(st.sampled_from("aé日\n🐕\ufeff"), max_size=30), st.binary(max_size=3), st.integers(1, 5),
        st.sampled_from(["utf-8-sig", "utf-16", "utf-16-be", "utf-32-le", "latin-1", "cp1252", "ascii", "shift_jis", "gb18030", "euc_jp"]))  # fmt: skip
 @settings(max_examples=300)
 def test_other_encodings_are_decoded_as_python_does(text: str, tail: bytes, block: int, encoding: str) -> None:
@@ -191,7 +197,9 @@ def test_other_encodings_are_decoded_as_python_does(text: str, tail: bytes, bloc
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "BLOCK", block)
-        assert "".join(read("x", data, encoding=encoding, errors="replace")) == data.decode(encoding, "replace")
+        assert "".join(read("x", data, encoding=encoding, errors="replace")) == unmarked(
+            data.decode(encoding, "replace")
+        )
         try:
             expected = data.decode(encoding)
         except UnicodeDecodeError as error:
@@ -202,7 +210,7 @@ def test_other_encodings_are_decoded_as_python_does(text: str, tail: bytes, bloc
             ):
                 read("x", data, encoding=encoding)
         else:
-            assert "".join(read("x", data, encoding=encoding)) == expected
+            assert "".join(read("x", data, encoding=encoding)) == unmarked(expected)
 
 
 LINES = st.lists(
@@ -253,9 +261,31 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "too deep": ("x.jsonl", b"[" * 200_000, "x.jsonl, line 1: JSON that is too deep"),
     "long number": ("x.jsonl", b"1" * 5000, "x.jsonl, line 1: not JSON: Exceeds the limit"),
     "surrogate": ("x.jsonl", b'{"text": "\\ud800"}', "x.jsonl, line 1: half a surrogate pair"),
-    "json latin-1": ("x.jsonl", b'{"text": ""}\n{"text": "\xe9"}', "x.jsonl is not UTF-8: byte 0xe9 at offset 23, line 2"),
+    "jsonl latin-1": ("x.jsonl", b'{"text": ""}\n{"text": "\xe9"}', "x.jsonl is not UTF-8: byte 0xe9 at offset 23, line 2"),
     "no column": ("x.csv", b"a,b\n1,2\n", 'x.csv, line 1: no "text" in it; its columns: a, b'),
-    "short row": ("x.csv", b'n,text\n1,"\n"\n2\n', 'x.csv, line 4: 1 fields, and "text" is number 2'),
+    "long row": ("x.csv", b"n,text\n1,Hello, world\n", 'x.csv, line 2: 3 fields, and the header has 2'),
+    "long row of one": ("x.csv", b"text\nHello, world\n", "x.csv, line 2: 2 fields, and the header has 1"),
+    "long row after a quoted line break": ("x.csv.gz", gzip.compress(b'n,text\r\n1,"a\r\nb"\r\n\r\n2,c,d\r\n'), "x.csv.gz, line 5: 3 fields"),
+    "long row at its end": ("x.csv", b"n,text\n1,a,\n", "x.csv, line 2: 3 fields, and the header has 2"),
+    "quote after a space": ("x.csv", b'n,text\n1, "Hello, world"\n', "x.csv, line 2: 3 fields"),
+    "row cut by a line break": ("x.csv", b"n,text,lang\n1,Hello\n", "x.csv, line 2: 2 fields, and the header has 3"),
+    "long tsv row": ("x.tsv", b"n\ttext\n1\ta\n2\ta\tb\n", "x.tsv, line 3: 3 fields, and the header has 2"),
+    "short tsv row": ("x.tsv", b'n\ttext\n1\t"a\nb"\n', "x.tsv, line 3: 1 field, and the header has 2"),
+    "two columns": ("x.csv", b"text,n,text\na,1,b\n", 'x.csv, line 1: it has 2 columns called "text"'),
+    "semicolons": ("x.csv", b"n;text\n1;a\n", 'x.csv, line 1: no "text" in it; its columns: n;text'),
+    "utf-32": ("x.txt", "hi".encode("utf-32"), "x.txt is UTF-32, not UTF-8"),
+    "json of strings": ("x.json", b'\n["a"]', "x.json, line 2: not a JSON object"),
+    "json without": ("x.json", b'{"name": "x",\n"body": "y"}', 'x.json, line 1: no "text" in it; its keys: name, body'),
+    "json of columns": ("x.json", b'{"text": ["a", "b"]}', 'x.json, line 1: "text" is not a string'),
+    "json of two lists": ("x.json", b'{"a": [{"text": "a"}], "b": [{"text": "b"}]}', 'x.json, line 1: no "text" in it; its keys: a, b'),
+    "json line cut": ("x.json", b'{"text": "a"}\n{"text": "b\n{"text": "c"}', "x.json, line 2: not JSON: Invalid control character"),
+    "json array cut": ("x.json", b'[{"text": "a"},\n{"text": "b"', "x.json, line 2: not JSON: Expecting ',' delimiter"),
+    "json without comma": ("x.json", b'[{"text": "a"}\n{"text": "b"}]', "x.json, line 2: not JSON: Expecting ',' delimiter"),
+    "json and more": ("x.json", b'[{"text": "a"}]\n[', "x.json, line 2: not JSON: there is more behind the array"),
+    "json too deep": ("x.json", b"[" * 200_000, "x.json, line 1: not JSON: it is too deep"),
+    "json surrogate": ("x.json", b'[{"text": "\\ud800"}]', "x.json, line 1: half a surrogate pair"),
+    "json latin-1": ("x.json", b'[{"text": "\xe9"}]', "x.json is not UTF-8: byte 0xe9 at offset 11, line 1"),
+    "short row": ("x.csv", b'n,text\n1,"\n"\n2\n', 'x.csv, line 4: 1 field, and the header has 2'),
     "csv latin-1": ("x.csv", b"n,text\n\xe9,a\n1,\xe9\n", "x.csv, line 3: not UTF-8: byte 0xe9"),
     "csv zero": ("x.csv", b"text\n\0\n", "x.csv, line 2: a zero byte"),
     "csv quote": ("x.csv", b'n,text\n1,a\n2,"b\n3,c\n', "x.csv, line 3: a quote is never closed"),
@@ -304,6 +334,10 @@ def test_what_is_bad_says_so_in_a_line_and_can_be_skipped(case: str) -> None:
         ("x.txt", b"one\n---\n" + b"two\n" * 2**20 + b"\xff", ["one\n"], 1),
         ("x.jsonl", b'{"text": "a"}\n5\n{"text": "\xff"}\n{"text": "b"}', ["a", "b"], 2),
         ("x.csv", b"n,text\n1,a\n2\n3,\xff\n4,b", ["a", "b"], 2),
+        ("x.csv", b"n,text\n1,Hello, world\n2,good\n3,a,\n4,b", ["good", "b"], 2),
+        ("x.tsv", b"n\ttext\n1\ta\tb\n2\tgood\n3\n", ["good"], 2),
+        ("x.json", b'{"text": "a"}\n{"text": "b\n{"text": "c"}\n5\n{"text": "d"}', ["a", "c", "d"], 2),
+        ("x.json", b'[{"text": "a"}, {"n": 1}, 5, {"text": "b"}, {"text"', ["a", "b"], 3),
         ("x.zip", zipped(("a", b"a"), ("b", b"\xff"), ("../c", b"c"), (".d", b"\xff"), ("__MACOSX/e", b"\xff"), ("f", b"f")), ["a", "f"], 2),
         ("x.zip", zipped(("a", b"a" * 2**18), ("b", b"a" * 2**18 + b"\xff"), ("c", b"c")), ["a" * 2**18, "c"], 1),
         ("x.tar", tarred(("a", b"a" * 2**18), ("b", b"a" * 2**18 + b"\xff"), ("c", b"c")), ["a" * 2**18, "c"], 1),
@@ -317,6 +351,79 @@ def test_what_was_whole_before_stays(name: str, data: bytes, expected: list[str]
     reader = Reader(ReadConfig(skip_bad=True, split_on="---"))
     assert list(documents(reader, source(name, data))) == expected
     assert reader.skipped.count == skipped
+
+
+def test_tsv_has_no_quotes() -> None:
+    """A field is what lies between tabs, as ``cut -f2`` has it."""
+    texts = ['"Open the door, she said.', "He did.", 'He nodded."', ' "a" ""b"" ', "\\t \\", "a\rb\x0b\x85c"]
+    rows = "".join(f"{n}\t{text}\r\n\r\n" for n, text in enumerate(texts))
+    assert read("x.tsv", f"\ufeffn\ttext\r\n{rows}".encode()) == texts
+    assert read("x.tsv", f"n\ttext\n{rows}".encode("utf-16"), encoding="utf-16") == texts
+    assert read("x.tsv.gz", gzip.compress("text\tn\né\t1".encode("latin-1")), encoding="latin-1") == ["é"]
+
+
+MARK = "\ufeff".encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "expected"),
+    [
+        ("x.txt", b"one\n", ["one\n"]),
+        ("x.txt.gz", gzip.compress(MARK + b"one\n") + gzip.compress(MARK + b"two"), ["one\ntwo"]),
+        ("x.jsonl", b'{"text": "one"}\n', ["one"]),
+        ("x.json", b'[{"text": "one"}]', ["one"]),
+        ("x.csv", b'"text",n\none,1\n', ["one"]),
+        ("x.tsv", b"text\tn\none\t1\n", ["one"]),
+        ("x.zip", zipped(("a.txt", MARK + b"one"), ("b.txt", MARK + b"two")), ["one", "two"]),
+    ],
+)
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_a_byte_order_mark_is_no_text(name: str, data: bytes, expected: list[str], skip_bad: bool) -> None:
+    if name.endswith((".gz", ".zip")):
+        assert read(name, data, skip_bad=skip_bad) == expected
+        return
+    assert read(name, MARK + data, skip_bad=skip_bad) == expected
+    twice = expected if name == "x.json" else expected * 2
+    found = read(name, MARK + data + (b"" if name == "x.json" else MARK + data), skip_bad=skip_bad)
+    assert "".join(found) == "".join(twice)
+    for encoding in ("utf-16", "utf-32", "utf-16-le", "utf-32-be"):
+        marked = data.decode() if encoding in ("utf-16", "utf-32") else "\ufeff" + data.decode()
+        assert read(name, marked.encode(encoding), encoding=encoding, skip_bad=skip_bad) == expected
+    assert read("x.txt", MARK, skip_bad=skip_bad) == []
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 100])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"text": "one"}, {"text": "zwölf\\n"}]',
+        '\r\n{"text": "one"}\r\n\r\n{"n": 1.5e3, "text": "zwölf\\n"}\r\n',
+        '{"text":"one"}{"text":"zwölf\\n"}',
+        '{\n  "n": [{"a": []}],\n  "text": "one"\n}\n{\n  "text": "zwölf\\n"\n}',
+        '{"version": "1", "ids": [1], "data": [{"text": "one"}, {"text": "zwölf\\n"}]}',
+        ' [ ]\n',
+        "",
+    ],
+)  # fmt: skip
+def test_json_files(text: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "BLOCK", block)
+    expected = ["one", "zwölf\n"] if "one" in text else []
+    assert read("x.json", text.encode()) == expected
+    assert read("x.json", text.encode(), skip_bad=True) == expected
+
+
+def test_long_json_files_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = json.dumps([{"text": "long é\n" * 1000}] * 3000).encode()
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in documents(Reader(ReadConfig()), source("x.json", data))) == 3000
+        assert tracemalloc.get_traced_memory()[1] < 10 * 2**20
+    finally:
+        tracemalloc.stop()
+    monkeypatch.setattr(formats, "MAX_RECORD", 1000)
+    monkeypatch.setattr(formats, "BLOCK", 100)
+    with pytest.raises(UserError, match="x.json, line 2: longer than 1,000 bytes"):
+        read("x.json", b'[{"text": "a"},\n{"text": "' + b"b" * 3000 + b'"}]')
 
 
 def test_surrogates_and_damage_are_replaced_and_counted() -> None:

@@ -119,6 +119,31 @@ def test_samples_of_a_seed_differ_between_prompts_and_indices(gpt: Gpt, run_fold
     assert len({tuple(line["tokens"][-5:]) for line in lines}) == 6
 
 
+def test_byte_order_marks_are_no_prompt(gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    args = ["-m", run_folder, "-n", "3", "--greedy", "--json"]
+    plain, marked = prompts.read_bytes(), tmp_path / "marked"
+    marked.write_bytes("\ufeff".encode() + plain + "\ufeff\n\ufeff".encode() + plain)  # two files, appended
+    texts = [line["text"] for line in lines_of(gpt("sample", "--prompts", prompts, *args))]
+    assert [line["text"] for line in lines_of(gpt("sample", "--prompts", marked, *args))] == texts * 2
+    marked.write_text(PROMPTS[1], encoding="utf-8-sig")
+    for name, stdin in ((marked, b""), ("-", marked.read_bytes())):
+        (line,) = lines_of(gpt("sample", "--prompt-file", name, *args, stdin=stdin))
+        assert (line["prompt"], line["text"]) == (PROMPTS[1], texts[1])
+    told = gpt("sample", "-i", *args[:-1], stdin=marked.read_bytes())
+    assert told.out == gpt("sample", "-i", *args[:-1], stdin=PROMPTS[1].encode()).out
+
+
+def test_quiet_samples_print_the_text_alone(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+    args = ["sample", "the cat " * 40, "-m", run_folder, "-n", "3", "--length-penalty", "2"]
+    loud, quiet = gpt(*args), gpt(*args, "--quiet")
+    assert loud.err.count("\n") >= 3  # a setting without effect, the seed, a long prompt
+    assert (quiet.code, quiet.err) == (0, "")
+    assert quiet.out.startswith("the cat ")
+    file = gpt(*args, "-q", "--seed", "1", "-o", tmp_path / "s.jsonl")
+    assert (file.code, file.err) == (0, "")
+    assert gpt("sample", "-q").code == 2  # an error is no note
+
+
 def test_prompts_on_a_terminal_have_a_line_above_each(gpt: Gpt, run_folder: Path, prompts: Path) -> None:
     out = gpt("sample", "--prompts", prompts, "-m", run_folder, "-n", "4", "--greedy").out
     assert out.startswith("--- prompt 1 of 4 ---\nthe cat")

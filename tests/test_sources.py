@@ -52,6 +52,39 @@ def test_each_file_is_read_once(workdir: Path) -> None:
     assert len(sources.find(["link", "b"])) == 2
 
 
+def notes_of(text: str) -> tuple[list[str], list[str]]:
+    """The names of the sources, and what is noted."""
+    notes: list[str] = []
+    return [source.name for source in sources.find([text], note=notes.append)], notes
+
+
+def test_links_to_folders_are_followed(workdir: Path) -> None:
+    tree(workdir, "c/b.txt", "c/e/f.txt", "d/x.txt", "d/y.txt", ".h/z.txt")
+    for link, target in {
+        "c/d": "../d", "c/d2": "../d", "c/a": "e", "c/x": "../d/x.txt", "c/h": "../.h", "d/back": "../c",
+        "c/self": ".", "c/tokens": "../tokens",
+    }.items():  # fmt: skip
+        Path(link).symlink_to(target)
+    tree(workdir, "tokens/manifest.json", "tokens/tokenizer.tiktoken")
+    names = ["c/b.txt", "c/x", "c/a/f.txt", "c/d/y.txt", "c/h/z.txt"]  # each file once, in the order of names
+    assert notes_of("c") == (names, [])
+    assert sorted(texts(sources.find(["c/**/*.txt"]))) == [f"text of {name}.txt" for name in "bfxyz"]
+    assert sorted(texts(sources.find(["c/*"]))) == [f"text of {name}.txt" for name in "bfxyz"]
+
+
+def test_links_that_are_not_followed_are_noted(workdir: Path) -> None:
+    tree(workdir, "t/a.txt", "t/s/b.txt", "other.txt")
+    for link, target in {"t/up": "..", "t/s/top": "/", "t/none": "nowhere", "t/loop": "loop"}.items():
+        Path(link).symlink_to(target)
+    os.mkfifo("t/pipe")
+    upward = "skipped 2 links to folders above them, such as t/up"
+    noted = ["skipped 2 broken links, such as t/loop", upward, "skipped a pipe, socket or device: t/pipe"]
+    for text in ("t", "t/**"):
+        assert notes_of(text) == (["t/a.txt", "t/s/b.txt"], noted)
+    assert "such as t/up" in notes_of("t/*")[1][0]
+    assert len(notes_of("t/up")[0]) == 3  # it is asked for
+
+
 def test_folders_of_tokens_are_left_out(workdir: Path) -> None:
     tree(workdir, "a.txt", "whole/manifest.json", "whole/tokenizer.tiktoken", "whole/x.ids", "site/manifest.json")
     tree(workdir, "runs/a/tokens/progress.jsonl", "runs/a/tokens/tokenizer.tiktoken", "runs/a/run.json")

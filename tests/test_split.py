@@ -90,17 +90,25 @@ def test_a_document_in_chunks_goes_one_way() -> None:
     assert len(set(sides)) == 2
 
 
-def test_survey_counts_without_opening_plain_files() -> None:
+def test_survey_reads_the_first_bytes_of_plain_files() -> None:
     def never() -> io.BytesIO:
         raise AssertionError("opened")
 
-    plain = [Source(f"{n}.txt", 10, 0, never) for n in range(3)]
+    class FirstBytes(io.BytesIO):
+        def read1(self, size: int | None = -1, /) -> bytes:
+            assert size == 3
+            return super().read1(size)
+
+    plain = [Source(f"https://host/{n}.txt", 10, 0, never) for n in range(2)]
+    plain += [Source("a.txt", 10, 0, lambda: FirstBytes(b"\xef\xbb\xbf1234567"))]
     found = survey(plain, READING)
-    assert (found.documents, found.bytes, found.sizes) == (3, 30, [10, 10, 10])
+    assert (found.documents, found.bytes, found.sizes) == (3, 27, [10, 10, 7])
+    mark = Source("a.txt", 3, 0, lambda: FirstBytes(b"\xef\xbb\xbf"))
+    assert survey([mark], READING).documents == 0
     lines = b"".join(b'{"text": "some text"}\n' for _ in range(50))
     jsonl = Source("a.jsonl", len(lines), 0, lambda: io.BytesIO(lines))
     found = survey([jsonl, *plain], READING)
-    assert (found.documents, found.sizes) == (53, [450, 10, 10, 10])
+    assert (found.documents, found.sizes) == (53, [450, 10, 10, 7])
     many = lines * 10
     found = survey([Source("a.jsonl", len(many), 0, lambda: io.BytesIO(many)), *plain], READING)
     assert (found.documents, found.sizes) == (200, None)

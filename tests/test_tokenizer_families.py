@@ -99,6 +99,19 @@ def test_streams_join_to_the_whole_text(form: str, text: str, both: Both) -> Non
         assert whole == text
 
 
+@pytest.mark.parametrize("form", ["gpt2", "unigram"])
+def test_byte_order_marks_of_other_editors_are_left_out(form: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    marked = tmp_path / "marked"
+    shutil.copytree(folders[form], marked)
+    (marked / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+    plain = tokenizer_files.find_tokenizer(str(marked))
+    for file in marked.iterdir():
+        file.write_bytes("\ufeff".encode() + file.read_bytes())
+    for path in (marked, marked / "tokenizer.json"):
+        assert tokenizer_files.find_tokenizer(str(path)).files == plain.files
+        assert tokenizer_files.find_tokenizer(str(path)).fingerprint == plain.fingerprint
+
+
 @pytest.mark.parametrize("form", ["llama2", "mistral"])
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=20).filter(lambda text: "▁" not in text and not text.startswith(" ")))

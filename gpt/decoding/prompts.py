@@ -1,5 +1,6 @@
 """Reads prompts from a file of JSON lines, and writes samples into one that a later call completes."""
 
+import codecs
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ def parse_prompts(lines: Iterable[bytes], where: str) -> list[str]:
     number of a wrong line."""
     prompts = []
     for number, line in enumerate(lines, 1):
+        line = line.removeprefix(codecs.BOM_UTF8)  # of the file, or of one that was appended
         if not line.strip():
             continue
         values = _object(line, f"{where}, line {number}")

@@ -151,7 +151,7 @@ def _own_name(words: str) -> str:
 def _front_matter(path: Path) -> dict[str, str]:
     """The words among the values of the YAML at the top of a model's card; of a card that cannot be read none."""
     try:
-        text = read_regular(path / CARD, _LARGEST_CARD).decode("utf-8", "replace").replace("\r\n", "\n")
+        text = read_regular(path / CARD, _LARGEST_CARD).decode("utf-8-sig", "replace").replace("\r\n", "\n")
     except UserError:
         return {}
     found = _FRONT.match(text)

@@ -51,44 +51,84 @@ def prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     return ids
 
 
-def answers(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[str, list[Span], set[int]]:
-    """Returns the text of a whole conversation, where in it each answer of the assistant's stands, its end of turn
-    included, and the ids that end the turns.
+def answers(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[list[tuple[str, list[Span]]], set[int]]:
+    """Returns the texts from which a conversation's answers are learned, each with the spans of its answers, ends of
+    turns included; and the ids that end turns.
 
-    ``{% generation %}`` says where, if the template has it. Else each answer is what its message adds to the text
-    before it, up to the first special token after its words. Raises `UserError` where the text before a message is
-    not the beginning of the whole text, and where no special token ends an answer.
+    It is one text where ``{% generation %}`` marks the answers, or where each adds to the text before it. A template
+    that writes a message in another way once others follow it, or begins an answer in another way than it writes it
+    (Qwen3's, DeepSeek-R1's), gives one text per answer: that of the conversation up to it. An answer ends at the first
+    special token after its words. Raises `UserError` where no special token does, or the answer is not to be found.
     """
-    said = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    tagged = bool(_TAGGED.search(tokenizer.chat_template or ""))
-    parts = [] if tagged else [part for n in said for part in ((n, True), (n + 1, False))]
-    texts, spans = _rendered(tokenizer, messages, [*parts, (len(messages), False)])
-    whole = texts.pop()
+    if _TAGGED.search(tokenizer.chat_template or ""):
+        texts, spans = _rendered(tokenizer, messages, [(len(messages), False)])
+        rows = [(texts[0], spans)]
+    else:
+        rows = _untagged(tokenizer, messages)
     words = tokenizer.all_specials
-    specials = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
-    if not tagged:
-        spans = []
-        for number, before, after in zip(said, texts[::2], texts[1::2], strict=True):
-            if not (whole.startswith(after) and after.startswith(before)):
-                raise UserError(
-                    "the chat template writes a message in another way once others follow it",
-                    "give conversations with one answer each, or a template with {% generation %}",
-                )
-            spans.append((len(before), _end(after, len(before), messages[number]["content"].strip(), specials)))
-    ends = [specials.findall(whole[start:end])[-1:] for start, end in spans]
-    return whole, spans, {words[word] for found in ends for word in found}
+    ends = [_specials(tokenizer).findall(text[start:end])[-1:] for text, spans in rows for start, end in spans]
+    return rows, {words[word] for found in ends for word in found}
 
 
-def _end(text: str, start: int, said: str, specials: re.Pattern[str]) -> int:
-    """Returns where the turn ends that begins at ``start``: after the first special token behind what was ``said``."""
-    at = text.find(said, start)
-    found = specials.search(text, max(at + len(said), start))
-    if found is None:
+def _untagged(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[tuple[str, list[Span]]]:
+    said = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    parts = [part for n in said for part in ((n, True), (n + 1, False))]
+    texts, _ = _rendered(tokenizer, messages, [*parts, (len(messages), False)])
+    whole, prompts, afters = texts[-1], texts[:-1:2], texts[1:-1:2]
+    contents = [messages[n]["content"] for n in said]
+    grows = all(
+        whole.startswith(after) and after.startswith(prompt) for prompt, after in zip(prompts, afters, strict=True)
+    )
+    starts, specials = [len(prompt) for prompt in prompts], _specials(tokenizer)
+    if not grows:
+        befores, _ = _rendered(tokenizer, messages, [(n, False) for n in said])
+        starts = [_start(*each, specials) for each in zip(befores, prompts, afters, contents, strict=True)]
+    spans = [
+        (start, _end(after, start, content, specials))
+        for start, after, content in zip(starts, afters, contents, strict=True)
+    ]
+    return [(whole, spans)] if grows else [(after, [span]) for after, span in zip(afters, spans, strict=True)]
+
+
+def _specials(tokenizer: Tokenizer) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(tokenizer.all_specials, key=len, reverse=True))))
+
+
+def _start(before: str, prompt: str, after: str, content: str, specials: re.Pattern[str]) -> int:
+    """Returns where an answer begins in the text ``after`` it: where that differs from the ``prompt`` for it, but not
+    within its words or its end, which may begin as the rest of the prompt does."""
+    start = next((at for at, (one, other) in enumerate(zip(prompt, after, strict=False)) if one != other), len(prompt))
+    if start < len(before):
+        raise UserError(
+            "the chat template rewrites the messages before an answer once it is there",
+            "give a model or --tokenizer with another chat template, or one with {% generation %}",
+        )
+    if start < len(prompt):
+        places = (after.rfind(words, len(before), start + len(words)) for words in _words_of(content))
+        start = next((place for place in places if place >= 0), start)
+    ends = (found.span() for found in specials.finditer(after, len(before)))
+    return next((begin for begin, end in ends if begin < start < end), start)
+
+
+def _end(text: str, start: int, content: str, specials: re.Pattern[str]) -> int:
+    """Returns where the last answer of a text ends: after the first special token behind its words, or after the last
+    one where the template has changed these."""
+    places = ((text.find(words, start), words) for words in _words_of(content))
+    behind = next((at + len(words) for at, words in places if at >= 0), None)
+    ends = [found.end() for found in specials.finditer(text, start if behind is None else behind)]
+    if not ends:
         raise UserError(
             "the chat template ends an answer with no special token: a model would not learn to stop",
             "give a model or --tokenizer with another chat template",
         )
-    return found.end()
+    return ends[-1 if behind is None else 0]
+
+
+def _words_of(content: str) -> list[str]:
+    """Returns the words by which an answer is found, without the white space and the thoughts that a template may
+    remove."""
+    words = [content.rstrip(), content.rpartition("</think>")[2].rstrip()]
+    return [each for each in [*words, *map(str.lstrip, words)] if each]
 
 
 def with_template(tokenizer: Tokenizer) -> Tokenizer:

@@ -1,5 +1,7 @@
 """A corpus: its sources in groups, and the split into training and held-out text. It keeps no text in memory."""
 
+import codecs
+import contextlib
 import hashlib
 import json
 import math
@@ -16,7 +18,7 @@ from gpt.text.boundaries import parts
 from gpt.text.documents import HEAD, Chunk, Reader, Skipped, is_plain, utf8_size
 from gpt.text.shards import Side
 from gpt.text.sources import find, identity, published, run_name
-from gpt.text.unpack import Source
+from gpt.text.unpack import Source, open_source
 from gpt.words import counted
 
 HASHED_SPLIT_FROM = 200  # documents
@@ -38,7 +40,7 @@ class Survey:
 
 
 def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
-    """Counts documents up to `HASHED_SPLIT_FROM`, and bytes. Plain files in UTF-8 are not opened for it."""
+    """Counts documents up to `HASHED_SPLIT_FROM`, and bytes. Of plain files in UTF-8 only the first bytes are read."""
     exact = config.split_on is None and config.errors == "strict" and not config.skip_bad
     utf8 = config.encoding.lower() in ("utf-8", "utf8")
     unopened = [exact and utf8 and source.size > 0 and is_plain(source) for source in sources]  # 0 may mean unknown
@@ -47,8 +49,8 @@ def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
     reader = Reader(config)
     for source, plain in zip(sources, unopened, strict=True):
         if plain:
-            documents += 1
-            sizes.append(source.size)
+            sizes.append(source.size - _mark(source))
+            documents += sizes[-1] > 0
         else:
             counted = _Count()
             for chunk in reader.documents(source, counted.stored):
@@ -62,6 +64,14 @@ def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
             packed = sum(s.size for s, plain in zip(sources, unopened, strict=True) if not plain)
             return Survey(HASHED_SPLIT_FROM, sum(s.size for s in sources) - packed + packed * text // stored, None)
     return Survey(documents, sum(sizes), sizes)
+
+
+def _mark(source: Source) -> int:
+    """Returns the bytes of a byte-order mark at a source's start. An address is not opened for that."""
+    if "://" in source.name:
+        return 0
+    with contextlib.closing(open_source(source, lambda size: None)) as stream:
+        return 3 * (stream.read(3) == codecs.BOM_UTF8)
 
 
 class _Count:
@@ -276,10 +286,14 @@ def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lam
 
     reading = ReadConfig(**{f.name: getattr(config, f.name) for f in fields(ReadConfig)})
     skipped = Skipped() if reading.skip_bad else None
-    found_sources = find(texts, skipped, on_bytes)
+
+    def note(text: str) -> None:
+        listen(events.Note(text))
+
+    found_sources = find(texts, skipped, on_bytes, note)
     own: list[Source] = []
     if config.val_text is not None:
-        own = find([config.val_text], skipped, on_bytes)
+        own = find([config.val_text], skipped, on_bytes, note)
     elif config.val_fraction == TextConfig.val_fraction:
         own = published(texts, on_bytes)
     if skipped is not None and skipped.count:

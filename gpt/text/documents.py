@@ -1,17 +1,17 @@
 """Sources → documents in chunks, whatever they are packed in. No file is held as a whole.
 
 A file's suffixes are read from the last one on: ``.gz`` and ``.zst`` are unpacked, archives yield their members, JSON
-lines and tables the values of a field; anything else is plain text.
+and tables the values of a field; anything else is plain text.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
 from gpt.config import ReadConfig
 from gpt.errors import UserError, WorkError
-from gpt.text.formats import OnBad, TextEncoding, jsonl, parquet, table
+from gpt.text.formats import OnBad, RecordForm, TextEncoding, json_file, jsonl, parquet, table, text_form
 from gpt.text.unpack import (
     UNPACK,
     Blocks,
@@ -123,10 +123,11 @@ def chunks_of_whole(texts: Iterable[str]) -> Iterator[Chunk]:
 
 DEPTH = 8  # formats unpacked around each other at most; an archive may hold itself
 
-ReadTexts = Callable[[str, ByteStream, str, TextEncoding, OnBad], Iterator[str]]
+ReadTexts = Callable[[str, ByteStream, RecordForm, TextEncoding, OnBad], Iterator[str]]
 RECORDS: dict[str, ReadTexts] = {
     ".jsonl": jsonl,
     ".ndjson": jsonl,
+    ".json": json_file,
     ".csv": partial(table, delimiter=","),
     ".tsv": partial(table, delimiter="\t"),
     ".parquet": parquet,
@@ -138,14 +139,14 @@ def _ignore(size: int) -> None:
 
 
 class Reader:
-    """Reads documents as a `ReadConfig` says; counts replaced bytes and skipped items."""
+    """Reads documents as a `ReadConfig` says; counts replaced bytes and skipped items. ``form`` says what is read from
+    a record; without it, the string at ``--field``."""
 
-    records: Mapping[str, ReadTexts] = RECORDS
-
-    def __init__(self, config: ReadConfig) -> None:
+    def __init__(self, config: ReadConfig, form: RecordForm | None = None) -> None:
         if config.split_on is not None and "\n" in config.split_on:
             raise UserError("--split-on has a line break in it", "give one line, without its end")
         self.config = config
+        self._form = form or text_form(config.field)
         self._encoding = TextEncoding(config.encoding, config.errors)
         self._utf8 = TextEncoding("utf-8", config.errors)  # for formats that are always UTF-8
         self.skipped = Skipped()
@@ -220,7 +221,7 @@ class Reader:
             if encoding.wide:  # lines are split as bytes
                 blocks = (block.encode() for block in encoding.blocks(file.name, stream))
                 stream, encoding = ByteStream(Blocks(blocks), partial(damaged, file.name)), self._utf8
-            texts = self.records[ending](file.name, stream, self.config.field, encoding, self._on_bad)
+            texts = RECORDS[ending](file.name, stream, self._form, encoding, self._on_bad)
             if self._lines:
                 yield from filter(None, chunks_of(text or " \n" for text in texts))  # WikiText's blank lines
             else:

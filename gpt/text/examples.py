@@ -1,8 +1,9 @@
-"""Examples to learn answers from, of JSON lines, packed or not: pairs of prompt and completion, or conversations."""
+"""Examples to learn answers from, of JSON, Parquet or tables, packed or not: pairs of prompt and completion, or
+conversations."""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -10,18 +11,18 @@ from gpt.config import ReadConfig, TextConfig
 from gpt.errors import UserError
 from gpt.text import formats, sources
 from gpt.text.corpus import HASHED_SPLIT_FROM, hash_fraction
-from gpt.text.documents import RECORDS, Chunk, Reader, utf8_size
+from gpt.text.documents import Chunk, Reader, utf8_size
 from gpt.text.unpack import PackedFile, Source
 
 
 class Example:
-    """An example. Its fields are the values that ``read`` yields."""
+    """An example. Its fields are the values in the JSON lists that ``records`` makes."""
 
     option: ClassVar[str]  # with which it is read
     plural: ClassVar[str]
     content: ClassVar[str]  # of a line, in words
     form: ClassVar[str]  # of a line
-    read: ClassVar[Callable[..., Iterator[str]]]
+    records: ClassVar[formats.RecordForm]
 
     @property
     def texts(self) -> list[str]:
@@ -47,7 +48,7 @@ class Pair(Example):
     plural = "pairs"
     content = "prompts and completions"
     form = '{"prompt": …, "completion": …}'
-    read = formats.pairs
+    records = formats.PAIRS
 
     prompt: str
     completion: str
@@ -67,7 +68,7 @@ class Conversation(Example):
     plural = "conversations"
     content = "messages"
     form = '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}]}'
-    read = formats.chats
+    records = formats.CHATS
 
     messages: list[dict[str, str]]
     where: str
@@ -92,12 +93,11 @@ E = TypeVar("E", bound=Example)
 
 
 class ExampleReader(Reader, Generic[E]):
-    """Reads every file as JSON lines, whatever its suffix."""
+    """Reads the examples in the records of every file. One whose suffix is unknown has JSON lines."""
 
     def __init__(self, config: ReadConfig, kind: type[E]) -> None:
-        super().__init__(config)
+        super().__init__(config, kind.records)
         self.kind = kind
-        self.records = dict.fromkeys(RECORDS, kind.read)
 
     def examples(self, source: Source) -> Iterator[E]:
         """Yields the examples of a source, in order. Raises `UserError` naming a line without one, unless
@@ -128,16 +128,18 @@ class ExampleCorpus(Generic[E]):
     skipped: int
 
 
-def read_examples(texts: Sequence[str], config: TextConfig, kind: type[E]) -> ExampleCorpus[E]:
+def read_examples(
+    texts: Sequence[str], config: TextConfig, kind: type[E], note: sources.OnNote = sources.no_note
+) -> ExampleCorpus[E]:
     """Reads all examples of ``texts`` into memory and splits them. Raises `UserError` where there are none."""
     if not texts:
         raise UserError(f"{kind.option} needs a TEXT", f"a file of {kind.form}, one a line")
     reader = ExampleReader(ReadConfig(**{f.name: getattr(config, f.name) for f in fields(ReadConfig)}), kind)
     skipped = reader.skipped if config.skip_bad else None
-    examples, read = _read(reader, sources.find(texts, skipped))
+    examples, read = _read(reader, sources.find(texts, skipped, note=note))
     own: list[E] = []
     if config.val_text is not None:
-        own, more = _read(reader, sources.find([config.val_text], skipped))
+        own, more = _read(reader, sources.find([config.val_text], skipped, note=note))
         read += more
     if not examples:
         raise UserError(f"{texts[0]} is empty: 0 {kind.plural}", f"give {kind.form}, one a line")

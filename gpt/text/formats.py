@@ -1,4 +1,4 @@
-"""Bytes → text: an encoding, and the values of one field in JSON lines, CSV and Parquet."""
+"""Bytes → text: an encoding, and the records in JSON lines, JSON, CSV, TSV and Parquet."""
 
 import codecs
 import csv
@@ -7,10 +7,12 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from gpt.errors import UserError, WorkError
 from gpt.text.unpack import BUFFER, ByteStream, damaged, reason
+from gpt.words import counted
 
 BLOCK = 2**18  # bytes decoded at once; more is slower, since the system then provides new memory for each block
 
@@ -28,6 +30,13 @@ def _replace(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 codecs.register_error("gpt.replace", _replace)  # counts, since U+FFFD may also stand in the text itself
+
+
+_MARKS = re.compile("^\ufeff+", re.MULTILINE)
+_WIDE_MARKS = {  # those of UTF-32 first: UTF-16's is the beginning of one of them
+    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
 
 
 class TextEncoding:
@@ -60,17 +69,24 @@ class TextEncoding:
         return text
 
     def blocks(self, name: str, stream: ByteStream) -> Iterator[str]:
-        """Yields the text of a stream block by block, up to the first bad byte, which then raises `UserError`."""
+        """Yields the text of a stream block by block, up to the first bad byte, which then raises `UserError`.
+
+        Leaves out a byte-order mark at the start of the text, and of a line: there another file was appended.
+        """
         decoder = codecs.getincrementaldecoder(self.name)(self.errors)
         offset, line = 0, 1  # of the block's first byte
+        starts_line = True
         block = self._first(name, stream)
         while True:
             zero = -1 if self.wide else block.find(b"\0")
             text, bad = self._as_far_as_it_goes(name, decoder, block if zero < 0 else block[:zero], final=not block)
             text, found, _ = text.partition("\0") if self.wide else (text, "", "")
-            if text:
-                yield text
             line += text.count("\n")
+            if "\ufeff" in text:
+                text = _MARKS.sub("", text if starts_line else "-" + text)[not starts_line :]
+            if text:
+                starts_line = text.endswith("\n")
+                yield text
             if zero >= 0:
                 raise _zero(name, f"byte at offset {offset + zero:,}")
             if found:
@@ -84,10 +100,12 @@ class TextEncoding:
 
     def _first(self, name: str, stream: ByteStream) -> bytes:
         block = stream.read(BLOCK)
-        while len(block) < 2 and (more := stream.read(BLOCK)):
+        while len(block) < 4 and (more := stream.read(BLOCK)):
             block += more
-        if self.is_utf8 and block[:2] in (b"\xff\xfe", b"\xfe\xff"):
-            raise UserError(f"{name} is UTF-16, not UTF-8", "say so: --encoding utf-16")
+        if self.is_utf8:
+            for mark, encoding in _WIDE_MARKS.items():
+                if block.startswith(mark):
+                    raise UserError(f"{name} is {encoding.upper()}, not UTF-8", f"add --encoding {encoding}")
         return block
 
     def _as_far_as_it_goes(
@@ -130,14 +148,29 @@ def _zero(name: str, where: str) -> UserError:
     )
 
 
-MAX_RECORD = 64 * 2**20  # bytes of a line, characters of a CSV row
+MAX_RECORD = 64 * 2**20  # bytes of a line, characters of a CSV row or of a JSON value
 ROWS = 64  # of a Parquet file, read at once
-_BOM = b"\xef\xbb\xbf"
+_BOM = codecs.BOM_UTF8
 _parse = json.JSONDecoder().raw_decode  # json.loads takes twice as long: it looks for white space around each value
+_SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 ROLES = ("system", "user", "assistant")
 OnBad = Callable[[UserError], None]  # raises the error, or counts it
+
+
+Place = tuple[str, str, int]  # a file, "line" or "row", and its number
+
+
+@dataclass(frozen=True)
+class RecordForm:
+    """What is read from each record of a file."""
+
+    keys: tuple[str, ...]  # of the values that a record must have
+    text: Callable[[dict[str, Any], Place], str]  # a record and its place → a document. Raises `_Bad`
+    hint: str
+    strings: bool = True  # whether the values are strings
+    otherwise: str = ""  # added to the hints for JSON
 
 
 def _lines(name: str, stream: ByteStream, on_bad: OnBad) -> Iterator[tuple[int, int, bytes]]:
@@ -166,53 +199,61 @@ class _Bad(Exception):
     """An error in a line, with a hint; the caller adds the line's number."""
 
 
-def jsonl(name: str, stream: ByteStream, field: str, encoding: TextEncoding, on_bad: OnBad) -> Iterator[str]:
-    """Yields the string at the key ``field`` of each line's object."""
-    hint = "--field names the key that holds the text"
-    return _objects(name, stream, encoding, on_bad, lambda record, number: _string(record, field, hint))
+def text_form(field: str) -> RecordForm:
+    """Documents: the string at the key ``field`` of each record."""
+    hint = "--field names the key or column that holds the text"
+    otherwise = "; to train on the JSON as it stands, rename the file to .txt"
+    return RecordForm((field,), lambda record, place: _string(record, field, hint), hint, otherwise=otherwise)
 
 
-def pairs(name: str, stream: ByteStream, field: str, encoding: TextEncoding, on_bad: OnBad) -> Iterator[str]:
-    """Yields the prompt, the completion and the place of each line's object, as a JSON list."""
-
-    def pair(record: dict[str, Any], number: int) -> str:
-        hint = '--pairs reads {"prompt": "…", "completion": "…"}, one a line'
-        prompt, completion = (_string(record, key, hint, null=False) for key in ("prompt", "completion"))
-        return json.dumps([prompt, completion, f"{name}, line {number:,}"], ensure_ascii=False)
-
-    return _objects(name, stream, encoding, on_bad, pair)
+def _pair(record: dict[str, Any], place: Place) -> str:
+    prompt, completion = (_string(record, key, PAIRS.hint, null=False) for key in PAIRS.keys)
+    return json.dumps([prompt, completion, _shown(*place)], ensure_ascii=False)
 
 
-def chats(name: str, stream: ByteStream, field: str, encoding: TextEncoding, on_bad: OnBad) -> Iterator[str]:
-    """Yields the messages and the place of each line's object, as a JSON list."""
+def _chat(record: dict[str, Any], place: Place) -> str:
+    hint = CHATS.hint
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        raise _Bad('no list of objects "messages" in it', hint)
+    if any(_uses_tools(each) for each in [record, *messages]):
+        raise _Bad(
+            "it uses tools, which are not supported",
+            f"give conversations of the roles {', '.join(ROLES)} without tools; --skip-bad leaves the others out",
+        )
+    found = [{key: _string(each, key, hint, null=False) for key in ("role", "content")} for each in messages]
+    for role in (message["role"] for message in found):
+        if role not in ROLES:
+            raise _Bad(f"there is no role {role!r:.40}", f"roles are {', '.join(ROLES)}")
+    if not any(message["role"] == "assistant" for message in found):
+        raise _Bad("no message is the assistant's: there is nothing to learn", hint)
+    return json.dumps([found, _shown(*place)], ensure_ascii=False)
 
-    def chat(record: dict[str, Any], number: int) -> str:
-        hint = '--chat reads {"messages": [{"role": "user", "content": "…"}, …]}, one a line'
-        messages = record.get("messages")
-        if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-            raise _Bad('no list of objects "messages" in it', hint)
-        found = [{key: _string(each, key, hint, null=False) for key in ("role", "content")} for each in messages]
-        for role in (message["role"] for message in found):
-            if role not in ROLES:
-                raise _Bad(f"there is no role {role!r:.40}", f"roles are {', '.join(ROLES)}")
-        if not any(message["role"] == "assistant" for message in found):
-            raise _Bad("no message is the assistant's: there is nothing to learn", hint)
-        return json.dumps([found, f"{name}, line {number:,}"], ensure_ascii=False)
 
-    return _objects(name, stream, encoding, on_bad, chat)
+def _uses_tools(values: dict[str, Any]) -> bool:
+    """Whether a record declares tools, or a message calls one or is what it returned."""
+    called = any(values.get(key) for key in ("tools", "functions", "tool_calls", "function_call", "tool_call_id"))
+    return called or values.get("role") in ("tool", "function", "ipython")
 
 
-def _objects(
-    name: str, stream: ByteStream, encoding: TextEncoding, on_bad: OnBad, text_of: Callable[[dict[str, Any], int], str]
-) -> Iterator[str]:
-    """Yields ``text_of(object, number)`` for each line."""
+PAIRS = RecordForm(("prompt", "completion"), _pair, '--pairs reads records {"prompt": "…", "completion": "…"}')
+CHATS = RecordForm(
+    ("messages",),
+    _chat,
+    '--chat reads records {"messages": [{"role": "user", "content": "…"}, …]}',
+    strings=False,
+)
+
+
+def jsonl(name: str, stream: ByteStream, form: RecordForm, encoding: TextEncoding, on_bad: OnBad) -> Iterator[str]:
+    """Yields the documents of JSON lines, an object each."""
     for number, offset, line in _lines(name, stream, on_bad):
-        if number == 1 and line.startswith(_BOM):
-            line, offset = line[len(_BOM) :], len(_BOM)
+        if line.startswith(_BOM):  # of the file, or of one that was appended
+            line, offset = line.removeprefix(_BOM), offset + len(_BOM)
         try:
             text = encoding.decode(line).strip(" \t\r\n")
             if text:
-                value = text_of(_object(text), number)
+                value = form.text(_object(text), (name, "line", number))
                 if "\\" in text and not value.isascii():
                     value = _without_surrogates(value, encoding)
                 yield value
@@ -222,9 +263,137 @@ def _objects(
             on_bad(_at_line(name, number, bad))
 
 
+def json_file(name: str, stream: ByteStream, form: RecordForm, encoding: TextEncoding, on_bad: OnBad) -> Iterator[str]:
+    """Yields the documents of a JSON file: an array of objects, or objects one after another, on one line each or on
+    several. Where the file's object holds a single list of records, these are read."""
+    for line, record in _JSONFile(name, encoding.blocks(name, stream), form, on_bad).values():
+        try:
+            if not isinstance(record, dict):
+                raise _Bad("not a JSON object", form.hint)
+            document = form.text(record, (name, "line", line))
+            yield document if document.isascii() else _without_surrogates(document, encoding)
+        except _Bad as bad:
+            message, hint = bad.args
+            on_bad(_at_line(name, line, _Bad(message, hint + form.otherwise)))
+
+
+class _JSONFile:
+    """The values in a file of JSON, parsed as its text comes in."""
+
+    def __init__(self, name: str, blocks: Iterator[str], form: RecordForm, on_bad: OnBad) -> None:
+        self.name, self.form, self._on_bad = name, form, on_bad
+        self._blocks = blocks
+        self._text, self._at = "", 0  # what is in memory, and the position in it
+        self._line, self._counted = 1, 0  # the line of the position `_counted`
+
+    def values(self) -> Iterator[tuple[int, Any]]:
+        """Yields the values, each with the number of its first line."""
+        while (mark := self._next()) and mark != "[":
+            line = self._line_at(self._at)
+            try:
+                value = self._value()
+            except UserError as error:
+                self._on_bad(error)
+                self._find_object()
+                continue
+            yield from ((line, record) for record in self._records(value))
+        if mark:
+            yield from self._array()
+            if self._next():
+                raise self._error("there is more behind the array", self._at)
+
+    def _array(self) -> Iterator[tuple[int, Any]]:
+        self._at += 1
+        mark = self._next()
+        while mark != "]":
+            yield self._line_at(self._at), self._value()
+            mark = self._next()
+            if mark not in ("]", ","):
+                raise self._error("Expecting ',' delimiter", self._at)
+            if mark == ",":
+                self._at += 1
+                self._next()
+        self._at += 1
+
+    def _records(self, value: Any) -> list[Any]:
+        """Returns the records that a value of the file stands for: those of its only list of them, or itself."""
+        key = self.form.keys[0]
+        if not isinstance(value, dict) or key in value:
+            return [value]
+        lists = [each for each in value.values() if isinstance(each, list) and each]
+        lists = [each for each in lists if isinstance(each[0], dict) and key in each[0]]
+        return lists[0] if len(lists) == 1 else [value]
+
+    def _next(self) -> str:
+        """Skips white space. Returns the character after it, or nothing at the end."""
+        while True:
+            self._at = _end_of_space(self._text, self._at)
+            if self._at < len(self._text) or not self._more():
+                return self._text[self._at : self._at + 1]
+
+    def _value(self) -> Any:
+        """Returns the value at the position, and moves behind it."""
+        while True:
+            error: ValueError | None = None
+            try:
+                value, end = _parse(self._text, self._at)
+            except RecursionError:
+                raise self._error("it is too deep", self._at) from None
+            except ValueError as caught:  # also where the rest is not in memory yet
+                error, end = caught, len(self._text)
+            if end < len(self._text) or not self._more():
+                break
+        if error is not None:
+            raise self._error(getattr(error, "msg", reason(error)), getattr(error, "pos", self._at))
+        self._at = end
+        return value
+
+    def _more(self) -> bool:
+        """Reads at least as much as is in memory from the position on. Returns False at the end."""
+        parts, size = [self._text[self._at :]], 2 * (len(self._text) - self._at)
+        if size > 2 * MAX_RECORD:
+            raise _too_long(self.name, self._line_at(self._at))
+        while sum(map(len, parts)) <= size and (block := next(self._blocks, "")):
+            parts.append(block)
+        if len(parts) == 1:
+            return False
+        self._line_at(self._at)
+        self._text, self._at, self._counted = "".join(parts), 0, 0
+        return True
+
+    def _find_object(self) -> None:
+        """Moves to the next line that begins with an object, or to the end."""
+        while (found := self._text.find("\n{", self._at)) < 0:
+            self._at = max(self._at, len(self._text) - 1)  # a line may end there
+            if not self._more():
+                self._at = len(self._text)
+                return
+        self._at = found + 1
+
+    def _line_at(self, position: int) -> int:
+        """Returns the number of the line at a position, which is not before the last one asked for."""
+        self._line += self._text.count("\n", self._counted, position)
+        self._counted = position
+        return self._line
+
+    def _error(self, what: str, position: int) -> UserError:
+        hint = "give an array of objects, or one object after another, or --skip-bad" + self.form.otherwise
+        return _at_line(self.name, self._line_at(position), _Bad(f"not JSON: {what}", hint))
+
+
+def _end_of_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None
+    return found.end()
+
+
 def _at_line(name: str, line: int, bad: _Bad) -> UserError:
     message, hint = bad.args
-    return UserError(f"{name}, line {line:,}: {message}", hint)
+    return UserError(f"{_shown(name, 'line', line)}: {message}", hint)
+
+
+def _shown(name: str, unit: str, number: int) -> str:
+    return f"{name}, {unit} {number:,}"
 
 
 def _object(line: str) -> dict[str, Any]:
@@ -237,7 +406,8 @@ def _object(line: str) -> dict[str, Any]:
     except ValueError as error:
         raise _Bad(f"not JSON: {reason(error)}", "one object a line; --skip-bad leaves others out") from None
     if not isinstance(record, dict):
-        raise _Bad("not a JSON object", "one object a line; --skip-bad leaves others out")
+        hint = "give one object per line (an array is read from a file named .json), or --skip-bad"
+        raise _Bad("not a JSON object", hint)
     return record
 
 
@@ -245,7 +415,7 @@ def _string(record: dict[str, Any], field: str, hint: str, null: bool = True) ->
     """Returns the string at a key; with ``null``, an empty one for null."""
     value = record.get(field, record)
     if value is record:
-        raise _Bad(_missing(field, record, "keys")[0], hint)
+        raise _Bad(_missing(field, record, "keys"), hint)
     if value is None and null:
         return ""
     if not isinstance(value, str):
@@ -264,39 +434,60 @@ def _without_surrogates(value: str, encoding: TextEncoding) -> str:
     return value
 
 
-def _missing(field: str, known: Iterable[Any], what: str) -> tuple[str, str]:
-    """Returns the message and the hint for a field that is missing."""
+def _missing(field: str, known: Iterable[Any], what: str) -> str:
+    """Returns the message for a field that is missing."""
     some = list(known)
     names = ", ".join(map(str, some[:20])) + (", …" if len(some) > 20 else "") or "none"
-    return f'no "{field}" in it; its {what}: {names}', "--field names the one that holds the text"
+    return f'no "{field}" in it; its {what}: {names}'
 
 
 def table(
-    name: str, stream: ByteStream, field: str, encoding: TextEncoding, on_bad: OnBad, delimiter: str
+    name: str, stream: ByteStream, form: RecordForm, encoding: TextEncoding, on_bad: OnBad, delimiter: str
 ) -> Iterator[str]:
-    """Yields the values of a column of CSV; the first row names the columns."""
+    """Yields the documents of the rows of a table; the first row names the columns."""
     rows = _Rows(name, _lines(name, stream, on_bad), encoding.name, delimiter).good(on_bad)
-    line, header = next(rows, (0, [field]))
-    if field not in header:
-        raise _at_line(name, line, _Bad(*_missing(field, header, "columns")))
-    column = header.index(field)
+    line, header = next(rows, (0, [*form.keys]))
+    for key in form.keys:
+        if key not in header:
+            raise _at_line(name, line, _Bad(_missing(key, header, "columns"), _column_hint(form, header, delimiter)))
+        if header.count(key) > 1:
+            raise _at_line(name, line, _Bad(f'it has {header.count(key)} columns called "{key}"', "rename all but one"))
+    columns = [(key, header.index(key)) for key in form.keys]
     for line, row in rows:
+        if row == header:  # of a file that was appended
+            continue
         try:
-            if len(row) <= column:
-                message = f'{len(row)} fields, and "{field}" is number {column + 1}'
-                raise _Bad(message, "mend the row, or --skip-bad leaves it out")
-            yield _cell(row[column], encoding)
+            if len(row) != len(header):
+                raise _Bad(f"{counted(len(row), 'field')}, and the header has {len(header)}", _row_hint(delimiter))
+            yield form.text({key: _cell(row[column], encoding) for key, column in columns}, (name, "line", line))
         except _Bad as bad:
             on_bad(_at_line(name, line, bad))
 
 
+def _column_hint(form: RecordForm, header: list[str], delimiter: str) -> str:
+    for other, word in ((";", "semicolons"), ("\t", "tabs"), (",", "commas"), ("|", "bars")):
+        if other != delimiter and len(header) == 1 and form.keys[0] in header[0].split(other):
+            return f"its columns are separated by {word}: convert it to commas (.csv) or tabs (.tsv)"
+    return form.hint
+
+
+def _row_hint(delimiter: str) -> str:
+    if delimiter == "\t":
+        what = "a text in .tsv has no tabs or line breaks, and quotes are ordinary characters"
+    else:
+        what = "a text with a comma or a line break needs quotes around it"
+    return f"{what}; --skip-bad leaves such rows out"
+
+
 class _Rows:
-    """The rows of a CSV table. A row may span lines within quotes, of `MAX_RECORD` characters together."""
+    """The rows of a table. In CSV a row may span lines within quotes, of `MAX_RECORD` characters together. TSV has no
+    quotes (its media type, text/tab-separated-values): a row is a line."""
 
     def __init__(self, name: str, lines: Iterator[tuple[int, int, bytes]], encoding: str, delimiter: str) -> None:
         self.name, self.encoding = name, encoding
         self._lines = lines
-        self._reader = csv.reader(self, delimiter=delimiter, strict=True)
+        tabs = delimiter == "\t"
+        self._reader = map(_tab_separated, self) if tabs else csv.reader(self, delimiter=delimiter, strict=True)
         self._first = self._line = self._size = 0  # the row's first line, last line so far, and characters
 
     def __iter__(self) -> Iterator[str]:
@@ -306,7 +497,7 @@ class _Rows:
         """Returns the next line, for the parser. Unlike a generator, this continues after an error."""
         self._line, _, line = next(self._lines)
         self._first = self._first or self._line
-        if self._line == 1:
+        if not self._size:  # the start of a row: of the file's first, or of a file that was appended
             line = line.removeprefix(_BOM)
         # Invalid bytes are carried through: they matter only in the wanted field.
         text = line.decode(self.encoding, "surrogateescape")
@@ -343,6 +534,11 @@ class _Rows:
             csv.field_size_limit(limit)
 
 
+def _tab_separated(line: str) -> list[str]:
+    line = line.removesuffix("\n").removesuffix("\r")
+    return line.split("\t") if line else []
+
+
 def _cell(value: str, encoding: TextEncoding) -> str:
     if "\0" in value:
         raise _Bad("a zero byte is no text", "--skip-bad leaves such rows out")
@@ -355,50 +551,72 @@ def _cell(value: str, encoding: TextEncoding) -> str:
         raise _Bad(f"not {encoding.shown}: byte 0x{byte:02x}", encoding.hint) from None
 
 
-def parquet(name: str, stream: ByteStream, field: str, encoding: TextEncoding, on_bad: OnBad) -> Iterator[str]:
-    """Yields the values of a column of strings. Raises `WorkError` without pyarrow."""
+def parquet(name: str, stream: ByteStream, form: RecordForm, encoding: TextEncoding, on_bad: OnBad) -> Iterator[str]:
+    """Yields the documents of the rows of a Parquet file. Raises `WorkError` without pyarrow."""
     try:
-        import pyarrow as pa
         from pyarrow import parquet as pq
     except ImportError:
         raise WorkError(f"{name} needs the package pyarrow", "pip install 'gpt[parquet]'") from None
-    row = 0
+    row, keys = 0, list(form.keys)
     try:
         about = pq.read_metadata(stream)
-        _check_column(name, field, about.schema.to_arrow_schema())
-        with pq.ParquetFile(stream, metadata=about, read_dictionary=[field]) as opened:
-            for batch in opened.iter_batches(ROWS, columns=[field], use_threads=False):
-                column = batch.column(batch.schema.get_field_index(field))
-                if isinstance(column, pa.DictionaryArray):
-                    column = column.dictionary_decode()
-                for data in column.cast(pa.large_binary()).to_pylist():
+        for key in keys:
+            _check_column(name, key, about.schema.to_arrow_schema(), form)
+        with pq.ParquetFile(stream, metadata=about, read_dictionary=keys if form.strings else None) as opened:
+            for batch in opened.iter_batches(ROWS, columns=keys, use_threads=False):
+                columns = [_values(batch.column(batch.schema.get_field_index(key))) for key in keys]
+                for values in zip(*columns, strict=True):
                     row += 1
-                    yield _utf8(name, row, data or b"", encoding, on_bad)
+                    yield _row((name, "row", row), dict(zip(keys, values, strict=True)), form, encoding, on_bad)
     except UserError:
         raise
     except Exception as error:  # pyarrow raises many kinds
         raise damaged(name, error) from None
 
 
-def _check_column(name: str, field: str, schema: Any) -> None:
+def _values(column: Any) -> list[Any]:
+    """Returns the values of a column; strings as bytes, which may be invalid."""
     import pyarrow as pa
 
-    if field not in schema.names:
-        message, hint = _missing(field, schema.names, "columns")
-        raise UserError(f"{name}: {message}", hint)
-    kind = schema.field(field).type
+    if isinstance(column, pa.DictionaryArray):
+        column = column.dictionary_decode()
+    values: list[Any] = (column.cast(pa.large_binary()) if _is_text(column.type) else column).to_pylist()
+    return values
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
     plain = kind.value_type if pa.types.is_dictionary(kind) else kind
     strings = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
-    if not any(is_it(plain) for is_it in strings):
-        raise UserError(f'{name}: "{field}" holds {kind}, not strings', "--field names the column that holds the text")
+    return any(is_it(plain) for is_it in strings)
 
 
-def _utf8(name: str, row: int, data: bytes, encoding: TextEncoding, on_bad: OnBad) -> str:
-    where = f"{name}, row {row:,}"
+def _check_column(name: str, key: str, schema: Any, form: RecordForm) -> None:
+    if key not in schema.names:
+        raise UserError(f"{name}: {_missing(key, schema.names, 'columns')}", form.hint)
+    kind = schema.field(key).type
+    if form.strings and not _is_text(kind):
+        raise UserError(f'{name}: "{key}" holds {kind}, not strings', form.hint)
+
+
+def _row(place: Place, values: dict[str, Any], form: RecordForm, encoding: TextEncoding, on_bad: OnBad) -> str:
+    """Returns the document of a row; an empty one, which is left out, after an error."""
     try:
-        if len(data) <= MAX_RECORD:
-            return encoding.decode(data)
-        on_bad(UserError(f"{where}: longer than {MAX_RECORD:,} bytes", "cut it into several, or --skip-bad"))
-    except UnicodeDecodeError as error:
-        on_bad(UserError(f"{where}: not UTF-8: byte 0x{data[error.start]:02x}", "--errors replace, or --skip-bad"))
+        for key, data in values.items():
+            if isinstance(data, bytes):
+                values[key] = _utf8(data, encoding)
+        return form.text(values, place)
+    except _Bad as bad:
+        message, hint = bad.args
+        on_bad(UserError(f"{_shown(*place)}: {message}", hint))
     return ""
+
+
+def _utf8(data: bytes, encoding: TextEncoding) -> str:
+    if len(data) > MAX_RECORD:
+        raise _Bad(f"longer than {MAX_RECORD:,} bytes", "cut it into several, or --skip-bad")
+    try:
+        return encoding.decode(data)
+    except UnicodeDecodeError as error:
+        raise _Bad(f"not UTF-8: byte 0x{data[error.start]:02x}", "--errors replace, or --skip-bad") from None

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import email.utils
+import fnmatch
 import glob
 import io
 import os
@@ -10,9 +11,9 @@ import shlex
 import stat
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
@@ -26,19 +27,60 @@ from gpt.text.unpack import ByteStream, Source, reason, spool
 
 DEFAULT = "pydocs"  # the corpus to read where no text is given
 
+OnNote = Callable[[str], None]
 
-def find(texts: Sequence[str], skipped: Skipped | None = None, on_bytes: OnBytes = ignore) -> list[Source]:
+
+def no_note(note: str) -> None:
+    """The listener that prints nothing."""
+
+
+def find(
+    texts: Sequence[str], skipped: Skipped | None = None, on_bytes: OnBytes = ignore, note: OnNote = no_note
+) -> list[Source]:
     """Returns the sources that ``texts`` name, each once, in the order given; without ``texts``, those of `DEFAULT`.
 
     A text is ``-`` (standard input), a file, a folder (recursive, sorted, without hidden entries and token folders), an
     address, a pattern, or a corpus of the catalogue, looked for in this order. Raises `UserError` for anything else and
     for unreadable files and folders, which ``skipped``, if given, counts instead. ``on_bytes`` gets the progress of a
-    corpus that is fetched.
+    corpus that is fetched, ``note`` what a folder contains that is not read.
     """
     if not texts:
         return catalogue.sources(DEFAULT)  # even if a file has that name
-    found = (source for text in dict.fromkeys(texts) for source in _sources_of(text, skipped, on_bytes))
-    return list({identity(source): source for source in found}.values())
+    left_out = _LeftOut()
+    found = (source for text in dict.fromkeys(texts) for source in _sources_of(text, skipped, on_bytes, left_out))
+    once: dict[str, Source] = {}
+    for source in found:
+        once.setdefault(identity(source), source)
+    for line in left_out.notes():
+        note(line)
+    return list(once.values())
+
+
+_LEFT_OUT = {  # kinds of paths, in words
+    "broken": ("a broken link", "broken links"),
+    "upward": ("a link to a folder above it", "links to folders above them"),
+    "special": ("a pipe, socket or device", "pipes, sockets or devices"),
+}
+
+
+class _LeftOut:
+    """What folders contain that is not read."""
+
+    def __init__(self) -> None:
+        self.paths: dict[str, dict[str, str]] = {kind: {} for kind in _LEFT_OUT}
+
+    def add(self, kind: str, path: str) -> None:
+        """Adds a path, which may have been added by another name."""
+        place = Path(os.path.realpath(Path(path).parent), Path(path).name)
+        self.paths[kind].setdefault(str(place), path)
+
+    def notes(self) -> Iterator[str]:
+        """Yields a line for each kind."""
+        for kind, (one, many) in _LEFT_OUT.items():
+            paths = list(self.paths[kind].values())
+            if paths:
+                what = f"{one}: " if len(paths) == 1 else f"{len(paths):,} {many}, such as "
+                yield f"skipped {what}{paths[0]}"
 
 
 def identity(source: Source) -> str:
@@ -54,16 +96,16 @@ def published(texts: Sequence[str], on_bytes: OnBytes = ignore) -> list[Source]:
     return []
 
 
-def _sources_of(text: str, skipped: Skipped | None, on_bytes: OnBytes) -> list[Source]:
+def _sources_of(text: str, skipped: Skipped | None, on_bytes: OnBytes, left_out: _LeftOut) -> list[Source]:
     if text == "-":
         return [_standard_input()]
     status = _status(text)
     if status is not None:
-        return _folder(text, skipped) if stat.S_ISDIR(status.st_mode) else _files([text], skipped)
+        return _folder(text, skipped, left_out) if stat.S_ISDIR(status.st_mode) else _files([text], skipped)
     if "://" in text:
         return find_remote(text)
     if glob.has_magic(text):
-        return _pattern(text, skipped)
+        return _pattern(text, skipped, left_out)
     if text in catalogue.names():
         return catalogue.sources(text, on_bytes)
     if "/" in text or "\\" in text or "." in text:
@@ -85,10 +127,10 @@ def _unreadable(name: str, error: OSError) -> UserError:
     return UserError(f"cannot read {name}: {reason(error)}", "look at its permissions, or leave it out: --skip-bad")
 
 
-def _folder(folder: str, skipped: Skipped | None) -> list[Source]:
+def _folder(folder: str, skipped: Skipped | None, left_out: _LeftOut) -> list[Source]:
     if _is_tokens(folder):
         raise UserError(f"{folder} is tokenized already", f"gpt train {shlex.quote(folder)} takes it as it is")
-    found = _files(_below(folder, skipped), skipped)
+    found = _files(_below(folder, skipped, left_out), skipped)
     if not found:
         raise UserError(f"the folder {folder} has no files in it (hidden ones are skipped)")
     return found
@@ -101,19 +143,43 @@ def _is_tokens(folder: str) -> bool:
     return False
 
 
-def _below(folder: str, skipped: Skipped | None) -> Iterator[str]:
-    """Yields the regular files below a folder, sorted, without hidden ones and token folders."""
+def _below(folder: str, skipped: Skipped | None, left_out: _LeftOut) -> Iterator[str]:
+    """Yields the regular files below a folder, sorted, without hidden ones and token folders. Links are followed, each
+    folder is read once."""
 
     def cannot_list(error: OSError) -> None:
         _bad(_unreadable(f"the folder {error.filename}", error), skipped)
 
-    for parent, folders, names in os.walk(folder, onerror=cannot_list):
+    seen = {os.path.realpath(folder)}
+    for parent, folders, names in os.walk(folder, onerror=cannot_list, followlinks=True):
         if _is_tokens(parent):
             folders.clear()
             continue
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        paths = (str(Path(parent, name)) for name in sorted(names) if not name.startswith("."))
-        yield from (path for path in paths if _type(path) == stat.S_IFREG)
+        visible = [str(Path(parent, name)) for name in sorted(folders) if not name.startswith(".")]
+        around = os.path.realpath(parent) if visible else ""
+        folders[:] = [Path(path).name for path in visible if _is_new(path, around, seen, left_out)]
+        for path in (str(Path(parent, name)) for name in sorted(names) if not name.startswith(".")):
+            kind = _type(path)
+            if kind == stat.S_IFREG:
+                yield path
+            else:
+                left_out.add("special" if kind else "broken", path)
+
+
+def _is_new(path: str, around: str, seen: set[str], left_out: _LeftOut) -> bool:
+    """Whether a folder, or what a link to one leads to, is still to be read; from now on it is in ``seen``. ``around``
+    is the real path of the folder that it is in.
+
+    A link to a folder that it is in is left out: all that is around the folder asked for would be read with it.
+    """
+    real = os.path.realpath(path)
+    if real in seen:
+        return False
+    if (around.removesuffix(os.sep) + os.sep).startswith(real.removesuffix(os.sep) + os.sep):
+        left_out.add("upward", path)
+        return False
+    seen.add(real)
+    return True
 
 
 def _type(path: str) -> int:
@@ -133,19 +199,34 @@ def _bad(error: UserError, skipped: Skipped | None) -> None:
     skipped.add(error)
 
 
-def _pattern(pattern: str, skipped: Skipped | None) -> list[Source]:
+def _pattern(pattern: str, skipped: Skipped | None, left_out: _LeftOut) -> list[Source]:
     """Returns the files that a pattern matches, and those below folders that it matches, sorted."""
     paths: set[str] = set()
-    for match in glob.iglob(pattern, recursive=True):
+    parts = PurePath(pattern).parts
+    at = parts.index("**") if "**" in parts else len(parts)  # where glob itself would follow links without end
+    for match in glob.iglob(pattern if at == len(parts) else str(PurePath(*parts[:at]))):
         if _type(match) == stat.S_IFDIR:
-            paths.update(_below(match, skipped))
-        elif _type(match) == stat.S_IFREG:
+            named = Path(match).name not in ("", "..")
+            if named and not _is_new(match, os.path.realpath(Path(match).parent), set(), left_out):
+                continue
+            below = _below(match, skipped, left_out)
+            paths.update(path for path in below if _matches(PurePath(path).relative_to(match).parts, parts[at:]))
+        elif _type(match) == stat.S_IFREG and at == len(parts):
             paths.add(match)
     if not paths:
         raise UserError(
             f"no file matches {pattern}", "** goes into folders: 'texts/**/*.txt'; hidden files are skipped"
         )
     return _files(sorted(paths), skipped)
+
+
+def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a path, or a folder that it leads through, matches a pattern with ``**``."""
+    if not pattern:
+        return True
+    if pattern[0] == "**":
+        return any(_matches(names[start:], pattern[1:]) for start in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatch(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
 
 
 def _files(paths: Iterator[str] | Sequence[str], skipped: Skipped | None) -> list[Source]:

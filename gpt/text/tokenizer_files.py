@@ -1,5 +1,6 @@
 """Tokenizers in files: found by name or path, read, and saved, in our files and those of the tokenizers library."""
 
+import codecs
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -94,7 +95,7 @@ def _in_file(path: Path) -> Tokenizer:
     if path.name == WHOLE and (found := read_transformers(path.absolute().parent)):
         return found
     if path.suffix == ".json":
-        return from_tokenizer_json(read_json(path), str(path), {WHOLE: read_regular(path, JSON_LIMIT)})
+        return from_tokenizer_json(read_json(path), str(path), {WHOLE: _json_bytes(path)})
     raise UserError(f"{path} is no tokenizer", f"a tokenizer is a tokenizer.json, or a folder with one or with {RANKS}")
 
 
@@ -145,7 +146,7 @@ def _kept(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
 def _json_bytes(path: Path) -> bytes:
     if path.suffix == ".json":
         read_json(path)
-    return read_regular(path, JSON_LIMIT)
+    return read_regular(path, JSON_LIMIT).removeprefix(codecs.BOM_UTF8)
 
 
 def read_transformers(folder: Path) -> Tokenizer | None:
@@ -154,7 +155,7 @@ def read_transformers(folder: Path) -> Tokenizer | None:
     if whole.is_file():
         return from_tokenizer_json(read_json(whole), str(whole), _kept(folder, _WHOLE_KEPT), _settings(folder))
     if vocab.is_file() and merges.is_file():
-        text = read_regular(merges, JSON_LIMIT).decode("utf-8", "replace")
+        text = read_regular(merges, JSON_LIMIT).decode("utf-8-sig", "replace")
         return from_vocab_and_merges(read_json(vocab), text, str(vocab), _kept(folder, KEPT[1:]), _settings(folder))
     if (folder / "tokenizer.model").is_file():
         raise UserError(

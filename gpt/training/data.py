@@ -203,14 +203,14 @@ def open_examples(
     for name in ("field", "split_on"):
         if getattr(config, name) != getattr(usual, name):
             note(f"{kind.option} reads {kind.content}: --{name.replace('_', '-')} is not used")
-    corpus = read_examples(texts, config, kind)
+    corpus = read_examples(texts, config, kind, note)
     n_bytes = sum(source["bytes"] for source in corpus.sources)
     block_size = block_size or example_context(config, n_bytes, device, start)
     encoder: Encoder[Any] = (ChatEncoder if config.chat else PairEncoder)(
         tokenizer or _learn(corpus.train, config, device), block_size, config.skip_bad
     )
     train, held_out = encoder.encode(corpus.train), encoder.encode(corpus.held_out)
-    note(f"{', '.join(texts)}: {len(train):,} {kind.plural} to train on, {len(held_out):,} held out")
+    note(f"{', '.join(texts)}: {train.examples:,} {kind.plural} to train on, {held_out.examples:,} held out")
     if corpus.skipped:
         note(f"{corpus.skipped:,} files or lines could not be read and were left out")
     for line in encoder.notes():

@@ -33,7 +33,9 @@ class ExampleRow:
 
 
 class ExampleRows(list[ExampleRow]):
-    """Encoded examples."""
+    """Encoded examples. ``examples`` counts those that have a row; one may have several."""
+
+    examples = 0
 
     @property
     def tokens(self) -> int:
@@ -94,10 +96,15 @@ class Encoder(Generic[E]):
 
     def encode(self, examples: Sequence[E]) -> ExampleRows:
         """Encodes those that can be learnt from. Raises `UserError` naming one that cannot be encoded."""
-        return ExampleRows(row for example in examples if (row := self.row(example)) is not None)
+        encoded = ExampleRows()
+        for example in examples:
+            rows = self.rows(example)
+            encoded.examples += bool(rows)
+            encoded.extend(rows)
+        return encoded
 
-    def row(self, example: E) -> ExampleRow | None:
-        """Encodes an example; None where nothing of it counts."""
+    def rows(self, example: E) -> list[ExampleRow]:
+        """Encodes an example; no rows where nothing of it counts."""
         raise NotImplementedError
 
     def prompt(self, example: E) -> tuple[str, list[int]]:
@@ -112,8 +119,8 @@ class Encoder(Generic[E]):
 class PairEncoder(Encoder[Pair]):
     """Encodes pairs. The completion's ids and the end-of-text after it count."""
 
-    def row(self, example: Pair) -> ExampleRow:
-        """Encodes a pair. Raises `UserError` where it is longer than the context."""
+    def rows(self, example: Pair) -> list[ExampleRow]:
+        """Encodes a pair, as one row. Raises `UserError` where it is longer than the context."""
         prompt = self.tokenizer.prompt(example.prompt)
         completion = self.tokenizer.encode(example.completion, continues=True).tolist()
         ids = np.array([*prompt, *completion, self.tokenizer.eot], np.int64)
@@ -122,7 +129,7 @@ class PairEncoder(Encoder[Pair]):
                 f"{example.where}: the pair has {len(ids) - 1:,} tokens; the context holds {self.block_size:,}",
                 "shorten it, or give a larger --block-size",
             )
-        return ExampleRow(ids, np.arange(len(ids)) >= len(prompt), utf8_size(example.completion))
+        return [ExampleRow(ids, np.arange(len(ids)) >= len(prompt), utf8_size(example.completion))]
 
     def prompt(self, example: Pair) -> tuple[str, list[int]]:
         """The prompt, and its ids."""
@@ -135,22 +142,26 @@ class ChatEncoder(Encoder[Conversation]):
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, skip_bad: bool) -> None:
         super().__init__(chat.with_template(tokenizer), block_size, skip_bad)
-        self._cut_between = self._cut_within = self._left_out = self._refused = 0
+        self._cut_between = self._cut_within = self._left_out = self._refused = self._split = 0
 
-    def row(self, example: Conversation) -> ExampleRow | None:
-        """Encodes a conversation; None where no answer of it fits even in part. Raises `UserError` where the chat
-        template refuses it, unless ``skip_bad``."""
+    def rows(self, example: Conversation) -> list[ExampleRow]:
+        """Encodes a conversation, as one row or as one per answer (`chat.answers`). Leaves out a row of which no answer
+        fits even in part. Raises `UserError` where the chat template refuses it, unless ``skip_bad``."""
         try:
-            text, spans, ends = chat.answers(self.tokenizer, example.messages)
+            texts, ends = chat.answers(self.tokenizer, example.messages)
         except UserError as error:
             if isinstance(error, WorkError):
                 raise
             if not self.skip_bad:
                 raise UserError(f"{example.where}: {error.message}", error.hint) from None
             self._refused += 1
-            return None
+            return []
         if not ends <= self.tokenizer.ends:
             self.tokenizer = replace(self.tokenizer, more_ends=(self.tokenizer.ends | ends) - {self.tokenizer.eot})
+        self._split += len(texts) > 1
+        return [row for text, spans in texts if (row := self._row(text, spans)) is not None]
+
+    def _row(self, text: str, spans: list[chat.Span]) -> ExampleRow | None:
         ids, counts = self.tokenizer.encode_marked(text, spans)
         most = self.block_size + 1  # the last one is only predicted
         if len(ids) > most:
@@ -175,10 +186,16 @@ class ChatEncoder(Encoder[Conversation]):
         return text, self.tokenizer.encode(text, specials=True).tolist()
 
     def notes(self) -> Iterator[str]:
-        """Yields notes about conversations that were cut or left out."""
+        """Yields notes about conversations that were divided, cut or left out."""
+        if self._split:
+            yield (
+                "the chat template rewrites earlier messages as a conversation goes on: "
+                f"{counted(self._split, 'conversation', 'conversations')} with several answers became a row per answer"
+            )
+        what = "row" if self._split else "conversation"
         if total := self._cut_between + self._cut_within + self._left_out:
             yield (
-                f"{counted(total, 'conversation is', 'conversations are')} longer than the context of "
+                f"{counted(total, f'{what} is', f'{what}s are')} longer than the context of "
                 f"{self.block_size:,} tokens (--block-size): {self._cut_between:,} cut after the last answer that "
                 f"fits, {self._cut_within:,} within the first one, {self._left_out:,} left out, whose first answer "
                 "begins later"

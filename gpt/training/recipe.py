@@ -228,7 +228,7 @@ def _without_effect(config: TrainConfig, model: GPTConfig, steps: int, warmup: i
     if config.window is not None and config.window >= model.block_size:
         lines.append(f"a window of {config.window:,} hides nothing in a context of {model.block_size:,} tokens")
     if config.decay is not None and config.schedule != "linear":
-        lines.append(f"--schedule {config.schedule} has no way down of its own: --decay is not used")
+        lines.append(f"--decay has no effect with --schedule {config.schedule}")
     return lines
 
 
