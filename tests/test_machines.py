@@ -315,12 +315,12 @@ def test_usable_names(name: str, usable: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 250 + ".html", "я" * 125 + ".html"])
-def test_names_of_255_bytes(gpt: Gpt, run_folder: Path, name: str) -> None:
+def test_names_of_255_bytes(gpt: Gpt, run_folder: Path, text: Path, name: str) -> None:
     assert gpt("inspect", "positions", "-m", run_folder, "-o", name).code == 0
     folder = name[:-5] + "12345"
     assert len(os.fsencode(folder)) == 255
     assert gpt("export", run_folder, "-o", folder).code == 0
-    assert gpt("tokenize", run_folder / "run.json", "--tokenizer", "bytes", "-o", folder[:-1] + "6").code == 0
+    assert gpt("tokenize", text, "--tokenizer", "bytes", "-o", folder[:-1] + "6").code == 0
     assert not list(Path().glob(".tmp-*"))
 
 
