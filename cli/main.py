@@ -11,7 +11,7 @@ from importlib import import_module
 import typer
 
 from gpt import __version__, waiting
-from gpt.errors import Interrupted, UserError, device_failure, is_out_of_memory
+from gpt.errors import Interrupted, UserError, device_failure, is_out_of_memory, is_out_of_threads
 from gpt.parallel import environment
 
 from . import processes, render
@@ -164,6 +164,12 @@ def _report(error: BaseException, command: str) -> int:
         return 1
     if is_out_of_memory(error):
         render.error("out of memory", "take a smaller --micro-batch, --preset or --block-size")
+        return 1
+    if is_out_of_threads(error):
+        render.error(
+            "the system refuses to start another thread: memory (ulimit -v) or threads (ulimit -u, a container) are limited",
+            "raise the limit, or take fewer --threads",
+        )
         return 1
     if (failure := device_failure(error)) is not None:
         render.error(f"the device has failed: {failure}", "try again; where it fails again, --device cpu computes too")

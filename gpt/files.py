@@ -273,24 +273,29 @@ def cache_dir() -> Path:
 
 
 def user_folder(kind: Literal["cache", "state"] = "cache") -> Path:
-    """Returns the user's folder for gpt's files of a kind: below the folder that the environment names, else below the
-    home folder. A user without a home that can be written to, such as a container's arbitrary uid, has a private folder
-    in the temporary directory instead. Raises `UserError` if that belongs to somebody else."""
+    """Returns the user's folder for gpt's files of a kind: in the folder that the environment names, else in the home
+    folder. Raises what `in_home` raises."""
     if sys.platform == "win32":
         variable, below = "LOCALAPPDATA", "AppData/Local"
     elif kind == "state":
         variable, below = "XDG_STATE_HOME", ".local/state"
     else:
         variable, below = "XDG_CACHE_HOME", "Library/Caches" if sys.platform == "darwin" else ".cache"
-    if os.environ.get(variable):
-        return Path(os.environ[variable]) / "gpt"
+    named = os.environ.get(variable)
+    return Path(named) / "gpt" if named else in_home(f"{below}/gpt")
+
+
+def in_home(below: str) -> Path:
+    """Returns a folder in the user's home, which may not exist yet. If it doesn't and cannot be made, as for the
+    arbitrary uid of a container, a private folder in the temporary directory replaces the home. Raises `UserError` if
+    another user has made that."""
     with contextlib.suppress(RuntimeError):  # no HOME, and a uid without a name
-        folder = Path.home() / below / "gpt"
-        nearest = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
-        if nearest == folder or os.access(nearest, os.W_OK):  # one that is there may be read, if no more
+        folder = Path.home() / below
+        nearest = next(each for each in (folder, *folder.absolute().parents) if os.access(each, os.F_OK))
+        if nearest == folder or os.access(nearest, os.W_OK):
             return folder
     owner = f"-{os.getuid()}" if hasattr(os, "getuid") else ""
-    return private_folder(Path(tempfile.gettempdir()) / f"gpt{owner}")
+    return private_folder(Path(tempfile.gettempdir()) / f"gpt{owner}") / below
 
 
 def private_folder(folder: Path) -> Path:
