@@ -99,8 +99,8 @@ def check_text(what: str, text: str) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out. Only Python and CUDA have a type for it: other libraries and the system raise errors whose
-    messages contain one of `_OUT_OF_MEMORY`."""
+    """Whether memory ran out. Only Python and CUDA have a type for it; elsewhere the message contains one of
+    `_OUT_OF_MEMORY`."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError):
