@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt.errors import UserError, check_text, did_you_mean
+from gpt.files import user_folder
 from gpt.sample_config import SampleConfig
 
 from . import render
@@ -223,16 +223,20 @@ def _history() -> Iterator[None]:
     except ImportError:  # Windows
         yield
         return
-    path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "gpt" / "history"
     if not sys.stdin.isatty():
         yield
         return
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        readline.read_history_file(path)
+    with contextlib.suppress(OSError, UserError):  # it works without
+        readline.read_history_file(_history_file())
     readline.set_history_length(HISTORY)
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            readline.write_history_file(path)
+        with contextlib.suppress(OSError, UserError):
+            readline.write_history_file(_history_file())
+
+
+def _history_file() -> Path:
+    folder = user_folder("state")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / "history"

@@ -13,7 +13,7 @@ import typer
 import typer.core
 
 from gpt import __version__, waiting
-from gpt.errors import Interrupted, UserError, device_failure, is_out_of_memory
+from gpt.errors import Interrupted, UserError, device_failure, is_out_of_memory, is_out_of_threads
 from gpt.parallel import environment
 
 from . import processes, render
@@ -125,6 +125,7 @@ def main(args: list[str]) -> int:
     debug = "--debug" in args or bool(os.environ.get("GPT_DEBUG"))
     try:
         words = _with_values([arg for arg in args if arg != "--debug"])
+        _check_current_folder(words)
         status = make_app(words)(words, standalone_mode=False, obj=args)
         sys.stdout.flush()
         if status == 130:  # how typer passes on a Ctrl-C
@@ -139,6 +140,17 @@ def main(args: list[str]) -> int:
         status = _report(error, _command(args)) if silenced is None else silenced
         environment.tell(environment.STATUS, status)
         return status
+
+
+def _check_current_folder(words: Sequence[str]) -> None:
+    """Raises `UserError` if a command is called in a folder that has been deleted: MKL would end the process when torch
+    loads it."""
+    if _command([*words]) == "COMMAND" or {"-h", "--help"} & {*words}:
+        return
+    try:
+        os.getcwd()  # noqa: PTH109
+    except FileNotFoundError:
+        raise UserError("the current folder no longer exists", "cd to another one: cd ~") from None
 
 
 def _with_values(args: list[str]) -> list[str]:
@@ -179,6 +191,12 @@ def _report(error: BaseException, command: str) -> int:
         return 1
     if is_out_of_memory(error):
         render.error("out of memory", "take a smaller --micro-batch, --preset or --block-size")
+        return 1
+    if is_out_of_threads(error):
+        render.error(
+            "the system refuses to start another thread: memory or the number of threads is limited",
+            "raise the limit (ulimit -v, ulimit -u, or a container's), or take fewer --threads",
+        )
         return 1
     if (failure := device_failure(error)) is not None:
         render.error(f"the device has failed: {failure}", "try again; where it fails again, --device cpu computes too")

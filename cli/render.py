@@ -80,7 +80,17 @@ def stdout() -> _Shown:
 
 
 def make_output_safe() -> None:
-    """Makes stdout and stderr write characters that their encoding lacks as escapes, instead of raising."""
+    """Makes stdout and stderr write characters that their encoding lacks as escapes, instead of raising.
+
+    A stream that was closed when the command began becomes the null device: the work is done all the same, and the
+    status is 0, as with Python's ``print``. The null device takes the free file descriptor, or else the next file that
+    is opened would take it, and receive the output of libraries.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ from torch import Tensor
 from gpt import waiting
 from gpt.config import DEVICE, MOST_THREADS, Device, Dtype
 from gpt.errors import UserError, did_you_mean
-from gpt.peaks import host_memory
+from gpt.peaks import cores, host_memory
 from gpt.words import counted
 
 # Parameters per thread when a step decodes one token. Measured on two cores, two threads against one: 1.11 times the
@@ -145,15 +145,19 @@ def _device(name: str) -> torch.device:
 
 
 def use_threads(compute: Compute, asked: int | None = None, decoding: int | None = None) -> None:
-    """Sets the number of threads on a CPU: ``asked``, else ``OMP_NUM_THREADS``, else torch's default. For ``decoding``
-    with so many parameters the default is at most one thread per `DECODED` parameters, since a step is too short for
-    more. Starts to watch how threads wait (`gpt.waiting`). Raises `UserError` for an impossible number."""
+    """Sets the number of threads on a CPU: ``asked``, else ``OMP_NUM_THREADS``, else torch's default,
+    and at most one per core that a container may use. For ``decoding`` with so many parameters the default is at most
+    one thread per `DECODED` parameters, since a step is too short for more. Starts to watch how threads wait
+    (`gpt.waiting`). Raises `UserError` for an impossible number."""
     if asked is not None and not 1 <= asked <= MOST_THREADS:
         raise UserError(f"threads is {asked:,}; it must lie between 1 and {MOST_THREADS:,}")
     if compute.device.type != "cpu":
         return
-    if asked is None and decoding is not None and not os.environ.get("OMP_NUM_THREADS"):
-        asked = min(_torch_threads(), math.ceil(decoding / DECODED))
+    if asked is None and not os.environ.get("OMP_NUM_THREADS"):
+        if decoding is not None:
+            asked = min(_torch_threads(), cores(), math.ceil(decoding / DECODED))
+        elif cores() < torch.get_num_threads():
+            asked = cores()
     if asked is not None:
         _torch_threads()
         torch.set_num_threads(asked)

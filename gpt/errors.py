@@ -1,9 +1,21 @@
 """The errors that a user can cause, and the ones that end a piece of work."""
 
+import errno
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 LONGEST = 5000  # characters of a message; a path may have 4,096
+_OUT_OF_MEMORY = (
+    "can't allocate memory",  # torch on a CPU
+    "not enough memory",  # torch on a CPU, on Windows
+    "could not create a primitive",  # oneDNN, which reports every failure so
+    "could not create a memory",
+    "could not execute a primitive",
+    "std::bad_alloc",
+    "out of memory",  # MPS, and CUDA outside of torch's allocator
+    "ALLOC_FAILED",  # cuBLAS
+    "Cannot allocate memory",  # mmap, also safetensors'
+)
 
 
 class UserError(Exception):
@@ -88,6 +100,15 @@ def check_text(what: str, text: str, hint: str = "type it in a terminal that is 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: Python's, a GPU's, or torch's on a CPU, which has no type of its own for it."""
-    own_type = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return own_type or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    """Whether memory ran out. Only Python and CUDA have a type for it; elsewhere the message contains one of
+    `_OUT_OF_MEMORY`."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return not isinstance(error, UserError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def is_out_of_threads(error: BaseException) -> bool:
+    """Whether the system refused to start another thread: memory or the number of threads is limited."""
+    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)

@@ -18,7 +18,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -348,11 +348,47 @@ def file_sha256(path: Path, from_disk: bool = False) -> str:
 
 
 def cache_dir() -> Path:
-    """Returns the user's folder for downloads: ``GPT_CACHE_DIR``, or the platform's folder for caches."""
+    """Returns the user's folder for downloads: ``GPT_CACHE_DIR``, or the one below the platform's folder for caches."""
     if os.environ.get("GPT_CACHE_DIR"):
         return Path(os.environ["GPT_CACHE_DIR"])
+    return user_folder() / "cache" if sys.platform == "win32" else user_folder()
+
+
+def user_folder(kind: Literal["cache", "state"] = "cache") -> Path:
+    """Returns the user's folder for gpt's files of a kind: in the folder that the environment names, else in the home
+    folder. Raises what `in_home` raises."""
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "gpt" / "cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "gpt"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt"
+        variable, below = "LOCALAPPDATA", "AppData/Local"
+    elif kind == "state":
+        variable, below = "XDG_STATE_HOME", ".local/state"
+    else:
+        variable, below = "XDG_CACHE_HOME", "Library/Caches" if sys.platform == "darwin" else ".cache"
+    named = os.environ.get(variable)
+    return Path(named) / "gpt" if named else in_home(f"{below}/gpt")
+
+
+def in_home(below: str) -> Path:
+    """Returns a folder in the user's home, which may not exist yet. If it doesn't and cannot be made, as for the
+    arbitrary uid of a container, a private folder in the temporary directory replaces the home. Raises `UserError` if
+    another user has made that."""
+    with contextlib.suppress(RuntimeError):  # no HOME, and a uid without a name
+        folder = Path.home() / below
+        nearest = next(each for each in (folder, *folder.absolute().parents) if os.access(each, os.F_OK))
+        if nearest == folder or os.access(nearest, os.W_OK):
+            return folder
+    owner = f"-{os.getuid()}" if hasattr(os, "getuid") else ""
+    return private_folder(Path(tempfile.gettempdir()) / f"gpt{owner}") / below
+
+
+def private_folder(folder: Path) -> Path:
+    """Makes a folder that only this user can read and write, or checks that it is one. Raises `UserError` for any
+    other, and OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise UserError(f"{folder} is not a folder", "remove it")
+    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o077):
+        raise UserError(
+            f"{folder} is open to other users, who could put files there", f"chmod 700 {folder}, or remove it"
+        )
+    return folder

@@ -1,10 +1,18 @@
-"""Peak FLOP/s and memory of devices, from datasheets: MFU is a share of the former, a plan must fit into the latter."""
+"""Peak FLOP/s and memory of devices, from datasheets: MFU is a share of the former, a plan must fit into the latter.
 
+Also the memory and cores of this machine that the process may use.
+"""
+
+import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpt.errors import UserError, did_you_mean
+
+PROC = Path("/proc/self")
 
 # Of matrix products in float16 and bfloat16 with float32 sums, dense (datasheets also print twice that, for matrices
 # half of which is zeros), in TFLOP/s. Sources: NVIDIA's datasheet of each product, and for GeForce and RTX the tables
@@ -102,7 +110,50 @@ def find_kind(name: str) -> Kind:
 
 
 def host_memory() -> int:
-    """Bytes of this machine's memory, used or not."""
+    """Returns the bytes of memory that this process may use, free or not: the machine's, or the limit of a cgroup, such
+    as a container's."""
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 8 * 2**30  # Windows has no sysconf; a common size
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        physical = 8 * 2**30  # Windows has no sysconf; a common size
+    names = ("memory.max", "memory.high", "memory.limit_in_bytes")  # of versions 2, 2 and 1
+    limits = [numbers[0] for group in _cgroups("memory") for name in names if (numbers := _numbers(group / name))]
+    return min([physical, *limits])
+
+
+def cores() -> int:
+    """Returns how many cores this process may use: those of its affinity, or the CPU quota of a cgroup, rounded up."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group in _cgroups("cpu"):
+        quota = _numbers(group / "cpu.max")  # version 2: quota and period
+        quota = quota or _numbers(group / "cpu.cfs_quota_us") + _numbers(group / "cpu.cfs_period_us")
+        if len(quota) == 2 and min(quota) > 0:  # -1 is no quota
+            count = min(count, math.ceil(quota[0] / quota[1]))
+    return count
+
+
+def _cgroups(controller: str) -> Iterator[Path]:
+    """Yields the folders of this process's cgroups, and of their ancestors as far as they are mounted, in which Linux
+    shows the limits of ``controller``: ``memory`` or ``cpu``."""
+    try:
+        own = [line.split(":", 2) for line in (PROC / "cgroup").read_text().splitlines()]
+        mounts = [line.split(" - ", 1) for line in (PROC / "mountinfo").read_text().splitlines()]
+    except OSError:  # not Linux, or no /proc
+        return
+    paths = {name: path for _, names, path in own for name in names.split(",")}  # that of version 2 has no name
+    for mount, system in mounts:
+        root, place = mount.split()[3:5]
+        kind, _, options = system.split(" ", 2)
+        name = "" if kind == "cgroup2" else controller if kind == "cgroup" else None
+        if name in paths and name in ("", *options.split(",")):
+            below = Path(paths[name])
+            below = below.relative_to(root) if below.is_relative_to(root) else Path()
+            yield from (Path(place, each) for each in (below, *below.parents) if ".." not in each.parts)
+
+
+def _numbers(path: Path) -> list[int]:
+    """Returns the numbers in a file; none if there is no such file, or no limit, ``max``."""
+    try:
+        return [int(word) for word in path.read_text().split()]
+    except (OSError, ValueError):
+        return []

@@ -9,7 +9,6 @@ import hashlib
 import os
 import platform
 import shutil
-import stat
 import sys
 import tempfile
 import time
@@ -22,6 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt.errors import UserError
+from gpt.files import file_sha256, private_folder, sync_folder, user_folder
+
 Note = Callable[[str], None]
 Program = Callable[[list[Tensor]], list[Tensor]]
 Graph = tuple[torch.fx.GraphModule, tuple[Any, ...]]  # with inputs as it was traced with
@@ -30,24 +32,44 @@ SCRATCH = "making-"  # begins the names of folders where programs are compiled
 
 
 def find(key: object, trace: Callable[[], Graph], note: Note, what: str) -> Program:
-    """The program of a ``key``, which names code, shapes and dtypes: opened, or compiled from what ``trace`` returns,
-    and kept among the `KEPT` that were used last; ``note`` is told before. It is for this torch, processor and number
-    of threads. Raises whatever the compiler or the disk raises: `OSError` for a folder that is open to others."""
-    path = own_folder() / f"{digest(key)}.pt2"
-    try:
-        program = _opened(path)
-        with contextlib.suppress(OSError):  # of a folder that is read-only, or a file that was just deleted
-            os.utime(path)
-        return program
-    except RuntimeError:  # there is none, or it is damaged
-        if shutil.which(compiler()) is None:
-            raise OSError(f"there is no {compiler()}, a C++ compiler") from None
-        note(f"compiling {what} for this processor and shape: some 15 seconds, once")
-        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=path.parent) as scratch:
-            os.replace(compile(trace(), Path(scratch)), path)
+    """Returns the program of a ``key``, which names code, shapes and dtypes, for this torch, processor and number of
+    threads. It is opened, or compiled from what ``trace`` returns, which ``note`` announces, and kept among the `KEPT`
+    that were used last.
+
+    Raises whatever the compiler or the disk raises, and `UserError` for a folder that is open to others.
+    """
+    folder, name = own_folder(), digest(key)
+    for path in folder.glob(f"{name}-*.pt2"):
+        if not _is_whole(path):
+            note(f"{path} is damaged")
+            path.unlink(missing_ok=True)
+            continue
+        with contextlib.suppress(RuntimeError):  # a system with other libraries, which shares this home, compiled it
+            program = _opened(path)
+            with contextlib.suppress(OSError):  # of a folder that is read-only, or a file that was just deleted
+                os.utime(path)
+            return program
+    if shutil.which(compiler()) is None:
+        raise OSError(f"there is no {compiler()}, a C++ compiler")
+    note(f"compiling {what} for this processor and shape: some 15 seconds, once")
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
+        made = compile(trace(), Path(scratch))
+        with made.open("rb+") as file:
+            os.fsync(file.fileno())
+        path = folder / f"{name}-{file_sha256(made)}.pt2"
+        os.replace(made, path)
+    sync_folder(folder)
     with contextlib.suppress(OSError):  # another command deletes them too, or has one open
-        _tidy(path.parent)
+        _tidy(folder)
     return _opened(path)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a program has the sha256 in its name: torch would run a damaged one until it crashes."""
+    try:
+        return path.stem.endswith(f"-{file_sha256(path)}")
+    except (OSError, UserError):  # a bad sector, or no regular file
+        return False
 
 
 def _tidy(folder: Path) -> None:
@@ -133,22 +155,6 @@ def _opened(path: Path) -> Program:
     return run
 
 
-def cache_folder() -> Path:
-    """The folder of programs."""
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
-    return Path(base).expanduser() / "gpt" / "programs"
-
-
 def own_folder() -> Path:
-    """Makes the folder of programs, or sees that it is the user's alone."""
-    folder = cache_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise OSError(f"{folder} is not a folder")
-    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o077):
-        raise OSError(f"{folder} is open to others, who could put code there (chmod 700 it, or remove it)")
-    return folder
+    """Makes the folder of programs, or checks that it is the user's alone."""
+    return private_folder(user_folder() / "programs")

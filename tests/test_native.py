@@ -4,6 +4,7 @@ import os
 import shutil
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ CONFIG = SampleConfig(greedy=True, max_tokens=40, ignore_eot=True)
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of compiled blocks, which is empty."""
-    monkeypatch.setattr(programs, "cache_folder", lambda: tmp_path / "cache" / "programs")
+    monkeypatch.setattr(programs, "user_folder", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "programs"
 
 
@@ -80,14 +81,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None and shutil.which
     ],
 )
 def test_compiled_blocks_write_the_same(arch: str, bits: int | None, more: dict[str, Any], place: Path) -> None:
-    """The file of the first is there, and damaged: it is made anew."""
     notes: list[str] = []
     compiled = model_of(arch, bits, notes, **more)
-    if (arch, bits) == ("gpt2", None):
-        place.mkdir(parents=True, mode=0o700)
-        (place / f"{programs.digest(native._key(compiled.config, compiled.h[0].kinds))}.pt2").write_bytes(
-            b"PK not a program"
-        )
     prompt = list(range(3, 14))
     ids, logprobs = written(compiled, prompt)
     assert all(compiled.h[0].programs._made.values())
@@ -107,6 +102,80 @@ def test_compiled_blocks_write_the_same(arch: str, bits: int | None, more: dict[
     assert written(again, prompt)[0] == ids
     assert second == []  # it was found
     assert {path: path.stat().st_ino for path in place.iterdir()} == before
+    if (arch, bits) == ("gpt2", None):
+        damage(kept[0], "zero pages")
+        notes.clear()
+        assert written(model_of(arch, bits, notes, **more), prompt)[0] == ids
+        assert [note.split()[-1] for note in notes] == ["damaged", "once"]
+
+
+def damage(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 3
+    if how == "zero pages":
+        data[middle : 2 * middle] = bytes(middle)
+    elif how == "flipped bit":
+        data[middle] ^= 1
+    elif how == "truncated":
+        del data[middle:]
+    elif how == "empty":
+        data.clear()
+    path.write_bytes(data)
+    if how == "another's checksum":
+        path.rename(path.with_stem(path.stem[:-64] + "0" * 64))
+    elif how == "no checksum":
+        path.rename(path.with_stem(path.stem[:-65]))
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Finds the program of a name in place of a graph: a file of text, which the compiler writes and torch reads."""
+
+    def compiled(graph: str, scratch: Path) -> Path:
+        (scratch / "program.pt2").write_text(f"{graph}: {99 * 'code '}")
+        return scratch / "program.pt2"
+
+    def opened(path: Path) -> str:
+        text, _, code = path.read_text().partition(": ")
+        assert code == 99 * "code ", "a segmentation fault"
+        return text
+
+    monkeypatch.setattr(programs, "compile", compiled)
+    monkeypatch.setattr(programs, "_opened", opened)
+    monkeypatch.setenv("CXX", sys.executable)
+    return lambda name: programs.find(name, lambda: name, lambda text: None, "it")  # type: ignore[arg-type, return-value]
+
+
+DAMAGE = ["zero pages", "flipped bit", "truncated", "empty", "another's checksum", "no checksum"]
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_program_is_compiled_again(how: str, stand_ins: Callable[[str], str], place: Path) -> None:
+    assert stand_ins("a") == "a"
+    whole = next(place.iterdir())
+    name, data = whole.name, whole.read_bytes()
+    damage(whole, how)
+    notes: list[str] = []
+    assert programs.find("a", lambda: "a", notes.append, "it") == "a"  # type: ignore[arg-type, return-value, comparison-overlap]
+    assert [note.split()[-1] for note in notes] == ["damaged", "once"][how == "no checksum" :]
+    assert (place / name).read_bytes() == data
+    assert programs.find("a", pytest.fail, pytest.fail, "it") == "a"  # type: ignore[comparison-overlap]
+
+
+def test_a_program_that_this_system_cannot_load_is_compiled_again(
+    stand_ins: Callable[[str], str], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays, for the system that shares the folder."""
+    stand_ins("a")
+    before = set(place.iterdir())
+
+    def missing(path: Path) -> str:
+        monkeypatch.setattr(programs, "_opened", lambda path: "opened")
+        raise RuntimeError("GLIBC_2.99 not found")
+
+    monkeypatch.setattr(programs, "_opened", missing)
+    assert stand_ins("a") == "opened"
+    assert before <= set(place.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -125,24 +194,15 @@ def test_programs_are_compiled_unasked(
     assert programs.compiles_unasked() == (platform != "darwin")
 
 
-def test_programs_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
-    def compiled(graph: str, scratch: Path) -> Path:
-        (scratch / "program.pt2").write_text(graph)
-        return scratch / "program.pt2"
-
-    def opened(path: Path) -> str:
-        if not path.exists():
-            raise RuntimeError("there is none")
-        return path.read_text()
-
+def test_programs_that_were_used_last_are_kept(
+    monkeypatch: pytest.MonkeyPatch, stand_ins: Callable[[str], str], place: Path
+) -> None:
     def use(name: str, at: int) -> None:
-        assert programs.find(name, lambda: name, lambda text: None, "it") == name  # type: ignore[arg-type, return-value]
-        os.utime(place / f"{programs.digest(name)}.pt2", (at, at))  # the clock of a disk may be coarse
+        assert stand_ins(name) == name
+        path = next(place.glob(f"{programs.digest(name)}-*.pt2"))
+        os.utime(path, (at, at))  # the clock of a disk may be coarse
 
     monkeypatch.setattr(programs, "KEPT", 2)
-    monkeypatch.setattr(programs, "compile", compiled)
-    monkeypatch.setattr(programs, "_opened", opened)
-    monkeypatch.setenv("CXX", sys.executable)
     use("a", 1)
     use("b", 2)
     assert programs.find("a", pytest.fail, pytest.fail, "it") == "a"  # later than b
@@ -152,7 +212,7 @@ def test_programs_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch, 
         (folder / "kernel.o").touch()
     os.utime(killed, (1, 1))
     use("c", 3)
-    assert sorted(path.read_text() for path in place.glob("*.pt2")) == ["a", "c"]
+    assert sorted(path.read_text()[0] for path in place.glob("*.pt2")) == ["a", "c"]
     assert at_work.exists()
     assert not killed.exists()
 

@@ -31,6 +31,7 @@ def numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(device, "_torch_threads", lambda: 4)
+    monkeypatch.setattr(device, "cores", lambda: 4)
     torch.set_num_threads(4)
     yield
     torch.set_num_threads(before)

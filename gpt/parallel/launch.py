@@ -22,6 +22,7 @@ from gpt.parallel.environment import BEGAN, LAUNCHER, RUN, STATUS, told
 from gpt.peaks import host_memory
 
 PROCESS_BYTES = 2**28  # of memory that Python and torch take in each process, before any work
+CONNECT_SECONDS = 10
 LONGEST_SAVE = 24 * 3600  # seconds that a run which was told to stop may take to save; a second signal ends it at once
 
 # Exit codes of a process that ended because another one did, the least likely first.
@@ -49,14 +50,28 @@ def _check_room(nproc: int) -> None:
         )
 
 
+def _check_loopback() -> None:
+    """Connects to this machine, as the processes will: without a loopback device they would wait for minutes."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        raise UserError(
+            f"processes cannot connect to each other at 127.0.0.1: {error.strerror or error}",
+            "turn the loopback device on (ip link set lo up), or leave --nproc out",
+        ) from None
+
+
 def launch(command: Sequence[str], nproc: int, began: float | None = None) -> Ended:
     """Runs ``command`` in ``nproc`` processes until all have ended, and passes signals on. Each process finds its rank
     in its environment, as under torchrun. They meet at ``MASTER_PORT``, or at a free port if that is not set. ``began``
     is when the work did, on the clock of `time.perf_counter`.
 
-    Raises `UserError` if that port is taken, or if this machine has too little memory for so many processes.
+    Raises `UserError` if that port is taken, if this machine has too little memory for so many processes, or if it has
+    no loopback device.
     """
     _check_room(nproc)
+    _check_loopback()
     config: dict[str, Any] = {
         "min_nodes": 1,
         "max_nodes": 1,

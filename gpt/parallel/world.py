@@ -30,6 +30,7 @@ from gpt.device import Compute
 from gpt.errors import PeerLost, UserError, WorkError, first_line
 from gpt.interrupt import Stopped
 from gpt.parallel import environment
+from gpt.peaks import cores
 
 T = TypeVar("T")
 RENDEZVOUS = timedelta(minutes=10)  # until all processes have found each other
@@ -383,7 +384,7 @@ def joined(nproc: int) -> Iterator[World]:
         raise UserError("--nproc and torchrun both start processes", "leave --nproc out under torchrun")
     ranks = _join()
     if ranks.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.local_size))
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), cores()) // ranks.local_size))
     yield ranks
     ranks.leave()
 

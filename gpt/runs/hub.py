@@ -5,10 +5,12 @@ cache that transformers uses too, one folder a commit; what is there is not fetc
 network.
 """
 
+import os
 import sys
 from pathlib import Path
 
 from gpt.errors import UserError, WorkError, first_line
+from gpt.files import in_home
 
 PREFIX = "hf:"
 CONFIG = ["config.json", "adapter_config.json"]  # a model's, or that of adapters to one
@@ -46,6 +48,9 @@ def fetch(model: str, weights: bool = True) -> Path:
 
 
 def _snapshot(name: str, revision: str, files: list[str]) -> str:
+    cache = in_home(".cache/huggingface")
+    if str(cache) != os.path.expanduser("~/.cache/huggingface") and not os.environ.get("XDG_CACHE_HOME"):  # noqa: PTH111
+        os.environ.setdefault("HF_HOME", str(cache))  # the library would take a folder called "~", or fail
     try:
         import huggingface_hub as hub
         from huggingface_hub import constants, errors

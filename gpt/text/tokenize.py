@@ -7,7 +7,6 @@ of ``progress.jsonl``; a resume reads the unfinished group again and encodes wha
 
 import contextlib
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, islice
@@ -18,6 +17,7 @@ from gpt.config import TokenizeConfig
 from gpt.errors import Interrupted, UserError, WorkError
 from gpt.files import check_new, reading
 from gpt.interrupt import Stopped, StopSignal
+from gpt.peaks import cores
 from gpt.text import unfinished_folder
 from gpt.text.corpus import Corpus, Listener, cut_documents, open_corpus
 from gpt.text.documents import Chunk, Reader, utf8_size
@@ -191,10 +191,9 @@ def _items(
 
 def _jobs(asked: int | None, corpus: Corpus) -> int:
     """Returns the number of processes: one per core, or 1 (this one) for a small text."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if asked is None:
-        return cores if corpus.found.bytes > INLINE_BYTES else 1
-    return min(asked, MOST_PER_CORE * cores)
+        return cores() if corpus.found.bytes > INLINE_BYTES else 1
+    return min(asked, MOST_PER_CORE * cores())
 
 
 def _check_room(

@@ -1,4 +1,4 @@
-"""Odd machines and odd places: no shared memory, hang-ups, ignored signals, hostile current folders, odd names."""
+"""Odd surroundings: no shared memory, hang-ups, ignored signals, hostile current folders, odd names."""
 
 import errno
 import io

@@ -1,0 +1,234 @@
+"""What the machine gives a process: memory, cores, standard streams, a home, a current folder."""
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Gpt, one_line_of_what_and_what_next
+
+from gpt import device, files, peaks
+from gpt.device import Compute
+from gpt.errors import UserError, is_out_of_memory, is_out_of_threads
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="a POSIX system")
+GIB = 2**30
+V1 = (("4", "memory"), ("7", "cpu,cpuacct"))
+V2 = (("0", ""),)
+
+
+def machine_with(folder: Path, own: str, root: str, limits: Mapping[str, str], version: int = 2) -> None:
+    """Writes /proc and cgroup folders as Linux has them, for a process in cgroup ``own`` that sees ``root`` and below.
+    Names of ``limits`` are relative to what it sees."""
+    proc, mounts = folder / "proc", []
+    proc.mkdir()
+    for number, names in V2 if version == 2 else V1:
+        place = folder / "cgroup" / names
+        kind, options = ("cgroup2", "rw,nsdelegate") if version == 2 else ("cgroup", f"rw,{names}")
+        mounts.append(f"{number} 25 0:22 {root} {place} rw,nosuid shared:4 - {kind} {kind} {options}")
+    (proc / "mountinfo").write_text("\n".join(["22 1 254:0 / / rw,relatime - ext4 /dev/root rw", *mounts]) + "\n")
+    hierarchies = V2 if version == 2 else V1
+    (proc / "cgroup").write_text("".join(f"{number}:{names}:{own}\n" for number, names in hierarchies))
+    for name, text in limits.items():
+        path = folder / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peaks, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PHYS_PAGES": 64 * GIB // 4096}.get(name, 4096), raising=False)
+    monkeypatch.setattr(os, "sysconf_names", {"SC_PHYS_PAGES": 1}, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("own", "root", "version", "limits", "memory", "cores"),
+    [
+        ("/", "/", 2, {}, 64 * GIB, 8),
+        ("/", "/", 2, {"memory.max": str(2 * GIB), "cpu.max": "150000 100000"}, 2 * GIB, 2),
+        ("/", "/", 2, {"memory.max": "max", "cpu.max": "max 100000"}, 64 * GIB, 8),
+        ("/a/b", "/", 2, {"a/memory.max": str(GIB), "a/b/memory.max": str(3 * GIB)}, GIB, 8),
+        ("/a/b", "/", 2, {"a/b/memory.high": str(GIB), "a/cpu.max": "50000 100000"}, GIB, 1),
+        ("/a/b", "/", 2, {"other/memory.max": "1", "a/b/c/cpu.max": "1 100000"}, 64 * GIB, 8),
+        ("/docker/x", "/docker/x", 2, {"memory.max": str(GIB), "cpu.max": "300000 100000"}, GIB, 3),
+        ("/docker/x/job", "/docker/x", 2, {"job/memory.max": str(GIB)}, GIB, 8),
+        ("/../y", "/", 2, {"memory.max": str(GIB)}, GIB, 8),
+        ("/elsewhere", "/docker/x", 2, {"cpu.max": "100000 100000"}, 64 * GIB, 1),
+        ("/", "/", 2, {"memory.max": "nonsense", "cpu.max": ""}, 64 * GIB, 8),
+        ("/", "/", 2, {"cpu.max": "1600000 100000", "memory.max": str(128 * GIB)}, 64 * GIB, 8),
+        (
+            "/k/pod", "/", 1,
+            {
+                "memory/k/pod/memory.limit_in_bytes": str(2 * GIB), "memory/memory.limit_in_bytes": "9223372036854771712",
+                "cpu,cpuacct/k/cpu.cfs_quota_us": "250000", "cpu,cpuacct/k/cpu.cfs_period_us": "100000",
+                "cpu,cpuacct/k/pod/cpu.cfs_quota_us": "-1", "cpu,cpuacct/k/pod/cpu.cfs_period_us": "100000",
+            },
+            2 * GIB, 3,
+        ),
+        ("/docker/x", "/docker/x", 1, {"memory/memory.limit_in_bytes": str(GIB)}, GIB, 8),
+    ],
+)  # fmt: skip
+@posix
+def test_memory_and_cores_follow_cgroups(
+    own: str, root: str, version: int, limits: dict[str, str], memory: int, cores: int, tmp_path: Path
+) -> None:
+    machine_with(tmp_path, own, root, limits, version)
+    assert peaks.host_memory() == memory
+    assert peaks.cores() == cores
+    assert Compute(torch.device("cpu"), torch.float32, shared_by=2).memory() == memory // 2
+
+
+@posix
+def test_without_proc_there_is_no_limit() -> None:
+    assert peaks.host_memory() == 64 * GIB
+    assert peaks.cores() == 8
+
+
+@posix
+@pytest.mark.parametrize(
+    ("environment", "asked", "decoding", "expected"),
+    [("", None, None, 2), ("", None, 10**9, 2), ("", 3, None, 3), ("4", None, None, 4), ("", None, 1000, 1)],
+)
+def test_threads_follow_a_quota_unless_the_user_says_how_many(
+    environment: str, asked: int | None, decoding: int | None, expected: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    machine_with(tmp_path, "/", "/", {"cpu.max": "150000 100000"})
+    monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    monkeypatch.setattr(device, "_torch_threads", lambda: 4)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        device.use_threads(Compute(torch.device("cpu"), torch.float32), asked, decoding)
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture
+def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user without HOME and without a name, whose temporary folder is returned."""
+    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "LOCALAPPDATA", "HF_HOME", "GPT_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", unknown)
+    monkeypatch.setattr(files.tempfile, "gettempdir", lambda: str(tmp_path))
+    return tmp_path
+
+
+@posix
+def test_a_user_without_a_home_has_a_private_folder(homeless: Path) -> None:
+    place = homeless / f"gpt-{os.getuid()}"
+    for folder in (files.cache_dir(), files.user_folder("state"), files.in_home(".cache/huggingface")):
+        assert folder.is_relative_to(place)
+    assert place.stat().st_mode & 0o777 == 0o700
+
+
+@posix
+@pytest.mark.parametrize("how", ["open", "link", "file"])
+def test_a_private_folder_that_others_can_write_to_is_refused(how: str, homeless: Path) -> None:
+    place = homeless / f"gpt-{os.getuid()}"
+    if how == "open":
+        place.mkdir()
+        place.chmod(0o777)
+    elif how == "link":
+        (homeless / "other").mkdir(mode=0o700)
+        place.symlink_to(homeless / "other")
+    else:
+        place.touch()
+    with pytest.raises((UserError, FileExistsError), match=str(place)):
+        files.cache_dir()
+
+
+@posix
+@pytest.mark.parametrize("there", [True, False])
+def test_a_home_that_cannot_be_written_to_may_be_read(
+    there: bool, homeless: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an image whose home has a cache, for another uid."""
+    home = homeless / "home"
+    cache = home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "gpt"
+    (cache if there else home).mkdir(parents=True)
+    monkeypatch.setattr(Path, "home", lambda: home)
+    assert files.cache_dir() == cache
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.F_OK and Path(path).exists())
+    assert (files.cache_dir() == cache) == there
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"),
+        RuntimeError("could not create a primitive"),
+        RuntimeError("could not create a primitive descriptor for a matmul primitive"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
+)
+def test_memory_that_ran_out_is_recognized(error: Exception) -> None:
+    assert is_out_of_memory(error)
+    assert not is_out_of_threads(error)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("can't start new thread"), OSError(errno.ENOSPC, "full"), ValueError("x"), UserError("x")]
+)
+def test_other_errors_are_not_out_of_memory(error: Exception) -> None:
+    assert not is_out_of_memory(error)
+
+
+def test_threads_that_cannot_be_started_are_reported(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("gpt_cli.main.make_app", fail)
+    one_line_of_what_and_what_next(gpt("params"), "the system refuses to start another thread", 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a current folder cannot be removed, or keeps its name")
+def test_a_current_folder_that_is_gone(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
+    gone = workdir / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    for words in (["train", "text.txt"], ["sample", "-m", run_folder], ["params"], ["data", "list"]):
+        one_line_of_what_and_what_next(gpt(*words), "the current folder no longer exists")
+    for words in (["--version"], ["train", "--help"], []):
+        assert gpt(*words).code == 0
+
+
+def test_processes_need_a_loopback_device(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    done = gpt("train", text, "--nproc", "2", "--device", "cpu")
+    one_line_of_what_and_what_next(done, "cannot connect to each other at 127.0.0.1: Network is unreachable")
+    assert not Path("runs").exists()
+
+
+@posix
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_at_the_start(closed: str, gpt: Gpt, workdir: Path) -> None:
+    """The work is done, and no file is written to in their place."""
+    Path("text.txt").write_text("some words\n" * 100)
+    code = "from gpt_cli.main import run; run()"
+    command = [sys.executable, "-c", code, "tokenize", "text.txt", "--tokenizer", "bytes", "-o", "tokens"]
+    done = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert ("train on it" in done.stdout) == (">" not in closed.replace("2>", ""))
+    assert gpt("tokenize", "text.txt", "--tokenizer", "bytes", "-o", "expected").code == 0
+    for path in Path("expected").glob("*.ids"):
+        assert Path("tokens", path.name).read_bytes() == path.read_bytes()
