@@ -516,7 +516,8 @@ def visible(T: int, window: int | None, device: torch.device, before: int = 0) -
 
 def rotary_rates(config: GPTConfig) -> Tensor:
     """The angle between neighboring positions of each pair of a head's D numbers, float64 (D / 2)."""
-    rates = config.rope_base ** (-torch.arange(0, config.head_size, 2, dtype=torch.float64) / config.head_size)
+    exponents = torch.arange(0, config.head_size, 2, dtype=torch.float64, device="cpu") / config.head_size
+    rates = config.rope_base**-exponents
     return rates if config.rope_scaling is None else _stretched(rates, config.rope_scaling)
 
 
@@ -524,7 +525,8 @@ def rotary_table(positions: int, config: GPTConfig) -> Tensor:
     """Cosines and sines, (2, positions, D), of the angles by which each pair (i, i + D/2) of a head's D numbers is
     rotated at each position: p / base^(2i / D) (Su et al. 2021, §3.2.2). The first half of the sines is negative: each
     number is multiplied by its cosine, and its partner by its sine (`rotate`)."""
-    angle = torch.arange(positions, dtype=torch.float64)[:, None] * rotary_rates(config)
+    # On the CPU whatever torch's default device is: on the meta device, `arange` imports torch's compiler (1 s).
+    angle = torch.arange(positions, dtype=torch.float64, device="cpu")[:, None] * rotary_rates(config)
     cos, sin = torch.cos(angle), torch.sin(angle)
     return torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)]).float()
 
@@ -548,7 +550,7 @@ def sine_table(block_size: int, n_embd: int) -> Tensor:
 
     Column 2i is sin(p / 10000^(2i/C)), column 2i + 1 the cosine, at position p.
     """
-    position = torch.arange(block_size, dtype=torch.float64)[:, None]
-    rate = 10_000 ** (-torch.arange(0, n_embd, 2, dtype=torch.float64) / n_embd)
+    position = torch.arange(block_size, dtype=torch.float64, device="cpu")[:, None]
+    rate = 10_000 ** (-torch.arange(0, n_embd, 2, dtype=torch.float64, device="cpu") / n_embd)
     table = torch.stack([torch.sin(position * rate), torch.cos(position * rate)], dim=-1)
     return table.flatten(1).float()

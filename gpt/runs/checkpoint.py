@@ -16,7 +16,7 @@ from gpt.config import GPT2_VOCAB, GPTConfig
 from gpt.errors import UserError
 from gpt.files import disk_errors, is_file_name, read_json, reading, side_by_side, to_json, whole_folder, write_pieces
 from gpt.model import lora
-from gpt.model.decoder import GPT, ROPE_TABLE, Linear, rotary_table
+from gpt.model.decoder import GPT, Linear
 from gpt.model.params import named_parameters, parameters
 from gpt.model.quantize import Quantized, QuantizedEmbedding, QuantizedLinear, round_matrices, whole
 from gpt.runs import adapter, folder, hf, quantized, tensors
@@ -342,9 +342,6 @@ def build(
     table = named_parameters(config)
     with torch.device("meta"):
         model = GPT(config)
-    if config.positions == "rotary":
-        rope = rotary_table(min(config.block_size, ROPE_TABLE), config)
-        model.register_buffer("rope", rope, persistent=False)
 
     def fill(part: str, values: Mapping[str, Tensor | Quantized], keep: bool) -> None:
         """Puts its values into a part of the model: rounded ones as they are where they are to be kept."""

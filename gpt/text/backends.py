@@ -312,8 +312,9 @@ def token_bytes(token: str, steps: Iterable[Step]) -> bytes:
             token = token[len(old) :] if token.startswith(old) else f" {token}"
         elif kind == "ByteFallback" and (found := _BYTE.fullmatch(token)):
             return bytes([int(found[1], 16)])
-        elif kind == "ByteLevel" and all(character in BYTES for character in token):
-            return bytes(BYTES[character] for character in token)
+        elif kind == "ByteLevel":
+            with contextlib.suppress(KeyError):  # a token that is no bytes is written as it is
+                return bytes(map(BYTES.__getitem__, token))
     return token.encode("utf-8", "replace")
 
 

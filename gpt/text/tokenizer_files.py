@@ -137,14 +137,14 @@ def read_own(folder: Path, said: Any, where: str) -> Tokenizer:
     return tokenizer
 
 
-def _kept(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Reads those of transformers' files that are kept as they are. Raises `UserError` for one that is too large or no
-    JSON."""
-    return {name: _json_bytes(folder / name) for name in names if (folder / name).is_file()}
+def _kept(folder: Path, names: Iterable[str], parsed: str = "") -> dict[str, bytes]:
+    """Reads those of transformers' files that are kept as they are; ``parsed`` was read as JSON before. Raises
+    `UserError` for one that is too large or no JSON."""
+    return {name: _json_bytes(folder / name, name == parsed) for name in names if (folder / name).is_file()}
 
 
-def _json_bytes(path: Path) -> bytes:
-    if path.suffix == ".json":
+def _json_bytes(path: Path, parsed: bool = False) -> bytes:
+    if path.suffix == ".json" and not parsed:
         read_json(path)
     return read_regular(path, JSON_LIMIT).removeprefix(codecs.BOM_UTF8)
 
@@ -153,7 +153,7 @@ def read_transformers(folder: Path) -> Tokenizer | None:
     """Reads the tokenizer in a folder of transformers'; None where there is none."""
     whole, vocab, merges = folder / WHOLE, folder / "vocab.json", folder / "merges.txt"
     if whole.is_file():
-        return from_tokenizer_json(read_json(whole), str(whole), _kept(folder, _WHOLE_KEPT), _settings(folder))
+        return from_tokenizer_json(read_json(whole), str(whole), _kept(folder, _WHOLE_KEPT, WHOLE), _settings(folder))
     if vocab.is_file() and merges.is_file():
         text = read_regular(merges, JSON_LIMIT).decode("utf-8-sig", "replace")
         return from_vocab_and_merges(read_json(vocab), text, str(vocab), _kept(folder, KEPT[1:]), _settings(folder))

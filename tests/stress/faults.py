@@ -150,11 +150,11 @@ def killed(place: Path, text: Path, number: int, seconds: float, expected: str) 
 
 
 def stopped(place: Path, text: Path, number: int, seconds: float, expected: str) -> str:
-    """Sends a run SIGINT or SIGTERM at a random step, and resumes it by the command that it prints."""
+    """Sends a run SIGINT, SIGTERM or SIGHUP at a random step, and resumes it by the command that it prints."""
     rng = random.Random(1000 + number)
     run = place / f"stopped-{number}"
     process = start("train", str(text), "-o", str(run), *TINY, cwd=place)
-    signum = rng.choice([signal.SIGINT, signal.SIGTERM])
+    signum = rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
     at_a_step(run, process, rng)
     process.send_signal(signum)
     _, err = process.communicate(timeout=600)
