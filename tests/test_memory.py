@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from gpt.config import ARCHITECTURES, PRESETS, GPTConfig, TrainConfig
 from gpt.device import Compute
 from gpt.model import decoder, memory
+from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
 from gpt.model.memory import Setup, training
 from gpt.model.params import breakdown, counts
@@ -298,3 +299,17 @@ def test_a_process_grows_by_what_is_counted(tmp_path: Path, dtype: Any) -> None:
     del asked["batch_tokens"]
     counted = training(GPTConfig(vocab_size=400, **asked), Setup(256, False, dtype, device="cpu"))
     assert counted.peak == pytest.approx(int(done.stdout), rel=0.1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_a_long_context_takes_memory_as_it_is_used() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    config, before = GPTConfig(64, 2**16, 4, 4, 64), resident()
+    cache = KVCache(config, 4, torch.device("cpu"), torch.float32)
+    assert cache.nbytes == 2**29
+    assert resident() - before < 2**25
+    assert not cache.keys[0][0, 0, :100].any()
+    cache.keys[0][1, 0, :1000] = 1
+    assert 2**17 < resident() - before < 2**25

@@ -1,6 +1,9 @@
 """Keys and values of the positions seen so far, so that a step computes its own positions alone."""
 
 import functools
+import math
+import mmap
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +46,18 @@ class _Span:
         return stored.narrow(2, self.seen.start, self.seen.stop - self.seen.start)
 
 
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor of zeros: what a mask hides is still multiplied by a weight of 0. On a CPU, but for Windows, it
+    takes memory only as it is written to, in small pages: a long context costs what is used of it."""
+    if device.type != "cpu" or sys.platform == "win32":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)  # zeros that the system provides
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
 class KVCache:
     """Room for ``room`` positions of ``rows`` sequences in every layer, allocated once; row r has filled
     ``lengths[r]`` of them.
@@ -70,9 +85,8 @@ class KVCache:
         self.windows = tuple(min(window or self.room, self.room) for window in config.windows)
         self.columns = {min(w or self.room, self.room): cache_columns(w, self.room) for w in config.windows}
         shapes = [(rows, kv_heads or config.kv_heads, self.columns[w], config.head_size) for w in self.windows]
-        # Zeros, not whatever was there: what a mask hides is still multiplied by a weight of 0.
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
+        self.keys = [_zeros(shape, device, dtype) for shape in shapes]
+        self.values = [_zeros(shape, device, dtype) for shape in shapes]
         blocks = -(-max(self.columns.values()) // BLOCK)
         self.blocks = torch.arange(blocks, dtype=torch.int32, device=device)  # their numbers, for `filled_blocks`
         self.lengths = np.zeros(rows, np.int64)

@@ -103,10 +103,15 @@ class _Uvicorn(uvicorn.Server):
 
 def rows_for(model: GPT, compute: Compute, config: ServeConfig) -> int:
     """Returns the number of texts at once: as many as were asked for, or as the device has memory for."""
-    row = cache_bytes(model.config, model.config.block_size, compute.dtype.itemsize)
+    row = cache_bytes(model.config, room_for(model, config), compute.dtype.itemsize)
     left = max(0, compute.memory() - weight_bytes(model, compute))
     fitting = int(min(CACHE_SHARE * compute.memory(), left) / row)
     return config.max_batch or max(1, min(ROWS[compute.device.type], fitting))
+
+
+def room_for(model: GPT, config: ServeConfig) -> int:
+    """Returns the positions of a text: its prompt and what follows have ``limit_tokens`` each, or the context."""
+    return min(model.config.block_size, 2 * config.limit_tokens)
 
 
 def listen(config: ServeConfig) -> socket.socket:
@@ -133,7 +138,8 @@ def serve(
     """Serves a model that was loaded for sampling, until a signal comes; ``ready`` is told the address once requests
     are answered. Raises `UserError` where the address or the memory cannot be had, `Interrupted` at the end."""
     try:
-        context = Context(model, compute, rows_for(model, compute, config), vocab_size=tokenizer.vocab_size)
+        rows, room = rows_for(model, compute, config), room_for(model, config)
+        context = Context(model, compute, rows, room, vocab_size=tokenizer.vocab_size)
     except UserError as error:
         raise UserError(error.message, "take a smaller --max-batch") from None
     metrics = ServerMetrics()
