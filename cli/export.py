@@ -33,6 +33,6 @@ def export(
     with progress.TrainDisplay(quiet) as display:
         done = api.export(model, out, eval=eval, device=device, note=render.note, listen=display, **vars(settings))
     if json:
-        render.json_line(vars(done) | {"out": str(done.out)})
+        render.json_line({key: value for key, value in vars(done).items() if key != "chat"} | {"out": str(done.out)})
     else:
         render_export.exported(done)

@@ -29,6 +29,7 @@ def exported(done: "Exported") -> None:
             f"ollama create NAME -f Modelfile  (a file with the line: {line})",
         ]
     else:
-        more = [f'gpt sample "Once upon" -m {place}', f"hf upload OWNER/NAME {place}  (read its README.md first)"]
+        how = "-i" if done.chat else '"Once upon"'
+        more = [f"gpt sample {how} -m {place}", f"hf upload OWNER/NAME {place}  (read its README.md first)"]
     for number, line in enumerate(more):
         console.print(Text.assemble(("       " if number else "more   ", "bold"), line))

@@ -364,6 +364,7 @@ def export(
         compared.before.loss if compared else None,
         compared.after.loss if compared else None,
         time.monotonic() - started,
+        source.tokenizer.chat_template is not None,
     )
 
 

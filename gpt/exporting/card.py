@@ -177,10 +177,20 @@ def _losses(source: SourceModel, facts: Facts) -> Iterator[str]:
         yield _table(rows)
 
 
+_ASKED = (
+    'messages = [{"role": "user", "content": "Hello!"}]',
+    "ids = tokenizer.apply_chat_template(",
+    '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"',
+    ").input_ids",
+)
+
+
 def _use(source: SourceModel, facts: Facts) -> Iterator[str]:
     name = _visible(facts.name)
     yield "With `gpt`:"
-    yield _fenced(f'gpt sample "Once upon" -m {shlex.quote(name)}', "console")
+    talks = source.tokenizer.chat_template is not None
+    how = "-i" if talks else '"Once upon"'
+    yield _fenced(f"gpt sample {how} -m {shlex.quote(name)}", "console")
     if _in_transformers(source, facts):
         yield "With transformers:"
         lines = (
@@ -188,7 +198,7 @@ def _use(source: SourceModel, facts: Facts) -> Iterator[str]:
             "",
             f"model = AutoModelForCausalLM.from_pretrained({json.dumps(name)})",
             f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)})",
-            'ids = tokenizer("Once upon", return_tensors="pt").input_ids',
+            *(_ASKED if talks else ['ids = tokenizer("Once upon", return_tensors="pt").input_ids']),
             "print(tokenizer.decode(model.generate(ids, max_new_tokens=40, do_sample=True)[0]))",
         )
         yield _fenced("\n".join(lines), "python")

@@ -109,6 +109,8 @@ def _of_run(record: RunRecord, path: Path, line: int) -> Provenance:
     if record.compute is not None:
         own["dtype"] = record.compute.dtype
     own |= {kind: True for kind in ("pairs", "chat") if record.settings and record.settings.get(kind)}
+    if record.init is not None:
+        own.pop("preset")  # only the one of the nearest size, whose defaults were taken
     settings: Table = {key: each for key, each in own.items() if not isinstance(each, dict | None)}
     is_best = result.get("checkpoint") == path.name
     return Provenance(

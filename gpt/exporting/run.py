@@ -48,6 +48,7 @@ class Exported:
     loss_before: float | None  # nats a token, over --eval's text; None where there is none
     loss_after: float | None
     seconds: float
+    chat: bool  # whether it is a model to talk with
 
 
 def find_target(out: str, config: ExportConfig) -> Target:

@@ -34,6 +34,7 @@ from gpt.words import counted
 EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)  # held-out tokens of a periodic evaluation: of all, within bounds
 TOLERATED = 3  # bad steps in a row
 LOWER = 0.3  # the factor of the learning rate after a rollback
+LEARNED, LEARNED_STEPS = 0.01, 10  # nats per token, and steps in a row, of examples that are known by heart
 MARGIN = 1.0  # nats per token: a loss so far above that of guessing has exploded
 
 
@@ -83,6 +84,7 @@ class Trainer:
         self.state = self.initial_state()
         self.spikes = LossSpikeDetector(self.recipe.model.vocab_size, self.state)
         self.pending: Pending | None = None  # the step that a GPU may still compute
+        self.learned = 0  # steps in a row whose loss was below `LEARNED`
         self.signum = 0  # the signal that one of the processes has heard
         self.held_out = self.data.some_windows(self.recipe.model.block_size, self.state.windows)
         self.checkpointer = Checkpointer(
@@ -128,9 +130,10 @@ class Trainer:
         processes = f"{self.world.size} processes, each on " if self.world.size > 1 else ""
         sharded = [f"{recipe.tensor} processes compute each sequence"] if recipe.tensor > 1 else []
         sharded += ["weights, gradients and moments are divided among all processes"] if recipe.shard == "full" else []
+        name = self.run.record.init.model if self.run.record.init else recipe.preset
         adapters = sum(p.numel() for p in self.model.parameters() if p.requires_grad) if recipe.lora_rank else 0
         return [
-            f"model {recipe.preset}: {breakdown(shape).trainable:,} parameters ({counted(shape.n_layer, 'layer')}, "
+            f"model {name}: {breakdown(shape).trainable:,} parameters ({counted(shape.n_layer, 'layer')}, "
             f"{counted(shape.n_head, 'head')}, {shape.n_embd} wide, context {shape.block_size}, "
             f"dropout {shape.dropout:g})",
             *([f"adapters on the linear maps of the blocks: {adapters:,} parameters train"] if adapters else []),
@@ -198,9 +201,21 @@ class Trainer:
         self.state.step_seconds += time.perf_counter() - started
         failed = self.spikes.observe(loss, norm, self.stepper.scaled)
         self.emit(events.StepEvent, pending.step, loss=loss, lr=pending.lr, grad_norm=norm, **self.rates(pending.step))
+        self.note_learned(loss)
         if failed:
             self.roll_back(f"the loss became {loss:g} (gradient norm {norm:g})", pending.step, pending.lr)
         return failed
+
+    def note_learned(self, loss: float) -> None:
+        """Notes, once, that the examples are known by heart long before the run ends."""
+        if not self.data.rows or self.learned == LEARNED_STEPS:
+            return
+        self.learned = self.learned + 1 if loss < LEARNED else 0
+        if self.learned == LEARNED_STEPS and self.state.step < 0.9 * self.recipe.steps:
+            self.session.note(
+                f"the loss has been below {LEARNED} nats per token for {LEARNED_STEPS} steps: the examples are learned "
+                "by heart, and the rest of the run adds little. Fewer --epochs or --steps, or --patience, end it sooner"
+            )
 
     def run_due_actions(self) -> bool:
         """Evaluates, samples and saves, as is due after a step. Returns whether the run has come to its end."""
