@@ -30,7 +30,7 @@ from gpt.text.batches import Batches
 from gpt.text.token_folder import TokenFolder
 from gpt.training import recipe
 from gpt.training import step as stepping
-from gpt.training.budget import TimeBudget
+from gpt.training.budget import Costs, TimeBudget
 from gpt.training.optim import Muon, make_optimizer, orthogonalize
 from gpt.training.recipe import Recipe
 
@@ -290,6 +290,45 @@ def test_steps_that_fit_into_a_time() -> None:
     with pytest.raises(gpt.UserError, match="no time to train") as error:
         pace.steps(now=84.8)
     assert "--minutes 0.3" in error.value.hint
+
+
+SLOW = Costs(step=1.2, window=2.0, sample=4.0, save=1.0, usual_windows=32, whole_windows=110, pairs=500)
+FAST_ONE = Costs(step=0.01, window=0.001, sample=0.1, save=0.05, usual_windows=32, whole_windows=1000, pairs=500)
+
+
+def test_everything_but_training_takes_a_fifth_of_the_time() -> None:
+    """Of a large model on a slow machine: what does not fit is cut."""
+    budget = TimeBudget.fitting(5, began=0.0, now=30.0, costs=SLOW, evals=20)
+    assert 30 + budget.evaluations + budget.end <= 0.2 * 300
+    assert budget.steps(now=30.0) >= 0.8 * 300 / 1.2
+    assert (budget.pauses, budget.windows, budget.last_windows, budget.samples) == (3, 1, 2, False)
+    late = TimeBudget.fitting(
+        5, began=0.0, now=90.0, costs=SLOW, evals=20
+    )  # more than a fifth is spent before it trains
+    assert late.evaluations + late.end <= 0.2 * 300 / 2
+    assert late.windows == late.last_windows == 1
+
+
+def test_nothing_of_a_small_model_is_cut() -> None:
+    budget = TimeBudget.fitting(1, began=0.0, now=3.0, costs=FAST_ONE, evals=20)
+    assert (budget.pauses, budget.windows, budget.last_windows, budget.samples) == (20, 32, 1000, True)
+
+
+def test_fine_tuning_for_minutes_takes_batches_that_fit(run_folder: Path, text: Path) -> None:
+    """Where a step of the usual batch would take the whole time."""
+    steps: list[int] = []
+
+    def slow(budget: TimeBudget, now: float) -> int:
+        steps.append(5 if steps else 64)  # what fits: 64 steps of one sequence, then 5 of the batch for that
+        return steps[-1]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(TimeBudget, "steps", slow)
+        patched.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
+        result = gpt.train(text, init=str(run_folder), minutes=1.0, lora_rank=2, dtype="float32", sample_every=0)
+    resolved = json.loads((result.run / "run.json").read_text())["resolved"]
+    assert resolved["batch_tokens"] == 32  # 64 sequences of 32 tokens in 100 steps: one each
+    assert result.val_tokens > 0
 
 
 def test_the_run_folder(text: Path) -> None:

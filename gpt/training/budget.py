@@ -63,7 +63,7 @@ class TimeBudget:
         windows = min(costs.usual_windows, int(spare / 4 / (pauses * costs.window)))
         samples = 4 * costs.sample <= spare / 4
         last = min(costs.whole_windows, int(spare / 4 / (1.5 * costs.window)))  # it computes in float32
-        answers = min(costs.pairs, last)
+        answers = min(costs.pairs, last // 2)  # on each side
         texts = (4 if samples else 1) * costs.sample
         return cls(
             deadline=began + 60 * minutes,
