@@ -314,13 +314,14 @@ class GPT(nn.Module):
     def lay_tables(self, device: torch.device | None = None) -> None:
         """Computes the tables of positions that are not learned."""
         config, rope = self.config, None
-        if config.positions == "sinusoidal":
-            # The paper scales embeddings up by √C, so that they and the table are both of order one. GPT-2's embeddings
-            # are of order 0.02 and stay so; the table is scaled down to them instead.
-            table = INIT_STD * sine_table(config.block_size, config.n_embd)
-            self.register_buffer("sine", table.to(device), persistent=False)
-        if config.positions == "rotary":
-            rope = rotary_table(min(config.block_size, ROPE_TABLE), config).to(device)
+        with torch.device("cpu"):  # also where parameters are on the meta device: there, `arange` takes a second
+            if config.positions == "sinusoidal":
+                # The paper scales embeddings up by √C, so that they and the table are both of order one. GPT-2's
+                # embeddings are of order 0.02 and stay so; the table is scaled down to them instead.
+                table = INIT_STD * sine_table(config.block_size, config.n_embd)
+                self.register_buffer("sine", table.to(device), persistent=False)
+            if config.positions == "rotary":
+                rope = rotary_table(min(config.block_size, ROPE_TABLE), config).to(device)
         self.register_buffer("rope", rope, persistent=False)
 
     def initialize(self) -> None:
@@ -516,8 +517,7 @@ def visible(T: int, window: int | None, device: torch.device, before: int = 0) -
 
 def rotary_rates(config: GPTConfig) -> Tensor:
     """The angle between neighboring positions of each pair of a head's D numbers, float64 (D / 2)."""
-    exponents = torch.arange(0, config.head_size, 2, dtype=torch.float64, device="cpu") / config.head_size
-    rates = config.rope_base**-exponents
+    rates = config.rope_base ** (-torch.arange(0, config.head_size, 2, dtype=torch.float64) / config.head_size)
     return rates if config.rope_scaling is None else _stretched(rates, config.rope_scaling)
 
 
@@ -525,8 +525,7 @@ def rotary_table(positions: int, config: GPTConfig) -> Tensor:
     """Cosines and sines, (2, positions, D), of the angles by which each pair (i, i + D/2) of a head's D numbers is
     rotated at each position: p / base^(2i / D) (Su et al. 2021, §3.2.2). The first half of the sines is negative: each
     number is multiplied by its cosine, and its partner by its sine (`rotate`)."""
-    # On the CPU whatever torch's default device is: on the meta device, `arange` imports torch's compiler (1 s).
-    angle = torch.arange(positions, dtype=torch.float64, device="cpu")[:, None] * rotary_rates(config)
+    angle = torch.arange(positions, dtype=torch.float64)[:, None] * rotary_rates(config)
     cos, sin = torch.cos(angle), torch.sin(angle)
     return torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)]).float()
 
@@ -550,7 +549,7 @@ def sine_table(block_size: int, n_embd: int) -> Tensor:
 
     Column 2i is sin(p / 10000^(2i/C)), column 2i + 1 the cosine, at position p.
     """
-    position = torch.arange(block_size, dtype=torch.float64, device="cpu")[:, None]
-    rate = 10_000 ** (-torch.arange(0, n_embd, 2, dtype=torch.float64, device="cpu") / n_embd)
+    position = torch.arange(block_size, dtype=torch.float64)[:, None]
+    rate = 10_000 ** (-torch.arange(0, n_embd, 2, dtype=torch.float64) / n_embd)
     table = torch.stack([torch.sin(position * rate), torch.cos(position * rate)], dim=-1)
     return table.flatten(1).float()
