@@ -219,6 +219,23 @@ def test_sharded_folder(gpt2_folder: Path) -> None:
     assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
 
 
+@pytest.mark.parametrize("parts_too", [False, True])
+def test_a_single_file_counts_beside_an_index_of_an_earlier_save(gpt2_folder: Path, parts_too: bool) -> None:
+    """As transformers reads them; the index may name files that are gone."""
+    folder, model = gpt2_folder.parent / "both", GPT2LMHeadModel.from_pretrained(gpt2_folder)
+    model.save_pretrained(folder, max_shard_size="2MB")
+    old = {path.name: path.read_bytes() for path in folder.glob("model*")}
+    with torch.no_grad():
+        model.transformer.wte.weight += 1
+    model.save_pretrained(folder)
+    for name, data in old.items():
+        if parts_too or name.endswith(".json"):
+            (folder / name).write_bytes(data)
+    read = GPT2LMHeadModel.from_pretrained(folder).transformer.wte.weight
+    assert torch.equal(gpt.load(folder, device="cpu").model.wte.weight, read)
+    assert torch.equal(read, model.transformer.wte.weight)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -437,3 +437,40 @@ def test_fine_tuned_it_is_still_the_familys(folders: dict[str, Path], gpt: Gpt, 
     }  # fmt: skip
     line = json.loads(gpt("sample", "what is 7?", "-m", "run", "-n", "5", "-t", "3", "--json", "--device", "cpu").out)
     assert isinstance(line["text"], str)
+
+
+@pytest.mark.parametrize("ends", ["", "b", "e", "be"])
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizer", "GPT2Tokenizer"])
+def test_the_beginning_is_what_autotokenizer_puts_there(tmp_path: Path, ends: str, kind: str) -> None:
+    """Whatever ``add_bos_token`` and ``add_eos_token`` are: absent, null, true or false."""
+    from transformers import AutoTokenizer
+
+    vocab = {word: id for id, word in enumerate(["<unk>", "<s>", "</s>", *map(chr, range(32, 127))])}
+    sides = {side: [{"SpecialToken": {"id": word, "type_id": 0}}] for side, word in (("b", "<s>"), ("e", "</s>"))}
+    single = [*(sides["b"] if "b" in ends else []), {"Sequence": {"id": "A", "type_id": 0}}]
+    single += sides["e"] if "e" in ends else []
+    words = {word: {"id": word, "ids": [vocab[word]], "tokens": [word]} for word in ("<s>", "</s>")}
+    template = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": words}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    values = {
+        "version": "1.0",
+        "added_tokens": [{"id": vocab[word], "content": word, **flags} for word in ("<unk>", "<s>", "</s>")],
+        "post_processor": template if ends else None,
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "BPE", "vocab": vocab, "merges": [], "unk_token": "<unk>"},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": len(vocab)}))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": kind}
+    for said in (
+        {},
+        {"add_eos_token": False},
+        {"add_bos_token": True},
+        {"add_bos_token": False},
+        {"add_bos_token": None},
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, **said}))
+        expected = AutoTokenizer.from_pretrained(str(tmp_path))("ab")["input_ids"]
+        ours = tokenizer_files.read_transformers(tmp_path)
+        assert ours is not None
+        assert ours.prompt("ab") == [id for id in expected if id != vocab["</s>"]], said

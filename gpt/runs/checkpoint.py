@@ -252,14 +252,15 @@ def load_tokenizer(path: Path, config: GPTConfig, meta: Mapping[str, Any]) -> To
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The one file of weights, or the parts that an index names."""
+    """The one file of weights, or else the parts that an index names. That is transformers' order: an index may be left
+    from an earlier save."""
     index = path / INDEX
-    if not index.exists():
-        if not (path / MODEL).exists():
-            pickled = any(path.glob("*.bin"))
-            hint = "it holds pickles, which are never opened: save it as safetensors first" if pickled else ""
-            raise UserError(f"{path} has no {MODEL}", hint)
+    if (path / MODEL).exists():
         return [path / MODEL]
+    if not index.exists():
+        pickled = any(path.glob("*.bin"))
+        hint = "it holds pickles, which are never opened: save it as safetensors first" if pickled else ""
+        raise UserError(f"{path} has no {MODEL}", hint)
     parts = read_json(index).get("weight_map")
     if not isinstance(parts, dict) or not all(isinstance(n, str) and is_file_name(n) for n in parts.values()):
         raise UserError(f"{index} does not name files of its own folder")

@@ -335,7 +335,7 @@ def from_tokenizer_json(
         backend: ByteBPE | Library = _byte_bpe(values, added) or _library(values, data)
         if isinstance(backend, ByteBPE) and END_OF_TEXT in values["model"]["vocab"]:
             specials[END_OF_TEXT] = values["model"]["vocab"][END_OF_TEXT]
-        tokenizer = _tokenizer(backend, specials, words, _bos(values, settings[-1], specials), settings, where)
+        tokenizer = _tokenizer(backend, specials, words, _bos(values), settings, where)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{where} is no tokenizer of the tokenizers library: {type(error).__name__} {error}") from None
     return _named(tokenizer, files)
@@ -419,11 +419,9 @@ def content(token: Any) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _bos(values: Mapping[str, Any], config: Mapping[str, Any], specials: Mapping[str, int]) -> int | None:
-    """Returns the token that stands before a text: transformers takes ``add_bos_token`` where it is said, else the
-    post-processor's template."""
-    if "add_bos_token" in config or "add_eos_token" in config:
-        return specials.get(content(config.get("bos_token"))) if config.get("add_bos_token") else None
+def _bos(values: Mapping[str, Any]) -> int | None:
+    """Returns the token that the post-processor's template puts before a text. As in transformers 5, the template
+    decides, whatever ``add_bos_token`` in ``tokenizer_config.json`` says."""
     for step in steps(values.get("post_processor"), "processors"):
         if step.get("type") == "TemplateProcessing":
             first = step["single"][0].get("SpecialToken")
