@@ -16,6 +16,7 @@ from serving import Served, load, served
 from gpt.api import LanguageModel
 from gpt.decoding.write import Sample
 from gpt.sample_config import SampleConfig
+from gpt.serve import answers
 
 PROMPT = "the cat sat on"
 
@@ -295,11 +296,11 @@ DEEP = json.loads("[" * 900 + "]" * 900)
     [
         ("prompt", 5), ("prompt", []), ("prompt", [[]]), ("prompt", [True]), ("prompt", [1.5]), ("prompt", {"a": 1}),
         ("prompt", [1, "a"]), ("prompt", [400]), ("prompt", [-1]), ("prompt", [2**70]), ("prompt", DEEP),
-        ("prompt", ["a"] * 129), ("prompt", "ab " * 3000), ("max_tokens", "5"), ("max_tokens", -1), ("max_tokens", 4097),
+        ("prompt", ["a"] * 129), ("prompt", "ab " * 3000), ("max_tokens", "5"), ("max_tokens", -2), ("max_tokens", 1.5),
         ("max_tokens", 1.5), ("max_tokens", True), ("max_tokens", 10**300), ("temperature", "hot"), ("temperature", -1),
         ("temperature", 101), ("temperature", [1]), ("top_p", 1.1), ("top_p", -0.1), ("top_k", 1.5), ("top_k", -2),
-        ("min_p", 2), ("n", 0), ("n", 129), ("best_of", 129), ("best_of", 0), ("stop", 5), ("stop", [""]), ("stop", [1]),
-        ("stop", ["a"] * 17), ("stop", "a" * 1001), ("seed", 1.5), ("seed", 2**63), ("seed", "1"), ("echo", 1),
+        ("min_p", 2), ("n", 0), ("n", 129), ("best_of", 129), ("best_of", 0), ("stop", 5), ("stop", {}), ("stop", [1]),
+        ("stop", ["a"] * 257), ("stop", "a" * 1001), ("seed", 1.5), ("seed", 2**63), ("seed", "1"), ("echo", 1),
         ("logprobs", 21), ("logprobs", -1), ("logprobs", True), ("logit_bias", [1]), ("logit_bias", {"a": 1}),
         ("logit_bias", {"400": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"1": "x"}), ("logit_bias", {"-1": 1}),
         ("logit_bias", {"²": 1}), ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", -1),
@@ -394,17 +395,20 @@ def test_the_routes_answer_without_v1(server: Served, model: LanguageModel) -> N
     assert server.client.get("/v1/health").status_code == server.client.get("/v1/tokenizer_info").status_code == 200
 
 
-TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
 CHAT = [{"role": "system", "content": "Be a cat."}, {"role": "user", "content": [{"type": "text", "text": "the cat"}]}]
-TEXT = "<|system|>Be a cat.\n<|user|>the cat\n<|assistant|>"
+TEXT = "s:Be a cat.\nu:the cat\na:"
 
 
 @pytest.fixture(scope="module")
 def chat(model: LanguageModel) -> Iterator[Served]:
     """A server whose tokenizer has a chat template."""
-    tokenizer = replace(model.tokenizer, files={"chat_template.jinja": TEMPLATE.encode()})
-    with served(replace(model, tokenizer=tokenizer)) as found:
+    with served(chat_model(model)) as found:
         yield found
+
+
+def chat_model(model: LanguageModel) -> LanguageModel:
+    return replace(model, tokenizer=replace(model.tokenizer, files={"chat_template.jinja": TEMPLATE.encode()}))
 
 
 def test_a_chat_is_the_text_of_its_template(chat: Served, model: LanguageModel) -> None:
@@ -453,7 +457,7 @@ def test_chats_with_several_choices_and_without_a_number_of_tokens(chat: Served,
         ("messages", [{"role": "user", "content": [{"type": "text"}]}]), ("messages", [{"role": "user", "content": ["x"]}]),
         ("messages", [{"role": 1, "content": "a"}]), ("messages", [{"role": "user", "content": [{"type": "image_url"}]}]),
         ("echo", True), ("best_of", 2), ("suffix", "x"), ("tools", [{}]), ("logprobs", 3), ("top_logprobs", 2),
-        ("max_completion_tokens", "x"), ("max_tokens", -1), ("n", 0), ("response_format", {"type": "json_schema"}),
+        ("max_completion_tokens", "x"), ("max_tokens", -2), ("n", 0), ("response_format", {"type": "json_schema"}),
         ("audio", {"voice": "x"}), ("modalities", ["audio"]),
     ],
     ids=lambda value: f"{value!s:.20}",
@@ -461,6 +465,60 @@ def test_chats_with_several_choices_and_without_a_number_of_tokens(chat: Served,
 def test_a_wrong_value_of_a_chat_is_refused_by_its_name(chat: Served, field: str, value: Any) -> None:
     error = chat.refuse("/v1/chat/completions", **{"messages": CHAT, field: value})
     assert error["param"] == field
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"tools": [{"type": "function"}]},
+        {"tool_choice": "required"},
+        {"functions": [{}]},
+        {"messages": [*CHAT, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+        {"messages": [*CHAT, {"role": "tool", "content": "5", "tool_call_id": "1"}]},
+        {"messages": [*CHAT, {"role": "function", "name": "f", "content": "5"}]},
+    ],
+)
+def test_tools_are_refused_by_name(chat: Served, body: dict[str, Any]) -> None:
+    error = chat.refuse("/v1/chat/completions", **{"messages": CHAT, **body})
+    assert "tools are not supported yet" in error["message"]
+
+
+def test_a_chat_longer_than_the_context_is_refused(chat: Served) -> None:
+    messages = [{"role": "user", "content": "a cat " * 40}]
+    error = chat.refuse("/v1/chat/completions", messages=messages, max_tokens=1)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert "the model's context has 32" in error["message"]
+
+
+@pytest.mark.parametrize("tokens", [8192, 32_000, -1, 2**40])
+def test_more_tokens_than_there_is_room_for_are_as_many_as_there_is(
+    model: LanguageModel, chat: Served, tokens: int
+) -> None:
+    for route in ("/v1/completions", "/v1/chat/completions"):
+        asked = {"messages": CHAT} if "chat" in route else {"prompt": PROMPT}
+        with served(chat_model(model), limit_tokens=20) as found:
+            answer = found.ask(route, **asked, max_tokens=tokens, ignore_eos=True)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        room = 32 - answer["usage"]["prompt_tokens"] if "chat" in route else 20
+        assert answer["usage"]["completion_tokens"] == min(20, room)
+
+
+def test_a_seed_of_minus_one_is_drawn(server: Served) -> None:
+    texts = {server.ask(prompt=PROMPT, max_tokens=30, seed=-1)["choices"][0]["text"] for _ in range(4)}
+    assert len(texts) > 1
+
+
+def test_many_stop_texts_and_empty_ones(server: Served) -> None:
+    text = server.ask(prompt=PROMPT, temperature=0, max_tokens=20)["choices"][0]["text"]
+    for stop in ("", [""], ["", *(f"🦊{n}" for n in range(200))]):
+        assert server.ask(prompt=PROMPT, temperature=0, max_tokens=20, stop=stop)["choices"][0]["text"] == text
+
+
+def test_no_line_end_of_any_kind_is_written_as_it_is() -> None:
+    text = "".join(map(chr, range(0x3000)))
+    data = answers.to_json({"text": text})
+    assert json.loads(data) == {"text": text}
+    assert len(data.decode().splitlines()) == 1
 
 
 def test_a_chat_without_a_template_says_how_to_get_one(server: Served) -> None:

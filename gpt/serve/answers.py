@@ -245,6 +245,10 @@ class Stream(Response):
             yield form.usage_chunk(answer)
 
 
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+
+
 def to_json(values: Any) -> bytes:
-    """Returns JSON in UTF-8."""
-    return json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+    """Returns JSON in UTF-8. Characters at which some clients of streams split lines, as Python's `splitlines` does,
+    are written as escapes; JSON itself escapes those below U+0020."""
+    return json.dumps(values, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS).encode()

@@ -203,10 +203,13 @@ class Server:
         text = await self._in_thread(request, lambda: chat.render(tokenizer, asked.messages, lane), chat=True)
         self._check_length(text)
         ids = await self._in_thread(request, lambda: tokenizer.encode(text, specials=True).tolist())
-        prompt, generation = self._prompt(ids), asked.generation
-        if generation.open_ended:
-            most = max(1, min(limit, self.service.block_size - len(ids)))
-            generation = replace(generation, config=replace(generation.config, max_tokens=most))
+        prompt, generation, room = self._prompt(ids), asked.generation, self.service.block_size - len(ids)
+        if room < 1:
+            context = f"the model's context has {self.service.block_size:,}"
+            raise _too_long(f"messages have {len(ids):,} tokens, and {context}", "messages")
+        most = min(room, limit if generation.open_ended else generation.config.max_tokens)
+        least = min(generation.config.min_tokens, most)
+        generation = replace(generation, config=replace(generation.config, max_tokens=most, min_tokens=least))
         return await self._generate(request, [prompt], generation, ChatForm(self.service))
 
     def _check_model(self, values: dict[str, Any]) -> None:
@@ -278,8 +281,8 @@ def _stopping() -> ApiError:
     return ApiError(503, "the server is stopping", code="stopping")
 
 
-def _too_long(message: str) -> ApiError:
-    return ApiError(400, message, "prompt", "context_length_exceeded")
+def _too_long(message: str, field: str = "prompt") -> ApiError:
+    return ApiError(400, message, field, "context_length_exceeded")
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

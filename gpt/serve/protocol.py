@@ -10,7 +10,7 @@ from typing import Any
 from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
 
-MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, MOST_PROMPTS, MOST_BIASES = 128, 20, 16, 128, 1024
+MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, MOST_PROMPTS, MOST_BIASES = 128, 20, 256, 128, 1024
 LONGEST_STOP = 1000  # characters
 _SEEDS = 2**63
 
@@ -121,7 +121,8 @@ class _Fields:
         """Raises `ApiError` for fields of OpenAI's that this server has no answer to, unless they ask for nothing."""
         for name, allowed in neutral.items():
             if name in self.values and self.values[name] not in allowed:
-                raise _wrong(name, "is not supported by this server; leave it out")
+                what = "tools are not supported yet" if name in _TOOLS else "is not supported by this server"
+                raise _wrong(name, f"{what}; leave it out")
 
 
 def _shown(value: Any) -> str:
@@ -130,6 +131,7 @@ def _shown(value: Any) -> str:
     return json.dumps(value if not isinstance(value, str) else value[:80])[:80] if scalar else reprlib.repr(value)
 
 
+_TOOLS = ("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls")
 _NEITHER = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
@@ -157,6 +159,7 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
         logprobs = fields.count("logprobs", 0, 0, MOST_LOGPROBS) if "logprobs" in fields.values else None
     names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
     given = next((name for name in names if name in fields.values), None)
+    tokens = fields.count(given or "max_tokens", most, -1, 2**53)  # -1: as many as there is room for
     top_p = fields.number("top_p", 1.0, 0, 1)
     try:
         config = SampleConfig(
@@ -168,7 +171,7 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
             presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
             frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
             no_repeat_ngram=fields.count("no_repeat_ngram", 0, 0, limit),
-            max_tokens=fields.count(given or "max_tokens", most, 0, limit),
+            max_tokens=limit if tokens == -1 else min(tokens, limit),
             min_tokens=fields.count("min_tokens", 0, 0, limit),
             ignore_eot=fields.flag("ignore_eos"),
             stop=_stops(fields.values.get("stop", [])),
@@ -180,24 +183,26 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
     options = fields.values.get("stream_options", {})
     if not isinstance(options, dict) or type(options.get("include_usage") or False) is not bool:
         raise _wrong("stream_options", f"is {_shown(options)}; it must be an object with include_usage")
+    seed = fields.count("seed", -1, -_SEEDS, _SEEDS - 1)
     return Generation(
         config=config,
-        seed=fields.count("seed", 0, -_SEEDS, _SEEDS - 1) if "seed" in fields.values else None,
+        seed=None if seed == -1 else seed,  # llama.cpp's clients mean a random one by -1
         n=n,
         best_of=best_of,
         bias=_bias(fields.values.get("logit_bias", {})),
         stream=stream,
         include_usage=stream and bool(options.get("include_usage")),
         echo=echo,
-        open_ended=given is None,
+        open_ended=given is None or tokens == -1,
         token_details=not chat and fields.flag("token_details"),
     )
 
 
 def _stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
-        raise _wrong("stop", f"is {_shown(value)}; it must be a text or a list of texts, none of them empty")
+    if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
+        raise _wrong("stop", f"is {_shown(value)}; it must be a text or a list of texts")
+    stops = list(filter(None, stops))  # an empty one stops nothing
     if len(stops) > MOST_STOPS or any(len(each) > LONGEST_STOP for each in stops):
         raise _wrong("stop", f"has {len(stops)} texts; {MOST_STOPS} are the most, of {LONGEST_STOP:,} characters each")
     return tuple(map(clean, stops))
@@ -255,6 +260,9 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
+_CALLS = ("tool_calls", "function_call")
+
+
 def read_chat(values: Mapping[str, Any], limit: int) -> Chat:
     """Reads a request of ``/v1/chat/completions``. ``limit``: tokens that it may ask for. Raises `ApiError`."""
     fields = _Fields(values)
@@ -265,6 +273,8 @@ def read_chat(values: Mapping[str, Any], limit: int) -> Chat:
     found = []
     for message in messages:
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        if role in ("tool", "function") or (isinstance(message, dict) and any(map(message.get, _CALLS))):
+            raise _wrong("messages", "has a call of a tool or its result; tools are not supported yet")
         if isinstance(content, list):  # parts, of which texts can be read
             texts = [each["text"] for each in content if _is_text(each)]
             content = "".join(texts) if len(texts) == len(content) else None
