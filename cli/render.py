@@ -82,15 +82,19 @@ def stdout() -> _Shown:
 def make_output_safe() -> None:
     """Makes stdout and stderr write characters that their encoding lacks as escapes, instead of raising.
 
-    A stream that was closed when the command began becomes the null device: the work is done all the same, and the
+    An output that was closed when the command began becomes the null device: the work is done all the same, and the
     status is 0, as with Python's ``print``. The null device takes the free file descriptor, or else the next file that
     is opened would take it, and receive the output of libraries.
     """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    try:
+        os.fstat(0)
+    except OSError:  # `sys.stdin` stays None, so that reading it is an error that says so
+        os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)
+    for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
-            os.set_inheritable(stream.fileno(), True)
-            setattr(sys, name, stream)
+            nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(nowhere.fileno(), True)
+            setattr(sys, name, nowhere)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

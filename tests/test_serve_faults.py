@@ -26,6 +26,7 @@ from gpt.errors import UserError
 from gpt.interrupt import SIGNALS
 from gpt.sample_config import SampleConfig
 from gpt.serve import app, flight, server, texts
+from gpt.serve.metrics import ServerMetrics
 from gpt.serve.texts import Prompt
 from gpt.serve_config import ServeConfig
 
@@ -49,6 +50,16 @@ def until(holds: Callable[[], object], seconds: float = 10) -> None:
     while not holds():
         assert time.monotonic() < end, "it does not come"
         time.sleep(0.002)
+
+
+def until_sent(sock: socket.socket, what: bytes) -> None:
+    """Reads what a server sends until it has sent ``what``."""
+    data = b""
+    sock.settimeout(10)
+    while what not in data:
+        part = sock.recv(2**16)
+        assert part, data[-500:]
+        data += part
 
 
 def begun(server: Served) -> None:
@@ -378,6 +389,66 @@ def test_not_a_number_ends_its_request_alone(model: LanguageModel) -> None:
         assert "no finite numbers" in stream
         assert "[DONE]" not in stream
         assert "finish_reason" not in stream
+
+
+@pytest.mark.parametrize("where", ["add", "cancel", "measured", "delivered"])
+def test_an_error_outside_a_step_ends_health_and_every_request(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a fault of the worker")
+
+    with served(model, rows=2) as found, found.connect() as running:
+        running.sendall(request({**LONG, "stream": True}))
+        begun(found)
+        target = {
+            "add": (Engine, "add"), "cancel": (Engine, "cancel"), "measured": (ServerMetrics, "stepped"),
+            "delivered": (type(found.service.worker), "_send"),
+        }  # fmt: skip
+        if where == "delivered":
+            sent = type(found.service.worker)._send
+
+            def once(worker: Any, updates: Any) -> None:
+                monkeypatch.setattr(type(worker), "_send", sent)
+                fail()
+
+            monkeypatch.setattr(*target[where], once)
+        else:
+            monkeypatch.setattr(*target[where], fail)
+        if where in ("add", "cancel"):
+            with found.connect() as other:
+                other.sendall(request({**LONG, "stream": True}))
+                if where == "add":
+                    until_sent(other, b"a fault of the worker")
+                else:
+                    until(lambda: found.service.worker.engine.running == 2)
+        began = time.monotonic()
+        until(lambda: found.client.get("/health").status_code == 500)
+        until_sent(running, b"a fault of the worker")
+        assert found.post("/v1/completions", prompt="a").status_code == 500
+        assert time.monotonic() - began < 5
+        assert "gpt_texts_running 0.0" in found.client.get("/metrics").text
+
+
+@pytest.mark.parametrize("how", ["stop", "cancel", "failure"])
+def test_gauges_return_to_zero_however_the_last_text_ends(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    with served(model) as found:
+        if how == "stop":
+            text = found.ask(prompt="the cat", max_tokens=5, temperature=0)["choices"][0]["text"]
+            found.ask(prompt="the cat", max_tokens=50, temperature=0, stop=text[1:3])
+        else:
+            with found.connect() as sock:
+                sock.sendall(request({**LONG, "stream": True}))
+                begun(found)
+                if how == "failure":
+                    monkeypatch.setattr(Engine, "step", lambda engine: 1 / 0)
+                    until_sent(sock, b"ZeroDivisionError")
+        until(lambda: "gpt_texts_running 0.0" in found.client.get("/metrics").text)
+        status = {"stop": "200", "cancel": "499", "failure": "500"}[how]
+        line = f'gpt_requests_total{{route="/completions",status="{status}"}} 1.0'
+        until(lambda: (line if how != "stop" else line.replace("1.0", "2.0")) in found.client.get("/metrics").text)
 
 
 @pytest.mark.parametrize(

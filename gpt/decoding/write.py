@@ -162,7 +162,10 @@ class TextGenerator:
         if reason is None:
             return [Piece(text.number, text.index, shown)]
         score = update.best[0].score if update.best else None
-        pieces = [Piece(text.number, text.index, shown + text.flush(), self._sample(text, reason, prompt, score))]
+        shown += text.flush()
+        if text.stream.stopped and not self.config.beam:  # the rest has completed a stop text
+            reason = "stop"
+        pieces = [Piece(text.number, text.index, shown, self._sample(text, reason, prompt, score))]
         for index, each in enumerate(update.best[1:], 1):
             other = _Text(text.number, index, self.tokenizer, self.config)
             other.prompt = text.prompt

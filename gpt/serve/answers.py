@@ -4,7 +4,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -219,19 +219,24 @@ class Stream(Response):
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.answer, self.form = answer, form
+        self.ended: Callable[[int], None] = lambda status: None  # told how it ended: its own status came before that
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends chunks as the answer grows; an error is the last one."""
+        status = 499  # unless it comes to its end
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for values in self._chunks():
                 event = b"data: " + to_json(values) + b"\n\n"
                 await send({"type": "http.response.body", "body": event, "more_body": True})
+            status = 200
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
         except (ApiError, UserError) as error:
+            status = ApiError.of(error).status
             event = b"data: " + to_json(ApiError.of(error).body()) + b"\n\n"
             await send({"type": "http.response.body", "body": event})
         finally:
+            self.ended(status)
             self.answer.end()
 
     async def _chunks(self) -> AsyncIterator[dict[str, Any]]:

@@ -87,7 +87,14 @@ class Server:
             if not isinstance(error, (ApiError, UserError)):
                 self.note(f"{route}: a fault in gpt itself: {type(error).__name__}: {error}")
             response = error_response(ApiError.of(error))
-        self.service.metrics.requests.labels(route, str(response.status_code)).inc()
+
+        def count(status: int) -> None:
+            self.service.metrics.requests.labels(route, str(status)).inc()
+
+        if isinstance(response, Stream):
+            response.ended = count
+        else:
+            count(response.status_code)
         return response
 
     def _check_key(self, request: Request) -> None:

@@ -30,6 +30,10 @@ class ServerMetrics:
         """Counts a step of the engine."""
         self.step_seconds.observe(seconds)
         self.generated_tokens.inc(tokens)
+        self.measure(engine)
+
+    def measure(self, engine: Engine) -> None:
+        """Sets the gauges: also where texts end between steps."""
         self.running.set(engine.running)
         self.cached.set(sum(map(len, engine.context.ids)))
 

@@ -73,7 +73,7 @@ class Choice:
         reason = "stop" if self._stream.stopped else update.reason
         if reason is not None:
             delta.text += self._stream.flush()
-            delta.reason = _REASONS[reason]
+            delta.reason = _REASONS["stop" if self._stream.stopped else reason]  # the rest may complete a stop text
         self.done = reason is not None or update.error is not None
         return delta
 

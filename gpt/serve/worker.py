@@ -1,6 +1,7 @@
 """The thread that computes: it owns the engine, and serves the requests that the event loop hands to it."""
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
@@ -66,32 +67,47 @@ class Worker:
                     raise self.failure
                 ticket.number = self.engine.add(ticket.request)
                 self._tickets[ticket.number] = ticket
-            except UserError as error:
-                self._send([(ticket, Update(-1, error=error))])
+            except Exception as error:
+                told = _as_user_error(error)
+                self._send([(ticket, Update(-1, error=told))])
+                if told is not error:
+                    self.failure = told
+        if self.failure is not None:
+            self._fail(self.failure)
 
     def _cancel(self, tickets: Sequence[Ticket]) -> None:
         numbers = [each.number for each in tickets if self._tickets.get(each.number) is each]
         self.engine.cancel(*numbers)
         for number in numbers:
             del self._tickets[number]
+        self.metrics.measure(self.engine)
 
     def _run(self) -> None:
-        while self._take():
-            began = time.monotonic()
+        while True:
             try:
-                updates = self.engine.step()
-            except Exception as error:
-                self._fail(_as_user_error(error))
-                continue
-            self.metrics.stepped(self.engine, time.monotonic() - began, sum(len(each.tokens) for each in updates))
-            told = []
-            for each in updates:
-                ticket = self._tickets[each.number]
-                if each.tokens or each.prompt or each.reason or each.error:
-                    told.append((ticket, each))
-                if each.reason or each.error:
-                    del self._tickets[each.number]
-            self._send(told)
+                if not self._take():
+                    return
+                self._step()
+            except Exception as error:  # outside the engine's step: nothing is known of what it left behind
+                self.failure = _as_user_error(error)
+                self._fail(self.failure)
+
+    def _step(self) -> None:
+        began = time.monotonic()
+        try:
+            updates = self.engine.step()
+        except Exception as error:
+            self._fail(_as_user_error(error))
+            return
+        self.metrics.stepped(self.engine, time.monotonic() - began, sum(len(each.tokens) for each in updates))
+        told = []
+        for each in updates:
+            ticket = self._tickets[each.number]
+            if each.tokens or each.prompt or each.reason or each.error:
+                told.append((ticket, each))
+            if each.reason or each.error:
+                del self._tickets[each.number]
+        self._send(told)
 
     def _take(self) -> bool:
         """Does what the inbox asks for; waits for it where there is nothing to compute. Returns False at the end."""
@@ -115,6 +131,8 @@ class Worker:
                 context.clear(row)
         except Exception:
             self.failure = error
+        with contextlib.suppress(Exception):  # which may be what failed
+            self.metrics.measure(self.engine)
 
     def _send(self, updates: list[tuple[Ticket, Update]]) -> None:
         if updates:
