@@ -490,7 +490,7 @@ def test_a_chat_longer_than_the_context_is_refused(chat: Served) -> None:
     assert "the model's context has 32" in error["message"]
 
 
-@pytest.mark.parametrize("tokens", [8192, 32_000, -1, 2**40])
+@pytest.mark.parametrize("tokens", [8192, 32_000, -1, 2**31])
 def test_more_tokens_than_there_is_room_for_are_as_many_as_there_is(
     model: LanguageModel, chat: Served, tokens: int
 ) -> None:

@@ -159,7 +159,7 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
         logprobs = fields.count("logprobs", 0, 0, MOST_LOGPROBS) if "logprobs" in fields.values else None
     names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
     given = next((name for name in names if name in fields.values), None)
-    tokens = fields.count(given or "max_tokens", most, -1, 2**53)  # -1: as many as there is room for
+    tokens = fields.count(given or "max_tokens", most, -1, 2**31)  # -1: as many as there is room for
     top_p = fields.number("top_p", 1.0, 0, 1)
     try:
         config = SampleConfig(
