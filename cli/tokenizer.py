@@ -107,7 +107,8 @@ def decode(
         raise UserError(f'"{words[numbers.index(-1)]}" is no id', "ids are whole numbers, separated by spaces")
     found = _find(tokenizer)
     found.check(numbers)
-    render_vocabulary.write_bytes(found.decode_bytes(numbers))
+    space = b" " if found.backend.adds_space else b""
+    render_vocabulary.write_bytes(found.decode_bytes(numbers).removeprefix(space))
 
 
 def _find(word: str | None) -> "Tokenizer":

@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import vocabularies
 from conftest import Gpt, make_text, one_line_of_what_and_what_next, train
@@ -18,7 +19,7 @@ from models import CPU, EOT, tiny_model
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import models
 
-from gpt import SampleConfig, load
+from gpt import SampleConfig, evaluate, load
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
 from gpt.decoding.stream import TextStream
@@ -97,6 +98,29 @@ def test_streams_join_to_the_whole_text(form: str, text: str, both: Both) -> Non
     assert whole in (decoded, f" {decoded}")  # the library takes the space before a whole text away
     if form in ("gpt2", "llama3", "smollm2"):
         assert whole == text
+
+
+@pytest.mark.parametrize("form", ["wordpiece", "spaced", "words"])
+def test_words_are_spaced_as_the_library_spaces_them(form: str, both: Both, folders: dict[str, Path], gpt: Gpt) -> None:
+    ours, theirs = both(form)
+    text = "12 345, don't word . word ! <think> 2024 word <think>word"
+    ids = ours.encode(text).tolist()
+    decoded = theirs.decode(ids, skip_special_tokens=False)
+    assert ids == theirs.encode(text).ids
+    assert ours.document_bytes(ids).decode() == decoded
+    assert gpt("tokenizer", "decode", *map(str, ids), "--tokenizer", str(folders[form])).out == decoded
+    assert evaluate.count_text(ours, [np.array(ids, np.uint32)]) == (len(decoded.encode()), len(decoded.split()))
+    assert ours.decode(ids[:5]) + ours.decode(ids[5:]) == f" {decoded}"
+
+
+def test_without_a_decoder_byte_level_pieces_are_bytes(folders: dict[str, Path], tmp_path: Path) -> None:
+    """As tiktoken decodes them, where the library runs the tokenizer because of its pattern."""
+    values = json.loads((folders["gpt2"] / "tokenizer.json").read_text(encoding="utf-8"))
+    values |= {"decoder": None, "normalizer": {"type": "Lowercase"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values), encoding="utf-8")
+    ours = tokenizer_files.find_tokenizer(str(tmp_path))
+    assert not isinstance(ours.backend, ByteBPE)
+    assert ours.decode(ours.encode("Zürich 日本 12").tolist()) == "zürich 日本 12"
 
 
 @pytest.mark.parametrize("form", ["gpt2", "unigram"])

@@ -142,8 +142,37 @@ def unigram() -> tuple[Tokenizer, dict[str, Any]]:
     return made, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
+def wordpiece() -> tuple[Tokenizer, dict[str, Any]]:
+    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    return _of_words(made, trainers.WordPieceTrainer)
+
+
+def spaced() -> tuple[Tokenizer, dict[str, Any]]:
+    """Without a decoder: the library puts a space between any two tokens."""
+    made = Tokenizer(models.BPE(unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return _of_words(made, trainers.BpeTrainer)
+
+
+def words() -> tuple[Tokenizer, dict[str, Any]]:
+    made = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return _of_words(made, trainers.WordLevelTrainer)
+
+
+def _of_words(made: Tokenizer, trainer: Callable[..., Any]) -> tuple[Tokenizer, dict[str, Any]]:
+    specials = ["[UNK]", "<|endoftext|>"]
+    made.train_from_iterator(_texts(), trainer(vocab_size=500, special_tokens=specials, show_progress=False))
+    made.add_tokens([AddedToken("<think>", normalized=False, special=False)])
+    return made, {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "unk_token": "[UNK]"
+    }  # fmt: skip
+
+
 FORMS: dict[str, Callable[[], tuple[Tokenizer, dict[str, Any]]]] = {
-    each.__name__: each for each in (gpt2, llama3, qwen, smollm2, llama2, mistral, unigram)
+    each.__name__: each for each in (gpt2, llama3, qwen, smollm2, llama2, mistral, unigram, wordpiece, spaced, words)
 }
 TIKTOKEN = ("gpt2", "llama3", "qwen", "smollm2")  # run by tiktoken
 MODEL_TYPES = {"gpt2": "gpt2", "qwen": "qwen3", "mistral": "mistral"}

@@ -43,6 +43,7 @@ class ByteBPE(_Pickled):
     ranks: dict[bytes, int] = field(repr=False)  # a token's bytes → its id, which is also its rank in merging
     nfc: bool = False
     adds_space = False  # before a text
+    spaces_added = False  # before an added token
 
     @cached_property
     def pieces(self) -> dict[int, bytes]:
@@ -160,6 +161,9 @@ def library() -> Any:
     return tokenizers
 
 
+Step = tuple[str, str, str]  # the type of a decoder, what it replaces, by what
+
+
 @dataclass(frozen=True)
 class Library(_Pickled):
     """A ``tokenizer.json`` that the tokenizers library runs: any model, normalizer and pre-tokenizer that it has."""
@@ -179,8 +183,19 @@ class Library(_Pickled):
 
     @cached_property
     def adds_space(self) -> bool:
-        """Whether a space is put before a text."""
-        return list(self.encode("a", {}, False, False)[0]) != list(self.encode("a", {}, False, True)[0])
+        """Whether decoding a text's ids begins with a space that the text does not have."""
+        return self.spaces_added or list(self.encode("a", {}, False, False)[0]) != list(
+            self.encode("a", {}, False, True)[0]
+        )
+
+    @property
+    def spaces_added(self) -> bool:
+        """Whether an added token is decoded with a space before it, as any other."""
+        return any(kind in ("Join", "WordPiece") for kind, _, _ in self._steps)
+
+    @cached_property
+    def _steps(self) -> list[Step]:
+        return _decoders(self.values)
 
     @cached_property
     def _growth(self) -> int:
@@ -199,8 +214,7 @@ class Library(_Pickled):
         """The bytes of each token, added ones left out."""
         added = {token["id"] for token in self.values.get("added_tokens") or []}
         vocab = self._tokenizer.get_vocab(with_added_tokens=False)
-        steps = _decoders(self.values.get("decoder"))
-        return {id: token_bytes(token, steps) for token, id in vocab.items() if id not in added}
+        return {id: token_bytes(token, self._steps) for token, id in vocab.items() if id not in added}
 
     def encode(self, text: str, added: Mapping[str, int], specials: bool, continues: bool) -> tuple[Ids, int]:
         """Returns what `ByteBPE.encode` does. The library knows the words ``added`` itself."""
@@ -279,13 +293,21 @@ def _is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-Step = tuple[str, str, str]  # the type of a decoder, what it replaces, by what
+# What a WordPiece decoder replaces unless its ``cleanup`` is off, token by token.
+_CLEANUP = {
+    " .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'", " n't": "n't", " 'm": "'m", " do not": " don't",
+    " 's": "'s", " 've": "'ve", " 're": "'re",
+}  # fmt: skip
 
 
-def _decoders(decoder: Any) -> list[Step]:
-    """Returns what a decoder does to each token. Raises `UserError` for a kind that works on the whole text alone."""
+def _decoders(values: Mapping[str, Any]) -> list[Step]:
+    """Returns what the decoder of a ``tokenizer.json`` does to each token; without one, tokens are joined by spaces.
+    Raises `UserError` for a kind that works only on the whole text."""
+    if values.get("decoder") is None:
+        pre = [step.get("type") for step in steps(values.get("pre_tokenizer"), "pretokenizers")]
+        return [("ByteLevel" if "ByteLevel" in pre else "Join", "", "")]
     found: list[Step] = []
-    for step in steps(decoder, "decoders"):
+    for step in steps(values["decoder"], "decoders"):
         kind = step.get("type")
         if kind in ("ByteLevel", "ByteFallback"):
             found.append((kind, "", ""))
@@ -293,6 +315,7 @@ def _decoders(decoder: Any) -> list[Step]:
             found.append(("Replace", step.get("replacement", "\u2581"), " "))
         elif kind == "WordPiece":
             found.append(("WordPiece", step.get("prefix", "##"), ""))
+            found += [("Replace", old, new) for old, new in _CLEANUP.items() if step.get("cleanup", True)]
         elif kind == "Replace" and isinstance(step.get("pattern", {}).get("String"), str):
             found.append(("Replace", step["pattern"]["String"], step["content"]))
         elif kind not in ("Fuse", "Strip"):  # Strip takes the space before a whole text away; a piece keeps it
@@ -308,6 +331,8 @@ def token_bytes(token: str, steps: Iterable[Step]) -> bytes:
     for kind, old, new in steps:
         if kind == "Replace":
             token = token.replace(old, new)
+        elif kind == "Join":
+            token = f" {token}"
         elif kind == "WordPiece":
             token = token[len(old) :] if token.startswith(old) else f" {token}"
         elif kind == "ByteFallback" and (found := _BYTE.fullmatch(token)):

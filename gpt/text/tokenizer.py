@@ -102,7 +102,9 @@ class Tokenizer:
 
     @cached_property
     def _bytes(self) -> dict[int, bytes]:
-        return {**self.backend.pieces, **{id: word.encode("utf-8", "replace") for word, id in self._added.items()}}
+        space = " " if self.backend.spaces_added else ""
+        added = {id: f"{space}{word}".encode("utf-8", "replace") for word, id in self._added.items()}
+        return {**self.backend.pieces, **added}
 
     @cached_property
     def vocab_size(self) -> int:
