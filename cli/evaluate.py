@@ -7,7 +7,7 @@ import typer
 from gpt.config import ReadConfig
 
 from . import inputs, progress, render
-from .options import OUTPUT, Device, Json, Quiet, SamplingDtype, Threads, one_of, option, takes
+from .options import OUTPUT, Base, Device, Json, Quiet, SamplingDtype, Threads, one_of, option, takes
 from .sample import MODEL_HELP
 
 
@@ -16,6 +16,7 @@ def evaluate(
     settings: ReadConfig,
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     text: Annotated[list[str], typer.Argument(help="As `gpt train` takes it; or a folder of tokens.")],
+    base: Base = None,
     stride: Annotated[
         int | None,
         option(help="Tokens from the start of one window to the next. Less than the window: windows overlap.",
@@ -41,7 +42,7 @@ def evaluate(
     inputs.announce(text)
     with progress.starting(quiet):
         from gpt import api
-    loaded = api.load(model, device=device, dtype=dtype, threads=threads, note=render.note)
+    loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=render.note)
     with progress.TrainDisplay(quiet) as display, progress.Bar("scored", "tokens", quiet) as bar:
         each = render.token_lines(loaded.tokenizer) if tokens else None
         result = loaded.evaluate_files(text, settings, split, stride, display, bar.watching(each), block_size)

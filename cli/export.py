@@ -7,7 +7,7 @@ import typer
 from gpt.export_config import ExportConfig
 
 from . import inputs, progress, render, render_export
-from .options import Device, Json, Quiet, option, takes
+from .options import Base, Device, Json, Quiet, option, takes
 from .sample import MODEL_HELP
 
 
@@ -18,6 +18,7 @@ def export(
     out: Annotated[
         str, option("--out", "-o", help="A new FILE.gguf for llama.cpp and ollama, or a new folder for publishing.")
     ],
+    base: Base = None,
     eval: Annotated[
         str | None,
         option("--eval", metavar="TEXT", help="Measure the loss on TEXT before and after.", show_default="none"),
@@ -31,7 +32,9 @@ def export(
     with progress.starting(quiet):
         from gpt import api
     with progress.TrainDisplay(quiet) as display:
-        done = api.export(model, out, eval=eval, device=device, note=render.note, listen=display, **vars(settings))
+        done = api.export(
+            model, out, base=base, eval=eval, device=device, note=render.note, listen=display, **vars(settings)
+        )
     if json:
         render.json_line({key: value for key, value in vars(done).items() if key != "chat"} | {"out": str(done.out)})
     else:

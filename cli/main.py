@@ -5,6 +5,7 @@ import errno
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -13,7 +14,7 @@ import typer
 import typer.core
 
 from gpt import __version__, waiting
-from gpt.errors import Interrupted, UserError, device_failure, is_out_of_memory, is_out_of_threads
+from gpt.errors import Interrupted, ModelWarning, UserError, device_failure, is_out_of_memory, is_out_of_threads
 from gpt.parallel import environment
 
 from . import processes, render
@@ -30,6 +31,7 @@ def _help(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
+_show_plainly = warnings.showwarning
 _TWINS = "Each option has a twin in the environment: GPT_{}_<OPTION>."
 COMMANDS = {  # by name, the module with a function of the same name; in the order of the help page
     "train": "train",
@@ -122,6 +124,7 @@ def run() -> None:
 def main(args: list[str]) -> int:
     """Runs a command line and returns its exit status. Errors that a user can cause are two lines on stderr."""
     render.make_output_safe()
+    warnings.showwarning = _show
     debug = "--debug" in args or bool(os.environ.get("GPT_DEBUG"))
     try:
         words = _with_values([arg for arg in args if arg != "--debug"])
@@ -140,6 +143,14 @@ def main(args: list[str]) -> int:
         status = _report(error, _command(args)) if silenced is None else silenced
         environment.tell(environment.STATUS, status)
         return status
+
+
+def _show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """Prints a warning: of a model's files as a note, any other as Python does."""
+    if issubclass(category, ModelWarning):
+        render.note(str(message))
+    else:
+        _show_plainly(message, category, *where, **more)
 
 
 def _check_current_folder(words: Sequence[str]) -> None:

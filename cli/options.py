@@ -24,6 +24,12 @@ Json = Annotated[bool, option("--json", help="JSON on stdout, one object a line.
 Quiet = Annotated[bool, option("--quiet", "-q", help="No progress.", rich_help_panel=OUTPUT)]
 
 
+Base = Annotated[
+    str | None,
+    option("--base", metavar="MODEL", help="The model that an adapter belongs to.", show_default="the one it names"),
+]
+
+
 def one_of(values: tuple[str, ...], *flags: str, **settings: Any) -> Any:
     """An option that takes one of ``values``. The library refuses others, with a suggestion, so the parser need not."""
     return option(*flags, metavar=f"[{'|'.join(values)}]", autocompletion=lambda: list(values), **settings)

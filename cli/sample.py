@@ -12,7 +12,7 @@ from gpt.sample_config import SampleConfig
 from gpt.words import counted
 
 from . import inputs, progress, render
-from .options import OUTPUT, Device, Json, Quiet, SamplingDtype, Threads, option, takes
+from .options import OUTPUT, Base, Device, Json, Quiet, SamplingDtype, Threads, option, takes
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
@@ -33,6 +33,7 @@ def sample(
     model: Annotated[
         str | None, option("--model", "-m", help=MODEL_HELP, show_default="best of the newest run in runs/")
     ] = None,
+    base: Base = None,
     prompt_file: Annotated[
         Path | None, option(help="Read the prompt from a file; - is stdin.", show_default="none")
     ] = None,
@@ -64,14 +65,23 @@ def sample(
     """Let a model write on after PROMPT."""
     _check_numbers(num, seed)
     if interactive:
-        _talk(settings, model, seed, device, dtype, threads, [prompt, prompt_file, prompts, out, json, quiet, num > 1])
+        _talk(
+            settings,
+            model,
+            base,
+            seed,
+            device,
+            dtype,
+            threads,
+            [prompt, prompt_file, prompts, out, json, quiet, num > 1],
+        )
         return
     texts = _prompts(prompt, prompt_file, prompts)
     note = _silent if quiet else render.note
     _check(settings, num, as_json=json or out is not None, note=note)
     with progress.starting(quiet=json or quiet):
         from gpt import api
-    loaded = api.load(model, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
+    loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
     if out is None:
         _shown(loaded, texts, settings, seed, num, json, echo=not no_echo, quiet=quiet)
     else:
@@ -85,6 +95,7 @@ def _silent(text: str) -> None:
 def _talk(
     settings: SampleConfig,
     model: str | None,
+    base: str | None,
     seed: int | None,
     device: str,
     dtype: str,
@@ -98,7 +109,7 @@ def _talk(
     with progress.starting(quiet=False):
         from gpt import api
     load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=render.note, sampling=settings)
-    loaded = load(model)
+    loaded = load(model, base=base)
     seed = render.draw_seed(announce=settings.draws) if seed is None else seed
     Interaction(loaded, load, settings, seed).run()
 

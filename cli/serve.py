@@ -8,7 +8,7 @@ from gpt.sample_config import SampleConfig
 from gpt.serve_config import ServeConfig
 
 from . import progress, render
-from .options import Device, SamplingDtype, Threads, option, takes
+from .options import Base, Device, SamplingDtype, Threads, option, takes
 from .sample import MODEL_HELP
 
 
@@ -19,6 +19,7 @@ def serve(
     model: Annotated[
         str | None, option("--model", "-m", help=MODEL_HELP, show_default="best of the newest run in runs/")
     ] = None,
+    base: Base = None,
     device: Device = "auto",
     dtype: SamplingDtype = "auto",
     threads: Threads = None,
@@ -34,7 +35,13 @@ def serve(
         except ImportError as error:
             raise WorkError(f"serving needs the package {error.name}", "pip install 'gpt[serve]'") from None
     loaded = api.load(
-        model, device=device, dtype=dtype, threads=threads, note=render.note, sampling=SampleConfig(compile="off")
+        model,
+        base=base,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        note=render.note,
+        sampling=SampleConfig(compile="off"),
     )
     path = Path(loaded.path)
     home = path.parent if (path.parent / "run.json").exists() else path

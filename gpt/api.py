@@ -165,7 +165,7 @@ def _opened(
             if getattr(config, each.name) != each.default:
                 note(f"{path} is tokenized already: --{each.name.replace('_', '-')} is not used")
         folder = TokenFolder(path)
-        if folder.tokenizer.fingerprint != tokenizer.fingerprint:
+        if not folder.read_for(tokenizer):
             raise UserError(
                 f"{path} was made with another tokenizer ({folder.tokenizer.name}) than the model's",
                 "tokenize the text with the model's own: gpt tokenize … --tokenizer MODEL",
@@ -191,6 +191,7 @@ def _opened(
 def load(
     path: str | Path | None = None,
     *,
+    base: str | Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
     threads: int | None = None,
@@ -199,7 +200,8 @@ def load(
 ) -> LanguageModel:
     """Loads the model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, a
     folder of transformers; None: the newest run's best. Raises `UserError` where there is none, or it is damaged. If
-    the latest checkpoint is damaged, ``note`` says so and the one before is loaded.
+    the latest checkpoint is damaged, ``note`` says so and the one before is loaded. ``base`` is the model that an
+    adapter belongs to, where its files name another one.
 
     With the ``sampling`` settings of later calls, weights are laid out for steps of one token, in ``dtype`` itself and
     not cast at each product; ``dtype`` "int8" or "int4" rounds them. Weights that are stored so are used so by
@@ -208,6 +210,8 @@ def load(
     are given.
     """
     found = folder.find_checkpoint(None if path is None else str(path), note)
+    if base is not None:
+        folder.name_base(found, str(base))
     stored = None if adapter.is_adapter(found) else hf.load_bits(found)
     if sampling is not None and dtype == "auto":
         dtype = next((name for name, each in quantized.BITS.items() if each == stored), dtype)
@@ -319,16 +323,17 @@ def export(
     model: str | Path | None,
     out: str | Path,
     *,
+    base: str | Path | None = None,
     eval: str | None = None,
     device: str = "auto",
     note: Callable[[str], None] = lambda text: None,
     listen: "Listener" = lambda event: None,
     **settings: Any,
 ) -> "Exported":
-    """Writes a model, which `load` takes, to ``out``: a GGUF file where it ends in .gguf, else a folder for publishing.
-    ``settings`` are those of `ExportConfig`: ``type`` or ``dtype``, ``license``, ``samples``. With ``eval``, a text as
-    `train` takes it, the loss is measured before and after. ``listen`` hears the progress. Raises `UserError`,
-    `WorkError`, and `Interrupted` after a signal."""
+    """Writes a model, which `load` takes with its ``base``, to ``out``: a GGUF file where it ends in .gguf, else a
+    folder for publishing. ``settings`` are those of `ExportConfig`: ``type`` or ``dtype``, ``license``, ``samples``.
+    With ``eval``, a text as `train` takes it, the loss is measured before and after. ``listen`` hears the progress.
+    Raises `UserError`, `WorkError`, and `Interrupted` after a signal."""
     from gpt.exporting import gguf_tokenizer
     from gpt.exporting import run as exports
     from gpt.exporting.source import open_source
@@ -338,6 +343,8 @@ def export(
     target = exports.find_target(str(out), config)
     words = None if model is None else str(model)
     path = folder.find_checkpoint(words, note)
+    if base is not None:
+        folder.name_base(path, str(base))
     source = open_source(path, words or "")
     exports.check(source, target)
     for difference in gguf_tokenizer.differences(source.tokenizer) if target.is_file else []:

@@ -1,6 +1,7 @@
 """The errors that a user can cause, and the ones that end a piece of work."""
 
 import errno
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -72,6 +73,15 @@ class Interrupted(BaseException):
     def exit_code(self) -> int:
         """The shell's convention: 128 + the signal's number (130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP)."""
         return 128 + self.signum
+
+
+class ModelWarning(UserWarning):
+    """A model is used in spite of something in its files."""
+
+
+def warn(text: str) -> None:
+    """Warns of a model's files. The command line prints it as a note."""
+    warnings.warn(shortened(text), ModelWarning, stacklevel=2)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -81,10 +81,10 @@ OPTIONS = {
     "--sample-bytes --val-fraction --val-text --field --split-on --encoding --errors --skip-bad --jobs --steps --epochs --minutes --batch-tokens --micro-batch --batch-ramp --optimizer --lr --warmup --warmup-tokens --schedule --decay --weight-decay "
     "--clip --eval-every --patience --save-every --keep --sample-every --log --device --nproc --threads --shard --tensor --recompute --dtype --compile --seed --resume --config --print-config "
     "--json --quiet -q",
-    "sample": "--model -m --prompt-file --prompts --temperature -t --top-k --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty "
+    "sample": "--model -m --base --prompt-file --prompts --temperature -t --top-k --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty "
     "--no-repeat-ngram --bias --greedy --beam --length-penalty --early-stopping --n-best --max-tokens -n --min-tokens "
     "--interactive -i --stop --ignore-eot --num -N --seed --no-echo --json --quiet -q --out -o --logprobs --echo-logprobs --batch --speculate --compile --device --dtype --threads",
-    "eval": "--field --split-on --encoding --errors --skip-bad --stride --block-size --split --tokens --json --quiet -q --device --dtype --threads",
+    "eval": "--base --field --split-on --encoding --errors --skip-bad --stride --block-size --split --tokens --json --quiet -q --device --dtype --threads",
     "tokenize": "--out -o --resume --part --tokenizer --vocab-size --sample-bytes --val-fraction --val-text --field "
     "--split-on --encoding --errors --skip-bad --jobs --seed --json --quiet -q",
     "params": "--list --n-layer --n-head --n-kv-head --head-dim --n-embd --n-inner --window --block-size --vocab-size --positions --arch --out -o --json "
@@ -98,8 +98,8 @@ OPTIONS = {
     "inspect positions": "--model -m --out -o --json",
     "inspect tokens": "--file --model -m --out -o --json",
     "bench": "--prompt-tokens --new-tokens -n --batch --rounds --json --device --dtype --threads --compile",
-    "export": "--out -o --eval --type --dtype --license --samples --json --quiet -q --device",
-    "serve": "--model -m --host --port --name --cors --api-key --max-batch --queue --limit-tokens --grace --device --dtype --threads",
+    "export": "--base --out -o --eval --type --dtype --license --samples --json --quiet -q --device",
+    "serve": "--model -m --base --host --port --name --cors --api-key --max-batch --queue --limit-tokens --grace --device --dtype --threads",
     "data": "",
     "data list": "--json",
     "data show": "--verify --json --quiet -q",

@@ -264,7 +264,6 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ("llama", {"residual_multiplier": 0.2}, "residual_multiplier is 0.2"),
         ("llama", {"embedding_multiplier": 12}, "embedding_multiplier is 12"),
         ("llama", {"logits_scaling": 8}, "logits_scaling is 8"),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
         ("llama", {"is_causal": False}, "is_causal is False"),
         ("llama", {"sliding_window": 9}, "sliding_window is 9"),
         ("llama", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "contradict"),
@@ -363,10 +362,6 @@ def test_weights_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
     save_file(untied, tmp_path / "c" / "model.safetensors")
     (tmp_path / "c" / "config.json").write_text(json.dumps(said | {"tie_word_embeddings": False}))
     with pytest.raises(UserError, match=r"lm_head.weight is missing"):
-        checkpoint.load(tmp_path / "c", CPU.device)
-    save_file({**untied, hf.UNEMBEDDING: torch.ones(IDS, config.n_embd)}, tmp_path / "c" / "model.safetensors")
-    (tmp_path / "c" / "config.json").write_text(json.dumps(said | {"tie_word_embeddings": True}))
-    with pytest.raises(UserError, match="its unembedding is not its embedding"):
         checkpoint.load(tmp_path / "c", CPU.device)
 
 

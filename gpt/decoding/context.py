@@ -39,7 +39,8 @@ class Context:
         vocab_size: int | None = None,
     ) -> None:
         self.model = model
-        self.vocab_size = vocab_size  # the tokenizer's, where the model's is filled up with ids that have no token
+        # The tokenizer's, where the model's is filled up with ids that have no token.
+        self.vocab_size = min(vocab_size or model.config.vocab_size, model.config.vocab_size)
         self.compute = compute
         self.size = model.config.block_size
         room = min(self.size, room or self.size)
@@ -157,9 +158,8 @@ class Context:
         numbers[1, : len(keys)] = as_int64(keys)[:, 0]
         self._numbers.copy_(upload(numbers, self.compute.device))
         self.model.reach(int(lengths.max()) + 1)
-        size = self.vocab_size or self.model.config.vocab_size
         with self._autocast():
-            found = self.compiled(self.cache, self.last, self._numbers, size, filters, top)
+            found = self.compiled(self.cache, self.last, self._numbers, self.vocab_size, filters, top)
         lengths[:n] += 1
         return [each[:n] for each in found]
 

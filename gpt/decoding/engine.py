@@ -202,7 +202,7 @@ class Engine:
         return self._number - 1
 
     def _check(self, request: Request) -> None:
-        size = self.context.vocab_size or self.context.model.config.vocab_size
+        size = self.context.vocab_size
         beam = request.config.beam
         if beam > self.context.rows:
             raise UserError(

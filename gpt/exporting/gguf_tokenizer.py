@@ -5,12 +5,13 @@ Unicode 16 are none there. Under the patterns of Llama 3 and Qwen, 's is no endi
 that overlap in a text it finds the longest first, and we the leftmost.
 """
 
+import functools
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gpt.errors import UserError
-from gpt.text.backends import ByteBPE, in_characters
+from gpt.text.backends import ByteBPE, Library, in_characters
 from gpt.text.boundaries import (
     CL100K_PATTERN,
     DIGITS_PATTERN,
@@ -21,7 +22,7 @@ from gpt.text.boundaries import (
     backtracking,
 )
 from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokenizer_files import merging_pairs
+from gpt.text.tokenizer_files import merging_pairs, without_some_bytes
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter, TokenType
@@ -53,9 +54,11 @@ _NAMED_ENDS = 3  # as many ids a file can name: end of text, of a turn, of a mes
 
 def check(tokenizer: Tokenizer) -> None:
     """Raises `UserError` for a tokenizer to which llama.cpp would give other ids, or another end of a text."""
-    backend = tokenizer.backend
-    if not isinstance(backend, ByteBPE):
+    backend = _backend(tokenizer)
+    if backend is None:
         raise UserError("a .gguf file takes a byte-level BPE, and this tokenizer.json is none that is known here", HINT)
+    if max(backend.ranks.values()) >= tokenizer.usable:
+        raise UserError("this tokenizer has ordinary tokens that the model does not have", HINT)
     pre = _pre(backend)
     if pre is None:
         raise UserError("llama.cpp does not have the pattern that cuts this tokenizer's texts into words", HINT)
@@ -70,9 +73,12 @@ def check(tokenizer: Tokenizer) -> None:
 
 def differences(tokenizer: Tokenizer) -> list[str]:
     """Returns what differs in llama.cpp, for a user to know, and is no reason to refuse: files of Qwen live with it."""
-    found = []
-    if isinstance(tokenizer.backend, ByteBPE) and tokenizer.backend.nfc:
+    found, backend = [], _backend(tokenizer)
+    if backend is not None and backend.nfc:
         found.append("llama.cpp does not normalize a text to NFC as this tokenizer does: give it texts in NFC")
+    missing = 0 if backend is None else sum(bytes([byte]) not in backend.ranks for byte in range(256))
+    if missing:
+        found.append(f"this tokenizer has no token for {missing} of the 256 bytes: llama.cpp leaves them out of a text")
     more = [word for word, id in _added(tokenizer).items() if word in _ENDS and id not in tokenizer.ends]
     if more:
         found.append(f"llama.cpp ends a text at {', '.join(more)} too, whatever the file says")
@@ -82,8 +88,8 @@ def differences(tokenizer: Tokenizer) -> list[str]:
 def add(writer: "GGUFWriter", tokenizer: Tokenizer, vocab_size: int) -> None:
     """Adds the tokenizer to a GGUF file: for each of the model's ``vocab_size`` ids its text and type, the merges in
     their order, the pattern's name, and which ids begin and end a text. `check` has passed it."""
-    backend = tokenizer.backend
-    assert isinstance(backend, ByteBPE)
+    backend = _backend(tokenizer)
+    assert backend is not None
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_pre(backend) or "")
     tokens = list(_tokens(tokenizer, vocab_size))
@@ -102,6 +108,16 @@ def add(writer: "GGUFWriter", tokenizer: Tokenizer, vocab_size: int) -> None:
         told(id)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
+
+
+def _backend(tokenizer: Tokenizer) -> ByteBPE | None:
+    """Returns the byte-level BPE of a tokenizer, which the tokenizers library runs where a byte has no token."""
+    return _as_bytes(tokenizer.backend) if isinstance(tokenizer.backend, Library) else tokenizer.backend
+
+
+@functools.lru_cache(maxsize=1)
+def _as_bytes(backend: Library) -> ByteBPE | None:
+    return without_some_bytes(backend.values)
 
 
 def _pre(backend: ByteBPE) -> str | None:
@@ -127,8 +143,9 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int) -> Iterator[tuple[str, "Token
     """Yields the text and the type of each id. llama.cpp wants all texts to differ."""
     from gguf import TokenType
 
-    assert isinstance(tokenizer.backend, ByteBPE)
-    found = {id: (in_characters(token), TokenType.NORMAL) for token, id in tokenizer.backend.ranks.items()}
+    backend = _backend(tokenizer)
+    assert backend is not None
+    found = {id: (in_characters(token), TokenType.NORMAL) for token, id in backend.ranks.items()}
     found |= {id: (word, TokenType.CONTROL) for word, id in tokenizer.all_specials.items()}
     found |= {id: (word, TokenType.USER_DEFINED) for word, id in tokenizer.words.items()}
     taken = {text for text, _ in found.values()}

@@ -89,8 +89,7 @@ def _provenance(path: Path, line: int = 0) -> Provenance:
             hint = "copy the checkpoint out of its run: then its card says that its training is not known"
             raise UserError(error.message, hint) from None
     if adapter.is_adapter(path):
-        base = folder.base_of(path)
-        return Provenance(ancestors=_line(base, hub.fetch(base) if hub.is_remote(base) else Path(base), line))
+        return Provenance(ancestors=_line(folder.base_of(path), folder.base_folder(path), line))
     base = _front_matter(path).get("base_model", "")
     on_hub = HUB_NAME.fullmatch(base) is not None
     return Provenance(ancestors=[Ancestor(base if on_hub else last_part(base), on_hub)] if base else [])

@@ -67,12 +67,9 @@ class Adapter:
     def find_base(self, path: Path) -> Path:
         """Finds the folder of the weights that the adapter at ``path`` belongs to. Raises `UserError` where they are
         gone or have changed."""
-        hint = "put it back as it was; where --merge-lora was given, RUN/merged needs no base"
-        base = hub.fetch(self.base) if hub.is_remote(self.base) else Path(self.base)
-        if not folder.is_checkpoint(base):
-            raise UserError(f"{path} is an adapter to {self.base}, which is not there", hint)
+        base = folder.base_folder(path)
         if self.sha256 and folder.weight_checksums(base) != self.sha256:
-            raise UserError(f"{path} is an adapter to {self.base}, whose weights are others now", hint)
+            raise UserError(f"{path} is an adapter to {self.base}, whose weights are others now", folder.BASE_HINT)
         return base
 
 

@@ -1,9 +1,10 @@
 """Reads and writes checkpoint folders: weights and tokenizer in the layout of `gpt.runs.hf`, safetensors only."""
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from gpt.config import GPT2_VOCAB, GPTConfig
-from gpt.errors import UserError
+from gpt.errors import UserError, warn
 from gpt.files import disk_errors, is_file_name, read_json, reading, side_by_side, to_json, whole_folder, write_pieces
 from gpt.model import lora
 from gpt.model.decoder import GPT, Linear
@@ -21,7 +22,7 @@ from gpt.model.params import named_parameters, parameters
 from gpt.model.quantize import Quantized, QuantizedEmbedding, QuantizedLinear, round_matrices, whole
 from gpt.runs import adapter, folder, hf, quantized, tensors
 from gpt.text.tokenizer import Tokenizer, describe, gpt2_tokenizer
-from gpt.text.tokenizer_files import has_own, read_own, read_transformers, tokenizer_files
+from gpt.text.tokenizer_files import has_own, read_own, read_template, read_transformers, tokenizer_files
 
 FORMAT = 1
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -185,7 +186,7 @@ def load(
     Raises `UserError` for damage (a checksum, a shape, a number), for a model of another kind, and for an adapter whose
     base is gone.
     """
-    config, meta = _describe(path)
+    config = _describe(path)
     if adapter.is_adapter(path):
         said = adapter.read(path)
         if above == folder.MOST_ADAPTERS:
@@ -201,7 +202,7 @@ def load(
             finish(model)
     else:
         model = build(shape or config, stored_parameters(path, config), device, dtype, mapped, finish, bits)
-    return Checkpoint(model, load_tokenizer(path, config, meta))
+    return Checkpoint(model, load_tokenizer(path, config))
 
 
 def peek(path: Path) -> tuple[GPTConfig, Tokenizer]:
@@ -209,16 +210,16 @@ def peek(path: Path) -> tuple[GPTConfig, Tokenizer]:
 
     Raises `UserError` as `load` does, for what can be seen without the weights.
     """
-    config, meta = _describe(path)
+    config = _describe(path)
     if adapter.is_adapter(path):
         adapter.read(path).find_base(path)
     else:
         _weight_files(path)
-    return config, load_tokenizer(path, config, meta)
+    return config, load_tokenizer(path, config)
 
 
-def _describe(path: Path) -> tuple[GPTConfig, dict[str, Any]]:
-    """The shape of a checkpoint's model, and the object in its ``gpt.json``, empty where there is none."""
+def _describe(path: Path) -> GPTConfig:
+    """The shape of a checkpoint's model. Raises `UserError` for a damaged one, and for one of another version."""
     path = folder.home(path)
     with reading(path):
         ours = (path / folder.META).exists() or (path / folder.CHECKSUMS).exists()
@@ -228,17 +229,41 @@ def _describe(path: Path) -> tuple[GPTConfig, dict[str, Any]]:
     if ours and meta.get("format") != FORMAT:
         raise UserError(f"{path} has format {meta.get('format')!r}; this program reads format {FORMAT}", "update gpt")
     config = hf.load_config(path)
-    return config, meta
+    if config.tied and not adapter.is_adapter(path) and hf.load_bits(path) is None and _has_own_head(path, config):
+        warn(f"{path}: {hf.UNEMBEDDING} is not the embedding, though config.json says that they are tied: it is used")
+        config = replace(config, tied=False)
+    return config
 
 
-def load_tokenizer(path: Path, config: GPTConfig, meta: Mapping[str, Any]) -> Tokenizer:
-    """Loads the tokenizer beside the weights: ours, or one of transformers'. A folder without one and with
-    50,257 ids means GPT-2's. Raises `UserError` where its size is not the model's."""
-    path, tokenizer = folder.home(path), None
-    if meta and has_own(path, meta.get("tokenizer")):
-        tokenizer = read_own(path, meta.get("tokenizer"), str(path / folder.META))
-    else:
-        tokenizer = read_transformers(path)
+def _has_own_head(path: Path, config: GPTConfig) -> bool:
+    """Whether an unembedding is stored that is not the embedding."""
+    shape = (config.vocab_size, config.n_embd)
+    both = {hf.UNEMBEDDING: shape, hf.embedding_name(config): shape}
+
+    def ours(theirs: str) -> str | None:
+        name = hf.full_name(theirs, config)
+        return name if name in both else None
+
+    files = [file for file in _weight_files(path) if file.exists()]
+    try:
+        found = [each.mapped() for each in tensors.find(files, {}, "config.json", ours=ours, optional=both).values()]
+    except UserError:
+        return False  # reading the weights says why
+    wide = functools.reduce(torch.promote_types, (each.dtype for each in found), torch.float16)
+    return len(found) == 2 and not torch.equal(*(each.to(wide) for each in found))
+
+
+def load_tokenizer(path: Path, config: GPTConfig) -> Tokenizer:
+    """Loads the tokenizer of a checkpoint, ours or one of transformers'. Adapters may have one of their own, or a chat
+    template alone, which goes with that of their base; one may also be put beside a tokenizer of ours. A folder without
+    a tokenizer and with 50,257 ids means GPT-2's. Raises `UserError` where a text could have no beginning or end."""
+    tokenizer, template = None, dict[str, bytes]()
+    for each in folder.lineage(path):
+        tokenizer = _own_tokenizer(each)
+        if tokenizer is None or tokenizer.chat_template is None:
+            template = template or read_template(each)
+        if tokenizer is not None:
+            break
     if tokenizer is None and config.vocab_size == GPT2_VOCAB:
         tokenizer = gpt2_tokenizer()
     if tokenizer is None:
@@ -246,9 +271,18 @@ def load_tokenizer(path: Path, config: GPTConfig, meta: Mapping[str, Any]) -> To
             f"{path} has no tokenizer, and its {config.vocab_size:,} ids are not GPT-2's {GPT2_VOCAB:,}",
             "put the model's tokenizer.json into that folder",
         )
-    if tokenizer.vocab_size > config.vocab_size:
-        raise UserError(f"{path}: the tokenizer has {tokenizer.vocab_size:,} ids and the model {config.vocab_size:,}")
-    return tokenizer
+    try:
+        tokenizer = tokenizer.for_model(config.vocab_size)
+    except UserError as error:
+        raise UserError(f"{path}: {error.message}", error.hint) from None
+    return replace(tokenizer, files={**tokenizer.files, **template}) if template else tokenizer
+
+
+def _own_tokenizer(path: Path) -> Tokenizer | None:
+    meta = read_json(path / folder.META) if (path / folder.META).is_file() else {}
+    if meta and has_own(path, meta.get("tokenizer")):
+        return read_own(path, meta.get("tokenizer"), str(path / folder.META))
+    return read_transformers(path)
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -274,7 +308,7 @@ def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None])
         for name, parameter in load(path, torch.device("cpu"), shape).model.named_parameters():
             put(name, parameter.detach())
         return
-    config, _ = _describe(path)
+    config = _describe(path)
     table = named_parameters(shape)
     for name, get in stored_parameters(path, config).items():
         if table[name].trained:
@@ -287,35 +321,51 @@ def stored_parameters(path: Path, config: GPTConfig) -> Parameters:
     dtype of the files: a view of a mapped file where it is stored by itself. Before any is read, names, shapes and
     dtypes of all are compared with the configuration. Raises `UserError` where they differ."""
     files = _weight_files(path)
-    bits = hf.load_bits(path)
-    _check_size(path, config, bits)
+    values = read_json(path / "config.json")
+    bits = quantized.read_bits(values)
     if bits is not None:
+        _check_size(path, config, bits)
         places = quantized.layout(config, bits)
         shapes = {name: shape for name, (shape, _) in places.items()}
         found = tensors.find(files, shapes, "config.json", dtypes={name: code for name, (_, code) in places.items()})
         return quantized.from_stored(config, bits, lambda name: found[name].mapped(), str(path))
-    found = tensors.find(
-        files,
-        {name: each.shape for name, each in hf.stored_tensors(config).items()},
-        "config.json",
-        ours=lambda theirs: hf.full_name(theirs, config),
-        optional={hf.UNEMBEDDING: (config.vocab_size, config.n_embd)},
-    )
-    parameters: Parameters = {
+    beside: list[str] = []
+
+    def ours(theirs: str) -> str | None:
+        name = hf.full_name(theirs, config)
+        if name is None or hf.part_of(name) in parts:
+            return name
+        beside.append(theirs)
+        return None
+
+    rounded = quantized.of_others(values)
+    try:
+        _check_size(path, config, None)
+        expected = {name: each.shape for name, each in hf.stored_tensors(config).items()}
+        parts = {*map(hf.part_of, expected), hf.part_of(hf.UNEMBEDDING)}
+        found = tensors.find(
+            files,
+            expected,
+            "config.json",
+            ours=ours,
+            optional={hf.UNEMBEDDING: (config.vocab_size, config.n_embd)},
+        )
+    except UserError as error:
+        if not rounded:
+            raise
+        raise UserError(
+            f"{path}: {rounded}, and only weights that gpt export has rounded are read ({error.message})",
+            "take the model in 16 or 32 bits",
+        ) from None
+    if rounded:
+        warn(f"{path}: {rounded}, but its weights are not rounded: they are used as they are")
+    if beside:
+        more = f" and {len(beside) - 1:,} more" if len(beside) > 1 else ""
+        warn(f"{path}: the tensor {beside[0]:.80}{more} is no part of the decoder, and is not used")
+    return {
         name: partial(_joined, together, lambda theirs: found[theirs].mapped())
         for name, together in _by_parameter(config)
     }
-    if config.tied and hf.UNEMBEDDING in found:
-        embedding = parameters["wte.weight"]
-
-        def checked() -> Tensor | Quantized:
-            value = embedding()
-            if not torch.equal(found[hf.UNEMBEDDING].mapped(), whole(value)):
-                raise UserError(f"{path}: its unembedding is not its embedding; config.json says they are tied")
-            return value
-
-        parameters["wte.weight"] = checked
-    return parameters
 
 
 def _check_size(path: Path, config: GPTConfig, bits: int | None) -> None:

@@ -7,12 +7,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt.errors import UserError, check_text
+from gpt.errors import UserError, WorkError, check_text
 from gpt.files import (
     TEMPORARY,
     file_sha256,
@@ -38,6 +38,7 @@ MOST_ADAPTERS = 100  # on top of each other; one that names itself as its base w
 LONGEST_NAME = 60  # characters, of a file of a checkpoint: no system takes more than 255 bytes
 TRAINING = ("training.json", "training.safetensors")  # for resuming alone; older checkpoints lose it
 KEPT = "checkpoints saved before, if any, are whole"
+BASE_HINT = "name it with --base, or put it back; where --merge-lora was given, RUN/merged needs no base"
 HINT = "take another checkpoint of the run, or copy this one anew"
 _STEP = re.compile(r"step-(\d{6,12})")
 _PART = re.compile(r"(.+):(best|latest|step-\d+)")
@@ -212,9 +213,25 @@ def is_checkpoint(path: Path) -> bool:
     return _has(path, "config.json") or _has(path, ADAPTER)
 
 
+_bases: dict[Path, str] = {}  # by the adapters on top of them, where the user named them
+
+
+def name_base(path: Path, base: str) -> None:
+    """Puts ``base``, as `find_checkpoint` takes it, in the place of the model that the files of the adapters at
+    ``path`` name. Raises `UserError` where there are no adapters."""
+    if not _has(path, ADAPTER):
+        raise UserError(f"{path} is a whole model, and no adapter to another one", "leave out --base")
+    named = base if hub.is_remote(base) else str(find_checkpoint(base).absolute())
+    while not hub.is_remote(below := base_of(path)) and _has(Path(below), ADAPTER):
+        path = Path(below)
+    _bases[path.absolute()] = named
+
+
 def base_of(path: Path) -> str:
     """The model that the adapters at ``path`` belong to: a folder, or ``hf:NAME@REVISION``. Raises `UserError` where
     that is not said."""
+    if path.absolute() in _bases:
+        return _bases[path.absolute()]
     values = read_json(path / ADAPTER)
     name, revision = values.get("base_model_name_or_path"), values.get("revision")
     if not isinstance(name, str) or not name or not isinstance(revision, str | None):
@@ -224,16 +241,37 @@ def base_of(path: Path) -> str:
     return f"{hub.PREFIX}{name}" + (f"@{revision}" if revision else "")
 
 
-def home(path: Path) -> Path:
-    """The folder that has the shape and the tokenizer of a checkpoint: itself, or of PEFT's adapters, which have none,
-    their base. Raises `UserError` where there is none."""
+def base_folder(path: Path) -> Path:
+    """The folder of the model that the adapters at ``path`` belong to. Raises `UserError` where it cannot be had."""
+    base = base_of(path)
+    if not hub.is_remote(base) and not is_checkpoint(Path(base)):
+        raise UserError(f"{path} is an adapter to {base}, which is not there", BASE_HINT)
+    try:
+        return hub.fetch(base) if hub.is_remote(base) else Path(base)
+    except WorkError as error:
+        raise WorkError(
+            f"{path} is an adapter to {base}: {error.message}", f"name its base with --base, or {error.hint}"
+        ) from None
+
+
+def lineage(path: Path) -> Iterator[Path]:
+    """Yields the folder of a checkpoint and, of adapters, those of the models below them; one of the hub is fetched
+    when it is asked for. Raises `UserError` where the chain does not end."""
     here = path
     for _ in range(MOST_ADAPTERS):
-        if not _has(here, ADAPTER) or _has(here, "config.json"):
-            return here
-        base = base_of(here)
-        here = hub.fetch(base) if hub.is_remote(base) else Path(base)
+        yield here
+        if not _has(here, ADAPTER):
+            return
+        here = base_folder(here)
     raise UserError(f"{path} ends a chain of more than {MOST_ADAPTERS} adapters", "merge some of them")
+
+
+def home(path: Path) -> Path:
+    """The folder that has the shape of a checkpoint: itself, or of PEFT's adapters, which have none, their base."""
+    for here in lineage(path):
+        if _has(here, "config.json"):
+            break
+    return here
 
 
 def is_run(path: Path) -> bool:

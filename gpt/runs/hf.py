@@ -73,6 +73,16 @@ def full_name(theirs: str, config: GPTConfig) -> str | None:
     return theirs if theirs == UNEMBEDDING else prefix + theirs.removeprefix(prefix)
 
 
+def embedding_name(config: GPTConfig) -> str:
+    """The full name of the embedding."""
+    return f"{_GPT2}wte.weight" if config.layout in (OWN_TYPE, "gpt2") else f"{_LLAMA}embed_tokens.weight"
+
+
+def part_of(name: str) -> str:
+    """The part of a model that a tensor belongs to, by its full name: ``layers``, ``wte``, ``v_head`` …"""
+    return name.removeprefix(_GPT2).removeprefix(_LLAMA).partition(".")[0]
+
+
 @dataclass(frozen=True)
 class Family:
     """A kind of model that transformers computes as this decoder does."""
@@ -140,7 +150,7 @@ _WITHOUT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logit_softcapping"), (None, 0)),
     **dict.fromkeys(("residual_multiplier", "embedding_multiplier", "logits_scaling", "logit_scale"), (None, 1)),
     **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar", "scale_emb", "scale_depth"), (None,)),
-    **dict.fromkeys(("compression_config", "clip_qkv", "no_rope_layers"), (None,)),
+    **dict.fromkeys(("clip_qkv", "no_rope_layers"), (None,)),
     **dict.fromkeys(("alibi", "use_qk_norm", "qk_layernorm", "use_mrope", "parallel_residual"), (None, False)),
     **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "use_bidirectional_attention"), (None, False)),
     "dual_chunk_attention_config": (None,),
@@ -228,7 +238,6 @@ def from_hf_config(values: Mapping[str, Any], where: str) -> GPTConfig:
         raise UserError(f"{where} describes a model of type {kind!r:.80}", f"these are read: {', '.join(FAMILIES)}")
     values = GPTConfig.upgrade(values, where) if kind == OWN_TYPE else values
     try:
-        quantized.read_bits(values)
         return _from_own_config(values) if kind == OWN_TYPE else _from_family(kind, FAMILIES[kind], values)
     except UserError as error:
         hint = error.hint or "no option changes that: take another model"
@@ -331,5 +340,5 @@ def load_config(path: Path) -> GPTConfig:
 
 
 def load_bits(path: Path) -> int | None:
-    """The bits of a checkpoint's matrices where they are rounded. Raises `UserError` for those of other programs."""
+    """The bits of a checkpoint's matrices where they are rounded."""
     return quantized.read_bits(read_json(path / "config.json"))

@@ -28,17 +28,14 @@ def describe(bits: int) -> dict[str, Any]:
 
 
 def read_bits(values: Mapping[str, Any]) -> int | None:
-    """The bits of the rounded matrices of a ``config.json``; None where it has none. Raises `UserError` for those of
-    other programs."""
-    said = values.get(KEY)
-    if said is None:
-        return None
-    for bits in BITS.values():
-        if said == describe(bits):
-            return bits
-    raise UserError(
-        f"{KEY} is {said!r:.120}; only weights that gpt export has rounded are read", "take the model in 16 or 32 bits"
-    )
+    """The bits of the matrices that `to_stored` has rounded, as a ``config.json`` says; None where it does not."""
+    return next((bits for bits in BITS.values() if values.get(KEY) == describe(bits)), None)
+
+
+def of_others(values: Mapping[str, Any]) -> str:
+    """What a ``config.json`` says of matrices that another program has rounded; empty where it says nothing."""
+    said = [f"{key} is {values[key]!r:.120}" for key in (KEY, "compression_config") if values.get(key) is not None]
+    return said[0] if said and read_bits(values) is None else ""
 
 
 def _bits_of(parameter: Parameter, bits: int) -> int | None:

@@ -173,7 +173,7 @@ class Server:
         return [tokenizer.bos, *ids] if opened and tokenizer.bos is not None else ids
 
     async def _detokenize(self, request: Request) -> Response:
-        ids, size = (await self._json(request)).get("tokens"), self.service.tokenizer.vocab_size
+        ids, size = (await self._json(request)).get("tokens"), self.service.tokenizer.usable
         if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < size for id in ids):
             raise ApiError(400, f"tokens must be a list of ids below {size:,}", "tokens")
         return JSONResponse({"prompt": await self._in_thread(request, lambda: self.service.tokenizer.decode(ids))})
@@ -225,7 +225,7 @@ class Server:
             raise self._no_model(clean(str(name)))
 
     def _prompt(self, given: str | Sequence[int]) -> Prompt:
-        limit, size = self.service.config.limit_tokens, self.service.tokenizer.vocab_size
+        limit, size = self.service.config.limit_tokens, self.service.tokenizer.usable
         if isinstance(given, str):
             self._check_length(given)
         prompt = read_prompt(self.service.tokenizer, given)
@@ -265,7 +265,7 @@ class Server:
             answer.end()
 
     def _check_size(self, prompts: list[Prompt], asked: Generation) -> None:
-        config, size, block_size = asked.config, self.service.tokenizer.vocab_size, self.service.block_size
+        config, size, block_size = asked.config, self.service.tokenizer.usable, self.service.block_size
         if any(id >= size for id, _ in asked.bias):
             raise ApiError(400, f"logit_bias has an id that is not below {size:,}", "logit_bias")
         longest = max(len(prompt.ids) for prompt in prompts)

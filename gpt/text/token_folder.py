@@ -125,6 +125,13 @@ class TokenFolder:
         """The tokenizer of the ids. Raises `UserError` where its fingerprint is not the manifest's."""
         return read_own(self.path, self.manifest.get("tokenizer"), str(self.path / MANIFEST))
 
+    def read_for(self, tokenizer: Tokenizer) -> bool:
+        """Takes the tokenizer of a model, whose ids may be fewer, for its own. False where it is another one."""
+        same = self.tokenizer.fingerprint == tokenizer.fingerprint
+        if same:
+            self.tokenizer = tokenizer
+        return same
+
     def stream(self, side: Side) -> TokenStream:
         """Opens the ids of one side. Raises `UserError` where a shard is not what the manifest says."""
         vocab_size = self.tokenizer.vocab_size
@@ -134,6 +141,7 @@ class TokenFolder:
                 shard = Shard(self.path / record.file)
                 if (len(shard), shard.documents, shard.vocab_size) != (record.tokens, record.documents, vocab_size):
                     raise UserError(f"{shard.path} is not what {MANIFEST} says", "make the folder again from the text")
+                shard.vocab_size = self.tokenizer.usable
                 shards.append(shard)
         return TokenStream(shards)
 

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -52,6 +52,7 @@ class Tokenizer:
     bos: int | None = None  # stands before a text, where the family has such a token
     more_ends: frozenset[int] = frozenset()  # further ids that end a text
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # of transformers', kept as they were
+    limit: int | None = None  # the ids of its model, where that has fewer: a padding token needs no row of weights
 
     def __post_init__(self) -> None:
         ranks = self.backend.ranks if isinstance(self.backend, ByteBPE) else None
@@ -112,16 +113,48 @@ class Tokenizer:
         return 1 + max(self._bytes)
 
     @property
+    def usable(self) -> int:
+        """The number of ids that its model takes."""
+        return min(self.vocab_size, self.limit or self.vocab_size)
+
+    @property
     def known(self) -> list[int]:
-        """The ids that have a token."""
-        return sorted(self._bytes)
+        """The ids that have a token, and that its model takes."""
+        return sorted(id for id in self._bytes if id < self.usable)
+
+    def for_model(self, ids: int) -> "Tokenizer":
+        """Returns the tokenizer of a model of so many ``ids``, which may be fewer: only a text that needs one of the
+        others is refused. Raises `UserError` where one of them begins or ends a text."""
+        if self.vocab_size <= ids:
+            return replace(self, limit=None) if self.limit else self
+        if max(self.eot, self.bos or 0) >= ids:
+            raise UserError(
+                f"the tokenizer has {self.vocab_size:,} ids and the model {ids:,}, without the one that begins or ends "
+                "a text",
+                "put the model's own tokenizer beside it",
+            )
+        return replace(self, limit=ids, more_ends=frozenset(id for id in self.more_ends if id < ids))
+
+    def _usable(self, ids: Ids) -> Ids:
+        if self.limit is not None and len(ids) and (highest := int(ids.max())) >= self.limit:
+            word = self._bytes[highest].decode("utf-8", "replace")
+            raise UserError(
+                f'the text has the token "{word}", {highest:,}, and the model has {self.limit:,} ids',
+                "leave it out: the model was never trained on it",
+            )
+        return ids
 
     @cached_property
     def chat_template(self) -> str | None:
         """The template with which a chat becomes text (Jinja), if the family has one."""
-        if CHAT_TEMPLATE in self.files:
-            return self.files[CHAT_TEMPLATE].decode("utf-8", "replace")
-        said = json.loads(self.files.get("tokenizer_config.json", b"{}")).get("chat_template")
+        return self.template_in(self.files)
+
+    @staticmethod
+    def template_in(files: Mapping[str, bytes]) -> str | None:
+        """Returns the chat template in some of transformers' files."""
+        if CHAT_TEMPLATE in files:
+            return files[CHAT_TEMPLATE].decode("utf-8", "replace")
+        said = json.loads(files.get("tokenizer_config.json", b"{}")).get("chat_template")
         if isinstance(said, list):  # several, each with its name
             named = [each for each in said if isinstance(each, dict)]
             said = next((each.get("template") for each in named if each.get("name") == "default"), None)
@@ -130,7 +163,7 @@ class Tokenizer:
     def encode(self, text: str, specials: bool = False, continues: bool = False) -> Ids:
         """Returns the ids of ``text``, uint32. With ``specials``, special tokens get their ids; else they are text.
         ``continues``: the text follows another one, so that no space is put before it."""
-        return self.backend.encode(text, self._added if specials else self.words, specials, continues)[0]
+        return self._usable(self.backend.encode(text, self._added if specials else self.words, specials, continues)[0])
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Ids, npt.NDArray[np.bool_]]:
         """Returns the ids of ``text``, special tokens among them, and which of them have a part in one of the ``spans``
@@ -149,7 +182,8 @@ class Tokenizer:
 
     def encode_counted(self, text: str) -> tuple[Ids, int]:
         """Returns the ids of ``text``, without special tokens, and the number of cuts in pieces that were too long."""
-        return self.backend.encode(text, self.words, False, False)
+        ids, cuts = self.backend.encode(text, self.words, False, False)
+        return self._usable(ids), cuts
 
     def prompt(self, text: str) -> list[int]:
         """Returns the ids from which a text is continued, one at least: those that transformers gives, where its files
@@ -188,8 +222,8 @@ class Tokenizer:
     def check(self, ids: Sequence[int]) -> None:
         """Raises `UserError` for an id outside the vocabulary."""
         for id in ids:
-            if not 0 <= id < self.vocab_size:
-                raise UserError(f"id {id} is outside the vocabulary of {self.vocab_size:,}")
+            if not 0 <= id < self.usable:
+                raise UserError(f"id {id} is outside the vocabulary of {self.usable:,}")
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of ``ids``; invalid UTF-8 becomes U+FFFD."""

@@ -165,6 +165,13 @@ def read_transformers(folder: Path) -> Tokenizer | None:
     return None
 
 
+def read_template(folder: Path) -> dict[str, bytes]:
+    """Reads a chat template that a folder without a tokenizer has, as one of a tokenizer's files."""
+    kept = _kept(folder, (CHAT_TEMPLATE, TOKENIZER_CONFIG))
+    said = Tokenizer.template_in(kept)
+    return {} if said is None else {CHAT_TEMPLATE: said.encode()}
+
+
 def _settings(folder: Path) -> list[dict[str, Any]]:
     """Returns the configurations that say which tokens begin and end a text, each empty where there is none:
     generation_config.json, config.json and tokenizer_config.json."""
@@ -311,7 +318,7 @@ def to_tokenizer_config(tokenizer: Tokenizer, block_size: int | None) -> dict[st
         "unk_token": tokenizer.eot_token,
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
-        **({"extra_special_tokens": list(tokenizer.specials)} if tokenizer.specials else {}),
+        **({"additional_special_tokens": list(tokenizer.specials)} if tokenizer.specials else {}),
         **({} if block_size is None else {"model_max_length": block_size}),
     }
 
@@ -435,8 +442,18 @@ def _library(values: Mapping[str, Any], data: bytes) -> Library:
     return Library(data)
 
 
-def _byte_bpe(values: Mapping[str, Any], added: Sequence[Mapping[str, Any]]) -> ByteBPE | None:
-    """Returns a byte-level BPE for which tiktoken is certain to give the ids that the library gives; else None."""
+def without_some_bytes(values: Mapping[str, Any]) -> ByteBPE | None:
+    """Returns the byte-level BPE of a ``tokenizer.json`` in which single bytes may have no token; else None. tiktoken
+    does not run it where some have none."""
+    try:
+        return _byte_bpe(values, [token for token in values.get("added_tokens") or [] if token["content"]], whole=False)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return None
+
+
+def _byte_bpe(values: Mapping[str, Any], added: Sequence[Mapping[str, Any]], whole: bool = True) -> ByteBPE | None:
+    """Returns a byte-level BPE for which tiktoken is certain to give the ids that the library gives; else None.
+    ``whole``: all of the 256 bytes have a token."""
     model = values["model"]
     normalizers = [step.get("type") for step in steps(values.get("normalizer"), "normalizers")]
     pattern = _pattern(values.get("pre_tokenizer"))
@@ -453,22 +470,22 @@ def _byte_bpe(values: Mapping[str, Any], added: Sequence[Mapping[str, Any]]) -> 
     ):
         return None
     contents = {token["content"] for token in added} | {END_OF_TEXT}
-    ranks = _ranks({token: id for token, id in model["vocab"].items() if token not in contents})
+    ranks = _ranks({token: id for token, id in model["vocab"].items() if token not in contents}, whole)
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
     if ranks is None or not _same_merges(ranks, pairs, whole=bool(model.get("ignore_merges"))):
         return None
     return ByteBPE(pattern, ranks, nfc=bool(normalizers))
 
 
-def _ranks(vocab: Mapping[str, int]) -> dict[bytes, int] | None:
-    """Returns tokens that are written in GPT-2's byte characters as bytes; None where some are not, or one of the 256
-    bytes has no token."""
+def _ranks(vocab: Mapping[str, int], whole: bool = True) -> dict[bytes, int] | None:
+    """Returns tokens that are written in GPT-2's byte characters as bytes; None where some are not, or with ``whole``
+    one of the 256 bytes has no token."""
     try:
         ranks = {bytes(map(BYTES.__getitem__, token)): id for token, id in vocab.items()}
     except KeyError:
         return None
-    whole = all(bytes([byte]) in ranks for byte in range(256)) and b"" not in ranks
-    return ranks if whole and all(type(id) is int for id in ranks.values()) else None
+    complete = not whole or all(bytes([byte]) in ranks for byte in range(256))
+    return ranks if complete and b"" not in ranks and all(type(id) is int for id in ranks.values()) else None
 
 
 def _same_merges(ranks: Mapping[bytes, int], pairs: Sequence[tuple[str, ...]], whole: bool) -> bool:

@@ -81,7 +81,7 @@ def open_tokens(
     folder = TokenFolder(path)
     if folder.manifest.get("part"):
         raise UserError(f"{path} is a part of a corpus", "join the parts: gpt data merge PART... -o DIR")
-    if tokenizer is not None and tokenizer.fingerprint != folder.tokenizer.fingerprint:
+    if tokenizer is not None and not folder.read_for(tokenizer):
         raise UserError(
             f"{path} was made with another tokenizer ({folder.tokenizer.name}) than that of {config.init}",
             f"tokenize the text with the model's own: gpt tokenize … --tokenizer {config.init}",

@@ -48,9 +48,11 @@ class InitCheckpoint:
     def for_chat(self) -> "InitCheckpoint":
         """The same with a chat template: ChatML's where it has none, whose special tokens are added if need be."""
         tokenizer = chat.with_template(self.tokenizer)
-        added = range(self.tokenizer.vocab_size, tokenizer.vocab_size)
+        if tokenizer.vocab_size == self.tokenizer.vocab_size:
+            return replace(self, tokenizer=tokenizer)
         model = replace(self.model, vocab_size=max(self.model.vocab_size, tokenizer.vocab_size))
-        return replace(self, tokenizer=tokenizer, added=added, model=model)
+        added = range(self.tokenizer.usable, tokenizer.vocab_size)
+        return replace(self, tokenizer=tokenizer.for_model(model.vocab_size), added=added, model=model)
 
     def load(self, shape: GPTConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> GPT:
         """Loads its weights as ``shape``, which is `model` but for another dropout or a shorter context."""
