@@ -1,8 +1,9 @@
 "use strict";
-// The page of `gpt serve`: a text that the model continues, or a conversation with it. What comes from a person or from the model is only ever
-// set as text, never as markup.
+// The page of `gpt serve`: a text that the model continues, or a conversation with it. What comes from a person or from
+// the model is only ever set as text, never as markup.
 const $ = (id) => document.getElementById(id);
-const field = $("text"), question = $("question"), turns = $("turns"), shade = $("shade"), paper = $("paper"), likely = $("likely");
+const field = $("text"), question = $("question"), turns = $("turns");
+const shade = $("shade"), paper = $("paper"), likely = $("likely");
 const MOST = 10; // alternatives of a token
 const CHUNK = 1000; // characters of a part that was typed: an edit draws no more than it must
 
@@ -10,8 +11,8 @@ const CHUNK = 1000; // characters of a part that was typed: an edit draws no mor
 // held, returned}. `run.base` has the ids before the first of the tokens that were written one after the other, so that
 // the model goes on from any of them with exactly the ids that it had; `held` are bytes that begin a character, which the
 // next token ends; `returned`: it ends with \r, which a field shows as \n. A part is never changed, but replaced.
-// In a conversation a message is a part {role, content, text: ""}, and the tokens of an answer come after theirs, which
-// is their run; its content grows with them.
+// In a conversation each message is a part {role, content, text: ""}. The tokens of an answer follow its message, which
+// is their run and whose content grows with them; `total` is how many tokens the conversation had then.
 let parts = [], past = [], future = []; // past and future are lists of parts: for undo and for redo
 let marks = []; // the element of each part, by which the token is shaded
 let chat = false; // whether this is a conversation
@@ -218,8 +219,9 @@ function settings() {
 function request(run) {
   if (chat) {
     const system = $("system").value.trim() ? [{ role: "system", content: $("system").value }] : [];
-    const messages = [...system, ...parts.filter((part) => part.role && part !== run).map(({ role, content }) => ({ role, content }))];
-    return ["v1/chat/completions", { messages, logprobs: true, top_logprobs: MOST, stream_options: { include_usage: true } }];
+    const said = parts.filter((part) => part.role && part !== run).map(({ role, content }) => ({ role, content }));
+    const wanted = { logprobs: true, top_logprobs: MOST, stream_options: { include_usage: true } };
+    return ["v1/chat/completions", { messages: [...system, ...said], ...wanted }];
   }
   const ids = idsBefore(run, parts.length);
   return ["v1/completions", { prompt: ids.slice(-model.context_length), logprobs: MOST, token_details: true }, ids.length];
@@ -237,7 +239,8 @@ async function write(from = parts) {
   $("status").textContent = "Writing …";
   setParts(signed(from, false));
   buttons();
-  let why = "Stopped.", frame = 0, length = field.value.length, written = 0, context = 0, began = 0, now = 0, told = 0, cost = 0, whole = false;
+  let why = "Stopped.", frame = 0, length = field.value.length, written = 0, context = 0, began = 0, now = 0, told = 0, cost = 0;
+  let complete = false;
   const rate = () => {
     const speed = now > began ? `, ${(1000 * (written - 1) / (now - began)).toFixed(1)} per second` : "";
     $("rate").textContent = written ? `${thousands(written)} token${written > 1 ? "s" : ""}${speed}.` : "";
@@ -261,16 +264,17 @@ async function write(from = parts) {
   };
   try {
     if (model.end === undefined) await load();
-    const run = chat ? { role: "assistant", content: "", text: "" } : parts.at(-1)?.run ?? { base: await tokenize(field.value, controller.signal) };
-    if (chat) parts.push(run);
+    let run = parts.at(-1)?.run;
+    if (chat) parts.push(run = { role: "assistant", content: "", text: "" });
+    run ??= { base: await tokenize(field.value, controller.signal) };
     flush();
     const [path, fields, ids] = request(run);
     context = ids;
     for await (const said of events(await ask(path, { ...settings(), ...fields, stream: true }, controller.signal))) {
       const choice = said.choices[0], tokens = choice?.logprobs?.content ?? [];
-      if (chat) run.content += choice?.delta.content ?? "";
+      if (chat) run.content += choice?.delta?.content ?? "";
       if (said.usage) run.total = said.usage.total_tokens;
-      if (choice?.finish_reason) whole = true;
+      if (choice?.finish_reason) complete = true;
       if (choice?.finish_reason === "length") why = "The length is reached.";
       if (choice?.finish_reason === "stop") { // the last token is an end-of-text, which is no text
         const end = tokens.pop();
@@ -288,7 +292,7 @@ async function write(from = parts) {
   }
   clearTimeout(frame);
   flush();
-  parts = chat && !written && !whole ? before : signed(parts, true); // a question without an answer is taken back
+  parts = chat && !written && !complete ? before : signed(parts, true); // a question without an answer is taken back
   const changed = parts.length !== before.length || parts.some((part, at) => part !== before[at]);
   if (changed) future.length = 0;
   else past.pop();
@@ -388,7 +392,7 @@ function count(n = tokensNow()) {
     counting = setTimeout(async () => {
       const text = field.value;
       const ids = job || model.end === undefined ? null : await tokenize(text).catch(() => null);
-      if (ids && !job && text === field.value) count(text ? ids.length : 0);
+      if (ids && !job && !chat && text === field.value) count(text ? ids.length : 0);
     }, 300);
     return;
   }
@@ -543,7 +547,7 @@ function actOf({ key, ctrlKey, metaKey, altKey, shiftKey, isComposing, keyCode }
   if (key === "Enter" && !shiftKey && focused === question) return send;
   if (key === "Escape") return () => { close(); stop(); };
   if (altKey && key === "ArrowDown" && [field, question, turns].includes(focused)) return () => {
-    const at = chat ? -1 : partAtCursor();
+    const at = chat ? seen : partAtCursor();
     open(parts[at]?.run ? at : parts.findLastIndex((part) => part.run && part.text));
     if (seen >= 0) walk(0);
   };
@@ -551,7 +555,8 @@ function actOf({ key, ctrlKey, metaKey, altKey, shiftKey, isComposing, keyCode }
     const acts = { ArrowDown: [walk, 1], ArrowUp: [walk, -1], ArrowLeft: [stepToken, -1], ArrowRight: [stepToken, 1] };
     if (acts[key]) return () => acts[key][0](acts[key][1]);
   }
-  const editing = focused === field ? !job && field.value !== last.text : focused === question ? question.value : /INPUT|TEXTAREA/.test(focused.tagName); // the browser undoes that
+  const inputs = ["INPUT", "TEXTAREA"]; // the browser undoes what is typed there
+  const editing = focused === field ? !job && field.value !== last.text : inputs.includes(focused.tagName);
   const again = key.toLowerCase() === "y" || (key.toLowerCase() === "z" && shiftKey);
   if (mod && !editing && again && future.length) return () => step(future, past);
   if (mod && !editing && !again && key === "z" && past.length) return () => step(past, future);
