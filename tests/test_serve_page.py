@@ -1,10 +1,14 @@
-"""The page of ``gpt serve`` in a real browser: it writes what the API writes, shows its numbers, and obeys nobody else."""
+"""The page of ``gpt serve`` in a real browser: it writes and answers what the API does, shows its numbers, and obeys
+nobody else."""
 
 import base64
+import contextlib
+import functools
 import hashlib
 import json
 import math
 import re
+import shutil
 import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -12,11 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import spawn
+from conftest import FAST, make_text, spawn
 from test_pages import luminance
 
 KEY = "the key"
 NAME = "<img src=x onerror='window.taken = 1'>"
+# It refuses messages that begin with a bang, and otherwise lets any conversation be.
+TEMPLATE = """{% for m in messages %}{% if m.content[:1] == "!" %}{{ raise_exception("no bangs") }}{% endif %}
+{{- m.role[0] }}:{{ m.content }}
+{% endfor %}a:"""
+ANSWERED = "job === null && document.getElementById('go').textContent === 'Send'"
 DONE = "job === null && document.getElementById('go').textContent === 'Write on'"
 
 
@@ -40,10 +49,35 @@ def test_the_page_is_self_contained() -> None:
 @pytest.fixture(scope="module")
 def address(run_folder: Path) -> Iterator[str]:
     """A server of a tiny model, which has a key, and a name that would be markup."""
+    with serving(run_folder) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def chat_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of a tiny model that has a chat template, and room for a conversation."""
+    import gpt
+
+    folder = tmp_path_factory.mktemp("chat")
+    (folder / "text.txt").write_bytes(make_text().encode())
+    run = gpt.train(
+        folder / "text.txt", out=str(folder / "run"), steps=1, **FAST | {"block_size": 1024, "batch_tokens": 1024}
+    ).run
+    (checkpoint,) = run.glob("step-*")
+    ours = shutil.ignore_patterns("gpt.json", "checksums.json", "*.tiktoken", "training.*")
+    shutil.copytree(checkpoint, folder / "model", ignore=ours)  # a Transformers folder
+    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    with serving(folder / "model") as found:
+        yield found
+
+
+@contextlib.contextmanager
+def serving(model: Path) -> Iterator[str]:
+    """Serves a model while it is entered, and gives its address."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPT_SERVE_API_KEY", KEY)
         patch.setenv("GPT_THREADS", "1")
-        process = spawn("serve", "-m", run_folder, "--port", "0", "--name", NAME)
+        process = spawn("serve", "-m", model, "--port", "0", "--name", NAME)
     try:
         said = ""
         while not (found := re.search(r"at (http://\S+)", said)):
@@ -82,8 +116,10 @@ def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
     said: list[str] = []
     asked: list[str] = []
     pages = []
+    addresses = [address, "data:,"]
 
-    def opened(key: str | None = KEY, width: int = 1100, **settings: Any) -> Any:
+    def opened(key: str | None = KEY, width: int = 1100, address: str = address, **settings: Any) -> Any:
+        addresses.append(address)
         page = browser.new_page(viewport={"width": width, "height": 800}, **settings)
         page.set_default_timeout(30_000)
         pages.append(page)
@@ -101,7 +137,7 @@ def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
         assert page.evaluate("[document.images.length, document.scripts.length, window.taken]") == [0, 1, None]
         page.close()
     assert [each for each in said if not each.startswith("Failed to load resource")] == []
-    assert all(url.startswith((address, "data:,")) for url in asked)
+    assert all(url.startswith(tuple(addresses)) for url in asked)
 
 
 def until(page: Any, condition: str) -> None:
@@ -111,6 +147,12 @@ def until(page: Any, condition: str) -> None:
             return
         page.wait_for_timeout(20)
     pytest.fail(condition)
+
+
+@pytest.fixture
+def open_chat(open_page: Callable[..., Any], chat_address: str) -> Callable[..., Any]:
+    """Opens the page of the model that has a chat template."""
+    return functools.partial(open_page, address=chat_address)
 
 
 def write(page: Any, text: str | None = None, wait: bool = True, **settings: Any) -> str:
@@ -124,6 +166,36 @@ def write(page: Any, text: str | None = None, wait: bool = True, **settings: Any
     if wait:
         until(page, DONE)
     return str(page.input_value("#text"))
+
+
+def send(page: Any, content: str, wait: bool = True, **settings: Any) -> None:
+    """Types settings and a message, and sends it."""
+    for name, value in settings.items():
+        page.fill(f"#{name}", str(value))
+    page.fill("#question", content)
+    page.focus("#question")
+    page.keyboard.press("Enter")
+    if wait:
+        until(page, ANSWERED)
+
+
+def conversation(page: Any) -> list[tuple[str, str]]:
+    """The messages that are shown, each with whose it is."""
+    found = page.evaluate("[...document.querySelectorAll('.turn')].map((turn) => [turn.dataset.who, turn.textContent])")
+    return [(who, text) for who, text in found]
+
+
+def messages(*contents: str, system: str = "") -> list[dict[str, str]]:
+    """Messages of a user and an assistant in turns."""
+    turns = [{"role": ("user", "assistant")[at % 2], "content": each} for at, each in enumerate(contents)]
+    return [{"role": "system", "content": system}, *turns] if system else turns
+
+
+def sent(page: Any) -> list[dict[str, Any]]:
+    """The requests for texts from now on, which grow as they are made."""
+    found: list[dict[str, Any]] = []
+    page.on("request", lambda each: found.append(each.post_data_json) if "completions" in each.url else None)
+    return found
 
 
 def marks(page: Any) -> list[dict[str, Any]]:
@@ -152,9 +224,12 @@ def entry(data: bytes, id: int = 300, logprob: float = -0.5, top: list[Any] | No
 
 def answered(page: Any, *entries: dict[str, Any], end: str = "data: [DONE]\n\n") -> None:
     """Has a stream of such tokens be the answer of the next requests."""
-    chunks = [{"choices": [{"text": "", "logprobs": {"content": [each]}, "finish_reason": None}]} for each in entries]
-    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + end
-    page.route("**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    choices = [
+        {"delta": {"content": bytes(each["bytes"]).decode("utf-8", "replace")}, "logprobs": {"content": [each]}}
+        for each in entries
+    ]
+    body = "".join(f"data: {json.dumps({'choices': [each]})}\n\n" for each in choices) + end
+    page.route("**/v1/**completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
 
 
 def test_text_and_numbers_are_those_of_the_api(open_page: Any, address: str) -> None:
@@ -333,42 +408,41 @@ def test_bytes_that_are_no_characters(open_page: Any) -> None:
     assert likely(page)[0][0] == "\\xf0"
     page.click("#after")
     assert likely(page)[0][0] == "\\x9f\\x90"
-    page.unroute("**/v1/completions")
+    page.unroute("**/v1/**completions")
     answered(page, entry(b"\xa9!", 310))
     assert write(page) == "x\ufeffa🐕\nb\ufffdcé!"  # goes on in the middle of a character
-    sent: list[Any] = []
-    page.on("request", lambda request: sent.append(request.post_data_json) if "completions" in request.url else None)
+    asked = sent(page)
     page.evaluate("pick(3, { id: 77, bytes: [0x9f, 0x90, 0x88], logprob: -1 })")
     until(page, DONE)
     assert page.input_value("#text").startswith("x\ufeffa🐈")
-    assert sent[0]["prompt"][-3:] == [300, 301, 77]
+    assert asked[0]["prompt"][-3:] == [300, 301, 77]
 
 
 def test_errors_are_one_line_and_the_text_stays(open_page: Any) -> None:
     page = open_page()
     error = page.locator("#error")
     refusal = {"error": {"message": "temperature is 200; it must be a number from 0 to 100", "param": "temperature"}}
-    page.route("**/v1/completions", lambda route: route.fulfill(status=400, json=refusal))
+    page.route("**/v1/**completions", lambda route: route.fulfill(status=400, json=refusal))
     assert write(page, "the cat") == "the cat"
     assert error.inner_text() == refusal["error"]["message"]
-    page.unroute("**/v1/completions")
+    page.unroute("**/v1/**completions")
     assert page.get_attribute("#undo", "aria-disabled") == "true"
     answered(page, entry(b" sat"), end="")
     assert write(page, max_tokens=5) == "the cat sat"
     assert error.inner_text() == "The connection was lost. The text so far stays."
-    page.unroute("**/v1/completions")
+    page.unroute("**/v1/**completions")
     answered(page, entry(b" on"), end='data: {"error": {"message": "out of <b>memory</b>"}}\n\n')
     assert write(page) == "the cat sat on"
     assert error.inner_text() == "out of <b>memory</b>"
-    page.unroute("**/v1/completions")
-    page.route("**/v1/completions", lambda route: route.fulfill(status=502, body="<h1>no</h1>"))
+    page.unroute("**/v1/**completions")
+    page.route("**/v1/**completions", lambda route: route.fulfill(status=502, body="<h1>no</h1>"))
     write(page)
     assert error.inner_text().startswith("The server answered 502")
-    page.unroute("**/v1/completions")
-    page.route("**/v1/completions", lambda route: route.abort())
+    page.unroute("**/v1/**completions")
+    page.route("**/v1/**completions", lambda route: route.abort())
     assert write(page) == "the cat sat on"
     assert error.inner_text() == "The server cannot be reached. Is it still running?"
-    page.unroute("**/v1/completions")
+    page.unroute("**/v1/**completions")
     write(page)
     assert error.is_hidden()
 
@@ -433,12 +507,11 @@ def test_a_phone_and_contrast(open_page: Any, scheme: str) -> None:
 
 def test_sliders(open_page: Any) -> None:
     page = open_page()
-    sent: list[Any] = []
-    page.on("request", lambda request: sent.append(request.post_data_json) if "completions" in request.url else None)
+    asked = sent(page)
     answered(page, entry(b"!"))
     write(page, "the cat")
     names = ("temperature", "top_k", "top_p", "max_tokens")
-    assert [sent[-1][name] for name in names] == [0.8, 0, 1, 200]  # as `gpt sample`
+    assert [asked[-1][name] for name in names] == [0.8, 0, 1, 200]  # as `gpt sample`
     page.focus("#temperature + input")
     page.keyboard.press("ArrowRight")
     assert page.input_value("#temperature") == "0.85"
@@ -447,9 +520,9 @@ def test_sliders(open_page: Any) -> None:
     page.fill("#top_p", "3")
     write(page, wait=False)
     assert page.evaluate("document.activeElement.id") == "top_p"  # the browser says what is wrong
-    assert len(sent) == 1
+    assert len(asked) == 1
     write(page, top_p=0.5, top_k=7, max_tokens=9, seed=11)
-    assert [sent[-1][name] for name in (*names, "seed")] == [0.3, 7, 0.5, 9, 11]
+    assert [asked[-1][name] for name in (*names, "seed")] == [0.3, 7, 0.5, 9, 11]
 
 
 def test_much_text_stays_usable(open_page: Any) -> None:
@@ -488,3 +561,227 @@ def test_much_text_stays_usable(open_page: Any) -> None:
     assert len(marks(page)) == 4000
     gaps = sorted(page.evaluate("gaps"))
     assert gaps[len(gaps) // 2] < 500  # milliseconds between frames
+
+
+def test_a_conversation_is_that_of_the_api(open_chat: Any, chat_address: str) -> None:
+    page = open_chat()
+    assert page.get_attribute("#chat", "aria-pressed") == "true"
+    assert page.evaluate("document.activeElement.id") == "question"
+    settings = {"seed": 3, "max_tokens": 12, "temperature": 1.1, "top_k": 50, "top_p": 0.9}
+    wanted = {"logprobs": True, "top_logprobs": 10, **settings}
+    said: list[str] = []
+    tokens: list[dict[str, Any]] = []
+    for question in ("the cat <b>", "dogs\n\n 🐕?"):
+        send(page, question, system="Be a cat.", **settings)
+        said.append(question)
+        expected = ask(chat_address, "v1/chat/completions", messages=messages(*said, system="Be a cat."), **wanted)
+        (choice,) = expected["choices"]
+        said.append(choice["message"]["content"])
+        assert choice["finish_reason"] == "length"
+        tokens += choice["logprobs"]["content"]
+    shown = conversation(page)
+    assert [who for who, _ in shown] == ["You", "Model"] * 2
+    assert [text for _, text in shown] == [re.sub("\r\n?", "\n", each) for each in said]
+    assert [(each["id"], each["logprob"]) for each in tokens] == [(m["id"], m["logprob"]) for m in marks(page)]
+    assert page.inner_text("#length") == f"The conversation has {expected['usage']['total_tokens']} tokens."
+    assert page.inner_text("#status") == "The length is reached."
+    assert page.input_value("#question") == ""
+    page.keyboard.press("Alt+ArrowDown")
+    for token in reversed(tokens):  # by keys alone, from the last answer into the first one
+        rows = token["top_logprobs"] + ([] if token["id"] in [x["id"] for x in token["top_logprobs"]] else [token])
+        assert [share for _, share in likely(page)] == [percent(row["logprob"]) for row in rows]
+        assert page.evaluate("[marks[seen].shows.id, likely.contains(document.activeElement)]") == [token["id"], True]
+        page.keyboard.press("ArrowLeft")
+    page.keyboard.press("Enter")  # takes none: the page does not have the text of the template
+    page.keyboard.press("Escape")
+    assert page.evaluate("[document.activeElement.id, likely.hidden, job]") == ["question", True, None]
+    assert conversation(page) == shown
+    page.locator(".token").nth(4).click()
+    assert page.evaluate("marks[seen].shows.id") == tokens[4]["id"]
+    page.locator(".turn").first.click()
+    assert page.locator("#likely").is_hidden()
+
+
+def test_regenerate_new_conversation_and_undo(open_chat: Any) -> None:
+    page = open_chat()
+    asked = sent(page)
+    send(page, "the cat", max_tokens=5)
+    send(page, "the dog", seed=1)
+    first = conversation(page)
+    page.fill("#question", "a draft")
+    page.fill("#seed", "2")
+    page.click("#again")
+    until(page, ANSWERED)
+    second = conversation(page)
+    assert second[:3] == first[:3]
+    assert second[3] != first[3]
+    assert [each["content"] for each in asked[-1]["messages"]] == ["the cat", first[1][1], "the dog"]
+    assert page.input_value("#question") == "a draft"
+    page.click("#fresh")
+    assert conversation(page) == []
+    assert page.get_attribute("#again", "aria-disabled") == "true"
+    page.click("#again", force=True)
+    send(page, "again")
+    assert asked[-1]["messages"] == messages("again")
+    for expected in ([], second, first):
+        page.click("#undo")
+        assert conversation(page) == expected
+    page.click("#redo")
+    assert conversation(page) == second
+
+
+def test_stop_keeps_the_answer_and_gives_back_a_question_without_one(open_chat: Any) -> None:
+    page = open_chat()
+    send(page, "the cat", wait=False, max_tokens=900, temperature=0)
+    until(page, "marks.length > 8")
+    assert page.inner_text("#go") == "Stop"
+    page.keyboard.type("a draft")
+    page.keyboard.press("Enter")  # waits for the answer's end
+    page.keyboard.press("Escape")
+    until(page, ANSWERED)
+    assert page.inner_text("#status") == "Stopped."
+    assert page.input_value("#question") == "a draft"
+    shown = conversation(page)
+    assert len(shown) == 2 and 8 <= page.locator(".token").count() < 900
+    send(page, "go on", max_tokens=2)
+    assert conversation(page)[:2] == shown
+    held: list[Any] = []
+    page.route("**/v1/chat/completions", lambda route: held.append(route))
+    shown = conversation(page)
+    for press in ("#again", None):  # nothing has come yet
+        if press:
+            page.click(press)
+        else:
+            send(page, "too slow", wait=False)
+            page.keyboard.type("more")
+        until(page, "job !== null")
+        page.click("#go")
+        until(page, ANSWERED)
+        assert conversation(page) == shown
+    until(page, "question.value === 'too slow\\nmore'")
+    assert page.evaluate("past.length") == 2
+
+
+def test_errors_of_a_conversation(open_chat: Any) -> None:
+    page = open_chat()
+    error = page.locator("#error")
+    send(page, "!", max_tokens=3)
+    assert "the chat template refuses this conversation: no bangs" in error.inner_text()
+    assert (conversation(page), page.input_value("#question")) == ([], "!")
+    send(page, "the cat", system="!")
+    assert "no bangs" in error.inner_text()
+    send(page, "the cat " * 1000, system="")
+    assert error.inner_text().startswith("messages have")
+    assert page.input_value("#question") == "the cat " * 1000
+    send(page, "the cat")
+    assert error.is_hidden()
+    shown = conversation(page)
+    answered(page, entry(b" sat"), end='data: {"error": {"message": "out of <b>memory</b>"}}\n\n')
+    send(page, "and?")
+    assert error.inner_text() == "out of <b>memory</b>"
+    assert conversation(page) == [*shown, ("You", "and?"), ("Model", " sat")]
+    page.unroute("**/v1/**completions")
+    page.route("**/v1/**completions", lambda route: route.abort())
+    page.click("#again")
+    until(page, ANSWERED)
+    assert conversation(page)[-1] == ("Model", " sat")
+    assert error.inner_text() == "The server cannot be reached. Is it still running?"
+    page.unroute("**/v1/**completions")
+    page.evaluate("sessionStorage.setItem('gpt-key', 'old')")
+    send(page, "and the key?")
+    assert page.locator("#key").is_visible()
+    page.fill("#secret", KEY)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#key", state="hidden")
+    assert page.input_value("#question") == "and the key?"
+    page.fill("#temperature", "")
+    send(page, "and the cat?")
+    assert page.evaluate("document.activeElement.id") == "temperature"  # the browser says what is wrong
+    assert page.input_value("#question") == "and the cat?"
+
+
+def test_answers_are_text_and_go_back_as_they_came(open_chat: Any) -> None:
+    page = open_chat()
+    bad = "<img src=x onerror='window.taken = 1'><script>window.taken = 2</script>"
+    answered(page, entry(bad.encode(), top=[entry(bad.encode(), 301)]), entry(b"\r\n\xc3", 302), entry(b"\xa9", 303))
+    send(page, bad)
+    assert conversation(page) == [("You", bad), ("Model", bad + "\n\u00e9")]
+    page.locator(".token").first.click()
+    assert likely(page)[0][0] == bad.replace(" ", "·")
+    page.unroute("**/v1/**completions")
+    end = {"choices": [{"delta": {"content": ""}, "logprobs": {"content": [entry(b"")]}, "finish_reason": "stop"}]}
+    answered(page, end=f"data: {json.dumps(end)}\n\ndata: [DONE]\n\n")
+    asked = sent(page)
+    send(page, "more")
+    assert asked[0]["messages"][1]["content"].startswith(bad + "\r\n")
+    assert conversation(page)[-1] == ("Model", "")  # the model said nothing, which is an answer
+    assert page.inner_text("#status") == "The model ended the answer (60.65 %)."
+
+
+def test_keys_of_a_message(open_chat: Any) -> None:
+    page = open_chat()
+    asked = sent(page)
+    answered(page, entry(b"!"))
+    page.keyboard.type("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    for name in ("isComposing", "keyCode"):  # Enter ends what an input method composes
+        page.evaluate(
+            "(name) => question.dispatchEvent(new KeyboardEvent('keydown', { key: 'Enter', bubbles: true,"
+            " [name]: name === 'keyCode' ? 229 : true }))",
+            name,
+        )
+    assert (asked, page.input_value("#question")) == ([], "one\ntwo")
+    page.keyboard.press("Enter")
+    until(page, ANSWERED)
+    assert asked[0]["messages"] == messages("one\ntwo")
+    for blank in ("", " \n"):
+        send(page, blank)
+    assert len(asked) == 1
+
+
+def test_chat_and_plain_text_are_two_modes(open_chat: Any, open_page: Any, chat_address: str) -> None:
+    page = open_chat()
+    send(page, "the cat", max_tokens=4, seed=1)
+    shown = conversation(page)
+    page.click("#plain")
+    assert page.evaluate("document.activeElement.id") == "text"
+    assert page.locator(".in-chat:visible").count() == 0
+    until(page, "/^The text has/.test(document.getElementById('length').textContent)")
+    text = write(page, "the dog")
+    assert text == re.sub(
+        "\r\n?", "\n", "the dog" + completion(chat_address, prompt="the dog", seed=1, max_tokens=4)["text"]
+    )
+    tokens = marks(page)
+    page.click("#chat")
+    assert page.locator(".in-plain:visible").count() == 0
+    assert conversation(page) == shown
+    send(page, "and?")
+    assert conversation(page)[:2] == shown
+    page.click("#plain")
+    assert (page.input_value("#text"), marks(page)) == (text, tokens)
+    page.keyboard.press("Control+z")
+    assert page.input_value("#text") == "the dog"
+    plain = open_page()  # a model without a template
+    assert plain.locator(".in-chat:visible, #modes:visible").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_conversation_on_a_phone(open_chat: Any, scheme: str) -> None:
+    page = open_chat(width=390, color_scheme=scheme, has_touch=True)
+    send(page, "a" * 300 + " the cat", max_tokens=60, temperature=1.5, seed=1)
+    page.locator(".token").nth(20).tap()
+    assert page.locator("#likely").is_visible()
+    box = page.locator("#likely").bounding_box()
+    assert 0 <= box["x"] <= box["x"] + box["width"] <= 390
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert page.evaluate("paper.scrollWidth <= paper.clientWidth")
+    texts = [".turn.user", ".token", "#question", "#system", "#chat", "#list button"]
+    colors = "(name) => [getComputedStyle(document.querySelector(name)).color, getComputedStyle(document.body).color]"
+    for name in texts:  # none of them in a browser's own colour, which may not fit the scheme
+        own, body = page.evaluate(colors, name)
+        assert own == body, name
+    names = page.evaluate(
+        "[...document.querySelectorAll('input, textarea, button')].filter((x) => !(x.labels?.length || x.getAttribute('aria-label') || x.textContent.trim())).length"
+    )
+    assert names == 0

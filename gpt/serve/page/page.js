@@ -1,8 +1,9 @@
 "use strict";
-// The page of `gpt serve`: a text that the model writes on. What comes from a person or from the model is only ever
-// set as text, never as markup.
+// The page of `gpt serve`: a text that the model continues, or a conversation with it. What comes from a person or from
+// the model is only ever set as text, never as markup.
 const $ = (id) => document.getElementById(id);
-const field = $("text"), shade = $("shade"), paper = $("paper"), likely = $("likely");
+const field = $("text"), question = $("question"), turns = $("turns");
+const shade = $("shade"), paper = $("paper"), likely = $("likely");
 const MOST = 10; // alternatives of a token
 const CHUNK = 1000; // characters of a part that was typed: an edit draws no more than it must
 
@@ -10,8 +11,12 @@ const CHUNK = 1000; // characters of a part that was typed: an edit draws no mor
 // held, returned}. `run.base` has the ids before the first of the tokens that were written one after the other, so that
 // the model goes on from any of them with exactly the ids that it had; `held` are bytes that begin a character, which the
 // next token ends; `returned`: it ends with \r, which a field shows as \n. A part is never changed, but replaced.
-let parts = [];
-const marks = []; // the element of each part, by which the token is shaded
+// In a conversation each message is a part {role, content, text: ""}. The tokens of an answer follow its message, which
+// is their run and whose content grows with them; `total` is how many tokens the conversation had then.
+let parts = [], past = [], future = []; // past and future are lists of parts: for undo and for redo
+let marks = []; // the element of each part, by which the token is shaded
+let chat = false; // whether this is a conversation
+let other = { parts: [], past: [], future: [], marks: [] }; // what the other mode has of these
 let model = { id: "gpt", context_length: Infinity };
 let job = null; // the text that is being written: {controller, ended}
 let seen = -1; // the part whose alternatives are shown
@@ -19,7 +24,6 @@ let hovered = false; // whether the pointer alone has opened them
 let typed = -1; // where the cursor stands after an edit, which opens nothing
 let follow = true; // whether the view stays at the end of the text while it grows
 let last = { text: "", parts: [] }; // as the page set them last, before anything was typed
-const past = [], future = []; // lists of parts: for undo and for redo
 const thousands = (number) => number.toLocaleString("en-US");
 const textOf = (list) => list.map((part) => part.text).join("");
 
@@ -84,6 +88,8 @@ async function load() {
     const info = await (await ask("tokenizer_info")).json();
     model = { ...found, end: info.eos_token_id };
     $("key").hidden = true;
+    $("modes").hidden = !info.chat_template;
+    if (chat ? !info.chat_template : info.chat_template && !field.value && !job) await setMode(!chat);
     count();
   } catch (error) {
     fail(error);
@@ -103,7 +109,9 @@ function element(tag, className = "", text = "") {
 }
 
 function mark(part) {
-  const node = element("span", part.run ? `token s${level(Math.exp(part.logprob))}` : "", part.text);
+  const kind = part.role ? `turn ${part.role}` : part.run ? `token s${level(Math.exp(part.logprob))}` : "";
+  const node = element(part.role ? "div" : "span", kind, part.role === "user" ? part.content : part.text);
+  if (part.role) node.dataset.who = part.role === "user" ? "You" : "Model";
   node.shows = part;
   return node;
 }
@@ -113,18 +121,23 @@ function draw() {
   let same = 0;
   while (same < parts.length && marks[same]?.shows === parts[same]) same++;
   for (const node of marks.splice(same)) node.remove();
-  for (const part of parts.slice(same)) marks.push(mark(part));
-  const fresh = document.createDocumentFragment();
-  for (const node of marks.slice(same)) fresh.append(node);
-  shade.append(fresh);
+  let turn = chat && marks.findLast((node) => node.shows.role);
+  for (const part of parts.slice(same)) {
+    const node = mark(part);
+    marks.push(node);
+    (!chat ? shade : part.role ? turns : turn).append(node);
+    if (part.role) turn = node;
+  }
   if (follow && job && seen < 0) paper.scrollTop = paper.scrollHeight; // not while alternatives are looked at
 }
 
 function setParts(next) {
   parts = next;
-  field.value = textOf(parts);
-  field.setSelectionRange(field.value.length, field.value.length);
-  last = { text: field.value, parts: parts.slice() };
+  if (!chat) {
+    field.value = textOf(parts);
+    field.setSelectionRange(field.value.length, field.value.length);
+    last = { text: field.value, parts: parts.slice() };
+  }
   close();
   draw();
   paper.scrollTop = paper.scrollHeight;
@@ -202,20 +215,32 @@ function settings() {
   return { seed, ...Object.fromEntries(numbers) };
 }
 
-// Writes on from the text, or from the parts that are given.
+// The path and the fields of a request for the tokens of `run`, and how many ids its prompt has, where that is known.
+function request(run) {
+  if (chat) {
+    const system = $("system").value.trim() ? [{ role: "system", content: $("system").value }] : [];
+    const said = parts.filter((part) => part.role && part !== run).map(({ role, content }) => ({ role, content }));
+    const wanted = { logprobs: true, top_logprobs: MOST, stream_options: { include_usage: true } };
+    return ["v1/chat/completions", { messages: [...system, ...said], ...wanted }];
+  }
+  const ids = idsBefore(run, parts.length);
+  return ["v1/completions", { prompt: ids.slice(-model.context_length), logprobs: MOST, token_details: true }, ids.length];
+}
+
+// Continues the text, or the conversation, from the parts that are given. Returns whether that changed anything.
 async function write(from = parts) {
-  if (job || !$("settings").reportValidity()) return;
+  if (job || !$("settings").reportValidity()) return false;
   const controller = new AbortController(), before = parts.slice();
   let ended;
   job = { controller, ended: new Promise((done) => { ended = done; }) };
   $("error").hidden = true;
   field.readOnly = follow = true;
   past.push(before);
-  buttons();
-  $("go").textContent = "Stop";
   $("status").textContent = "Writing …";
   setParts(signed(from, false));
+  buttons();
   let why = "Stopped.", frame = 0, length = field.value.length, written = 0, context = 0, began = 0, now = 0, told = 0, cost = 0;
+  let complete = false;
   const rate = () => {
     const speed = now > began ? `, ${(1000 * (written - 1) / (now - began)).toFixed(1)} per second` : "";
     $("rate").textContent = written ? `${thousands(written)} token${written > 1 ? "s" : ""}${speed}.` : "";
@@ -225,28 +250,35 @@ async function write(from = parts) {
     const start = performance.now();
     frame = 0;
     if (parts.length === marks.length) return;
-    const fresh = textOf(parts.slice(marks.length));
-    field.setRangeText(fresh, length, length, field.selectionStart === length ? "end" : "preserve");
-    length += fresh.length;
+    if (!chat) {
+      const fresh = textOf(parts.slice(marks.length));
+      field.setRangeText(fresh, length, length, field.selectionStart === length ? "end" : "preserve");
+      length += fresh.length;
+    }
     draw();
     if (now - told >= 250) {
       rate();
-      count(context + written);
+      if (context) count(context + written);
     }
     cost = performance.now() - start;
   };
   try {
     if (model.end === undefined) await load();
-    const run = parts.at(-1)?.run ?? { base: await tokenize(field.value, controller.signal) };
-    const ids = idsBefore(run, parts.length);
-    context = ids.length;
-    const asked = { ...settings(), prompt: ids.slice(-model.context_length), stream: true, logprobs: MOST, token_details: true };
-    for await (const said of events(await ask("v1/completions", asked, controller.signal))) {
+    let run = parts.at(-1)?.run;
+    if (chat) parts.push(run = { role: "assistant", content: "", text: "" });
+    run ??= { base: await tokenize(field.value, controller.signal) };
+    flush();
+    const [path, fields, ids] = request(run);
+    context = ids;
+    for await (const said of events(await ask(path, { ...settings(), ...fields, stream: true }, controller.signal))) {
       const choice = said.choices[0], tokens = choice?.logprobs?.content ?? [];
+      if (chat) run.content += choice?.delta?.content ?? "";
+      if (said.usage) run.total = said.usage.total_tokens;
+      if (choice?.finish_reason) complete = true;
       if (choice?.finish_reason === "length") why = "The length is reached.";
       if (choice?.finish_reason === "stop") { // the last token is an end-of-text, which is no text
         const end = tokens.pop();
-        why = `The model ended the text${end ? ` (${percent(Math.exp(end.logprob))})` : ""}.`;
+        why = `The model ended the ${chat ? "answer" : "text"}${end ? ` (${percent(Math.exp(end.logprob))})` : ""}.`;
       }
       for (const token of tokens) addToken(parts, token, run);
       now = performance.now();
@@ -260,20 +292,23 @@ async function write(from = parts) {
   }
   clearTimeout(frame);
   flush();
-  parts = signed(parts, true);
-  if (parts.length === before.length && parts.every((part, at) => part === before[at])) past.pop();
-  else future.length = 0;
-  if (textOf(parts) !== field.value) setParts(parts);
-  last = { text: field.value, parts: parts.slice() };
+  parts = chat && !written && !complete ? before : signed(parts, true); // a question without an answer is taken back
+  const changed = parts.length !== before.length || parts.some((part, at) => part !== before[at]);
+  if (changed) future.length = 0;
+  else past.pop();
+  if (!chat) {
+    if (textOf(parts) !== field.value) setParts(parts);
+    last = { text: field.value, parts: parts.slice() };
+  }
   draw();
   rate();
   count();
   $("status").textContent = why;
-  $("go").textContent = "Write on";
   field.readOnly = false;
   job = null;
   buttons();
   ended();
+  return changed;
 }
 
 async function stop() {
@@ -295,22 +330,74 @@ async function step(from, to) {
 function buttons() {
   $("undo").setAttribute("aria-disabled", !past.length);
   $("redo").setAttribute("aria-disabled", !future.length);
+  for (const id of ["again", "fresh"]) $(id).setAttribute("aria-disabled", !parts.length);
+  $("go").textContent = job ? "Stop" : chat ? "Send" : "Write on";
+  turns.setAttribute("aria-busy", Boolean(job)); // an answer is read aloud once it is whole
+}
+
+// The conversation
+
+async function setMode(chatting) {
+  await stop();
+  if (chat === chatting) return;
+  close();
+  chat = chatting;
+  [{ parts, past, future, marks }, other] = [other, { parts, past, future, marks }];
+  document.body.classList.toggle("chat", chat);
+  for (const [id, on] of [["chat", chat], ["plain", !chat]]) $(id).setAttribute("aria-pressed", on);
+  for (const id of ["rate", "status"]) $(id).textContent = "";
+  buttons();
+  count();
+  typing().focus();
+}
+
+const typing = () => (chat ? question : field);
+
+async function send() {
+  const content = question.value;
+  question.focus();
+  if (job || !content.trim()) return;
+  question.value = "";
+  const sent = await write([...parts, { role: "user", content, text: "" }]);
+  if (!sent) question.value = [content, question.value].filter(Boolean).join("\n");
+}
+
+async function regenerate() {
+  await stop();
+  const at = parts.findLastIndex((part) => part.role === "user");
+  if (at >= 0) await write(parts.slice(0, at + 1));
+}
+
+async function startAfresh() {
+  await stop();
+  if (!parts.length) return;
+  past.push(parts);
+  future.length = 0;
+  setParts([]);
+  for (const id of ["rate", "status"]) $(id).textContent = "";
+  buttons();
+  question.focus();
+}
+
+function tokensNow() {
+  const run = parts.at(-1)?.run;
+  return chat ? (run ?? parts.at(-1))?.total : run && idsBefore(run, parts.length).length;
 }
 
 // How long the text is, and how much of it the model sees: at once where that is known, else when the typing rests.
 let counting = 0;
-function count(n = parts.at(-1)?.run && idsBefore(parts.at(-1).run, parts.length).length) {
+function count(n = tokensNow()) {
   clearTimeout(counting);
-  if (n === undefined) {
+  if (n === undefined && !chat) {
     counting = setTimeout(async () => {
       const text = field.value;
       const ids = job || model.end === undefined ? null : await tokenize(text).catch(() => null);
-      if (ids && !job && text === field.value) count(text ? ids.length : 0);
+      if (ids && !job && !chat && text === field.value) count(text ? ids.length : 0);
     }, 300);
     return;
   }
   const size = model.context_length;
-  $("length").textContent = `The text has ${thousands(n)} token${n === 1 ? "" : "s"}.`;
+  $("length").textContent = n === undefined ? "" : `The ${chat ? "conversation" : "text"} has ${thousands(n)} token${n === 1 ? "" : "s"}.`;
   const forgotten = n > size ? `The text is longer than the ${thousands(size)} tokens that the model sees: it has forgotten the beginning.` : "";
   if ($("forgotten").textContent !== forgotten) $("forgotten").textContent = forgotten;
 }
@@ -342,7 +429,7 @@ function open(at, byPointer = false) {
     const standing = rank < 0 ? `not among the ${part.top.length} likeliest` : rank ? `number ${rank + 1}` : "the likeliest";
     $("chosen").textContent = `“${shown(part)}” ${percent(Math.exp(part.logprob))}, ${standing}`;
     $("list").replaceChildren(...(rank < 0 ? [...part.top, part] : part.top).map((each) => choice(each, part)));
-    for (const [id, by] of [["before", -1], ["after", 1]]) $(id).setAttribute("aria-disabled", !parts[at + by]?.run);
+    for (const [id, by] of [["before", -1], ["after", 1]]) $(id).setAttribute("aria-disabled", beside(at, by) < 0);
   }
   likely.hidden = false;
   place();
@@ -355,7 +442,8 @@ function choice(each, part) {
   button.style.setProperty("--share", `${100 * probability}%`);
   button.tabIndex = each.id === part.id ? 0 : -1;
   if (each.id === part.id) button.setAttribute("aria-current", "true");
-  button.addEventListener("click", () => pick(seen, each));
+  if (chat) button.setAttribute("aria-disabled", "true"); // the page does not have the text that the template makes
+  else button.addEventListener("click", () => pick(seen, each));
   item.append(button);
   return item;
 }
@@ -371,7 +459,7 @@ function place() {
 }
 
 function close() {
-  if (likely.contains(document.activeElement)) field.focus();
+  if (likely.contains(document.activeElement)) typing().focus();
   marks[seen]?.classList.remove("seen");
   likely.hidden = true;
   seen = -1;
@@ -398,10 +486,18 @@ function walk(by) {
   buttons[Math.max(0, Math.min(buttons.length - 1, to))].focus();
 }
 
+// The next token of the model's on one side of a part, or -1.
+function beside(at, by) {
+  do at += by; while (parts[at] && !parts[at].run);
+  return parts[at] ? at : -1;
+}
+
 function stepToken(by) {
-  if (!parts[seen + by]?.run) return;
+  const to = beside(seen, by);
+  if (to < 0) return;
   const inside = $("list").contains(document.activeElement);
-  open(seen + by);
+  marks[to].scrollIntoView({ block: "nearest" });
+  open(to);
   if (inside) walk(0);
 }
 
@@ -418,7 +514,7 @@ document.addEventListener("selectionchange", () => {
 
 let resting = 0; // a pointer that only passes opens nothing
 const leave = () => { if (hovered && !likely.matches(":hover") && !likely.contains(document.activeElement)) close(); };
-field.addEventListener("pointermove", ({ pointerType, clientX, clientY }) => {
+for (const node of [field, turns]) node.addEventListener("pointermove", ({ pointerType, clientX, clientY }) => {
   clearTimeout(resting);
   if (pointerType !== "mouse") return;
   resting = setTimeout(() => {
@@ -427,7 +523,7 @@ field.addEventListener("pointermove", ({ pointerType, clientX, clientY }) => {
     else if (at !== seen) open(at, true);
   }, 120);
 });
-for (const node of [field, likely]) node.addEventListener("pointerleave", () => {
+for (const node of [field, turns, likely]) node.addEventListener("pointerleave", () => {
   clearTimeout(resting);
   resting = setTimeout(leave, 300);
 });
@@ -435,6 +531,7 @@ document.addEventListener("pointerdown", ({ target }) => { if (!likely.contains(
 likely.addEventListener("focusout", ({ relatedTarget }) => {
   if (relatedTarget && relatedTarget !== field && !likely.contains(relatedTarget)) close();
 });
+turns.addEventListener("click", ({ target }) => { if (getSelection().isCollapsed) open(marks.indexOf(target)); });
 $("before").addEventListener("click", () => stepToken(-1));
 $("after").addEventListener("click", () => stepToken(1));
 paper.addEventListener("scroll", () => {
@@ -443,12 +540,14 @@ paper.addEventListener("scroll", () => {
 });
 for (const name of ["scroll", "resize"]) addEventListener(name, () => seen >= 0 && place());
 
-function actOf({ key, ctrlKey, metaKey, altKey, shiftKey }) {
+function actOf({ key, ctrlKey, metaKey, altKey, shiftKey, isComposing, keyCode }) {
   const mod = ctrlKey || metaKey, focused = document.activeElement;
-  if (mod && key === "Enter") return () => write();
+  if (isComposing || keyCode === 229) return null; // the keys of an input method are its own
+  if (mod && key === "Enter") return () => (chat ? send() : write());
+  if (key === "Enter" && !shiftKey && focused === question) return send;
   if (key === "Escape") return () => { close(); stop(); };
-  if (altKey && key === "ArrowDown" && focused === field) return () => {
-    const at = partAtCursor();
+  if (altKey && key === "ArrowDown" && [field, question, turns].includes(focused)) return () => {
+    const at = chat ? seen : partAtCursor();
     open(parts[at]?.run ? at : parts.findLastIndex((part) => part.run && part.text));
     if (seen >= 0) walk(0);
   };
@@ -456,10 +555,11 @@ function actOf({ key, ctrlKey, metaKey, altKey, shiftKey }) {
     const acts = { ArrowDown: [walk, 1], ArrowUp: [walk, -1], ArrowLeft: [stepToken, -1], ArrowRight: [stepToken, 1] };
     if (acts[key]) return () => acts[key][0](acts[key][1]);
   }
-  const typing = focused === field ? !job && field.value !== last.text : focused.tagName === "INPUT"; // the browser undoes that
+  const inputs = ["INPUT", "TEXTAREA"]; // the browser undoes what is typed there
+  const editing = focused === field ? !job && field.value !== last.text : inputs.includes(focused.tagName);
   const again = key.toLowerCase() === "y" || (key.toLowerCase() === "z" && shiftKey);
-  if (mod && !typing && again && future.length) return () => step(future, past);
-  if (mod && !typing && !again && key === "z" && past.length) return () => step(past, future);
+  if (mod && !editing && again && future.length) return () => step(future, past);
+  if (mod && !editing && !again && key === "z" && past.length) return () => step(past, future);
   return null;
 }
 
@@ -469,7 +569,11 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
   act();
 });
-$("go").addEventListener("click", () => (job ? stop() : write()));
+$("go").addEventListener("click", () => (job ? stop() : chat ? send() : write()));
+$("again").addEventListener("click", regenerate);
+$("fresh").addEventListener("click", startAfresh);
+$("chat").addEventListener("click", () => setMode(true));
+$("plain").addEventListener("click", () => setMode(false));
 $("undo").addEventListener("click", () => step(past, future));
 $("redo").addEventListener("click", () => step(future, past));
 
