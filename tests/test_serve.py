@@ -438,6 +438,67 @@ def test_a_chat_is_the_text_of_its_template(chat: Served, model: LanguageModel) 
     ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def prefilled(model: LanguageModel) -> Iterator[Served]:
+    """A server whose template shows what it was given."""
+    template = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.reasoning_content }}{{ m.name }}{{ m.content }}\n{% endfor %}"
+        "{{ enable_thinking }}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    with served(replace(model, tokenizer=replace(model.tokenizer, files={"chat_template.jinja": template.encode()}))) as found:
+        yield found
+
+
+SAID = [{"role": "user", "content": "it"}, {"role": "assistant", "content": "the cat "}]
+
+
+@pytest.mark.parametrize(
+    "asked, text",
+    [
+        ({}, "u:it\na:the cat \na:"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "u:it\na:the cat \nFalsea:"),
+        ({"enable_thinking": False}, "u:it\na:the cat \nFalsea:"),
+        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": "\ud800"}}, "u:it\na:the cat \n\ufffda:"),
+        ({"add_generation_prompt": False}, "u:it\na:the cat \n"),
+        ({"continue_final_message": True}, "u:it\na:the cat "),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "u:it\na:the cat "),
+        ({"continue_final_message": False, "chat_template_kwargs": {}}, "u:it\na:the cat \na:"),
+        ({"messages": [{"role": "user", "name": "bo", "reasoning": "so ", "content": "it"}]}, "u:so boit\na:"),
+    ],
+    ids=str,
+)
+def test_fields_that_the_template_reads(
+    prefilled: Served, model: LanguageModel, asked: dict[str, Any], text: str
+) -> None:
+    answer = prefilled.ask("/v1/chat/completions", **{"messages": SAID, "seed": 0, "max_tokens": 6, **asked})
+    assert answer["choices"][0]["message"]["content"] == sample(model, text, max_tokens=6).text
+
+
+@pytest.mark.parametrize(
+    "field, value, says",
+    [
+        ("chat_template_kwargs", [], "an object"), ("chat_template_kwargs", {"a": "x" * 20_000}, "16,384"),
+        ("chat_template_kwargs", {"a": DEEP}, "levels"), ("enable_thinking", "no", "true or false"),
+        ("continue_final_message", "content", "true or false"), ("add_generation_prompt", 1, "true or false"),
+        *(("chat_template_kwargs", {name: 1}, f'"{name}"') for name in
+          ("messages", "add_generation_prompt", "tools", "bos_token", "eos_token", "namespace", "documents")),
+    ],
+    ids=lambda value: f"{value!s:.20}",
+)  # fmt: skip
+def test_wrong_fields_for_the_template_are_refused_by_name(
+    prefilled: Served, field: str, value: Any, says: str
+) -> None:
+    error = prefilled.refuse("/v1/chat/completions", **{"messages": SAID, field: value})
+    assert error["param"] == field
+    assert says in error["message"]
+
+
+def test_a_message_is_either_answered_or_continued(prefilled: Served) -> None:
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    error = prefilled.refuse("/v1/chat/completions", messages=SAID, **both)
+    assert error["param"] == "continue_final_message"
+
+
 def test_chats_with_several_choices_and_without_a_number_of_tokens(chat: Served, model: LanguageModel) -> None:
     answer = chat.ask("/v1/chat/completions", messages=CHAT, n=3, seed=1, max_tokens=6)
     expected = [sample(model, TEXT, 1, index, max_tokens=6).text for index in range(3)]

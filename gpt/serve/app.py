@@ -207,7 +207,12 @@ class Server:
         asked = await self._in_thread(request, lambda: read_chat(values, limit))
         self._check_model(values)
         lane = request.state.lane
-        text = await self._in_thread(request, lambda: chat.render(tokenizer, asked.messages, lane), chat=True)
+
+        def render() -> str:
+            form = {"answer": asked.answer, "open_end": asked.open_end}
+            return chat.render(tokenizer, asked.messages, lane, **form, variables=asked.variables)
+
+        text = await self._in_thread(request, render, chat=True)
         self._check_length(text)
         ids = await self._in_thread(request, lambda: tokenizer.encode(text, specials=True).tolist())
         prompt, generation, room = self._prompt(ids), asked.generation, self.service.block_size - len(ids)

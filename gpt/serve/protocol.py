@@ -12,6 +12,7 @@ from gpt.sample_config import SampleConfig
 
 MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, MOST_PROMPTS, MOST_BIASES = 128, 20, 256, 128, 1024
 LONGEST_STOP = 1000  # characters
+LONGEST_VARIABLES, DEEPEST_VARIABLES = 16_384, 16  # characters of chat_template_kwargs in JSON, and levels
 _SEEDS = 2**63
 
 
@@ -74,6 +75,9 @@ class Chat:
 
     messages: Sequence[Mapping[str, str]]
     generation: Generation
+    answer: bool  # whether the template begins an answer
+    open_end: bool  # whether the last message is continued
+    variables: Mapping[str, Any]  # that the template may read
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -111,8 +115,8 @@ class _Fields:
             raise _wrong(name, f"is {_shown(value)}; it must be a whole number from {low:,} to {high:,}")
         return value
 
-    def flag(self, name: str) -> bool:
-        value = self.values.get(name, False)
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.values.get(name, default)
         if type(value) is not bool:
             raise _wrong(name, f"is {_shown(value)}; it must be true or false")
         return value
@@ -280,5 +284,41 @@ def read_chat(values: Mapping[str, Any], limit: int) -> Chat:
             content = "".join(texts) if len(texts) == len(content) else None
         if not isinstance(role, str) or not isinstance(content, str):
             raise _wrong("messages", f"has {_shown(message)}; a message has a role and a content, which are texts")
-        found.append({"role": clean(role), "content": clean(content)})
-    return Chat(found, _generation(fields, limit, limit, chat=True))
+        thoughts = next((message[key] for key in _THOUGHTS if isinstance(message.get(key), str)), None)
+        others = {"name": message.get("name"), **dict.fromkeys(("reasoning_content", "thinking"), thoughts)}
+        words = {"role": role, "content": content, **others}
+        found.append({key: clean(text) for key, text in words.items() if isinstance(text, str)})
+    open_end = fields.flag("continue_final_message")
+    answer = fields.flag("add_generation_prompt", not open_end)
+    if open_end and answer:
+        raise _wrong("continue_final_message", "continues the last message; add_generation_prompt must be false then")
+    return Chat(found, _generation(fields, limit, limit, chat=True), answer, open_end, _variables(fields))
+
+
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names for the reasoning of a message, as in transformers
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
+          "raise_exception", "strftime_now", "namespace")  # fmt: skip
+
+
+def _variables(fields: _Fields) -> Mapping[str, Any]:
+    """Returns the names that a chat template may read besides its own, and their values."""
+    name = "chat_template_kwargs"
+    values = fields.values.get(name, {})
+    if not isinstance(values, dict):
+        raise _wrong(name, f"is {_shown(values)}; it must be an object")
+    if "enable_thinking" in fields.values:  # Alibaba's clients, and some others, send it outside
+        values = {"enable_thinking": fields.flag("enable_thinking"), **values}
+    level = [values]
+    for _ in range(DEEPEST_VARIABLES):
+        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
+        level = [part for part in level if isinstance(part, (dict, list))]
+    if level:
+        raise _wrong(name, f"has more than {DEEPEST_VARIABLES} levels")
+    text = json.dumps(values, ensure_ascii=False)
+    if len(text) > LONGEST_VARIABLES:
+        raise _wrong(name, f"has {len(text):,} characters; {LONGEST_VARIABLES:,} are the most")
+    for key in values:
+        if key in _GIVEN or key.endswith("_token"):
+            raise _wrong(name, f"has {_shown(key)}, which the template gets from the server")
+    cleaned: dict[str, Any] = json.loads(clean(text))
+    return cleaned
