@@ -173,7 +173,9 @@ def test_an_open_end_is_that_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_variables_of_a_template_are_those_of_transformers(tmp_path: Path) -> None:
-    template = "{{ enable_thinking is defined }}{{ enable_thinking }}{{ more | tojson }}{{ self is defined }}{{ bos_token }}"
+    template = (
+        "{{ enable_thinking is defined }}{{ enable_thinking }}{{ more | tojson }}{{ self is defined }}{{ bos_token }}"
+    )
     ours, theirs = both(tmp_path / "form", "llama2", template)
     for given in ({}, {"enable_thinking": False}, {"more": {"é": [1, 2.5, None, "日本"]}}):
         given = {"more": [], **given}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,9 +17,12 @@ from serving import Served, load, served
 from gpt.api import LanguageModel
 from gpt.decoding.write import Sample
 from gpt.sample_config import SampleConfig
-from gpt.serve import answers
+from gpt.serve import answers, protocol
 
 PROMPT = "the cat sat on"
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
+CHAT = [{"role": "system", "content": "Be a cat."}, {"role": "user", "content": [{"type": "text", "text": "the cat"}]}]
+TEXT = "s:Be a cat.\nu:the cat\na:"
 
 
 @pytest.fixture(scope="module")
@@ -344,6 +348,86 @@ def test_neutral_values_and_nulls_change_nothing(server: Served, model: Language
     assert server.ask(prompt=PROMPT, seed=0, **nothing)["choices"][0]["text"] == expected
 
 
+DOCS = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
+
+
+def documented(what: str) -> set[str]:
+    """The fields for which the documentation's table says ``what`` happens."""
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", DOCS, re.MULTILINE)
+    return {name for fields, happens in rows if happens.startswith(what) for name in re.findall(r"`(\w+)`", fields)}
+
+
+ROUTES = (
+    ("/v1/completions", {"prompt": PROMPT}, {**protocol.REFUSED, **protocol.REFUSED_IN_COMPLETIONS}),
+    ("/v1/chat/completions", {"messages": CHAT}, {**protocol.REFUSED, **protocol.REFUSED_IN_CHATS}),
+)
+
+
+@pytest.mark.parametrize("route, asked, refused", ROUTES, ids=["completions", "chats"])
+def test_each_field_of_other_servers_is_refused_by_name_or_changes_nothing(
+    chat: Served, route: str, asked: dict[str, Any], refused: dict[str, Any]
+) -> None:
+    asked = {**asked, "seed": 0, "max_tokens": 4}
+    expected = chat.ask(route, **asked)["choices"]
+    for at in range(max(map(len, refused.values()))):
+        neutral = {name: values[at % len(values)] for name, values in refused.items() if values}
+        assert chat.ask(route, **asked, **neutral)["choices"] == expected
+    assert chat.ask(route, **asked, **dict.fromkeys(refused))["choices"] == expected
+    for name in refused:
+        for value in ("x", 0.5, {"a": 1}):
+            error = chat.refuse(route, **asked, **{name: value})
+            assert error["param"] == name
+            assert name in error["message"]
+    for value in (0, 0.5, "x", [1], {"a": 1}, True):
+        assert chat.ask(route, **asked, **dict.fromkeys(documented("accepted"), value))["choices"] == expected
+
+
+def test_the_documentation_names_each_field() -> None:
+    refused = {**protocol.REFUSED, **protocol.REFUSED_IN_COMPLETIONS, **protocol.REFUSED_IN_CHATS}
+    assert documented("not supported") == set(refused)
+    assert documented("other names") == set(protocol.ALIASES)
+    assert len(documented("accepted")) > 30
+
+
+def test_names_of_other_servers(server: Served, model: LanguageModel) -> None:
+    for asked, settings in (
+        ({"n_predict": 5}, {"max_tokens": 5}),
+        ({"max_completion_tokens": 5}, {"max_tokens": 5}),
+        ({"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ({"repeat_penalty": 1.5, "repetition_penalty": 1.5, "repeat_last_n": -1}, {"repetition_penalty": 1.5}),
+        ({"repeat_penalty": 1.0, "repeat_last_n": 64}, {}),
+        ({"no_repeat_ngram_size": 2}, {"no_repeat_ngram": 2}),
+    ):
+        assert server.ask(prompt=PROMPT, seed=0, **asked)["choices"][0]["text"] == sample(model, **settings).text
+    assert len(server.ask(prompt=PROMPT, n_cmpl=3)["choices"]) == 3
+    for asked in ({"n_predict": "x"}, {"repeat_penalty": -1}, {"n_predict": 5, "max_tokens": 6}):
+        error = server.refuse(prompt=PROMPT, **asked)
+        assert error["param"] == next(iter(asked))
+        assert error["param"] in error["message"]
+    for penalty in ({"repeat_penalty": 2}, {"presence_penalty": 1}, {"frequency_penalty": -1}):
+        for last in (0, 64):
+            assert server.refuse(prompt=PROMPT, **penalty, repeat_last_n=last)["param"] == "repeat_last_n"
+
+
+def test_ids_that_end_a_text(server: Served, model: LanguageModel) -> None:
+    expected = sample(model, max_tokens=12, ignore_eot=True)
+    body = {"prompt": PROMPT, "seed": 0, "max_tokens": 12, "ignore_eos": True}
+    for at in range(12):
+        end = expected.tokens[at]
+        first = expected.tokens.index(end)
+        answer = server.ask(**body, stop_token_ids=[end], logprobs=0)
+        (choice,) = answer["choices"]
+        assert choice["text"] == model.tokenizer.decode(expected.tokens[:first])
+        assert choice["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] == len(choice["logprobs"]["tokens"]) == first + 1
+        parts = [chunk["choices"][0]["text"] for chunk in server.stream(**body, stop_token_ids=[end], stop=["🦊"])]
+        assert "".join(parts) == choice["text"]
+    assert server.ask(**body, stop_token_ids=[])["choices"][0]["finish_reason"] == "length"
+    for wrong in (5, [1.5], ["a"], {}, [True], [1] * 300):
+        assert server.refuse(**body, stop_token_ids=wrong)["param"] == "stop_token_ids"
+    assert server.refuse(**body, stop_token_ids=[1], min_tokens=3)["param"] == "stop_token_ids"
+
+
 def test_halves_of_surrogates_and_control_characters(server: Served) -> None:
     answer = server.ask(prompt="a\ud800b\x00\x1b[31m", echo=True, max_tokens=0, stop=["\udfff"])
     assert answer["choices"][0]["text"] == "a�b\x00\x1b[31m"
@@ -395,11 +479,6 @@ def test_the_routes_answer_without_v1(server: Served, model: LanguageModel) -> N
     assert server.client.get("/v1/health").status_code == server.client.get("/v1/tokenizer_info").status_code == 200
 
 
-TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
-CHAT = [{"role": "system", "content": "Be a cat."}, {"role": "user", "content": [{"type": "text", "text": "the cat"}]}]
-TEXT = "s:Be a cat.\nu:the cat\na:"
-
-
 @pytest.fixture(scope="module")
 def chat(model: LanguageModel) -> Iterator[Served]:
     """A server whose tokenizer has a chat template."""
@@ -445,7 +524,9 @@ def prefilled(model: LanguageModel) -> Iterator[Served]:
         "{% for m in messages %}{{ m.role[0] }}:{{ m.reasoning_content }}{{ m.name }}{{ m.content }}\n{% endfor %}"
         "{{ enable_thinking }}{% if add_generation_prompt %}a:{% endif %}"
     )
-    with served(replace(model, tokenizer=replace(model.tokenizer, files={"chat_template.jinja": template.encode()}))) as found:
+    with served(
+        replace(model, tokenizer=replace(model.tokenizer, files={"chat_template.jinja": template.encode()}))
+    ) as found:
         yield found
 
 
@@ -458,7 +539,10 @@ SAID = [{"role": "user", "content": "it"}, {"role": "assistant", "content": "the
         ({}, "u:it\na:the cat \na:"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "u:it\na:the cat \nFalsea:"),
         ({"enable_thinking": False}, "u:it\na:the cat \nFalsea:"),
-        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": "\ud800"}}, "u:it\na:the cat \n\ufffda:"),
+        (
+            {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": "\ud800"}},
+            "u:it\na:the cat \n\ufffda:",
+        ),
         ({"add_generation_prompt": False}, "u:it\na:the cat \n"),
         ({"continue_final_message": True}, "u:it\na:the cat "),
         ({"continue_final_message": True, "add_generation_prompt": False}, "u:it\na:the cat "),

@@ -58,6 +58,7 @@ class Generation:
     include_usage: bool
     echo: bool
     open_ended: bool  # whether it does not say how many tokens it wants
+    stop_ids: frozenset[int] = frozenset()
     token_details: bool = False  # of completions: the ids and bytes of tokens and alternatives beside their texts
 
 
@@ -100,15 +101,21 @@ class _Fields:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = {key: value for key, value in values.items() if value is not None}
+        self._given: dict[str, str] = {}  # the names in the request of fields that have several
+        for alias, name in ALIASES.items():
+            if alias in self.values:
+                if self.values.get(name, self.values[alias]) != self.values[alias]:
+                    raise _wrong(alias, f"is another name for {name}, which has another value; send one of them")
+                self.values[name], self._given[name] = self.values[alias], alias
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        value = self.values.get(name, default)
+        value, name = self.values.get(name, default), self._given.get(name, name)
         if type(value) not in (int, float) or not low <= value <= high or not math.isfinite(value):
             raise _wrong(name, f"is {_shown(value)}; it must be a number from {low:g} to {high:g}")
         return float(value)
 
     def count(self, name: str, default: int, low: int, high: int) -> int:
-        value = self.values.get(name, default)
+        value, name = self.values.get(name, default), self._given.get(name, name)
         if type(value) is float and value.is_integer():
             value = int(value)
         if type(value) is not int or not low <= value <= high:
@@ -122,7 +129,7 @@ class _Fields:
         return value
 
     def refuse(self, neutral: Mapping[str, Sequence[Any]]) -> None:
-        """Raises `ApiError` for fields of OpenAI's that this server has no answer to, unless they ask for nothing."""
+        """Raises `ApiError` for fields that this server does not support, unless their values ask for nothing."""
         for name, allowed in neutral.items():
             if name in self.values and self.values[name] not in allowed:
                 what = "tools are not supported yet" if name in _TOOLS else "is not supported by this server"
@@ -135,15 +142,34 @@ def _shown(value: Any) -> str:
     return json.dumps(value if not isinstance(value, str) else value[:80])[:80] if scalar else reprlib.repr(value)
 
 
-_TOOLS = ("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls")
-_NEITHER = {
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
-    "web_search_options": (), "reasoning_effort": ("none",), "verbosity": ("medium",), "store": (False,),
-    "metadata": ({},), "service_tier": ("auto", "default"),
+_TOOLS = ("tools", "tool_choice", "functions", "function_call")
+ALIASES = {  # of llama.cpp's server and of transformers
+    "n_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "n_cmpl": "n",
+    "no_repeat_ngram_size": "no_repeat_ngram",
 }  # fmt: skip
-_NO_COMPLETION = {"suffix": ("",), **_NEITHER}
-_NO_CHAT = {"suffix": ("",), "echo": (False,), "best_of": (1,), **_NEITHER}
+# Fields that change what a client gets, and that this server does not support: the values that ask for nothing. Fields
+# that are neither read nor listed change nothing, or are unknown to OpenAI, llama.cpp and vLLM.
+REFUSED: Mapping[str, Sequence[Any]] = {
+    # OpenAI
+    "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
+    "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (),
+    "web_search_options": (), "reasoning_effort": ("none",), "verbosity": ("medium",), "store": (False,),
+    # llama.cpp
+    "typical_p": (1,), "top_n_sigma": (-1, 0), "dynatemp_range": (0,), "xtc_probability": (0,), "mirostat": (0,),
+    "dry_multiplier": (0,), "adaptive_target": (-1,), "tfs_z": (1,), "min_keep": (0,), "samplers": (),
+    "grammar": ("",), "json_schema": (), "lora": ([],), "n_keep": (0,), "n_discard": (0,), "n_indent": (0,),
+    "t_max_predict_ms": (0, -1), "n_probs": (0,), "post_sampling_probs": (False,), "return_tokens": (False,),
+    "response_fields": ([],), "reasoning_format": ("none", "auto"), "thinking_budget_tokens": (-1,),
+    # vLLM
+    "use_beam_search": (False,), "include_stop_str_in_output": (False,), "truncate_prompt_tokens": (-1,),
+    "prompt_logprobs": (), "prompt_embeds": (), "allowed_token_ids": ([],), "bad_words": ([],), "guided_json": (),
+    "guided_regex": ("",), "guided_choice": ([],), "guided_grammar": ("",), "structured_outputs": ({},),
+    "structural_tag": ("",), "logits_processors": ([],), "vllm_xargs": ({},), "detokenize": (True,),
+    "return_tokens_as_token_ids": (False,), "return_token_ids": (False,), "documents": ([],), "chat_template": ("",),
+    "thinking_token_budget": (),
+}  # fmt: skip
+REFUSED_IN_COMPLETIONS: Mapping[str, Sequence[Any]] = {"add_special_tokens": (True,)}
+REFUSED_IN_CHATS: Mapping[str, Sequence[Any]] = {"add_special_tokens": (False,), "echo": (False,), "best_of": (1,)}
 
 
 def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generation:
@@ -161,8 +187,7 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
             raise _wrong("top_logprobs", "needs logprobs: true")
     else:
         logprobs = fields.count("logprobs", 0, 0, MOST_LOGPROBS) if "logprobs" in fields.values else None
-    names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
-    given = next((name for name in names if name in fields.values), None)
+    given = next((name for name in ("max_completion_tokens", "max_tokens") if name in fields.values), None)
     tokens = fields.count(given or "max_tokens", most, -1, 2**31)  # -1: as many as there is room for
     top_p = fields.number("top_p", 1.0, 0, 1)
     try:
@@ -184,6 +209,14 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
         )
     except UserError as error:
         raise ApiError(400, error.message) from None
+    penalized = config.presence_penalty or config.frequency_penalty or config.repetition_penalty not in (0, 1)
+    if penalized and fields.count("repeat_last_n", -1, -1, 2**31) != -1:
+        raise _wrong("repeat_last_n", "must be -1, or absent: penalties count the whole text")
+    stop_ids = fields.values.get("stop_token_ids", [])
+    if not isinstance(stop_ids, list) or not _are_ids(stop_ids) or len(stop_ids) > MOST_STOPS:
+        raise _wrong("stop_token_ids", f"is {_shown(stop_ids)}; it must be a list of ids, {MOST_STOPS} at most")
+    if stop_ids and config.min_tokens:
+        raise _wrong("stop_token_ids", "cannot be combined with min_tokens")
     options = fields.values.get("stream_options", {})
     if not isinstance(options, dict) or type(options.get("include_usage") or False) is not bool:
         raise _wrong("stream_options", f"is {_shown(options)}; it must be an object with include_usage")
@@ -198,6 +231,7 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
         include_usage=stream and bool(options.get("include_usage")),
         echo=echo,
         open_ended=given is None or tokens == -1,
+        stop_ids=frozenset(stop_ids),
         token_details=not chat and fields.flag("token_details"),
     )
 
@@ -234,7 +268,7 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
 def read_completion(values: Mapping[str, Any], limit: int) -> Completion:
     """Reads a request of ``/v1/completions``. ``limit``: tokens that it may ask for. Raises `ApiError`."""
     fields = _Fields(values)
-    fields.refuse(_NO_COMPLETION)
+    fields.refuse({**REFUSED, **REFUSED_IN_COMPLETIONS})
     if "prompt" not in fields.values:
         raise _wrong("prompt", "is missing")
     generation = _generation(fields, limit, min(16, limit), chat=False)
@@ -270,7 +304,7 @@ _CALLS = ("tool_calls", "function_call")
 def read_chat(values: Mapping[str, Any], limit: int) -> Chat:
     """Reads a request of ``/v1/chat/completions``. ``limit``: tokens that it may ask for. Raises `ApiError`."""
     fields = _Fields(values)
-    fields.refuse(_NO_CHAT)
+    fields.refuse({**REFUSED, **REFUSED_IN_CHATS})
     messages = fields.values.get("messages")
     if not isinstance(messages, list) or not messages:
         raise _wrong("messages", "must be a list of messages, one at least")

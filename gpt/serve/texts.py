@@ -1,7 +1,7 @@
 """Tokens of one choice → its text, its log-probabilities, and its finish reason, as clients read them."""
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,8 +45,16 @@ class Delta:
 class Choice:
     """One text, from its engine updates. With ``echo`` it begins with its prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, config: SampleConfig, prompt: Prompt, echo: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        config: SampleConfig,
+        prompt: Prompt,
+        echo: bool,
+        stop_ids: Collection[int] = (),
+    ) -> None:
         self.tokenizer, self.config, self.prompt, self.echo = tokenizer, config, prompt, echo
+        self.stop_ids = stop_ids  # further ones that end the text
         self.count = 0  # tokens that were generated
         self.logprob = 0.0  # their sum
         self.done = False
@@ -65,11 +73,15 @@ class Choice:
                 break
             self.count += 1
             self.logprob += token.logprob or 0.0
-            ends = token.id in self.tokenizer.ends and not self.config.ignore_eot
+            stops = token.id in self.stop_ids
+            ends = stops or (token.id in self.tokenizer.ends and not self.config.ignore_eot)
             if self.config.logprobs is not None:
                 delta.tokens.append((token, self._offsets.take(token.id, shown=not ends)))
             if not ends:
                 delta.text += self._stream.push(token.id)
+            if stops:
+                delta.text += self._stream.flush()
+                self._stream.stopped = True
         reason = "stop" if self._stream.stopped else update.reason
         if reason is not None:
             delta.text += self._stream.flush()

@@ -105,9 +105,7 @@ class Renderer:
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Returns the object that answers a line."""
-        texts = [
-            self.render(asked["messages"][:count], answer, asked["variables"]) for count, answer in asked["parts"]
-        ]
+        texts = [self.render(asked["messages"][:count], answer, asked["variables"]) for count, answer in asked["parts"]]
         return {"texts": texts, "spans": self.generation.spans}
 
 
