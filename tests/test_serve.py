@@ -1,7 +1,10 @@
 """The answers of `gpt serve` to correct and to wrong requests, against `gpt sample`."""
 
+import codecs
+import contextlib
 import json
 import math
+import random
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -15,9 +18,15 @@ from conftest import Gpt
 from serving import Served, load, served
 
 from gpt.api import LanguageModel
+from gpt.decoding.engine import Update
+from gpt.decoding.logits import Token
 from gpt.decoding.write import Sample
 from gpt.sample_config import SampleConfig
 from gpt.serve import answers, protocol
+from gpt.serve.texts import Choice, Prompt, chat_logprobs, completion_logprobs
+from gpt.text.backends import ByteBPE
+from gpt.text.boundaries import GPT2_PATTERN
+from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
 
 PROMPT = "the cat sat on"
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
@@ -155,9 +164,47 @@ def test_log_probabilities_are_those_of_gpt_sample(
         assert max(top.values()) == next(iter(top.values()))
     data = [model.tokenizer.decode_bytes([token.id]) for token in tokens if token.id not in model.tokenizer.ends]
     assert b"".join(data).decode(errors="replace") == choice["text"]
-    for at, offset in enumerate(found["text_offset"]):
-        whole = b"".join(data[:at]).decode("utf-8", "ignore")  # characters that are complete by then
-        assert offset == len(whole)
+    assert found["text_offset"] == [place(data, at) for at in range(len(tokens))]
+
+
+def place(data: list[bytes], at: int) -> int:
+    """The place of a token in the text of all: that of the character which its first byte is a part of."""
+    whole, bad = b"".join(data), dict[int, int]()
+
+    def replaced(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeDecodeError)
+        bad[error.start] = error.end
+        return "�", error.end
+
+    codecs.register_error("replaced", replaced)
+    places = list[int]()
+    for number, char in enumerate(whole.decode(errors="replaced")):
+        places += [number] * (bad.get(len(places), len(places) + len(char.encode())) - len(places))
+    return [*places, len(set(places))][sum(map(len, data[:at]))]
+
+
+PIECES = [
+    bytes.fromhex(each) for each in ["78f0", "9f90", "9579", "e280", "9973", "20f09f90", "80f0", "efbfbd", "efbf"]
+]
+
+
+def test_offsets_are_places_in_the_text_whatever_tokens_are_cut_off() -> None:
+    every = [*(bytes([byte]) for byte in range(256)), *PIECES]
+    tokenizer = Tokenizer("bpe", ByteBPE(GPT2_PATTERN, {piece: id for id, piece in enumerate(every)}), len(every))
+    chance = random.Random(1)
+    cut = [0x61, 0xF0, 0x9F, 0x90, 0x95, 0xE0, 0x80, 0xBD, *range(256, len(every))]
+    for _ in range(500):
+        ids = chance.choices(cut, k=8)
+        config = SampleConfig(logprobs=0)
+        choice = Choice(tokenizer, config, Prompt([tokenizer.eot], 1), False)
+        tokens = tuple(Token(id, -1.0) for id in [*ids, tokenizer.eot])
+        delta = choice.push(Update(0, tokens=tokens, reason="eot"))
+        data = [every[id] for id in ids]
+        assert delta.text == b"".join(data).decode(errors="replace")
+        assert [offset for _, offset in delta.tokens] == [place(data, at) for at in range(9)]
+        for (_, offset), each in zip(delta.tokens, data, strict=False):
+            with contextlib.suppress(UnicodeDecodeError):
+                assert delta.text[offset:].startswith(each.decode())
 
 
 def shown(model: LanguageModel, id: int) -> str:
@@ -680,10 +727,6 @@ def test_a_template_that_renders_nothing_is_told(model: LanguageModel) -> None:
 
 
 def test_a_log_probability_is_never_a_number_that_json_lacks() -> None:
-    from gpt.decoding.logits import Token
-    from gpt.serve.texts import chat_logprobs, completion_logprobs
-    from gpt.text.tokenizer import bytes_tokenizer
-
     tokens = [(Token(97, -math.inf, ((98, 0.0), (99, -math.inf))), 0)]
     for found in (completion_logprobs(bytes_tokenizer(), tokens), chat_logprobs(bytes_tokenizer(), tokens)):
         json.dumps(found, allow_nan=False)

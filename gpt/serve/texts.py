@@ -107,7 +107,7 @@ def text_of(tokenizer: Tokenizer, prompt: Prompt) -> str:
 
 
 class _Offsets:
-    """The place of each token in the text: the number of characters that are whole before it."""
+    """The place of each token in the text: that of its first character, which it may share with the token before it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -120,10 +120,22 @@ class _Offsets:
 
     def take(self, id: int, shown: bool) -> int:
         """Returns the place of the next token."""
+        data = self.tokenizer.decode_bytes([id]) if shown else b""
+        pending, _ = self._decoder.getstate()
+        if pending and not (data and _continues(pending + data[:1])):  # the character before stays cut off: U+FFFD
+            self.begin(self._length + 1)
         at = max(0, self._length)
-        if shown:
-            self._length += len(self._decoder.decode(self.tokenizer.decode_bytes([id])))
+        self._length += len(self._decoder.decode(data))
         return at
+
+
+def _continues(data: bytes) -> bool:
+    """Whether bytes are a character, or the beginning of one."""
+    try:
+        codecs.utf_8_decode(data, "strict", False)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def token_text(tokenizer: Tokenizer, id: int) -> str:
