@@ -21,6 +21,7 @@ from gpt.api import LanguageModel
 from gpt.decoding.engine import Update
 from gpt.decoding.logits import Token
 from gpt.decoding.write import Sample
+from gpt.errors import NotANumber, UserError
 from gpt.sample_config import SampleConfig
 from gpt.serve import answers, protocol
 from gpt.serve.texts import Choice, Prompt, chat_logprobs, completion_logprobs
@@ -724,6 +725,19 @@ def test_a_template_that_renders_nothing_is_told(model: LanguageModel) -> None:
     with served(replace(model, tokenizer=tokenizer)) as found:
         error = found.refuse("/v1/chat/completions", messages=CHAT)
     assert "the chat template renders nothing of this conversation" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "error, told",
+    [
+        (NotANumber("logits are NaN"), "logits are NaN"),
+        (UserError("too long", "take fewer --max-tokens"), "too long"),
+        (UserError("no template", "train it with gpt train --chat"), "no template"),
+        (UserError("no text", "send one"), "no text (send one)"),
+    ],
+)
+def test_clients_get_no_hint_for_the_command_line(error: UserError, told: str) -> None:
+    assert protocol.ApiError.of(error).message == told
 
 
 def test_a_log_probability_is_never_a_number_that_json_lacks() -> None:

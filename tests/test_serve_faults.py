@@ -158,13 +158,14 @@ def test_a_slow_template_holds_up_no_completion_and_large_texts_no_small_ones(
 ) -> None:
     go, waiting = threading.Event(), list[str]()
 
-    def render(tokenizer: Any, messages: Any, lane: str) -> str:
+    def render(tokenizer: Any, messages: Any, lane: str, **form: Any) -> str:
         waiting.append(lane)
         go.wait(20)
         return "the cat"
 
     monkeypatch.setattr(app.chat, "render", render)
-    with served(model, queue=20) as found, contextlib.ExitStack() as held:
+    templated = replace(model, tokenizer=replace(model.tokenizer, files={"chat_template.jinja": b"x"}))
+    with served(templated, queue=20) as found, contextlib.ExitStack() as held:
         for content in ("hello", "hello" * 20_000):
             for _ in range(3):
                 client = held.enter_context(found.connect())

@@ -206,6 +206,8 @@ class Server:
         limit, tokenizer = self.service.config.limit_tokens, self.service.tokenizer
         asked = await self._in_thread(request, lambda: read_chat(values, limit))
         self._check_model(values)
+        if tokenizer.chat_template is None:
+            raise ApiError(400, "this model has no chat template for messages; use /v1/completions", "messages")
         lane = request.state.lane
 
         def render() -> str:

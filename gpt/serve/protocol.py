@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, MOST_PROMPTS, MOST_BIASES = 128, 20, 25
 LONGEST_STOP = 1000  # characters
 LONGEST_VARIABLES, DEEPEST_VARIABLES = 16_384, 16  # characters of chat_template_kwargs in JSON, and levels
 _SEEDS = 2**63
+_COMMAND = re.compile(r"--[a-z]|\bgpt [a-z]")
 
 
 class ApiError(Exception):
@@ -25,11 +27,11 @@ class ApiError(Exception):
 
     @staticmethod
     def of(error: Exception) -> "ApiError":
-        """Returns any error as an answer."""
+        """Returns any error as an answer. Hints that name options or commands are for whoever runs the server."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, UserError):
-            hint = f" ({error.hint})" if error.hint else ""
+            hint = f" ({error.hint})" if error.hint and not _COMMAND.search(error.hint) else ""
             return ApiError(400 if error.exit_code == 2 else 500, error.message + hint)
         return ApiError(500, f"a fault in gpt itself: {type(error).__name__}: {error!s:.200}")
 
@@ -190,25 +192,22 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
     given = next((name for name in ("max_completion_tokens", "max_tokens") if name in fields.values), None)
     tokens = fields.count(given or "max_tokens", most, -1, 2**31)  # -1: as many as there is room for
     top_p = fields.number("top_p", 1.0, 0, 1)
-    try:
-        config = SampleConfig(
-            temperature=fields.number("temperature", 1.0, 0, 100),
-            top_p=0.0 if top_p == 1 else max(top_p, 1e-9),
-            top_k=max(0, fields.count("top_k", 0, -1, 2**31)),
-            min_p=fields.number("min_p", 0.0, 0, 1),
-            repetition_penalty=fields.number("repetition_penalty", 1.0, 0, 100),
-            presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
-            frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
-            no_repeat_ngram=fields.count("no_repeat_ngram", 0, 0, limit),
-            max_tokens=limit if tokens == -1 else min(tokens, limit),
-            min_tokens=fields.count("min_tokens", 0, 0, limit),
-            ignore_eot=fields.flag("ignore_eos"),
-            stop=_stops(fields.values.get("stop", [])),
-            logprobs=logprobs,
-            echo_logprobs=echo and logprobs is not None,
-        )
-    except UserError as error:
-        raise ApiError(400, error.message) from None
+    config = SampleConfig(
+        temperature=fields.number("temperature", 1.0, 0, 100),
+        top_p=0.0 if top_p == 1 else max(top_p, 1e-9),
+        top_k=max(0, fields.count("top_k", 0, -1, 2**31)),
+        min_p=fields.number("min_p", 0.0, 0, 1),
+        repetition_penalty=fields.number("repetition_penalty", 1.0, 0, 100),
+        presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
+        no_repeat_ngram=fields.count("no_repeat_ngram", 0, 0, limit),
+        max_tokens=limit if tokens == -1 else min(tokens, limit),
+        min_tokens=fields.count("min_tokens", 0, 0, limit),
+        ignore_eot=fields.flag("ignore_eos"),
+        stop=_stops(fields.values.get("stop", [])),
+        logprobs=logprobs,
+        echo_logprobs=echo and logprobs is not None,
+    )
     penalized = config.presence_penalty or config.frequency_penalty or config.repetition_penalty not in (0, 1)
     if penalized and fields.count("repeat_last_n", -1, -1, 2**31) != -1:
         raise _wrong("repeat_last_n", "must be -1, or absent: penalties count the whole text")
