@@ -5,7 +5,7 @@ from typing import Annotated
 
 from gpt.errors import WorkError
 from gpt.sample_config import SampleConfig
-from gpt.serve_config import ServeConfig
+from gpt.serve_config import LOOPBACK, ServeConfig
 
 from . import progress, render
 from .options import Base, Device, SamplingDtype, Threads, option, takes
@@ -27,6 +27,8 @@ def serve(
     """Serve a model over HTTP as OpenAI's API does, for programs, and on a page for people."""
     if any(word.partition("=")[0] == "--api-key" for word in words):
         render.note("others on this machine can read --api-key; GPT_SERVE_API_KEY hides it")
+    if settings.allow_host and settings.host not in LOOPBACK:
+        render.note(f"--allow-host has no effect with --host {settings.host}, which is served under any name")
     with progress.starting(quiet=False):
         from gpt import api
 

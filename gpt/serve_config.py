@@ -1,5 +1,6 @@
 """The settings of ``gpt serve``. Imports no torch."""
 
+import re
 from dataclasses import dataclass
 
 from gpt.errors import UserError
@@ -17,7 +18,18 @@ class ServeConfig:
     port: int = option(8000, "Port to listen at; 0: a free one.", panel=_ADDRESS, low=0, high=65_535)
     name: str | None = option(None, "The model's name for clients.", panel=_ADDRESS, shown="the run's or the folder's")
     cors: tuple[str, ...] = option(
-        (), "ORIGIN of web pages that may ask, as https://example.org; may be repeated.", panel=_ADDRESS, shown="none"
+        (),
+        "ORIGIN whose web pages or apps may send requests, such as https://example.org or app://obsidian.md; may be "
+        "repeated.",
+        panel=_ADDRESS,
+        shown="none",
+    )
+    allow_host: tuple[str, ...] = option(
+        (),
+        "NAME under which clients may reach a server at a loopback address, such as host.docker.internal; may be "
+        "repeated.",
+        panel=_ADDRESS,
+        shown="none",
     )
     api_key: str | None = option(
         None,
@@ -45,6 +57,10 @@ class ServeConfig:
                 f"others could reach {self.host}, and there is no key", "set GPT_SERVE_API_KEY, or leave out --host"
             )
         for origin in self.cors:
-            scheme, separator, rest = origin.partition("://")
-            if scheme not in ("http", "https") or not separator or not rest or "/" in rest or "*" in rest:
+            if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/*]+", origin):
                 raise UserError(f'"{origin}" is no origin', "such as --cors https://example.org, without a path")
+        for name in self.allow_host:
+            if not re.fullmatch(r"[^\s/*:@\[\]]+|\[[0-9a-fA-F:.]+\]", name):
+                raise UserError(
+                    f'"{name}" is not a host name', "such as --allow-host host.docker.internal, without a port"
+                )

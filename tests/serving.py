@@ -59,6 +59,7 @@ class Served:
         assert answer.status_code == status, answer.text
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
+        assert "--" not in error["message"]  # clients know fields, and no options of a command line
         return error
 
     def raw(self, data: bytes, read: bool = True) -> bytes:

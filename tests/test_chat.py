@@ -156,6 +156,34 @@ def test_texts_and_ids_are_those_of_transformers(name: str, tmp_path: Path) -> N
         assert chat.prompt(ours, messages) == ids
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_open_end_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    ours, theirs = both(tmp_path / "form", *TEMPLATES[name])
+    for last in ("  5", "The answer is ", "\n", "", "CONTINUE_FINAL_MESSAGE_TAG"):
+        messages = [*QUESTION, {"role": "assistant", "content": last}]
+        try:
+            wanted = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+        except ValueError:  # a template that breaks off before the last message
+            with pytest.raises(UserError, match="cannot be continued"):
+                chat.render(ours, messages, answer=False, open_end=True)
+            continue
+        assert chat.render(ours, messages, answer=False, open_end=True) == wanted
+    wanted = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=False)
+    assert chat.render(ours, CHAT, answer=False) == wanted
+
+
+def test_variables_of_a_template_are_those_of_transformers(tmp_path: Path) -> None:
+    template = (
+        "{{ enable_thinking is defined }}{{ enable_thinking }}{{ more | tojson }}{{ self is defined }}{{ bos_token }}"
+    )
+    ours, theirs = both(tmp_path / "form", "llama2", template)
+    for given in ({}, {"enable_thinking": False}, {"more": {"é": [1, 2.5, None, "日本"]}}):
+        given = {"more": [], **given}
+        wanted = theirs.apply_chat_template(QUESTION, tokenize=False, **given)
+        assert chat.render(ours, QUESTION, answer=False, variables=given) == wanted
+    assert chat.render(ours, QUESTION, variables={"more": 0, "self": 1, "bos_token": "x"}).endswith("True<s>")
+
+
 @pytest.mark.parametrize("form", ["smollm2", "qwen", "llama2", "unigram"])
 def test_what_counts_is_what_transformers_marks(form: str, tmp_path: Path) -> None:
     """ChatML without tags, against transformers' mask for ChatML with them."""

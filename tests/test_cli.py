@@ -99,7 +99,7 @@ OPTIONS = {
     "inspect tokens": "--file --model -m --out -o --json",
     "bench": "--prompt-tokens --new-tokens -n --batch --rounds --json --device --dtype --threads --compile",
     "export": "--base --out -o --eval --type --dtype --license --samples --json --quiet -q --device",
-    "serve": "--model -m --base --host --port --name --cors --api-key --max-batch --queue --limit-tokens --grace --device --dtype --threads",
+    "serve": "--model -m --base --host --port --name --cors --allow-host --api-key --max-batch --queue --limit-tokens --grace --device --dtype --threads",
     "data": "",
     "data list": "--json",
     "data show": "--verify --json --quiet -q",

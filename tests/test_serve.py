@@ -1,7 +1,11 @@
 """The answers of `gpt serve` to correct and to wrong requests, against `gpt sample`."""
 
+import codecs
+import contextlib
 import json
 import math
+import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,11 +18,21 @@ from conftest import Gpt
 from serving import Served, load, served
 
 from gpt.api import LanguageModel
+from gpt.decoding.engine import Update
+from gpt.decoding.logits import Token
 from gpt.decoding.write import Sample
+from gpt.errors import NotANumber, UserError
 from gpt.sample_config import SampleConfig
-from gpt.serve import answers
+from gpt.serve import answers, protocol
+from gpt.serve.texts import Choice, Prompt, chat_logprobs, completion_logprobs
+from gpt.text.backends import ByteBPE
+from gpt.text.boundaries import GPT2_PATTERN
+from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
 
 PROMPT = "the cat sat on"
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
+CHAT = [{"role": "system", "content": "Be a cat."}, {"role": "user", "content": [{"type": "text", "text": "the cat"}]}]
+TEXT = "s:Be a cat.\nu:the cat\na:"
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +165,47 @@ def test_log_probabilities_are_those_of_gpt_sample(
         assert max(top.values()) == next(iter(top.values()))
     data = [model.tokenizer.decode_bytes([token.id]) for token in tokens if token.id not in model.tokenizer.ends]
     assert b"".join(data).decode(errors="replace") == choice["text"]
-    for at, offset in enumerate(found["text_offset"]):
-        whole = b"".join(data[:at]).decode("utf-8", "ignore")  # characters that are complete by then
-        assert offset == len(whole)
+    assert found["text_offset"] == [place(data, at) for at in range(len(tokens))]
+
+
+def place(data: list[bytes], at: int) -> int:
+    """The place of a token in the text of all: that of the character which its first byte is a part of."""
+    whole, bad = b"".join(data), dict[int, int]()
+
+    def replaced(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeDecodeError)
+        bad[error.start] = error.end
+        return "�", error.end
+
+    codecs.register_error("replaced", replaced)
+    places = list[int]()
+    for number, char in enumerate(whole.decode(errors="replaced")):
+        places += [number] * (bad.get(len(places), len(places) + len(char.encode())) - len(places))
+    return [*places, len(set(places))][sum(map(len, data[:at]))]
+
+
+PIECES = [
+    bytes.fromhex(each) for each in ["78f0", "9f90", "9579", "e280", "9973", "20f09f90", "80f0", "efbfbd", "efbf"]
+]
+
+
+def test_offsets_are_places_in_the_text_whatever_tokens_are_cut_off() -> None:
+    every = [*(bytes([byte]) for byte in range(256)), *PIECES]
+    tokenizer = Tokenizer("bpe", ByteBPE(GPT2_PATTERN, {piece: id for id, piece in enumerate(every)}), len(every))
+    chance = random.Random(1)
+    cut = [0x61, 0xF0, 0x9F, 0x90, 0x95, 0xE0, 0x80, 0xBD, *range(256, len(every))]
+    for _ in range(500):
+        ids = chance.choices(cut, k=8)
+        config = SampleConfig(logprobs=0)
+        choice = Choice(tokenizer, config, Prompt([tokenizer.eot], 1), False)
+        tokens = tuple(Token(id, -1.0) for id in [*ids, tokenizer.eot])
+        delta = choice.push(Update(0, tokens=tokens, reason="eot"))
+        data = [every[id] for id in ids]
+        assert delta.text == b"".join(data).decode(errors="replace")
+        assert [offset for _, offset in delta.tokens] == [place(data, at) for at in range(9)]
+        for (_, offset), each in zip(delta.tokens, data, strict=False):
+            with contextlib.suppress(UnicodeDecodeError):
+                assert delta.text[offset:].startswith(each.decode())
 
 
 def shown(model: LanguageModel, id: int) -> str:
@@ -344,6 +396,86 @@ def test_neutral_values_and_nulls_change_nothing(server: Served, model: Language
     assert server.ask(prompt=PROMPT, seed=0, **nothing)["choices"][0]["text"] == expected
 
 
+DOCS = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
+
+
+def documented(what: str) -> set[str]:
+    """The fields for which the documentation's table says ``what`` happens."""
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", DOCS, re.MULTILINE)
+    return {name for fields, happens in rows if happens.startswith(what) for name in re.findall(r"`(\w+)`", fields)}
+
+
+ROUTES = (
+    ("/v1/completions", {"prompt": PROMPT}, {**protocol.REFUSED, **protocol.REFUSED_IN_COMPLETIONS}),
+    ("/v1/chat/completions", {"messages": CHAT}, {**protocol.REFUSED, **protocol.REFUSED_IN_CHATS}),
+)
+
+
+@pytest.mark.parametrize("route, asked, refused", ROUTES, ids=["completions", "chats"])
+def test_each_field_of_other_servers_is_refused_by_name_or_changes_nothing(
+    chat: Served, route: str, asked: dict[str, Any], refused: dict[str, Any]
+) -> None:
+    asked = {**asked, "seed": 0, "max_tokens": 4}
+    expected = chat.ask(route, **asked)["choices"]
+    for at in range(max(map(len, refused.values()))):
+        neutral = {name: values[at % len(values)] for name, values in refused.items() if values}
+        assert chat.ask(route, **asked, **neutral)["choices"] == expected
+    assert chat.ask(route, **asked, **dict.fromkeys(refused))["choices"] == expected
+    for name in refused:
+        for value in ("x", 0.5, {"a": 1}):
+            error = chat.refuse(route, **asked, **{name: value})
+            assert error["param"] == name
+            assert name in error["message"]
+    for value in (0, 0.5, "x", [1], {"a": 1}, True):
+        assert chat.ask(route, **asked, **dict.fromkeys(documented("accepted"), value))["choices"] == expected
+
+
+def test_the_documentation_names_each_field() -> None:
+    refused = {**protocol.REFUSED, **protocol.REFUSED_IN_COMPLETIONS, **protocol.REFUSED_IN_CHATS}
+    assert documented("not supported") == set(refused)
+    assert documented("other names") == set(protocol.ALIASES)
+    assert len(documented("accepted")) > 30
+
+
+def test_names_of_other_servers(server: Served, model: LanguageModel) -> None:
+    for asked, settings in (
+        ({"n_predict": 5}, {"max_tokens": 5}),
+        ({"max_completion_tokens": 5}, {"max_tokens": 5}),
+        ({"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ({"repeat_penalty": 1.5, "repetition_penalty": 1.5, "repeat_last_n": -1}, {"repetition_penalty": 1.5}),
+        ({"repeat_penalty": 1.0, "repeat_last_n": 64}, {}),
+        ({"no_repeat_ngram_size": 2}, {"no_repeat_ngram": 2}),
+    ):
+        assert server.ask(prompt=PROMPT, seed=0, **asked)["choices"][0]["text"] == sample(model, **settings).text
+    assert len(server.ask(prompt=PROMPT, n_cmpl=3)["choices"]) == 3
+    for asked in ({"n_predict": "x"}, {"repeat_penalty": -1}, {"n_predict": 5, "max_tokens": 6}):
+        error = server.refuse(prompt=PROMPT, **asked)
+        assert error["param"] == next(iter(asked))
+        assert error["param"] in error["message"]
+    for penalty in ({"repeat_penalty": 2}, {"presence_penalty": 1}, {"frequency_penalty": -1}):
+        for last in (0, 64):
+            assert server.refuse(prompt=PROMPT, **penalty, repeat_last_n=last)["param"] == "repeat_last_n"
+
+
+def test_ids_that_end_a_text(server: Served, model: LanguageModel) -> None:
+    expected = sample(model, max_tokens=12, ignore_eot=True)
+    body = {"prompt": PROMPT, "seed": 0, "max_tokens": 12, "ignore_eos": True}
+    for at in range(12):
+        end = expected.tokens[at]
+        first = expected.tokens.index(end)
+        answer = server.ask(**body, stop_token_ids=[end], logprobs=0)
+        (choice,) = answer["choices"]
+        assert choice["text"] == model.tokenizer.decode(expected.tokens[:first])
+        assert choice["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] == len(choice["logprobs"]["tokens"]) == first + 1
+        parts = [chunk["choices"][0]["text"] for chunk in server.stream(**body, stop_token_ids=[end], stop=["🦊"])]
+        assert "".join(parts) == choice["text"]
+    assert server.ask(**body, stop_token_ids=[])["choices"][0]["finish_reason"] == "length"
+    for wrong in (5, [1.5], ["a"], {}, [True], [1] * 300):
+        assert server.refuse(**body, stop_token_ids=wrong)["param"] == "stop_token_ids"
+    assert server.refuse(**body, stop_token_ids=[1], min_tokens=3)["param"] == "stop_token_ids"
+
+
 def test_halves_of_surrogates_and_control_characters(server: Served) -> None:
     answer = server.ask(prompt="a\ud800b\x00\x1b[31m", echo=True, max_tokens=0, stop=["\udfff"])
     assert answer["choices"][0]["text"] == "a�b\x00\x1b[31m"
@@ -395,11 +527,6 @@ def test_the_routes_answer_without_v1(server: Served, model: LanguageModel) -> N
     assert server.client.get("/v1/health").status_code == server.client.get("/v1/tokenizer_info").status_code == 200
 
 
-TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
-CHAT = [{"role": "system", "content": "Be a cat."}, {"role": "user", "content": [{"type": "text", "text": "the cat"}]}]
-TEXT = "s:Be a cat.\nu:the cat\na:"
-
-
 @pytest.fixture(scope="module")
 def chat(model: LanguageModel) -> Iterator[Served]:
     """A server whose tokenizer has a chat template."""
@@ -436,6 +563,72 @@ def test_a_chat_is_the_text_of_its_template(chat: Served, model: LanguageModel) 
             {**other, "logprob": pytest.approx(other["logprob"], abs=1e-5)} for other in each["top_logprobs"]]}
         for each in told
     ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def prefilled(model: LanguageModel) -> Iterator[Served]:
+    """A server whose template shows what it was given."""
+    template = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.reasoning_content }}{{ m.name }}{{ m.content }}\n{% endfor %}"
+        "{{ enable_thinking }}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    with served(
+        replace(model, tokenizer=replace(model.tokenizer, files={"chat_template.jinja": template.encode()}))
+    ) as found:
+        yield found
+
+
+SAID = [{"role": "user", "content": "it"}, {"role": "assistant", "content": "the cat "}]
+
+
+@pytest.mark.parametrize(
+    "asked, text",
+    [
+        ({}, "u:it\na:the cat \na:"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "u:it\na:the cat \nFalsea:"),
+        ({"enable_thinking": False}, "u:it\na:the cat \nFalsea:"),
+        (
+            {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": "\ud800"}},
+            "u:it\na:the cat \n\ufffda:",
+        ),
+        ({"add_generation_prompt": False}, "u:it\na:the cat \n"),
+        ({"continue_final_message": True}, "u:it\na:the cat "),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "u:it\na:the cat "),
+        ({"continue_final_message": False, "chat_template_kwargs": {}}, "u:it\na:the cat \na:"),
+        ({"messages": [{"role": "user", "name": "bo", "reasoning": "so ", "content": "it"}]}, "u:so boit\na:"),
+    ],
+    ids=str,
+)
+def test_fields_that_the_template_reads(
+    prefilled: Served, model: LanguageModel, asked: dict[str, Any], text: str
+) -> None:
+    answer = prefilled.ask("/v1/chat/completions", **{"messages": SAID, "seed": 0, "max_tokens": 6, **asked})
+    assert answer["choices"][0]["message"]["content"] == sample(model, text, max_tokens=6).text
+
+
+@pytest.mark.parametrize(
+    "field, value, says",
+    [
+        ("chat_template_kwargs", [], "an object"), ("chat_template_kwargs", {"a": "x" * 20_000}, "16,384"),
+        ("chat_template_kwargs", {"a": DEEP}, "levels"), ("enable_thinking", "no", "true or false"),
+        ("continue_final_message", "content", "true or false"), ("add_generation_prompt", 1, "true or false"),
+        *(("chat_template_kwargs", {name: 1}, f'"{name}"') for name in
+          ("messages", "add_generation_prompt", "tools", "bos_token", "eos_token", "namespace", "documents")),
+    ],
+    ids=lambda value: f"{value!s:.20}",
+)  # fmt: skip
+def test_wrong_fields_for_the_template_are_refused_by_name(
+    prefilled: Served, field: str, value: Any, says: str
+) -> None:
+    error = prefilled.refuse("/v1/chat/completions", **{"messages": SAID, field: value})
+    assert error["param"] == field
+    assert says in error["message"]
+
+
+def test_a_message_is_either_answered_or_continued(prefilled: Served) -> None:
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    error = prefilled.refuse("/v1/chat/completions", messages=SAID, **both)
+    assert error["param"] == "continue_final_message"
 
 
 def test_chats_with_several_choices_and_without_a_number_of_tokens(chat: Served, model: LanguageModel) -> None:
@@ -534,11 +727,20 @@ def test_a_template_that_renders_nothing_is_told(model: LanguageModel) -> None:
     assert "the chat template renders nothing of this conversation" in error["message"]
 
 
-def test_a_log_probability_is_never_a_number_that_json_lacks() -> None:
-    from gpt.decoding.logits import Token
-    from gpt.serve.texts import chat_logprobs, completion_logprobs
-    from gpt.text.tokenizer import bytes_tokenizer
+@pytest.mark.parametrize(
+    "error, told",
+    [
+        (NotANumber("logits are NaN"), "logits are NaN"),
+        (UserError("too long", "take fewer --max-tokens"), "too long"),
+        (UserError("no template", "train it with gpt train --chat"), "no template"),
+        (UserError("no text", "send one"), "no text (send one)"),
+    ],
+)
+def test_clients_get_no_hint_for_the_command_line(error: UserError, told: str) -> None:
+    assert protocol.ApiError.of(error).message == told
 
+
+def test_a_log_probability_is_never_a_number_that_json_lacks() -> None:
     tokens = [(Token(97, -math.inf, ((98, 0.0), (99, -math.inf))), 0)]
     for found in (completion_logprobs(bytes_tokenizer(), tokens), chat_logprobs(bytes_tokenizer(), tokens)):
         json.dumps(found, allow_nan=False)

@@ -158,13 +158,14 @@ def test_a_slow_template_holds_up_no_completion_and_large_texts_no_small_ones(
 ) -> None:
     go, waiting = threading.Event(), list[str]()
 
-    def render(tokenizer: Any, messages: Any, lane: str) -> str:
+    def render(tokenizer: Any, messages: Any, lane: str, **form: Any) -> str:
         waiting.append(lane)
         go.wait(20)
         return "the cat"
 
     monkeypatch.setattr(app.chat, "render", render)
-    with served(model, queue=20) as found, contextlib.ExitStack() as held:
+    templated = replace(model, tokenizer=replace(model.tokenizer, files={"chat_template.jinja": b"x"}))
+    with served(templated, queue=20) as found, contextlib.ExitStack() as held:
         for content in ("hello", "hello" * 20_000):
             for _ in range(3):
                 client = held.enter_context(found.connect())
@@ -351,6 +352,49 @@ def test_foreign_hosts_and_origins_are_refused(model: LanguageModel) -> None:
             found.client.options("/v1/completions", headers={"Origin": "https://evil.example", **asked}).status_code
             == 403
         )
+
+
+ORIGINS = (
+    "https://example.org", "http://127.0.0.1:5173", "app://obsidian.md", "tauri://localhost",
+    "chrome-extension://abcdefghijklmnopabcdefghijklmnop", "moz-extension://0f0e0d0c-0b0a-4000-8000-000000000000",
+    "vscode-webview://1a2b", "capacitor://localhost",
+)  # fmt: skip
+STAINLESS = "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-retry-count"
+
+
+def test_a_preflight_allows_the_headers_that_a_client_has(model: LanguageModel) -> None:
+    with served(model, cors=ORIGINS) as found:
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": STAINLESS}
+        for origin in ORIGINS:
+            before = found.client.options("/v1/completions", headers={"Origin": origin, **asked})
+            assert before.status_code == 204
+            assert before.headers["access-control-allow-origin"] == origin
+            assert before.headers["access-control-allow-headers"] == STAINLESS
+            assert "access-control-allow-private-network" not in before.headers
+            body = {"json": {"prompt": "a", "max_tokens": 1}}
+            after = found.client.post("/v1/completions", headers={"Origin": origin, "X-Stainless-OS": "Linux"}, **body)
+            assert (after.status_code, after.headers["access-control-allow-origin"]) == (200, origin)
+        private = {"Origin": ORIGINS[0], "Access-Control-Request-Private-Network": "true", **asked}
+        answer = found.client.options("/v1/completions", headers=private)
+        assert answer.headers["access-control-allow-private-network"] == "true"
+        for origin in ("app://obsidian", "tauri://evil", "chrome-extension://x", "null", "https://example.org:444"):
+            answer = found.client.options("/v1/completions", headers={**private, "Origin": origin})
+            assert answer.status_code == 403
+            assert not [name for name in answer.headers if name.startswith("access-control")]
+            assert "gpt serve --cors" in answer.json()["error"]["message"]
+
+
+def test_other_names_of_the_server_are_allowed_by_an_option(model: LanguageModel) -> None:
+    body = {"json": {"prompt": "a", "max_tokens": 1}}
+    with served(model, allow_host=("host.docker.internal", "Box.lan", "[fe80::1]")) as found:
+        for host in ("host.docker.internal:8000", "HOST.docker.internal", "box.lan", "[fe80::1]:80", "localhost"):
+            own = {"Host": host, "Origin": f"http://{host}"}
+            assert found.client.post("/v1/completions", headers={"Host": host}, **body).status_code == 200
+            assert found.client.post("/v1/completions", headers=own, **body).status_code == 200
+        for host in ("docker.internal", "host.docker.internal.evil", "a.box.lan", "fe80::1", ""):
+            answer = found.client.post("/v1/completions", headers={"Host": host}, **body)
+            assert answer.status_code == 403
+            assert "gpt serve --allow-host" in answer.json()["error"]["message"]
 
 
 def test_a_key_is_asked_for(model: LanguageModel) -> None:
@@ -561,6 +605,9 @@ def test_ten_thousand_connections(model: LanguageModel, monkeypatch: pytest.Monk
     [
         ({"host": "0.0.0.0"}, "others could reach 0.0.0.0"), ({"api_key": "é"}, "the key"), ({"api_key": ""}, "the key"),
         ({"api_key": "a\n"}, "the key"), ({"cors": ("*",)}, "no origin"), ({"cors": ("https://a.b/c",)}, "no origin"),
+        ({"cors": ("file://",)}, "no origin"), ({"cors": ("null",)}, "no origin"), ({"cors": ("app://a b",)}, "no origin"),
+        ({"allow_host": ("a:80",)}, "not a host name"), ({"allow_host": ("http://a",)}, "not a host name"),
+        ({"allow_host": ("*",)}, "not a host name"), ({"allow_host": ("*.a",)}, "not a host name"),
         ({"port": 70_000}, "port"), ({"max_batch": -1}, "max-batch"), ({"limit_tokens": 0}, "limit-tokens"),
         ({"grace": -1.0}, "grace"), ({"queue": -1}, "queue"),
     ],

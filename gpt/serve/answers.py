@@ -55,7 +55,7 @@ class Answer:
             for index in range(asked.best_of):
                 deliver = partial(self._deliver, len(self.choices))
                 request = EngineRequest(prompt.ids, asked.config, seed, index, asked.bias)
-                self.choices.append(Choice(service.tokenizer, asked.config, prompt, asked.echo))
+                self.choices.append(Choice(service.tokenizer, asked.config, prompt, asked.echo, asked.stop_ids))
                 self.deltas.append([])
                 self._tickets.append(Ticket(request, deliver))
 

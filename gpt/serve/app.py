@@ -206,8 +206,15 @@ class Server:
         limit, tokenizer = self.service.config.limit_tokens, self.service.tokenizer
         asked = await self._in_thread(request, lambda: read_chat(values, limit))
         self._check_model(values)
+        if tokenizer.chat_template is None:
+            raise ApiError(400, "this model has no chat template for messages; use /v1/completions", "messages")
         lane = request.state.lane
-        text = await self._in_thread(request, lambda: chat.render(tokenizer, asked.messages, lane), chat=True)
+
+        def render() -> str:
+            form = {"answer": asked.answer, "open_end": asked.open_end}
+            return chat.render(tokenizer, asked.messages, lane, **form, variables=asked.variables)
+
+        text = await self._in_thread(request, render, chat=True)
         self._check_length(text)
         ids = await self._in_thread(request, lambda: tokenizer.encode(text, specials=True).tolist())
         prompt, generation, room = self._prompt(ids), asked.generation, self.service.block_size - len(ids)

@@ -1,5 +1,6 @@
 """Refuses foreign hosts and origins, and says errors as OpenAI's API does."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -24,7 +25,9 @@ class Guard:
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
         self.app, self.config = app, config
-        self.hosts = {*LOOPBACK, "[::1]", config.host, f"[{config.host}]"} if config.host in LOOPBACK else None
+        self.hosts: set[str] | None = None  # any
+        if config.host in LOOPBACK:
+            self.hosts = {*LOOPBACK, "[::1]", *(name.lower() for name in config.allow_host)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, or refuses it."""
@@ -35,27 +38,20 @@ class Guard:
         host, origin = headers.get("host", ""), headers.get("origin")
         own = origin is None or origin in (f"http://{host}", f"https://{host}")
         if self.hosts is not None and _without_port(host).lower() not in self.hosts:
-            await error_response(ApiError(403, f"the host {host:.80} is not served here"))(scope, receive, send)
+            refusal = _refusal("host", _without_port(host), "--allow-host")
+            await error_response(refusal)(scope, receive, send)
         elif own:
             await self.app(scope, receive, send)
         elif origin not in self.config.cors:
-            refusal = ApiError(403, f"the origin {origin:.80} is not allowed; --cors allows one")
-            await error_response(refusal)(scope, receive, send)
+            await error_response(_refusal("origin", str(origin), "--cors"))(scope, receive, send)
+        elif scope["method"] == "OPTIONS":
+            await Response(status_code=204, headers=_preflight(headers))(scope, receive, send)
         else:
             await self._across(scope, receive, send, str(origin))
 
     async def _across(self, scope: Scope, receive: Receive, send: Send, origin: str) -> None:
         """Answers a page of another origin, which is allowed."""
-        allow = {
-            "access-control-allow-origin": origin,
-            "vary": "Origin",
-            "access-control-allow-methods": "GET, POST",
-            "access-control-allow-headers": "authorization, content-type",
-            "access-control-max-age": "600",
-        }
-        if scope["method"] == "OPTIONS":
-            await Response(status_code=204, headers=allow)(scope, receive, send)
-            return
+        allow = {**_origin(origin), "access-control-expose-headers": "retry-after"}
 
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -64,6 +60,29 @@ class Guard:
             await send(message)
 
         await self.app(scope, receive, with_headers)
+
+
+def _origin(origin: str) -> dict[str, str]:
+    return {"access-control-allow-origin": origin, "vary": "Origin"}
+
+
+def _preflight(asked: Mapping[str, str]) -> dict[str, str]:
+    """Returns the headers by which a browser sends the request that it asks about: with any header, since clients have
+    some of their own, and from a public page to a private network."""
+    allow = {
+        **_origin(asked["origin"]),
+        "access-control-allow-methods": "GET, POST",
+        "access-control-allow-headers": asked.get("access-control-request-headers", "authorization, content-type"),
+        "access-control-max-age": "600",
+    }
+    if asked.get("access-control-request-private-network") == "true":
+        allow["access-control-allow-private-network"] = "true"
+    return allow
+
+
+def _refusal(what: str, value: str, option: str) -> ApiError:
+    by = f"whoever runs the server can allow it with gpt serve {option} {value:.80}"
+    return ApiError(403, f"the {what} {value:.80} is not allowed; {by}")
 
 
 def _without_port(host: str) -> str:

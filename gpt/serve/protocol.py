@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from gpt.sample_config import SampleConfig
 
 MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, MOST_PROMPTS, MOST_BIASES = 128, 20, 256, 128, 1024
 LONGEST_STOP = 1000  # characters
+LONGEST_VARIABLES, DEEPEST_VARIABLES = 16_384, 16  # characters of chat_template_kwargs in JSON, and levels
 _SEEDS = 2**63
+_COMMAND = re.compile(r"--[a-z]|\bgpt [a-z]")
 
 
 class ApiError(Exception):
@@ -24,11 +27,11 @@ class ApiError(Exception):
 
     @staticmethod
     def of(error: Exception) -> "ApiError":
-        """Returns any error as an answer."""
+        """Returns any error as an answer. Hints that name options or commands are for whoever runs the server."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, UserError):
-            hint = f" ({error.hint})" if error.hint else ""
+            hint = f" ({error.hint})" if error.hint and not _COMMAND.search(error.hint) else ""
             return ApiError(400 if error.exit_code == 2 else 500, error.message + hint)
         return ApiError(500, f"a fault in gpt itself: {type(error).__name__}: {error!s:.200}")
 
@@ -57,6 +60,7 @@ class Generation:
     include_usage: bool
     echo: bool
     open_ended: bool  # whether it does not say how many tokens it wants
+    stop_ids: frozenset[int] = frozenset()
     token_details: bool = False  # of completions: the ids and bytes of tokens and alternatives beside their texts
 
 
@@ -74,6 +78,9 @@ class Chat:
 
     messages: Sequence[Mapping[str, str]]
     generation: Generation
+    answer: bool  # whether the template begins an answer
+    open_end: bool  # whether the last message is continued
+    variables: Mapping[str, Any]  # that the template may read
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -96,29 +103,35 @@ class _Fields:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = {key: value for key, value in values.items() if value is not None}
+        self._given: dict[str, str] = {}  # the names in the request of fields that have several
+        for alias, name in ALIASES.items():
+            if alias in self.values:
+                if self.values.get(name, self.values[alias]) != self.values[alias]:
+                    raise _wrong(alias, f"is another name for {name}, which has another value; send one of them")
+                self.values[name], self._given[name] = self.values[alias], alias
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        value = self.values.get(name, default)
+        value, name = self.values.get(name, default), self._given.get(name, name)
         if type(value) not in (int, float) or not low <= value <= high or not math.isfinite(value):
             raise _wrong(name, f"is {_shown(value)}; it must be a number from {low:g} to {high:g}")
         return float(value)
 
     def count(self, name: str, default: int, low: int, high: int) -> int:
-        value = self.values.get(name, default)
+        value, name = self.values.get(name, default), self._given.get(name, name)
         if type(value) is float and value.is_integer():
             value = int(value)
         if type(value) is not int or not low <= value <= high:
             raise _wrong(name, f"is {_shown(value)}; it must be a whole number from {low:,} to {high:,}")
         return value
 
-    def flag(self, name: str) -> bool:
-        value = self.values.get(name, False)
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.values.get(name, default)
         if type(value) is not bool:
             raise _wrong(name, f"is {_shown(value)}; it must be true or false")
         return value
 
     def refuse(self, neutral: Mapping[str, Sequence[Any]]) -> None:
-        """Raises `ApiError` for fields of OpenAI's that this server has no answer to, unless they ask for nothing."""
+        """Raises `ApiError` for fields that this server does not support, unless their values ask for nothing."""
         for name, allowed in neutral.items():
             if name in self.values and self.values[name] not in allowed:
                 what = "tools are not supported yet" if name in _TOOLS else "is not supported by this server"
@@ -131,15 +144,34 @@ def _shown(value: Any) -> str:
     return json.dumps(value if not isinstance(value, str) else value[:80])[:80] if scalar else reprlib.repr(value)
 
 
-_TOOLS = ("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls")
-_NEITHER = {
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
-    "web_search_options": (), "reasoning_effort": ("none",), "verbosity": ("medium",), "store": (False,),
-    "metadata": ({},), "service_tier": ("auto", "default"),
+_TOOLS = ("tools", "tool_choice", "functions", "function_call")
+ALIASES = {  # of llama.cpp's server and of transformers
+    "n_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "n_cmpl": "n",
+    "no_repeat_ngram_size": "no_repeat_ngram",
 }  # fmt: skip
-_NO_COMPLETION = {"suffix": ("",), **_NEITHER}
-_NO_CHAT = {"suffix": ("",), "echo": (False,), "best_of": (1,), **_NEITHER}
+# Fields that change what a client gets, and that this server does not support: the values that ask for nothing. Fields
+# that are neither read nor listed change nothing, or are unknown to OpenAI, llama.cpp and vLLM.
+REFUSED: Mapping[str, Sequence[Any]] = {
+    # OpenAI
+    "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
+    "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (),
+    "web_search_options": (), "reasoning_effort": ("none",), "verbosity": ("medium",), "store": (False,),
+    # llama.cpp
+    "typical_p": (1,), "top_n_sigma": (-1, 0), "dynatemp_range": (0,), "xtc_probability": (0,), "mirostat": (0,),
+    "dry_multiplier": (0,), "adaptive_target": (-1,), "tfs_z": (1,), "min_keep": (0,), "samplers": (),
+    "grammar": ("",), "json_schema": (), "lora": ([],), "n_keep": (0,), "n_discard": (0,), "n_indent": (0,),
+    "t_max_predict_ms": (0, -1), "n_probs": (0,), "post_sampling_probs": (False,), "return_tokens": (False,),
+    "response_fields": ([],), "reasoning_format": ("none", "auto"), "thinking_budget_tokens": (-1,),
+    # vLLM
+    "use_beam_search": (False,), "include_stop_str_in_output": (False,), "truncate_prompt_tokens": (-1,),
+    "prompt_logprobs": (), "prompt_embeds": (), "allowed_token_ids": ([],), "bad_words": ([],), "guided_json": (),
+    "guided_regex": ("",), "guided_choice": ([],), "guided_grammar": ("",), "structured_outputs": ({},),
+    "structural_tag": ("",), "logits_processors": ([],), "vllm_xargs": ({},), "detokenize": (True,),
+    "return_tokens_as_token_ids": (False,), "return_token_ids": (False,), "documents": ([],), "chat_template": ("",),
+    "thinking_token_budget": (),
+}  # fmt: skip
+REFUSED_IN_COMPLETIONS: Mapping[str, Sequence[Any]] = {"add_special_tokens": (True,)}
+REFUSED_IN_CHATS: Mapping[str, Sequence[Any]] = {"add_special_tokens": (False,), "echo": (False,), "best_of": (1,)}
 
 
 def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generation:
@@ -157,29 +189,33 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
             raise _wrong("top_logprobs", "needs logprobs: true")
     else:
         logprobs = fields.count("logprobs", 0, 0, MOST_LOGPROBS) if "logprobs" in fields.values else None
-    names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
-    given = next((name for name in names if name in fields.values), None)
+    given = next((name for name in ("max_completion_tokens", "max_tokens") if name in fields.values), None)
     tokens = fields.count(given or "max_tokens", most, -1, 2**31)  # -1: as many as there is room for
     top_p = fields.number("top_p", 1.0, 0, 1)
-    try:
-        config = SampleConfig(
-            temperature=fields.number("temperature", 1.0, 0, 100),
-            top_p=0.0 if top_p == 1 else max(top_p, 1e-9),
-            top_k=max(0, fields.count("top_k", 0, -1, 2**31)),
-            min_p=fields.number("min_p", 0.0, 0, 1),
-            repetition_penalty=fields.number("repetition_penalty", 1.0, 0, 100),
-            presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
-            frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
-            no_repeat_ngram=fields.count("no_repeat_ngram", 0, 0, limit),
-            max_tokens=limit if tokens == -1 else min(tokens, limit),
-            min_tokens=fields.count("min_tokens", 0, 0, limit),
-            ignore_eot=fields.flag("ignore_eos"),
-            stop=_stops(fields.values.get("stop", [])),
-            logprobs=logprobs,
-            echo_logprobs=echo and logprobs is not None,
-        )
-    except UserError as error:
-        raise ApiError(400, error.message) from None
+    config = SampleConfig(
+        temperature=fields.number("temperature", 1.0, 0, 100),
+        top_p=0.0 if top_p == 1 else max(top_p, 1e-9),
+        top_k=max(0, fields.count("top_k", 0, -1, 2**31)),
+        min_p=fields.number("min_p", 0.0, 0, 1),
+        repetition_penalty=fields.number("repetition_penalty", 1.0, 0, 100),
+        presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
+        no_repeat_ngram=fields.count("no_repeat_ngram", 0, 0, limit),
+        max_tokens=limit if tokens == -1 else min(tokens, limit),
+        min_tokens=fields.count("min_tokens", 0, 0, limit),
+        ignore_eot=fields.flag("ignore_eos"),
+        stop=_stops(fields.values.get("stop", [])),
+        logprobs=logprobs,
+        echo_logprobs=echo and logprobs is not None,
+    )
+    penalized = config.presence_penalty or config.frequency_penalty or config.repetition_penalty not in (0, 1)
+    if penalized and fields.count("repeat_last_n", -1, -1, 2**31) != -1:
+        raise _wrong("repeat_last_n", "must be -1, or absent: penalties count the whole text")
+    stop_ids = fields.values.get("stop_token_ids", [])
+    if not isinstance(stop_ids, list) or not _are_ids(stop_ids) or len(stop_ids) > MOST_STOPS:
+        raise _wrong("stop_token_ids", f"is {_shown(stop_ids)}; it must be a list of ids, {MOST_STOPS} at most")
+    if stop_ids and config.min_tokens:
+        raise _wrong("stop_token_ids", "cannot be combined with min_tokens")
     options = fields.values.get("stream_options", {})
     if not isinstance(options, dict) or type(options.get("include_usage") or False) is not bool:
         raise _wrong("stream_options", f"is {_shown(options)}; it must be an object with include_usage")
@@ -194,6 +230,7 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
         include_usage=stream and bool(options.get("include_usage")),
         echo=echo,
         open_ended=given is None or tokens == -1,
+        stop_ids=frozenset(stop_ids),
         token_details=not chat and fields.flag("token_details"),
     )
 
@@ -230,7 +267,7 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
 def read_completion(values: Mapping[str, Any], limit: int) -> Completion:
     """Reads a request of ``/v1/completions``. ``limit``: tokens that it may ask for. Raises `ApiError`."""
     fields = _Fields(values)
-    fields.refuse(_NO_COMPLETION)
+    fields.refuse({**REFUSED, **REFUSED_IN_COMPLETIONS})
     if "prompt" not in fields.values:
         raise _wrong("prompt", "is missing")
     generation = _generation(fields, limit, min(16, limit), chat=False)
@@ -266,7 +303,7 @@ _CALLS = ("tool_calls", "function_call")
 def read_chat(values: Mapping[str, Any], limit: int) -> Chat:
     """Reads a request of ``/v1/chat/completions``. ``limit``: tokens that it may ask for. Raises `ApiError`."""
     fields = _Fields(values)
-    fields.refuse(_NO_CHAT)
+    fields.refuse({**REFUSED, **REFUSED_IN_CHATS})
     messages = fields.values.get("messages")
     if not isinstance(messages, list) or not messages:
         raise _wrong("messages", "must be a list of messages, one at least")
@@ -280,5 +317,41 @@ def read_chat(values: Mapping[str, Any], limit: int) -> Chat:
             content = "".join(texts) if len(texts) == len(content) else None
         if not isinstance(role, str) or not isinstance(content, str):
             raise _wrong("messages", f"has {_shown(message)}; a message has a role and a content, which are texts")
-        found.append({"role": clean(role), "content": clean(content)})
-    return Chat(found, _generation(fields, limit, limit, chat=True))
+        thoughts = next((message[key] for key in _THOUGHTS if isinstance(message.get(key), str)), None)
+        others = {"name": message.get("name"), **dict.fromkeys(("reasoning_content", "thinking"), thoughts)}
+        words = {"role": role, "content": content, **others}
+        found.append({key: clean(text) for key, text in words.items() if isinstance(text, str)})
+    open_end = fields.flag("continue_final_message")
+    answer = fields.flag("add_generation_prompt", not open_end)
+    if open_end and answer:
+        raise _wrong("continue_final_message", "continues the last message; add_generation_prompt must be false then")
+    return Chat(found, _generation(fields, limit, limit, chat=True), answer, open_end, _variables(fields))
+
+
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names for the reasoning of a message, as in transformers
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
+          "raise_exception", "strftime_now", "namespace")  # fmt: skip
+
+
+def _variables(fields: _Fields) -> Mapping[str, Any]:
+    """Returns the names that a chat template may read besides its own, and their values."""
+    name = "chat_template_kwargs"
+    values = fields.values.get(name, {})
+    if not isinstance(values, dict):
+        raise _wrong(name, f"is {_shown(values)}; it must be an object")
+    if "enable_thinking" in fields.values:  # Alibaba's clients, and some others, send it outside
+        values = {"enable_thinking": fields.flag("enable_thinking"), **values}
+    level = [values]
+    for _ in range(DEEPEST_VARIABLES):
+        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
+        level = [part for part in level if isinstance(part, (dict, list))]
+    if level:
+        raise _wrong(name, f"has more than {DEEPEST_VARIABLES} levels")
+    text = json.dumps(values, ensure_ascii=False)
+    if len(text) > LONGEST_VARIABLES:
+        raise _wrong(name, f"has {len(text):,} characters; {LONGEST_VARIABLES:,} are the most")
+    for key in values:
+        if key in _GIVEN or key.endswith("_token"):
+            raise _wrong(name, f"has {_shown(key)}, which the template gets from the server")
+    cleaned: dict[str, Any] = json.loads(clean(text))
+    return cleaned

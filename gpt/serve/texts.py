@@ -1,7 +1,7 @@
 """Tokens of one choice → its text, its log-probabilities, and its finish reason, as clients read them."""
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,8 +45,16 @@ class Delta:
 class Choice:
     """One text, from its engine updates. With ``echo`` it begins with its prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, config: SampleConfig, prompt: Prompt, echo: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        config: SampleConfig,
+        prompt: Prompt,
+        echo: bool,
+        stop_ids: Collection[int] = (),
+    ) -> None:
         self.tokenizer, self.config, self.prompt, self.echo = tokenizer, config, prompt, echo
+        self.stop_ids = stop_ids  # further ones that end the text
         self.count = 0  # tokens that were generated
         self.logprob = 0.0  # their sum
         self.done = False
@@ -65,11 +73,15 @@ class Choice:
                 break
             self.count += 1
             self.logprob += token.logprob or 0.0
-            ends = token.id in self.tokenizer.ends and not self.config.ignore_eot
+            stops = token.id in self.stop_ids
+            ends = stops or (token.id in self.tokenizer.ends and not self.config.ignore_eot)
             if self.config.logprobs is not None:
                 delta.tokens.append((token, self._offsets.take(token.id, shown=not ends)))
             if not ends:
                 delta.text += self._stream.push(token.id)
+            if stops:
+                delta.text += self._stream.flush()
+                self._stream.stopped = True
         reason = "stop" if self._stream.stopped else update.reason
         if reason is not None:
             delta.text += self._stream.flush()
@@ -95,7 +107,7 @@ def text_of(tokenizer: Tokenizer, prompt: Prompt) -> str:
 
 
 class _Offsets:
-    """The place of each token in the text: the number of characters that are whole before it."""
+    """The place of each token in the text: that of its first character, which it may share with the token before it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -108,10 +120,22 @@ class _Offsets:
 
     def take(self, id: int, shown: bool) -> int:
         """Returns the place of the next token."""
+        data = self.tokenizer.decode_bytes([id]) if shown else b""
+        pending, _ = self._decoder.getstate()
+        if pending and not (data and _continues(pending + data[:1])):  # the character before stays cut off: U+FFFD
+            self.begin(self._length + 1)
         at = max(0, self._length)
-        if shown:
-            self._length += len(self._decoder.decode(self.tokenizer.decode_bytes([id])))
+        self._length += len(self._decoder.decode(data))
         return at
+
+
+def _continues(data: bytes) -> bool:
+    """Whether bytes are a character, or the beginning of one."""
+    try:
+        codecs.utf_8_decode(data, "strict", False)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def token_text(tokenizer: Tokenizer, id: int) -> str:

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -35,14 +36,41 @@ Message = Mapping[str, str]  # its role and its content
 Span = tuple[int, int]  # characters of a text, from and to
 
 
-def render(tokenizer: Tokenizer, messages: Sequence[Message], lane: str = "") -> str:
-    """Returns the text of a conversation, up to where the assistant answers. Each ``lane`` has a process of its own,
-    for which others do not wait. Raises `UserError` where there is no template, or it refuses the conversation, takes
-    too long or renders nothing."""
-    text = _rendered(tokenizer, messages, [(len(messages), True)], lane)[0][0]
+def render(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    lane: str = "",
+    *,
+    answer: bool = True,
+    open_end: bool = False,
+    variables: Mapping[str, Any] = types.MappingProxyType({}),
+) -> str:
+    """Returns the text of a conversation, as transformers' ``apply_chat_template`` does: with the beginning of an
+    ``answer`` (``add_generation_prompt``), or with an ``open_end`` (``continue_final_message``): up to the last word of
+    the last message. The template may read the ``variables``. Each ``lane`` has a process of its own, so that no lane
+    waits for another. Raises `UserError` if there is no template, or if it refuses the conversation, takes too long or
+    renders nothing."""
+    if open_end:
+        *earlier, last = messages
+        messages = [*earlier, {**last, "content": last["content"] + _TAG}]
+    text = _rendered(tokenizer, messages, [(len(messages), answer)], lane, variables)[0][0]
+    if open_end:
+        text = _until_tag(text, last["content"])
     if not text:
         raise UserError("the chat template renders nothing of this conversation", "take a model with another template")
     return text
+
+
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own, whose last space shows whether the template trims messages
+
+
+def _until_tag(text: str, content: str) -> str:
+    """Returns a conversation's text up to the tag after its last message. A template that trims messages has removed
+    the tag's space, and would have removed those before it."""
+    at = text.rfind(_TAG.strip())
+    if at < 0 or content.strip() not in text:
+        raise UserError("the chat template drops the last message, which cannot be continued")
+    return text[:at] if text.startswith(_TAG, at) else text[:at].rstrip()
 
 
 def prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
@@ -143,7 +171,11 @@ def with_template(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _rendered(
-    tokenizer: Tokenizer, messages: Sequence[Message], parts: Sequence[tuple[int, bool]], lane: str = ""
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    parts: Sequence[tuple[int, bool]],
+    lane: str = "",
+    variables: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> tuple[list[str], list[Span]]:
     """Returns the text of each part: of so many messages, with or without the beginning of an answer; and the spans of
     the last that the template marks."""
@@ -154,7 +186,8 @@ def _rendered(
             "gpt sample PROMPT, /v1/completions",
         )
     renderer = _renderer(tokenizer.chat_template, tuple(sorted(_words(tokenizer).items())), lane)
-    answer = renderer.ask({"messages": [dict(message) for message in messages], "parts": parts})
+    asked = {"messages": [dict(message) for message in messages], "parts": parts, "variables": dict(variables)}
+    answer = renderer.ask(asked)
     return answer["texts"], [(start, end) for start, end in answer["spans"]]
 
 

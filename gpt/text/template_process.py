@@ -2,7 +2,8 @@
 a template comes with a model, and Python cannot stop a thread that computes for ever or asks for gigabytes.
 
 The first line of stdin is ``{"template", "words", "seconds", "memory", "longest"}``, each further one ``{"messages",
-"parts"}``. A part ``[n, answer]`` asks for the text of the first n messages; ``answer`` is ``add_generation_prompt``.
+"parts", "variables"}``. A part ``[n, answer]`` asks for the text of the first n messages; ``answer`` is
+``add_generation_prompt``, and ``variables`` are further names that the template may read.
 Each is answered by a line of stdout: ``{"texts", "spans"}``, where spans are the characters within ``{% generation %}``
 of the last text, or ``{"error"}``. The process ends where an answer takes longer than ``seconds``.
 
@@ -90,13 +91,12 @@ class Renderer:
         self.generation: Any = environment.extensions[_Generation.identifier]
         self.template, self.words, self.longest = environment.from_string(template), words, longest
 
-    def render(self, messages: list[Any], answer: bool) -> str:
+    def render(self, messages: list[Any], answer: bool, variables: dict[str, Any]) -> str:
         """Returns the text of messages. The generation's ``spans`` are its own then."""
         pieces: list[str] = []
         self.generation.length, self.generation.spans = 0, []
-        for piece in self.template.generate(
-            messages=messages, tools=None, documents=None, add_generation_prompt=answer, **self.words
-        ):
+        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": answer}
+        for piece in self.template.generate({**variables, **self.words, **given}):
             pieces.append(piece)
             self.generation.length += len(piece)
             if self.generation.length > self.longest:
@@ -105,7 +105,7 @@ class Renderer:
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Returns the object that answers a line."""
-        texts = [self.render(asked["messages"][:count], answer) for count, answer in asked["parts"]]
+        texts = [self.render(asked["messages"][:count], answer, asked["variables"]) for count, answer in asked["parts"]]
         return {"texts": texts, "spans": self.generation.spans}
 
 
