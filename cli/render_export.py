@@ -25,7 +25,7 @@ def exported(done: "Exported") -> None:
     if done.format == "gguf":
         line = f"FROM {done.out.absolute()}"
         more = [
-            f'llama-cli -m {place} -p "Once upon"',
+            f"llama-cli -m {place}" + ("" if done.chat else ' -p "Once upon"'),
             f"ollama create NAME -f Modelfile  (a file with the line: {line})",
         ]
     else:

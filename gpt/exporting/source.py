@@ -1,5 +1,6 @@
 """The model that is exported: its shape, tokenizer, weights, which are read one by one, and provenance."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,7 @@ from torch import Tensor
 from gpt.config import GPTConfig
 from gpt.exporting.provenance import Provenance, read_provenance
 from gpt.files import read_json
+from gpt.model.params import named_parameters
 from gpt.model.quantize import Quantized
 from gpt.runs import adapter, checkpoint, folder
 from gpt.runs.checkpoint import Parameters
@@ -34,12 +36,16 @@ class SourceModel:
 
 def open_source(path: Path, words: str = "") -> SourceModel:
     """Opens the checkpoint at ``path``, which the user named by ``words``, after its checksums have been verified;
-    adapters are merged into their base. Raises `UserError` as `checkpoint.load` does."""
+    adapters are merged into their base once a weight is asked for. Raises `UserError` as `checkpoint.load` does."""
     config, tokenizer = checkpoint.peek(path)
     if adapter.is_adapter(path):
-        model = checkpoint.load(path, torch.device("cpu")).model
-        merged: Mapping[str, Tensor] = {**model.state_dict(), **checkpoint.fixed(model)}
-        weights: Parameters = {name: partial(merged.__getitem__, name) for name in merged}
+
+        @functools.cache
+        def merged() -> Mapping[str, Tensor]:
+            model = checkpoint.load(path, torch.device("cpu")).model
+            return {**model.state_dict(), **checkpoint.fixed(model)}
+
+        weights: Parameters = {name: partial(lambda name: merged()[name], name) for name in named_parameters(config)}
     else:
         weights = checkpoint.stored_parameters(path, config)
     meta = read_json(path / folder.META) if (path / folder.META).is_file() else {}
