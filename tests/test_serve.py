@@ -25,6 +25,7 @@ from gpt.errors import NotANumber, UserError
 from gpt.sample_config import SampleConfig
 from gpt.serve import answers, protocol
 from gpt.serve.texts import Choice, Prompt, chat_logprobs, completion_logprobs
+from gpt.text import chat as template
 from gpt.text.backends import ByteBPE
 from gpt.text.boundaries import GPT2_PATTERN
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
@@ -602,8 +603,12 @@ SAID = [{"role": "user", "content": "it"}, {"role": "assistant", "content": "the
 def test_fields_that_the_template_reads(
     prefilled: Served, model: LanguageModel, asked: dict[str, Any], text: str
 ) -> None:
-    answer = prefilled.ask("/v1/chat/completions", **{"messages": SAID, "seed": 0, "max_tokens": 6, **asked})
+    body = {"messages": SAID, **asked}
+    answer = prefilled.ask("/v1/chat/completions", **body, seed=0, max_tokens=6)
     assert answer["choices"][0]["message"]["content"] == sample(model, text, max_tokens=6).text
+    tokenized = prefilled.ask("/tokenize", **body)
+    assert tokenized["tokens"] == model.tokenizer.encode(text).tolist()
+    assert tokenized["count"] == answer["usage"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -620,15 +625,41 @@ def test_fields_that_the_template_reads(
 def test_wrong_fields_for_the_template_are_refused_by_name(
     prefilled: Served, field: str, value: Any, says: str
 ) -> None:
-    error = prefilled.refuse("/v1/chat/completions", **{"messages": SAID, field: value})
-    assert error["param"] == field
-    assert says in error["message"]
+    for route in ("/v1/chat/completions", "/tokenize"):
+        error = prefilled.refuse(route, **{"messages": SAID, field: value})
+        assert error["param"] == field
+        assert says in error["message"]
 
 
 def test_a_message_is_either_answered_or_continued(prefilled: Served) -> None:
     both = {"continue_final_message": True, "add_generation_prompt": True}
-    error = prefilled.refuse("/v1/chat/completions", messages=SAID, **both)
-    assert error["param"] == "continue_final_message"
+    for route in ("/v1/chat/completions", "/tokenize"):
+        error = prefilled.refuse(route, messages=SAID, **both)
+        assert error["param"] == "continue_final_message"
+
+
+def test_conversations_are_tokenized(chat: Served, server: Served) -> None:
+    tokenizer = chat.service.tokenizer
+    special = {"role": "user", "content": f"a{tokenizer.eot_token}b"}  # an id of its own, as in a chat
+    for messages in ([special], [{"role": "user", "content": "the cat " * 200}]):  # counted beyond the context too
+        found = chat.ask("/v1/tokenize", messages=messages, prompt=None, model="tiny", add_special_tokens=False)
+        assert found["tokens"] == template.prompt(tokenizer, messages)
+        assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 32)
+    assert tokenizer.eot in chat.ask("/tokenize", messages=[special])["tokens"]
+    info = chat.client.get("/tokenizer_info").json()
+    assert info["eos_token_ids"] == info["special_token_ids"] == [tokenizer.eot]
+    error = server.refuse("/tokenize", messages=CHAT)
+    assert (error["param"], "chat template" in error["message"]) == ("messages", True)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("messages", []), ("messages", "hi"), ("messages", [{"role": "user"}]), ("prompt", "hi"), ("tools", [{}]),
+     ("add_special_tokens", True), ("chat_template", "{{ 1 }}")],
+    ids=lambda value: f"{value!s:.20}",
+)  # fmt: skip
+def test_a_wrong_field_beside_messages_is_refused_by_name(chat: Served, field: str, value: Any) -> None:
+    assert chat.refuse("/tokenize", **{"messages": CHAT, field: value})["param"] == field
 
 
 def test_chats_with_several_choices_and_without_a_number_of_tokens(chat: Served, model: LanguageModel) -> None:

@@ -592,7 +592,6 @@ def test_a_conversation_is_that_of_the_api(open_chat: Any, chat_address: str) ->
         assert [share for _, share in likely(page)] == [percent(row["logprob"]) for row in rows]
         assert page.evaluate("[marks[seen].shows.id, likely.contains(document.activeElement)]") == [token["id"], True]
         page.keyboard.press("ArrowLeft")
-    page.keyboard.press("Enter")  # takes none: the page does not have the text of the template
     page.keyboard.press("Escape")
     assert page.evaluate("[document.activeElement.id, likely.hidden, job]") == ["question", True, None]
     assert conversation(page) == shown
@@ -600,6 +599,145 @@ def test_a_conversation_is_that_of_the_api(open_chat: Any, chat_address: str) ->
     assert page.evaluate("marks[seen].shows.id") == tokens[4]["id"]
     page.locator(".turn").first.click()
     assert page.locator("#likely").is_hidden()
+
+
+def chosen(page: Any, turn: int, token: int) -> dict[str, Any]:
+    """The second alternative of a token of a turn, whose list it opens by a click on the token."""
+    page.locator(".turn").nth(turn).locator(".token").nth(token).click()
+    found: dict[str, Any] = page.evaluate("parts[seen].top.find((each) => each.id !== parts[seen].id)")
+    return found
+
+
+def take(page: Any, each: dict[str, Any]) -> None:
+    """Clicks on an alternative that is shown."""
+    page.locator("#list button").nth(
+        page.evaluate("(id) => parts[seen].top.findIndex((x) => x.id === id)", each["id"])
+    ).click()
+    until(page, ANSWERED)
+
+
+def text_of(tokens: list[dict[str, Any]]) -> str:
+    """The text of tokens as the API has it."""
+    return bytes(byte for each in tokens for byte in each["bytes"]).decode("utf-8", "replace")
+
+
+def test_an_alternative_in_a_conversation(open_chat: Any, chat_address: str) -> None:
+    page = open_chat()
+    settings = {"seed": 3, "max_tokens": 12, "temperature": 1.1}
+    wanted = {"logprobs": True, "top_logprobs": 10, **settings}
+    for question in ("the cat 🐕", "dogs"):
+        send(page, question, system="Be a cat.", **settings)
+    first = messages("the cat 🐕", system="Be a cat.")
+    answer = ask(chat_address, "v1/chat/completions", messages=first, **wanted)["choices"][0]
+    second = [
+        *first,
+        {"role": "assistant", "content": answer["message"]["content"]},
+        {"role": "user", "content": "dogs"},
+    ]
+    shown, lengths = conversation(page), [page.inner_text("#length")]
+    page.fill("#system", "Be a dog.")  # does not change what was answered
+    for turn, asked in ((3, second), (1, first)):  # in the last answer, and in the one before it
+        tokens = ask(chat_address, "v1/chat/completions", messages=asked, **wanted)["choices"][0]["logprobs"]["content"]
+        other = chosen(page, turn, 5)
+        take(page, other)
+        kept = [*tokens[:5], other]
+        prompt = ask(chat_address, "tokenize", messages=asked)["tokens"] + [each["id"] for each in kept]
+        assert prompt[: -len(kept)] == ask(chat_address, "tokenize", prompt=rendered(asked))["tokens"]
+        after = ask(chat_address, "v1/completions", prompt=prompt, logprobs=10, token_details=True, **settings)
+        kept += after["choices"][0]["logprobs"]["content"]
+        now = conversation(page)
+        assert now[:turn] == shown[:turn] and len(now) == turn + 1
+        assert [each["id"] for each in kept] == [m["id"] for m in marks(page)][-len(kept) :]
+        assert now[turn] == ("Model", re.sub("\r\n?", "\n", text_of(kept)))
+        assert page.evaluate("document.activeElement.id") == "question"
+        lengths.append(page.inner_text("#length"))
+        assert lengths[-1] == f"The conversation has {after['usage']['total_tokens']} tokens."
+    requests = sent(page)
+    send(page, "and?")
+    assert requests[0]["messages"] == messages("the cat 🐕", text_of(kept), "and?", system="Be a dog.")
+    for _ in range(2):
+        page.click("#undo")
+    assert len(conversation(page)) == 4 and page.inner_text("#length") == lengths[1]
+    page.click("#undo")
+    assert (conversation(page), page.inner_text("#length")) == (shown, lengths[0])
+
+
+def rendered(asked: list[dict[str, str]]) -> str:
+    """A conversation as the template of the server's model renders it."""
+    return "".join(f"{each['role'][0]}:{each['content']}\n" for each in asked) + "a:"
+
+
+def test_an_alternative_in_a_conversation_by_keys_alone(open_chat: Any) -> None:
+    page = open_chat()
+    send(page, "the cat", seed=1, max_tokens=8)
+    tokens = marks(page)
+    requests = sent(page)
+    page.keyboard.press("Alt+ArrowDown")
+    page.keyboard.press("ArrowLeft")
+    while page.evaluate("document.activeElement.parentNode.previousSibling"):
+        page.keyboard.press("ArrowUp")
+    page.keyboard.press("ArrowDown")
+    other = page.evaluate("parts[seen].top[1]")
+    page.keyboard.press("Enter")
+    until(page, ANSWERED)
+    at = len(tokens) - 2
+    assert [each["id"] for each in marks(page)][: at + 1] == [*(each["id"] for each in tokens[:at]), other["id"]]
+    assert page.evaluate("[document.activeElement.id, likely.hidden]") == ["question", True]
+    assert len(requests) == 1 and requests[0]["prompt"][-at - 1 :] == [m["id"] for m in marks(page)][: at + 1]
+    page.click("#undo")
+    assert marks(page) == tokens
+
+
+def test_alternatives_that_are_no_text(open_chat: Any, chat_address: str) -> None:
+    """An end-of-text ends the answer, another special token is kept by its id, and neither is part of a message."""
+    page = open_chat()
+    end, special = page.evaluate("model.end"), 301
+    page.evaluate("(id) => model.specials.push(id)", special)
+    dog = "🐕".encode()
+    top = [entry(b"<|endoftext|>", end), entry(b"<|tool|>", special), entry(dog[1:], 302)]
+    answered(page, entry(b"a", top=top), entry(dog[:1], 303, top=top), entry(dog[1:], 302, top=top), entry(b"!", 304))
+    send(page, "the cat")
+    shown = conversation(page)
+    assert shown[1] == ("Model", "a🐕!")
+    page.unroute("**/v1/**completions")
+    requests = sent(page)
+    for token, text in ((2, "a\ufffd"), (0, "")):
+        page.evaluate("(at) => open(at)", 2 + token)
+        take(page, top[0])
+        assert (conversation(page)[1], page.inner_text("#status")) == (("Model", text), "The answer ends here.")
+        assert page.evaluate("document.activeElement.id") == "question"
+        page.click("#undo")
+        assert conversation(page) == shown
+    assert requests == []
+    answered(page, entry(b" on", 305))
+    page.evaluate("open(3)")
+    take(page, top[1])
+    base = ask(chat_address, "tokenize", messages=messages("the cat"))["tokens"]
+    assert requests[0]["prompt"] == [*base, 300, special]
+    send(page, "and?")
+    assert requests[1]["messages"] == messages("the cat", "a on", "and?")
+
+
+def test_an_alternative_that_cannot_be_continued(open_chat: Any) -> None:
+    """An answer that fills the context ends with the alternative; after an error undo brings the answer back."""
+    page = open_chat()
+    send(page, "the cat", max_tokens=4, seed=1)
+    shown = conversation(page)
+    other = chosen(page, 1, 3)
+    page.route("**/tokenize", lambda route: route.abort())
+    take(page, other)
+    assert page.inner_text("#error") == "The server cannot be reached. Is it still running?"
+    page.click("#undo")
+    page.unroute("**/tokenize")
+    assert conversation(page) == shown
+    requests = sent(page)
+    length = int(re.findall(r"\d+", page.inner_text("#length"))[0])
+    page.evaluate("(length) => { model.context_length = length; }", length)
+    other = chosen(page, 1, 3)
+    take(page, other)
+    assert requests[0]["max_tokens"] == 0
+    assert [m["id"] for m in marks(page)][3:] == [other["id"]]
+    assert page.inner_text("#status") == "The length is reached."
 
 
 def test_regenerate_new_conversation_and_undo(open_chat: Any) -> None:

@@ -20,7 +20,16 @@ from gpt.errors import UserError
 from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream
 from gpt.serve.flight import SMALL_BODY, InFlight, come_later
 from gpt.serve.guard import Guard, error_response
-from gpt.serve.protocol import ApiError, Generation, clean, read_chat, read_completion, read_json
+from gpt.serve.protocol import (
+    ApiError,
+    ChatPrompt,
+    Generation,
+    clean,
+    read_chat,
+    read_chat_prompt,
+    read_completion,
+    read_json,
+)
 from gpt.serve.texts import Prompt, read_prompt
 from gpt.text import chat
 
@@ -158,10 +167,16 @@ class Server:
 
     async def _tokenize(self, request: Request) -> Response:
         text = (values := await self._json(request)).get("prompt")
-        if not isinstance(text, str):
+        if values.get("messages") is not None:
+            if text is not None:
+                raise ApiError(400, "prompt and messages cannot be combined; send one of them", "prompt")
+            asked = await self._in_thread(request, lambda: read_chat_prompt(values))
+            ids = await self._encode(request, await self._render(request, asked))
+        elif isinstance(text, str):
+            opened = values.get("add_special_tokens") is not False
+            ids = await self._in_thread(request, lambda: self._ids_of(clean(text), opened))
+        else:
             raise ApiError(400, "prompt must be a text", "prompt")
-        opened = values.get("add_special_tokens") is not False
-        ids = await self._in_thread(request, lambda: self._ids_of(clean(text), opened))
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.service.block_size})
 
     def _ids_of(self, text: str, opened: bool) -> list[int]:
@@ -185,6 +200,7 @@ class Server:
             "tokenizer_class": "gpt", "name": tokenizer.name, "vocab_size": tokenizer.vocab_size,
             "eos_token": tokenizer.eot_token, "eos_token_id": tokenizer.eot,
             "bos_token": None if tokenizer.bos is None else words.get(tokenizer.bos), "bos_token_id": tokenizer.bos,
+            "eos_token_ids": sorted(tokenizer.ends), "special_token_ids": sorted(words),
             "pad_token": None, "chat_template": tokenizer.chat_template,
         })  # fmt: skip
 
@@ -203,20 +219,12 @@ class Server:
 
     async def _chat(self, request: Request) -> Response:
         values = await self._json(request)
-        limit, tokenizer = self.service.config.limit_tokens, self.service.tokenizer
+        limit = self.service.config.limit_tokens
         asked = await self._in_thread(request, lambda: read_chat(values, limit))
         self._check_model(values)
-        if tokenizer.chat_template is None:
-            raise ApiError(400, "this model has no chat template for messages; use /v1/completions", "messages")
-        lane = request.state.lane
-
-        def render() -> str:
-            form = {"answer": asked.answer, "open_end": asked.open_end}
-            return chat.render(tokenizer, asked.messages, lane, **form, variables=asked.variables)
-
-        text = await self._in_thread(request, render, chat=True)
+        text = await self._render(request, asked.prompt)
         self._check_length(text)
-        ids = await self._in_thread(request, lambda: tokenizer.encode(text, specials=True).tolist())
+        ids = await self._encode(request, text)
         prompt, generation, room = self._prompt(ids), asked.generation, self.service.block_size - len(ids)
         if room < 1:
             context = f"the model's context has {self.service.block_size:,}"
@@ -225,6 +233,22 @@ class Server:
         least = min(generation.config.min_tokens, most)
         generation = replace(generation, config=replace(generation.config, max_tokens=most, min_tokens=least))
         return await self._generate(request, [prompt], generation, ChatForm(self.service))
+
+    async def _render(self, request: Request, asked: ChatPrompt) -> str:
+        """Returns the text of a conversation."""
+        tokenizer, lane = self.service.tokenizer, request.state.lane
+        if tokenizer.chat_template is None:
+            raise ApiError(400, "this model has no chat template for messages; use /v1/completions", "messages")
+
+        def render() -> str:
+            form = {"answer": asked.answer, "open_end": asked.open_end}
+            return chat.render(tokenizer, asked.messages, lane, **form, variables=asked.variables)
+
+        return await self._in_thread(request, render, chat=True)
+
+    async def _encode(self, request: Request, text: str) -> list[int]:
+        """Returns the ids of a rendered conversation."""
+        return await self._in_thread(request, lambda: self.service.tokenizer.encode(text, specials=True).tolist())
 
     def _check_model(self, values: dict[str, Any]) -> None:
         name = values.get("model")

@@ -73,14 +73,21 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Chat:
-    """A request of ``/v1/chat/completions``."""
+class ChatPrompt:
+    """Messages, and how the chat template turns them into one text."""
 
     messages: Sequence[Mapping[str, str]]
-    generation: Generation
     answer: bool  # whether the template begins an answer
     open_end: bool  # whether the last message is continued
     variables: Mapping[str, Any]  # that the template may read
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A request of ``/v1/chat/completions``."""
+
+    prompt: ChatPrompt
+    generation: Generation
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -302,6 +309,11 @@ _CALLS = ("tool_calls", "function_call")
 
 def read_chat(values: Mapping[str, Any], limit: int) -> Chat:
     """Reads a request of ``/v1/chat/completions``. ``limit``: tokens that it may ask for. Raises `ApiError`."""
+    return Chat(read_chat_prompt(values), _generation(_Fields(values), limit, limit, chat=True))
+
+
+def read_chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
+    """Reads the messages of a request, and the fields that say how they are rendered. Raises `ApiError`."""
     fields = _Fields(values)
     fields.refuse({**REFUSED, **REFUSED_IN_CHATS})
     messages = fields.values.get("messages")
@@ -325,7 +337,7 @@ def read_chat(values: Mapping[str, Any], limit: int) -> Chat:
     answer = fields.flag("add_generation_prompt", not open_end)
     if open_end and answer:
         raise _wrong("continue_final_message", "continues the last message; add_generation_prompt must be false then")
-    return Chat(found, _generation(fields, limit, limit, chat=True), answer, open_end, _variables(fields))
+    return ChatPrompt(found, answer, open_end, _variables(fields))
 
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names for the reasoning of a message, as in transformers

@@ -11,9 +11,10 @@ const CHUNK = 1000; // characters of a part that was typed: an edit draws no mor
 // held, returned}. `run.base` has the ids before the first of the tokens that were written one after the other, so that
 // the model goes on from any of them with exactly the ids that it had; `held` are bytes that begin a character, which the
 // next token ends; `returned`: it ends with \r, which a field shows as \n. A part is never changed, but replaced.
-// In a conversation each message is a part {role, content, text: ""}. The tokens of an answer follow its message, which
-// is their run and whose content grows with them; `total` is how many tokens the conversation had then.
+// In a conversation a question is a part {role, content, text: ""}, and an answer is {role, messages, text: ""}, with the
+// messages that it answers. The tokens of an answer follow it, and it is their run.
 let parts = [], past = [], future = []; // past and future are lists of parts: for undo and for redo
+const totals = new WeakMap(); // how many tokens a conversation has that ends with a part
 let marks = []; // the element of each part, by which the token is shaded
 let chat = false; // whether this is a conversation
 let other = { parts: [], past: [], future: [], marks: [] }; // what the other mode has of these
@@ -65,11 +66,13 @@ async function* events(answer) {
   }
 }
 
+const idsOf = async (body, signal) => (await (await ask("tokenize", body, signal)).json()).tokens;
+
 let counted = { text: null, ids: [] }; // the text that was tokenized last
 async function tokenize(text, signal) {
   if (counted.text !== text) {
-    const { tokens } = await (await ask("tokenize", { prompt: text }, signal)).json();
-    counted = { text, ids: tokens.length ? tokens : [model.end] };
+    const ids = await idsOf({ prompt: text }, signal);
+    counted = { text, ids: ids.length ? ids : [model.end] };
   }
   return counted.ids;
 }
@@ -86,7 +89,7 @@ async function load() {
     $("model").textContent = document.title = found.id;
     $("facts").textContent = `sees ${thousands(found.context_length)} tokens at once`;
     const info = await (await ask("tokenizer_info")).json();
-    model = { ...found, end: info.eos_token_id };
+    model = { ...found, end: info.eos_token_id, ends: info.eos_token_ids, specials: info.special_token_ids };
     $("key").hidden = true;
     $("modes").hidden = !info.chat_template;
     if (chat ? !info.chat_template : info.chat_template && !field.value && !job) await setMode(!chat);
@@ -215,16 +218,26 @@ function settings() {
   return { seed, ...Object.fromEntries(numbers) };
 }
 
+// The text of an answer as the API has it, without special tokens.
+function contentOf(answer) {
+  const tokens = parts.filter((part) => part.run === answer && !model.specials.includes(part.id));
+  return utf8.decode(new Uint8Array(tokens.flatMap((part) => part.bytes)));
+}
+
+function messages() {
+  const system = $("system").value.trim() ? [{ role: "system", content: $("system").value }] : [];
+  const turns = parts.filter((part) => part.role);
+  return [...system, ...turns.map((part) => ({ role: part.role, content: part.content ?? contentOf(part) }))];
+}
+
 // The path and the fields of a request for the tokens of `run`, and how many ids its prompt has, where that is known.
-function request(run) {
-  if (chat) {
-    const system = $("system").value.trim() ? [{ role: "system", content: $("system").value }] : [];
-    const said = parts.filter((part) => part.role && part !== run).map(({ role, content }) => ({ role, content }));
-    const wanted = { logprobs: true, top_logprobs: MOST, stream_options: { include_usage: true } };
-    return ["v1/chat/completions", { messages: [...system, ...said], ...wanted }];
-  }
+async function request(run, signal) {
+  const asked = { ...settings(), stream: true, stream_options: { include_usage: true } };
+  if (parts.at(-1) === run) return ["v1/chat/completions", { messages: run.messages, logprobs: true, top_logprobs: MOST, ...asked }];
+  run.base ??= await (chat ? idsOf({ messages: run.messages }, signal) : tokenize(field.value, signal));
   const ids = idsBefore(run, parts.length);
-  return ["v1/completions", { prompt: ids.slice(-model.context_length), logprobs: MOST, token_details: true }, ids.length];
+  if (chat) asked.max_tokens = Math.min(asked.max_tokens, model.context_length - ids.length); // no message is forgotten
+  return ["v1/completions", { prompt: ids.slice(-model.context_length), logprobs: MOST, token_details: true, ...asked }, ids.length];
 }
 
 // Continues the text, or the conversation, from the parts that are given. Returns whether that changed anything.
@@ -240,7 +253,7 @@ async function write(from = parts) {
   setParts(signed(from, false));
   buttons();
   let why = "Stopped.", frame = 0, length = field.value.length, written = 0, context = 0, began = 0, now = 0, told = 0, cost = 0;
-  let complete = false;
+  let complete = false, total;
   const rate = () => {
     const speed = now > began ? `, ${(1000 * (written - 1) / (now - began)).toFixed(1)} per second` : "";
     $("rate").textContent = written ? `${thousands(written)} token${written > 1 ? "s" : ""}${speed}.` : "";
@@ -265,15 +278,14 @@ async function write(from = parts) {
   try {
     if (model.end === undefined) await load();
     let run = parts.at(-1)?.run;
-    if (chat) parts.push(run = { role: "assistant", content: "", text: "" });
-    run ??= { base: await tokenize(field.value, controller.signal) };
+    if (chat && !run) parts.push(run = { role: "assistant", messages: messages(), text: "" });
+    run ??= {};
     flush();
-    const [path, fields, ids] = request(run);
+    const [path, body, ids] = await request(run, controller.signal);
     context = ids;
-    for await (const said of events(await ask(path, { ...settings(), ...fields, stream: true }, controller.signal))) {
+    for await (const said of events(await ask(path, body, controller.signal))) {
       const choice = said.choices[0], tokens = choice?.logprobs?.content ?? [];
-      if (chat) run.content += choice?.delta?.content ?? "";
-      if (said.usage) run.total = said.usage.total_tokens;
+      if (said.usage) total = said.usage.total_tokens;
       if (choice?.finish_reason) complete = true;
       if (choice?.finish_reason === "length") why = "The length is reached.";
       if (choice?.finish_reason === "stop") { // the last token is an end-of-text, which is no text
@@ -292,7 +304,8 @@ async function write(from = parts) {
   }
   clearTimeout(frame);
   flush();
-  parts = chat && !written && !complete ? before : signed(parts, true); // a question without an answer is taken back
+  parts = chat && !complete && !parts.at(-1)?.run ? before : signed(parts, true); // a question without an answer is taken back
+  if (total) totals.set(parts.at(-1), total);
   const changed = parts.length !== before.length || parts.some((part, at) => part !== before[at]);
   if (changed) future.length = 0;
   else past.pop();
@@ -368,20 +381,26 @@ async function regenerate() {
   if (at >= 0) await write(parts.slice(0, at + 1));
 }
 
+// Replaces the parts by others, which undo takes back.
+function change(next, why) {
+  past.push(parts);
+  future.length = 0;
+  setParts(next);
+  $("rate").textContent = "";
+  $("status").textContent = why;
+  buttons();
+}
+
 async function startAfresh() {
   await stop();
   if (!parts.length) return;
-  past.push(parts);
-  future.length = 0;
-  setParts([]);
-  for (const id of ["rate", "status"]) $(id).textContent = "";
-  buttons();
+  change([], "");
   question.focus();
 }
 
 function tokensNow() {
   const run = parts.at(-1)?.run;
-  return chat ? (run ?? parts.at(-1))?.total : run && idsBefore(run, parts.length).length;
+  return chat ? totals.get(parts.at(-1)) : run && idsBefore(run, parts.length).length;
 }
 
 // How long the text is, and how much of it the model sees: at once where that is known, else when the typing rests.
@@ -442,8 +461,7 @@ function choice(each, part) {
   button.style.setProperty("--share", `${100 * probability}%`);
   button.tabIndex = each.id === part.id ? 0 : -1;
   if (each.id === part.id) button.setAttribute("aria-current", "true");
-  if (chat) button.setAttribute("aria-disabled", "true"); // the page does not have the text that the template makes
-  else button.addEventListener("click", () => pick(seen, each));
+  button.addEventListener("click", () => pick(seen, each));
   item.append(button);
   return item;
 }
@@ -465,12 +483,13 @@ function close() {
   seen = -1;
 }
 
-// Cuts the text at a token, puts another one there, and goes on.
+// Cuts the text at a token, puts another one there, and continues. In a conversation an end-of-text ends the answer.
 async function pick(at, entry) {
   const { run, top } = parts[at], next = parts.slice(0, at);
   await stop();
+  typing().focus();
+  if (chat && model.ends.includes(entry.id)) return change(signed(next, true), "The answer ends here.");
   addToken(next, entry, run, top);
-  field.focus();
   await write(next);
 }
 
