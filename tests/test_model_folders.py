@@ -326,12 +326,38 @@ def test_a_template_may_be_put_beside_a_tokenizer_of_ours(run_folder: Path, tmp_
     assert chat.render(load(path).tokenizer, CHAT) == "[user]the cat"
 
 
+# A config.json that another program left beside an adapter
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        {"vocab_size": 999}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 500.0},
+        {"max_position_embeddings": 8}, {"model_type": "qwen3"}, {"quantization_config": NF4}, {"num_hidden_layers": 3},
+    ],
+)  # fmt: skip
+def test_a_config_beside_an_adapter_does_not_count(
+    adapter: Path, tmp_path: Path, left: dict[str, Any], gpt: Gpt
+) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(theirs, adapter).eval()
+    said = json.loads((tmp_path / "theirs/config.json").read_text()) | left
+    for text in (json.dumps(said), json.dumps({"model_type": "llama"})):
+        (adapter / "config.json").write_text(text)
+        x = torch.randint(400, (2, 20))
+        with torch.no_grad():
+            assert torch.allclose(checkpoint.load(adapter, CPU.device).model(x), theirs(x).logits, atol=1e-4)
+    for words in (["sample", "the", "-n", 3, "-m", adapter], ["export", adapter, "-o", tmp_path / "out"]):
+        done = gpt(*words)
+        assert done.code == 0, done.err
+
+
 # A base that an adapter's files do not name rightly
 
 
-@pytest.mark.parametrize("named", ["unsloth/llama-3.2-1b-bnb-4bit", "/gone", "gone/"])
+@pytest.mark.parametrize("named", ["unsloth/llama-3.2-1b-bnb-4bit", "/gone", "gone/", None, ""])
 def test_a_base_can_be_named(
-    adapter: Path, tmp_path: Path, named: str, gpt: Gpt, monkeypatch: pytest.MonkeyPatch
+    adapter: Path, tmp_path: Path, named: str | None, gpt: Gpt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("gpt.runs.folder._bases", {})
