@@ -153,6 +153,46 @@ def test_a_quantization_that_is_over_is_left_out_with_a_word(made: Made, left: d
     assert "hint: take the model in 16 or 32 bits" in done.err
 
 
+# Tokens that only the files beside tokenizer.json have
+
+NEW = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+LISTED: dict[str, dict[str, Any]] = {
+    "tokenizer_config.json": {
+        "added_tokens_decoder": {"704": {**NEW, "content": "<|b|>"}, "703": {**NEW, "content": "<|a|>"}}
+    },
+    "added_tokens.json": {"<|a|>": 703, "<|b|>": 704},
+    "special_tokens_map.json": {"additional_special_tokens": ["<|b|>", "<|a|>"], "pad_token": {"content": "[PAD]"}},
+    "tokenizer_config.json, by name": {"extra_special_tokens": ["<|a|>"], "mask_token": "<|b|>", "sep_token": "cat"},
+}
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["tokenizer.json", "vocab.json"])
+@pytest.mark.parametrize("where", LISTED)
+def test_tokens_beside_a_vocabulary_have_their_ids(
+    made: Made, where: str, whole: bool, gpt: Gpt, tmp_path: Path
+) -> None:
+    path = made("smollm2" if whole else "gpt2")
+    if not whole:
+        values = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+        (path / "tokenizer.json").unlink()
+        vocab = values["model"]["vocab"] | {token["content"]: token["id"] for token in values["added_tokens"]}
+        (path / "vocab.json").write_text(json.dumps(vocab))
+        (path / "merges.txt").write_text("".join(f"{' '.join(pair)}\n" for pair in values["model"]["merges"]))
+    add_tensors(path, {name: torch.randn(706, 16) for name in ("model.embed_tokens.weight", "lm_head.weight")})
+    change(path / "config.json", vocab_size=706)
+    file = path / where.partition(",")[0]
+    file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | LISTED[where]))
+    for each in (path, tmp_path / "out"):
+        theirs = transformers.AutoTokenizer.from_pretrained(each)
+        model = load(each)
+        for text in ("a<|a|>b <|b|> [PAD]c", "the cat sat<|im_end|>"):
+            ids = theirs(text).input_ids
+            assert model.tokenizer.prompt(text) == ids
+            assert model.tokenizer.decode(ids) == theirs.decode(ids)
+        if each == path:
+            assert gpt("export", path, "-o", tmp_path / "out").code == 0
+
+
 # A tokenizer that has more ids than its model
 
 

@@ -268,8 +268,8 @@ def lineage(path: Path) -> Iterator[Path]:
 
 
 def home(path: Path) -> Path:
-    """The folder that has the shape of a checkpoint: itself, or the base of a PEFT adapter. A ``config.json`` that other
-    programs leave in an adapter folder counts for nothing, as in PEFT."""
+    """The folder that has the shape of a checkpoint: itself, or the base of a PEFT adapter. A ``config.json`` that
+    other programs leave in an adapter folder counts for nothing, as in PEFT."""
     for here in lineage(path):
         if _has(here, META) or not _has(here, ADAPTER):
             break
