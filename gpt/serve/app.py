@@ -4,7 +4,7 @@ import asyncio
 import base64
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.resources import files
@@ -110,6 +110,8 @@ class Server:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "the body must be JSON: send Content-Type: application/json")
+        if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+            raise ApiError(415, f"the body has the Content-Encoding {coding:.40}; send it uncompressed")
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await request.body()
@@ -206,6 +208,9 @@ class Server:
         limit, tokenizer = self.service.config.limit_tokens, self.service.tokenizer
         asked = await self._in_thread(request, lambda: read_chat(values, limit))
         self._check_model(values)
+        if tokenizer.chat_template is not None and "developer" not in tokenizer.chat_template:
+            # OpenAI's name for the system role, which templates render as a role that the model has never seen.
+            asked = replace(asked, messages=[_as_system(message) for message in asked.messages])
         if tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template for messages; use /v1/completions", "messages")
         lane = request.state.lane
@@ -289,6 +294,10 @@ class Server:
                 400, f"max_tokens: {texts:,} texts may become {tokens:,} tokens, with log-probabilities more than "
                 f"{MOST_FIGURES:,} figures; ask for less at once", "max_tokens",
             )  # fmt: skip
+
+
+def _as_system(message: Mapping[str, str]) -> Mapping[str, str]:
+    return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
 def _stopping() -> ApiError:
