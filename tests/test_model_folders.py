@@ -13,7 +13,7 @@ import torch
 import vocabularies
 from conftest import Gpt, make_text, one_line_of_what_and_what_next
 from models import CPU
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 
 from gpt import api, load
 from gpt.config import GPTConfig
@@ -107,6 +107,19 @@ def test_an_unembedding_that_is_the_embedding_is_not_told(made: Made) -> None:
     assert checkpoint.peek(path)[0].tied
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_tied_model_may_be_stored_by_its_unembedding(made: Made, family: str) -> None:
+    """safetensors' `save_model` writes a tensor that has two names under the first of them."""
+    gpt2 = {"norm": "layernorm", "mlp": "gelu", "positions": "learned", "biases": "all", "n_inner": None}
+    path = made(tied=True, **(gpt2 if family == "gpt2" else {}))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    save_model(model, str(path / "model.safetensors"), {"format": "pt"})
+    assert "lm_head.weight" in load_file(path / "model.safetensors")
+    is_transformers(path)
+    api.export(path, path.parent / "out")
+    is_transformers(path.parent / "out")
+
+
 BESIDE = {
     "a head for values": {"v_head.summary.weight": torch.ones(1, 16), "v_head.summary.bias": torch.zeros(1)},
     "classes": {"score.weight": torch.ones(3, 16)},
@@ -151,6 +164,49 @@ def test_a_quantization_that_is_over_is_left_out_with_a_word(made: Made, left: d
     done = gpt("sample", "the", "-m", path)
     one_line_of_what_and_what_next(done, f"{next(iter(left))} is")
     assert "hint: take the model in 16 or 32 bits" in done.err
+
+
+# Tokens that only the files beside tokenizer.json have
+
+NEW = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+LISTED: dict[str, dict[str, Any]] = {
+    "tokenizer_config.json": {
+        "added_tokens_decoder": {"704": {**NEW, "content": "<|b|>"}, "703": {**NEW, "content": "<|a|>"}}
+    },
+    "added_tokens.json": {"<|a|>": 703, "<|b|>": 704},
+    "special_tokens_map.json": {"additional_special_tokens": ["<|b|>", "<|a|>"], "pad_token": {"content": "[PAD]"}},
+    "tokenizer_config.json, by name": {"extra_special_tokens": ["<|a|>"], "mask_token": "<|b|>", "sep_token": "cat"},
+}
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["tokenizer.json", "vocab.json"])
+@pytest.mark.parametrize("where", LISTED)
+def test_tokens_beside_a_vocabulary_have_their_ids(
+    made: Made, where: str, whole: bool, gpt: Gpt, tmp_path: Path
+) -> None:
+    path = made("smollm2" if whole else "gpt2")
+    if not whole:
+        values = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+        (path / "tokenizer.json").unlink()
+        vocab = values["model"]["vocab"] | {token["content"]: token["id"] for token in values["added_tokens"]}
+        (path / "vocab.json").write_text(json.dumps(vocab))
+        (path / "merges.txt").write_text("".join(f"{' '.join(pair)}\n" for pair in values["model"]["merges"]))
+    add_tensors(path, {name: torch.randn(706, 16) for name in ("model.embed_tokens.weight", "lm_head.weight")})
+    change(path / "config.json", vocab_size=706)
+    file = path / where.partition(",")[0]
+    said = (json.loads(file.read_text()) if file.exists() else {}) | LISTED[where]
+    if not whole:
+        said.pop("sep_token", None)  # tiktoken cannot both merge a word and cut it out
+    file.write_text(json.dumps(said))
+    for each in (path, tmp_path / "out"):
+        theirs = transformers.AutoTokenizer.from_pretrained(each)
+        model = load(each)
+        for text in ("a<|a|>b <|b|> [PAD]c", "the cat sat<|im_end|>"):
+            ids = theirs(text).input_ids
+            assert model.tokenizer.prompt(text) == ids
+            assert model.tokenizer.decode(ids) == theirs.decode(ids)
+        if each == path:
+            assert gpt("export", path, "-o", tmp_path / "out").code == 0
 
 
 # A tokenizer that has more ids than its model
@@ -326,12 +382,38 @@ def test_a_template_may_be_put_beside_a_tokenizer_of_ours(run_folder: Path, tmp_
     assert chat.render(load(path).tokenizer, CHAT) == "[user]the cat"
 
 
+# A config.json that another program left beside an adapter
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        {"vocab_size": 999}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 500.0},
+        {"max_position_embeddings": 8}, {"model_type": "qwen3"}, {"quantization_config": NF4}, {"num_hidden_layers": 3},
+    ],
+)  # fmt: skip
+def test_a_config_beside_an_adapter_does_not_count(
+    adapter: Path, tmp_path: Path, left: dict[str, Any], gpt: Gpt
+) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(theirs, adapter).eval()
+    said = json.loads((tmp_path / "theirs/config.json").read_text()) | left
+    for text in (json.dumps(said), json.dumps({"model_type": "llama"})):
+        (adapter / "config.json").write_text(text)
+        x = torch.randint(400, (2, 20))
+        with torch.no_grad():
+            assert torch.allclose(checkpoint.load(adapter, CPU.device).model(x), theirs(x).logits, atol=1e-4)
+    for words in (["sample", "the", "-n", 3, "-m", adapter], ["export", adapter, "-o", tmp_path / "out"]):
+        done = gpt(*words)
+        assert done.code == 0, done.err
+
+
 # A base that an adapter's files do not name rightly
 
 
-@pytest.mark.parametrize("named", ["unsloth/llama-3.2-1b-bnb-4bit", "/gone", "gone/"])
+@pytest.mark.parametrize("named", ["unsloth/llama-3.2-1b-bnb-4bit", "/gone", "gone/", None, ""])
 def test_a_base_can_be_named(
-    adapter: Path, tmp_path: Path, named: str, gpt: Gpt, monkeypatch: pytest.MonkeyPatch
+    adapter: Path, tmp_path: Path, named: str | None, gpt: Gpt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("gpt.runs.folder._bases", {})

@@ -1,5 +1,6 @@
 """`gpt serve` as the `openai` package sees it."""
 
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +94,47 @@ def test_errors_are_its_exceptions(client: Any, server: Served) -> None:
             create(model="tiny", prompt="a")
     finally:
         server.server.in_flight.count -= 100
+
+
+def test_paths_as_clients_join_them(server: Served) -> None:
+    for path in ("/v1/models/", "//v1/models", "/v1//models", "/v1/health/", "/v1/models/tiny/"):
+        answer = server.client.get(path, follow_redirects=False)
+        assert answer.status_code == 200, path
+    key = {"Authorization": "Bearer sesame"}
+    for path in ("/v1/chat/completions/", "//v1/chat/completions", "/chat//completions"):
+        answer = server.client.post(path, json={"messages": CHAT, "max_tokens": 1}, headers=key)
+        assert answer.status_code == 200, path
+
+
+def test_the_developer_is_the_system_to_a_template_without_one(client: Any, server: Served) -> None:
+    def tokens(role: str) -> int:
+        messages: list[Any] = [{"role": role, "content": "be brief"}, *CHAT]
+        count: int = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1).usage.prompt_tokens
+        return count
+
+    assert tokens("developer") == tokens("system") != tokens("x")
+
+
+def test_what_is_missing_is_named(client: Any, server: Served) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    with pytest.raises(openai.BadRequestError, match=r"part of type .*image_url"):
+        messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "a"}, image]}]
+        client.chat.completions.create(model="tiny", messages=messages)
+    json = {"Authorization": "Bearer sesame", "Content-Type": "application/json"}
+    answer = server.client.post("/v1/completions", content=b"\x1f\x8b", headers={**json, "Content-Encoding": "gzip"})
+    assert answer.status_code == 415 and "gzip" in answer.json()["error"]["message"]
+    answer = server.client.get("/v1/models", headers={"Origin": "null"})
+    assert answer.status_code == 403 and "--cors null" not in answer.text and "over HTTP" in answer.text
+
+
+def test_a_health_check_needs_no_host(server: Served) -> None:
+    """HAProxy's is HTTP/1.0 without one, which no browser sends."""
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert b" 200 " in sock.recv(100)
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: \r\n\r\n")
+        assert b" 403 " in sock.recv(100)
 
 
 def test_an_error_in_a_stream_is_raised(client: Any, server: Served) -> None:

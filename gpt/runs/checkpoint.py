@@ -343,13 +343,13 @@ def stored_parameters(path: Path, config: GPTConfig) -> Parameters:
         _check_size(path, config, None)
         expected = {name: each.shape for name, each in hf.stored_tensors(config).items()}
         parts = {*map(hf.part_of, expected), hf.part_of(hf.UNEMBEDDING)}
-        found = tensors.find(
-            files,
-            expected,
-            "config.json",
-            ours=ours,
-            optional={hf.UNEMBEDDING: (config.vocab_size, config.n_embd)},
-        )
+        optional = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)}
+        found = tensors.find(files, {}, "config.json", ours=ours, optional=expected | optional)
+        if (
+            config.tied and hf.UNEMBEDDING in found
+        ):  # the one name of both under which safetensors' save_model writes it
+            found.setdefault(hf.embedding_name(config), found[hf.UNEMBEDDING])
+        tensors.check_all(files, expected, found)
     except UserError as error:
         if not rounded:
             raise

@@ -222,8 +222,9 @@ def name_base(path: Path, base: str) -> None:
     if not _has(path, ADAPTER):
         raise UserError(f"{path} is a whole model, and no adapter to another one", "leave out --base")
     named = base if hub.is_remote(base) else str(find_checkpoint(base).absolute())
-    while not hub.is_remote(below := base_of(path)) and _has(Path(below), ADAPTER):
-        path = Path(below)
+    with contextlib.suppress(UserError):  # files that name no base
+        while not hub.is_remote(below := base_of(path)) and _has(Path(below), ADAPTER):
+            path = Path(below)
     _bases[path.absolute()] = named
 
 
@@ -235,7 +236,7 @@ def base_of(path: Path) -> str:
     values = read_json(path / ADAPTER)
     name, revision = values.get("base_model_name_or_path"), values.get("revision")
     if not isinstance(name, str) or not name or not isinstance(revision, str | None):
-        raise UserError(f"{path / ADAPTER} does not say what its adapter belongs to")
+        raise UserError(f"{path / ADAPTER} does not say what its adapter belongs to", BASE_HINT)
     if not _HUB_NAME.fullmatch(name) or Path(name).is_dir():
         return name
     return f"{hub.PREFIX}{name}" + (f"@{revision}" if revision else "")
@@ -267,9 +268,10 @@ def lineage(path: Path) -> Iterator[Path]:
 
 
 def home(path: Path) -> Path:
-    """The folder that has the shape of a checkpoint: itself, or of PEFT's adapters, which have none, their base."""
+    """The folder that has the shape of a checkpoint: itself, or the base of a PEFT adapter. A ``config.json`` that
+    other programs leave in an adapter folder counts for nothing, as in PEFT."""
     for here in lineage(path):
-        if _has(here, "config.json"):
+        if _has(here, META) or not _has(here, ADAPTER):
             break
     return here
 

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -132,11 +132,16 @@ def find(
     found: dict[str, Found] = {}
     for file in files:
         found |= _check(file, shapes, where, ours, dtypes)
+    check_all(files, expected, found)
+    return found
+
+
+def check_all(files: Sequence[Path], expected: Iterable[str], found: Iterable[str]) -> None:
+    """Raises `UserError` unless every ``expected`` tensor was ``found`` in the files."""
     missing = sorted(set(expected) - set(found))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(f"{files[0].parent}: the tensor {missing[0]}{more} is missing from the weights")
-    return found
 
 
 def read(

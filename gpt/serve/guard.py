@@ -35,13 +35,18 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
-        host, origin = headers.get("host", ""), headers.get("origin")
+        host, origin = headers.get("host"), headers.get("origin")
         own = origin is None or origin in (f"http://{host}", f"https://{host}")
-        if self.hosts is not None and _without_port(host).lower() not in self.hosts:
+        # Health checks in HTTP/1.0 have no Host header. Browsers, against which this is, always send one.
+        if self.hosts is not None and host is not None and _without_port(host).lower() not in self.hosts:
             refusal = _refusal("host", _without_port(host), "--allow-host")
             await error_response(refusal)(scope, receive, send)
         elif own:
-            await self.app(scope, receive, send)
+            await self.app(_without_slashes(scope), receive, send)
+        elif origin == "null":
+            why = "the page has no origin, as one that is opened as a file"
+            refusal = ApiError(403, f"{why}; serve it over HTTP and allow that origin with gpt serve --cors")
+            await error_response(refusal)(scope, receive, send)
         elif origin not in self.config.cors:
             await error_response(_refusal("origin", str(origin), "--cors"))(scope, receive, send)
         elif scope["method"] == "OPTIONS":
@@ -59,7 +64,13 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", []), *extra]}
             await send(message)
 
-        await self.app(scope, receive, with_headers)
+        await self.app(_without_slashes(scope), receive, with_headers)
+
+
+def _without_slashes(scope: Scope) -> Scope:
+    """Returns a request's scope without doubled and trailing slashes in its path, which clients make when they join a
+    base URL with a route. A redirect names the wrong scheme behind a proxy, and many clients do not follow it."""
+    return {**scope, "path": "/" + "/".join(filter(None, scope["path"].split("/")))}
 
 
 def _origin(origin: str) -> dict[str, str]:

@@ -326,6 +326,11 @@ def read_chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
             raise _wrong("messages", "has a call of a tool or its result; tools are not supported yet")
         if isinstance(content, list):  # parts, of which texts can be read
             texts = [each["text"] for each in content if _is_text(each)]
+            other = next(
+                (each.get("type", "text") for each in content if isinstance(each, dict) and not _is_text(each)), "text"
+            )
+            if other != "text":
+                raise _wrong("messages", f"has a part of type {_shown(other)}; only parts of type text are supported")
             content = "".join(texts) if len(texts) == len(content) else None
         if not isinstance(role, str) or not isinstance(content, str):
             raise _wrong("messages", f"has {_shown(message)}; a message has a role and a content, which are texts")

@@ -153,7 +153,8 @@ def read_transformers(folder: Path) -> Tokenizer | None:
     """Reads the tokenizer in a folder of transformers'; None where there is none."""
     whole, vocab, merges = folder / WHOLE, folder / "vocab.json", folder / "merges.txt"
     if whole.is_file():
-        return from_tokenizer_json(read_json(whole), str(whole), _kept(folder, _WHOLE_KEPT, WHOLE), _settings(folder))
+        values, files = _with_tokens_beside(read_json(whole), _kept(folder, _WHOLE_KEPT, WHOLE), str(whole))
+        return from_tokenizer_json(values, str(whole), files, _settings(folder))
     if vocab.is_file() and merges.is_file():
         text = read_regular(merges, JSON_LIMIT).decode("utf-8-sig", "replace")
         return from_vocab_and_merges(read_json(vocab), text, str(vocab), _kept(folder, KEPT[1:]), _settings(folder))
@@ -163,6 +164,59 @@ def read_transformers(folder: Path) -> Tokenizer | None:
             f"write a tokenizer.json: AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})",
         )
     return None
+
+
+def _with_tokens_beside(
+    values: dict[str, Any], files: Mapping[str, bytes], where: str
+) -> tuple[dict[str, Any], Mapping[str, bytes]]:
+    """Returns a ``tokenizer.json`` and the kept files with the tokens that only the files beside it list or name."""
+    try:
+        vocab, listed = values["model"]["vocab"], values.get("added_tokens") or []
+        vocab = {word: id for id, (word, _) in enumerate(vocab)} if isinstance(vocab, list) else vocab  # Unigram's
+        added = {token["content"]: token["id"] for token in listed}
+        size = 1 + max([-1, *vocab.values(), *added.values()])
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return values, files  # reading it says what is wrong
+    new = _tokens_beside(files, vocab, added, size, where)
+    if not new:
+        return values, files
+    values = {**values, "added_tokens": [*listed, *new]}
+    return values, {**files, WHOLE: json.dumps(values, ensure_ascii=False).encode()}
+
+
+def _tokens_beside(
+    files: Mapping[str, bytes], vocab: Mapping[str, int], added: Mapping[str, int], size: int, where: str
+) -> list[dict[str, Any]]:
+    """Returns the tokens that ``files`` list or name and that are not among those ``added``, as ``tokenizer.json``
+    lists them, with the ids that transformers gives them: those of ``vocab``, or the next ones from ``size`` on."""
+    config, names = (json.loads(files.get(name, b"{}")) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS))
+    try:
+        listed: dict[Any, Any] = config.get("added_tokens_decoder") or {}
+        if not listed:
+            config |= names
+            more = json.loads(files.get("added_tokens.json", b"{}"))
+            listed = {id: {"content": word} for word, id in more.items()}
+        named = [config.get(f"{name}_token") for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            some = config.get(key)
+            named += some.values() if isinstance(some, dict) else some if isinstance(some, list) else []
+        special = dict.fromkeys(word for token in named if (word := content(token)))
+        found: dict[str, Any] = {
+            token["content"]: token for _, token in sorted(listed.items(), key=lambda item: int(item[0]))
+        }
+        new: list[dict[str, Any]] = []
+        for word, token in (found | {word: {} for word in special if word not in found}).items():
+            if word in added:
+                continue
+            id = vocab.get(word, size)
+            size = max(size, id + 1)
+            flags = {flag: bool(token.get(flag)) for flag in ("single_word", "lstrip", "rstrip")}
+            is_special = bool(token.get("special")) or word in special
+            normalized = bool(token.get("normalized", not is_special))
+            new.append({"id": id, "content": word, **flags, "normalized": normalized, "special": is_special})
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"the files beside {where} list no tokens: {type(error).__name__} {error}") from None
+    return new
 
 
 def read_template(folder: Path) -> dict[str, bytes]:
@@ -362,12 +416,16 @@ def from_vocab_and_merges(
         raise UserError(f"{where} and merges.txt do not say how {kind} cuts a text into words", hint)
     lines = [line for line in merges_text.split("\n") if line and not line.startswith("#version")]
     try:
-        ranks = _ranks({token: id for token, id in vocab.items() if token != END_OF_TEXT})
+        beside = _tokens_beside(files or {}, vocab, {}, 1 + max(vocab.values()), where)
+        added = {END_OF_TEXT, *(token["content"] for token in beside)}
+        ranks = _ranks({token: id for token, id in vocab.items() if token not in added})
         if ranks is None or not _same_merges(ranks, [tuple(line.split(" ")) for line in lines], whole=False):
             hint = "write a tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             raise UserError(f"{where}: tiktoken cannot run its merges", hint)
         specials = {END_OF_TEXT: vocab[END_OF_TEXT]} if END_OF_TEXT in vocab else {}
-        tokenizer = _tokenizer(ByteBPE(GPT2_PATTERN, ranks), specials, {}, None, settings, where)
+        specials |= {token["content"]: token["id"] for token in beside if token["special"]}
+        words = {token["content"]: token["id"] for token in beside if token["content"] not in specials}
+        tokenizer = _tokenizer(ByteBPE(GPT2_PATTERN, ranks), specials, words, None, settings, where)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{where} is no vocabulary of a byte-level BPE: {type(error).__name__} {error}") from None
     return _named(tokenizer, files)
