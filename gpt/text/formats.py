@@ -33,6 +33,7 @@ def _replace(error: UnicodeError) -> tuple[str | bytes, int]:
 codecs.register_error("gpt.replace", _replace)  # counts, since U+FFFD may also stand in the text itself
 
 
+_BOM = codecs.BOM_UTF8
 _MARKS = re.compile("^\ufeff+", re.MULTILINE)
 _WIDE_MARKS = {  # those of UTF-32 first: UTF-16's is the beginning of one of them
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
@@ -55,6 +56,7 @@ class TextEncoding:
         self.replaced = 0
         codec = codecs.lookup(encoding).name
         self.is_utf8 = codec == "utf-8"
+        self.unicode = codec.startswith("utf")  # whose decoders take care of a mark
         self.wide = codec.startswith(("utf-16", "utf-32"))  # most characters, line breaks too, have zero bytes
 
     def decode(self, data: bytes) -> str:
@@ -78,6 +80,8 @@ class TextEncoding:
         offset, line = 0, 1  # of the block's first byte
         starts_line = True
         block = self._first(name, stream)
+        if not self.unicode and block.startswith(_BOM):  # which would be "ï»¿" in Latin-1
+            block, offset = block.removeprefix(_BOM), len(_BOM)
         while True:
             zero = -1 if self.wide else block.find(b"\0")
             text, bad = self._as_far_as_it_goes(name, decoder, block if zero < 0 else block[:zero], final=not block)
@@ -103,11 +107,15 @@ class TextEncoding:
         block = stream.read(BLOCK)
         while len(block) < 4 and (more := stream.read(BLOCK)):
             block += more
+        self.check_mark(name, block)
+        return block
+
+    def check_mark(self, name: str, start: bytes) -> None:
+        """Raises `UserError` for a file that is to be UTF-8 and has the byte-order mark of UTF-16 or UTF-32."""
         if self.is_utf8:
             for mark, encoding in _WIDE_MARKS.items():
-                if block.startswith(mark):
+                if start.startswith(mark):
                     raise UserError(f"{name} is {encoding.upper()}, not UTF-8", f"add --encoding {encoding}")
-        return block
 
     def _as_far_as_it_goes(
         self, name: str, decoder: codecs.IncrementalDecoder, block: bytes, final: bool
@@ -151,7 +159,6 @@ def _zero(name: str, where: str) -> UserError:
 
 MAX_RECORD = 64 * 2**20  # bytes of a line, characters of a CSV row or of a JSON value
 ROWS = 64  # of a Parquet file, read at once
-_BOM = codecs.BOM_UTF8
 _parse = json.JSONDecoder().raw_decode  # json.loads takes twice as long: it looks for white space around each value
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -181,12 +188,14 @@ class RecordForm:
         return found + [name for name in self.optional if name in known]
 
 
-def _lines(name: str, stream: ByteStream, on_bad: OnBad) -> Iterator[tuple[int, int, bytes]]:
+def _lines(name: str, stream: ByteStream, encoding: TextEncoding, on_bad: OnBad) -> Iterator[tuple[int, int, bytes]]:
     """Yields the number, the offset and the bytes of each line, its end included."""
     buffered = io.BufferedReader(stream, BUFFER)
     number, offset = 0, 0
     while line := buffered.readline(MAX_RECORD + 1):
         number += 1
+        if number == 1:
+            encoding.check_mark(name, line)
         if len(line) <= MAX_RECORD:
             yield number, offset, line
         else:
@@ -295,11 +304,11 @@ CHATS = RecordForm(
 
 def jsonl(name: str, stream: ByteStream, form: RecordForm, encoding: TextEncoding, on_bad: OnBad) -> Iterator[str]:
     """Yields the documents of JSON lines, an object each."""
-    for number, offset, line in _lines(name, stream, on_bad):
+    for number, offset, line in _lines(name, stream, encoding, on_bad):
         if line.startswith(_BOM):  # of the file, or of one that was appended
             line, offset = line.removeprefix(_BOM), offset + len(_BOM)
         try:
-            text = encoding.decode(line).strip(" \t\r\n")
+            text = encoding.decode(line).lstrip("\ufeff").strip(" \t\r\n")
             if text:
                 value = form.text(_object(text), (name, "line", number))
                 if "\\" in text and not value.isascii():
@@ -492,7 +501,7 @@ def table(
     name: str, stream: ByteStream, form: RecordForm, encoding: TextEncoding, on_bad: OnBad, delimiter: str
 ) -> Iterator[str]:
     """Yields the documents of the rows of a table; the first row names the columns."""
-    rows = _Rows(name, _lines(name, stream, on_bad), encoding.name, delimiter).good(on_bad)
+    rows = _Rows(name, _lines(name, stream, encoding, on_bad), encoding.name, delimiter).good(on_bad)
     line, header = next(rows, (0, [*form.keys]))
     keys = form.columns(header)
     for key in keys:
@@ -549,6 +558,8 @@ class _Rows:
             line = line.removeprefix(_BOM)
         # Invalid bytes are carried through: they matter only in the wanted field.
         text = line.decode(self.encoding, "surrogateescape")
+        if not self._size:
+            text = text.lstrip("\ufeff")  # of another encoding
         self._size += len(text)
         if self._size > MAX_RECORD:
             raise _too_long(self.name, self._line)
