@@ -474,3 +474,85 @@ def test_a_conversation_at_the_prompt(gpt: Gpt, file: Path) -> None:
     model = library.load(run)
     ids = chat.prompt(model.tokenizer, [{"role": "user", "content": "Spell 1."}])
     assert done.out.startswith("".join(model.write(ids, SampleConfig(max_tokens=6), seed=1)))
+
+
+def test_conversations_as_other_tools_write_them(workdir: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    def read(name: str) -> list[Conversation]:
+        return read_examples([name], TextConfig(val_fraction=0), Conversation).train
+
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    sharegpt = [{"from": names[each["role"]], "value": each["content"]} for each in [SYSTEM, *CHAT]]
+    parts = [{**each, "content": [{"type": "text", "text": part} for part in each["content"]]} for each in CHAT]
+    plain = [SYSTEM, *CHAT]
+    lines: list[Any] = [
+        {"id": "1", "conversations": sharegpt},
+        {"conversation": plain, "tools": "[]"},
+        {"messages": json.dumps(plain)},
+        {"messages": parts, "system": SYSTEM["content"]},
+        {"messages": [{**SYSTEM, "role": "developer"}, *CHAT]},
+    ]
+    Path("chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [each.messages for each in read("chats.jsonl")] == [plain] * len(lines)
+    Path("chats.json").write_text(json.dumps({"version": 1, "data": lines[:1]}))
+    parquet.write_table(pa.Table.from_pylist(lines[:1]), "one.parquet")
+    parquet.write_table(pa.table({"messages": [json.dumps(plain)], "tools": [None]}), "two.parquet")
+    quoted = json.dumps(plain).replace('"', '""')
+    Path("chats.csv").write_text(f'messages\n"{quoted}"\n')
+    for name in ("chats.json", "one.parquet", "two.parquet", "chats.csv"):
+        assert [each.messages for each in read(name)] == [plain], name
+    parquet.write_table(pa.table({"messages": [plain], "tools": [json.dumps([{"type": "function"}])]}), "tools.parquet")
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, *CHAT]
+    observed = [*sharegpt, {"from": "observation", "value": "5"}, sharegpt[-1]]
+    for record, said in {
+        "image": (image, '"content" has a part that is no text'),
+        "tool": (observed, "it uses tools"),
+        "weight": ([CHAT[0], {**CHAT[1], "weight": 0.5}], '"weight" is 0.5, not 0 or 1'),
+        "nothing": ([CHAT[0], {**CHAT[1], "weight": 0}], "there is nothing to learn"),
+    }.values():
+        Path("chats.jsonl").write_text(jsonl([record]))
+        with pytest.raises(UserError, match=said):
+            read("chats.jsonl")
+    with pytest.raises(UserError, match="row 1: it uses tools"):
+        read("tools.parquet")
+
+
+@pytest.mark.parametrize("template", [chat.CHATML, TAGGED, QWEN3])
+def test_answers_of_weight_0_are_not_learned(template: str, workdir: Path) -> None:
+    Path("chats.jsonl").write_text(jsonl([[CHAT[0], {**CHAT[1], "weight": 0}, CHAT[2], {**CHAT[3], "weight": 1}]]))
+    (found,) = read_examples(["chats.jsonl"], TextConfig(val_fraction=0), Conversation).train
+    assert (found.messages, found.context) == (CHAT, [1])
+    tokenizer = with_chat_template(chat.with_template(bytes_tokenizer()), template)
+    every, _ = chat.answers(tokenizer, CHAT)
+    some, _ = chat.answers(tokenizer, found.messages, found.context)
+    assert some[-1][0] == every[-1][0]
+    assert [text[start:end] for text, spans in some for start, end in spans] == [
+        text[start:end] for text, spans in every for start, end in spans
+    ][1:]
+
+
+def test_templates_get_the_reasoning_of_a_message(workdir: Path) -> None:
+    thinking = chat.CHATML.replace("message['content']", "message.get('reasoning_content', '') + message['content']")
+    tokenizer = with_chat_template(chat.with_template(bytes_tokenizer()), thinking)
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        Path("chats.jsonl").write_text(jsonl([[CHAT[0], {**CHAT[1], name: "Two, two: "}]]))
+        (found,) = read_examples(["chats.jsonl"], TextConfig(val_fraction=0), Conversation).train
+        (((text, ((start, end),)),), _) = chat.answers(tokenizer, found.messages)
+        assert text[start:end] == "Two, two: It is 4.\n\nSure!<|im_end|>"
+
+
+def test_a_conversation_that_the_assistant_begins(workdir: Path) -> None:
+    needs_one = "{% if messages[0].role == 'system' %}!{% endif %}"
+    messages = [{"role": "assistant", "content": "im_end"}, *CHAT]
+    for template in (chat.CHATML, QWEN3):
+        tokenizer = with_chat_template(chat.with_template(bytes_tokenizer()), needs_one + template)
+        rows, _ = chat.answers(tokenizer, messages)
+        learned = [text[start:end] for text, spans in rows for start, end in spans]
+        assert [each.rpartition("</think>\n\n")[2] for each in learned] == [
+            f"{each['content']}<|im_end|>" for each in messages if each["role"] == "assistant"
+        ]
+        assert (
+            ChatEncoder(tokenizer, 64, skip_bad=False).prompt(Conversation(messages[:1], ""))[0].count("im_start") > 1
+        )

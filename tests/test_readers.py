@@ -399,6 +399,31 @@ def test_a_byte_order_mark_is_no_text(name: str, data: bytes, expected: list[str
     assert read("x.txt", MARK, skip_bad=skip_bad) == []
 
 
+RECORD_FILES = {"x.txt": "é", "x.jsonl": '{"text": "é"}\n', "x.json": '[{"text": "é"}]', "x.csv": "text,n\né,1\n",
+                "x.tsv": "n\ttext\n1\té\n"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORD_FILES)
+def test_marks_in_other_encodings(name: str) -> None:
+    text = RECORD_FILES[name]
+    for encoding in ("utf-8-sig", "latin-1", "cp1252"):  # editors put UTF-8's mark before what they take for UTF-8
+        data = MARK + text.encode("utf-8" if encoding == "utf-8-sig" else encoding)
+        assert read(name, data, encoding=encoding) == ["é"]
+    assert read(name, f"\ufeff{text}".encode("gb18030"), encoding="gb18030") == ["é"]
+    for encoding in ("utf-16", "utf-32"):
+        data = text.encode(encoding)
+        assert read(name, data, encoding=encoding) == ["é"]
+        with pytest.raises(UserError, match=f"{name} is {encoding.upper()}, not UTF-8") as error:
+            read(name, data)
+        assert error.value.hint == f"add --encoding {encoding}"
+        assert read(name, data, skip_bad=True) == []
+
+
+def test_json_lines_by_their_other_names() -> None:
+    for name in ("x.ndjson", "x.jsonlines", "x.JSONL"):
+        assert read(name, b'{"text": "one"}\n') == ["one"]
+
+
 @pytest.mark.parametrize("block", [1, 2, 7, 100])
 @pytest.mark.parametrize(
     "text",

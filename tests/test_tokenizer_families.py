@@ -16,8 +16,8 @@ from conftest import Gpt, make_text, one_line_of_what_and_what_next, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CPU, EOT, tiny_model
+from tokenizers import AddedToken, models, processors
 from tokenizers import Tokenizer as HFTokenizer
-from tokenizers import models
 
 from gpt import SampleConfig, evaluate, load
 from gpt.decoding.context import Context
@@ -111,6 +111,61 @@ def test_words_are_spaced_as_the_library_spaces_them(form: str, both: Both, fold
     assert gpt("tokenizer", "decode", *map(str, ids), "--tokenizer", str(folders[form])).out == decoded
     assert evaluate.count_text(ours, [np.array(ids, np.uint32)]) == (len(decoded.encode()), len(decoded.split()))
     assert ours.decode(ids[:5]) + ours.decode(ids[5:]) == f" {decoded}"
+
+
+@pytest.mark.parametrize(
+    ("form", "words", "text"),
+    [
+        ("llama2", [AddedToken("▁▁", normalized=False)], "word▁▁word"),  # Gemma's runs of spaces
+        ("llama2", ["<x>", "foo bar"], "word <x>word foo bar word"),  # which Llama 2's normalizer changes
+        ("unigram", ["▁yy"], "word▁yyword"),
+        ("wordpiece", ["##zz"], "word ##zz word"),
+    ],
+)
+def test_added_tokens_are_decoded_as_the_library_does(
+    form: str, words: list[Any], text: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    theirs = HFTokenizer.from_file(str(folders[form] / "tokenizer.json"))
+    theirs.add_tokens(words)
+    shutil.copytree(folders[form], tmp_path / "added")
+    theirs.save(str(tmp_path / "added" / "tokenizer.json"))
+    ours = tokenizer_files.find_tokenizer(str(tmp_path / "added"))
+    ids = ours.encode(text).tolist()
+    assert max(ids) == ours.vocab_size - 1  # an added one is among them
+    stream = TextStream(ours)
+    whole = "".join(map(stream.push, ids)) + stream.flush()
+    decoded = theirs.decode(ids, skip_special_tokens=False)
+    assert whole == ours.decode(ids)
+    assert whole in (decoded, f" {decoded}")
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+def test_older_post_processors_begin_a_text_too(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = HFTokenizer.from_file(str(folders["wordpiece"] / "tokenizer.json"))
+    theirs.add_special_tokens(["[CLS]", "[SEP]"])
+    end, begin = (("[SEP]", theirs.token_to_id("[SEP]")), ("[CLS]", theirs.token_to_id("[CLS]")))
+    theirs.post_processor = getattr(processors, f"{kind}Processing")(end, begin)
+    shutil.copytree(folders["wordpiece"], tmp_path / "begun")
+    theirs.save(str(tmp_path / "begun" / "tokenizer.json"))
+    ours = tokenizer_files.find_tokenizer(str(tmp_path / "begun"))
+    expected = AutoTokenizer.from_pretrained(tmp_path / "begun")("a word").input_ids
+    assert [*ours.prompt("a word"), theirs.token_to_id("[SEP]")] == expected
+
+
+def test_several_tokens_before_a_text_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    values = json.loads((folders["llama2"] / "tokenizer.json").read_text(encoding="utf-8"))
+    values["post_processor"]["single"].insert(0, {"SpecialToken": {"id": "<s>", "type_id": 0}})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(UserError, match="begins a text with 2 special tokens"):
+        tokenizer_files.find_tokenizer(str(tmp_path))
+
+
+def test_the_end_may_stand_in_the_map_of_special_tokens(folders: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copy(folders["llama2"] / "tokenizer.json", tmp_path)
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": {"content": "</s>"}}')
+    assert tokenizer_files.find_tokenizer(str(tmp_path)).eot_token == "</s>"
 
 
 def test_without_a_decoder_byte_level_pieces_are_bytes(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,7 @@ class ByteBPE(_Pickled):
     ranks: dict[bytes, int] = field(repr=False)  # a token's bytes → its id, which is also its rank in merging
     nfc: bool = False
     adds_space = False  # before a text
-    spaces_added = False  # before an added token
+    added_pieces: ClassVar[dict[int, bytes]] = {}  # of added tokens, where they are not their words' bytes
 
     @cached_property
     def pieces(self) -> dict[int, bytes]:
@@ -184,14 +184,8 @@ class Library(_Pickled):
     @cached_property
     def adds_space(self) -> bool:
         """Whether decoding a text's ids begins with a space that the text does not have."""
-        return self.spaces_added or list(self.encode("a", {}, False, False)[0]) != list(
-            self.encode("a", {}, False, True)[0]
-        )
-
-    @property
-    def spaces_added(self) -> bool:
-        """Whether an added token is decoded with a space before it, as any other."""
-        return any(kind in ("Join", "WordPiece") for kind, _, _ in self._steps)
+        spaced = any(kind in ("Join", "WordPiece") for kind, _, _ in self._steps)
+        return spaced or list(self.encode("a", {}, False, False)[0]) != list(self.encode("a", {}, False, True)[0])
 
     @cached_property
     def _steps(self) -> list[Step]:
@@ -212,9 +206,21 @@ class Library(_Pickled):
     @cached_property
     def pieces(self) -> dict[int, bytes]:
         """The bytes of each token, added ones left out."""
-        added = {token["id"] for token in self.values.get("added_tokens") or []}
+        added = set(self._added)
         vocab = self._tokenizer.get_vocab(with_added_tokens=False)
         return {id: token_bytes(token, self._steps) for token, id in vocab.items() if id not in added}
+
+    @property
+    def _added(self) -> list[int]:
+        return [token["id"] for token in self.values.get("added_tokens") or []]
+
+    @cached_property
+    def added_pieces(self) -> dict[int, bytes]:
+        """The bytes of each added token. The decoder changes them as it does others: Gemma has runs of ▁ among them.
+        But their characters are no bytes, also where those of others are."""
+        words = {id: self._tokenizer.id_to_token(id) for id in self._added}
+        kinds = [step for step in self._steps if step[0] != "ByteLevel"]
+        return {id: token_bytes(word, kinds) for id, word in words.items() if word}
 
     def encode(self, text: str, added: Mapping[str, int], specials: bool, continues: bool) -> tuple[Ids, int]:
         """Returns what `ByteBPE.encode` does. The library knows the words ``added`` itself."""

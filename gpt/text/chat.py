@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,11 @@ def prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     return ids
 
 
-def answers(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[list[tuple[str, list[Span]]], set[int]]:
+def answers(
+    tokenizer: Tokenizer, messages: Sequence[Message], context: Collection[int] = ()
+) -> tuple[list[tuple[str, list[Span]]], set[int]]:
     """Returns the texts from which a conversation's answers are learned, each with the spans of its answers, ends of
-    turns included; and the ids that end turns.
+    turns included; and the ids that end turns. The messages of the numbers in ``context`` are not learned.
 
     It is one text where ``{% generation %}`` marks the answers, or where each adds to the text before it. A template
     that writes a message in another way once others follow it, or begins an answer in another way than it writes it
@@ -90,26 +92,48 @@ def answers(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[list[tup
     """
     if _TAGGED.search(tokenizer.chat_template or ""):
         texts, spans = _rendered(tokenizer, messages, [(len(messages), False)])
-        rows = [(texts[0], spans)]
+        rows = [(texts[0], _learned(messages, context, spans))]
     else:
-        rows = _untagged(tokenizer, messages)
+        rows = _untagged(tokenizer, messages, context)
     words = tokenizer.all_specials
     ends = [_specials(tokenizer).findall(text[start:end])[-1:] for text, spans in rows for start, end in spans]
     return rows, {words[word] for found in ends for word in found}
 
 
-def _untagged(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[tuple[str, list[Span]]]:
-    said = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    parts = [part for n in said for part in ((n, True), (n + 1, False))]
+def _learned(messages: Sequence[Message], context: Collection[int], spans: list[Span]) -> list[Span]:
+    """Returns the spans of the answers that are learned, of those that a template marks."""
+    said = _said(messages)
+    if context and len(spans) != len(said):
+        raise UserError(
+            "the chat template does not mark one text per answer, so that none can be left out",
+            'give a model or --tokenizer with another chat template, or answers without "weight": 0',
+        )
+    return [span for number, span in zip(said, spans, strict=True) if number not in context] if context else spans
+
+
+def _said(messages: Sequence[Message]) -> list[int]:
+    """Returns the numbers of the assistant's messages."""
+    return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _untagged(
+    tokenizer: Tokenizer, messages: Sequence[Message], context: Collection[int]
+) -> list[tuple[str, list[Span]]]:
+    said = [number for number in _said(messages) if number not in context]
+    parts = [part for n in said for part in ((n or 1, True), (n + 1, False))]
     texts, _ = _rendered(tokenizer, messages, [*parts, (len(messages), False)])
     whole, prompts, afters = texts[-1], texts[:-1:2], texts[1:-1:2]
+    if said[0] == 0:  # many templates fail on a conversation without messages
+        (marked,), _ = _rendered(tokenizer, [{**messages[0], "content": _TAG}], [(1, False)])
+        prompts[0] = marked[: max(0, marked.find(_TAG.strip()))]
     contents = [messages[n]["content"] for n in said]
     grows = all(
         whole.startswith(after) and after.startswith(prompt) for prompt, after in zip(prompts, afters, strict=True)
     )
     starts, specials = [len(prompt) for prompt in prompts], _specials(tokenizer)
     if not grows:
-        befores, _ = _rendered(tokenizer, messages, [(n, False) for n in said])
+        befores, _ = _rendered(tokenizer, messages, [(n or 1, False) for n in said])
+        befores[0] = befores[0] if said[0] else ""
         starts = [_start(*each, specials) for each in zip(befores, prompts, afters, contents, strict=True)]
     spans = [
         (start, _end(after, start, content, specials))

@@ -127,6 +127,7 @@ ReadTexts = Callable[[str, ByteStream, RecordForm, TextEncoding, OnBad], Iterato
 RECORDS: dict[str, ReadTexts] = {
     ".jsonl": jsonl,
     ".ndjson": jsonl,
+    ".jsonlines": jsonl,
     ".json": json_file,
     ".csv": partial(table, delimiter=","),
     ".tsv": partial(table, delimiter="\t"),

@@ -62,7 +62,8 @@ class Pair(Example):
 
 @dataclass(frozen=True)
 class Conversation(Example):
-    """Messages, each with its role and its content. ``where``: file and line."""
+    """Messages, each with its role, its content and maybe its thoughts. ``where``: file and line. ``context``: the
+    numbers of the answers that are read and not learned."""
 
     option = "--chat"
     plural = "conversations"
@@ -72,11 +73,12 @@ class Conversation(Example):
 
     messages: list[dict[str, str]]
     where: str
+    context: Sequence[int] = ()
 
     @property
     def texts(self) -> list[str]:
-        """The contents."""
-        return [message["content"] for message in self.messages]
+        """The contents, and the thoughts."""
+        return [text for message in self.messages for text in self._other(message)]
 
     @property
     def words(self) -> list[str]:
@@ -85,8 +87,14 @@ class Conversation(Example):
 
     @property
     def identity(self) -> str:
-        """The messages."""
-        return json.dumps([[message["role"], message["content"]] for message in self.messages])
+        """The messages, and which are not learned."""
+        messages: list[Any] = [[message["role"], *self._other(message)] for message in self.messages]
+        return json.dumps([*messages, *self.context])
+
+    @staticmethod
+    def _other(message: dict[str, str]) -> list[str]:
+        """Returns the content, and the thoughts, which have two names."""
+        return [text for key, text in message.items() if key not in ("role", "thinking")]
 
 
 E = TypeVar("E", bound=Example)

@@ -1,12 +1,13 @@
 """Bytes → text: an encoding, and the records in JSON lines, JSON, CSV, TSV and Parquet."""
 
 import codecs
+import contextlib
 import csv
 import io
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ def _replace(error: UnicodeError) -> tuple[str | bytes, int]:
 codecs.register_error("gpt.replace", _replace)  # counts, since U+FFFD may also stand in the text itself
 
 
+_BOM = codecs.BOM_UTF8
 _MARKS = re.compile("^\ufeff+", re.MULTILINE)
 _WIDE_MARKS = {  # those of UTF-32 first: UTF-16's is the beginning of one of them
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
@@ -54,6 +56,7 @@ class TextEncoding:
         self.replaced = 0
         codec = codecs.lookup(encoding).name
         self.is_utf8 = codec == "utf-8"
+        self.unicode = codec.startswith("utf")  # whose decoders take care of a mark
         self.wide = codec.startswith(("utf-16", "utf-32"))  # most characters, line breaks too, have zero bytes
 
     def decode(self, data: bytes) -> str:
@@ -77,6 +80,8 @@ class TextEncoding:
         offset, line = 0, 1  # of the block's first byte
         starts_line = True
         block = self._first(name, stream)
+        if not self.unicode and block.startswith(_BOM):  # which would be "ï»¿" in Latin-1
+            block, offset = block.removeprefix(_BOM), len(_BOM)
         while True:
             zero = -1 if self.wide else block.find(b"\0")
             text, bad = self._as_far_as_it_goes(name, decoder, block if zero < 0 else block[:zero], final=not block)
@@ -102,11 +107,15 @@ class TextEncoding:
         block = stream.read(BLOCK)
         while len(block) < 4 and (more := stream.read(BLOCK)):
             block += more
+        self.check_mark(name, block)
+        return block
+
+    def check_mark(self, name: str, start: bytes) -> None:
+        """Raises `UserError` for a file that is to be UTF-8 and has the byte-order mark of UTF-16 or UTF-32."""
         if self.is_utf8:
             for mark, encoding in _WIDE_MARKS.items():
-                if block.startswith(mark):
+                if start.startswith(mark):
                     raise UserError(f"{name} is {encoding.upper()}, not UTF-8", f"add --encoding {encoding}")
-        return block
 
     def _as_far_as_it_goes(
         self, name: str, decoder: codecs.IncrementalDecoder, block: bytes, final: bool
@@ -150,7 +159,6 @@ def _zero(name: str, where: str) -> UserError:
 
 MAX_RECORD = 64 * 2**20  # bytes of a line, characters of a CSV row or of a JSON value
 ROWS = 64  # of a Parquet file, read at once
-_BOM = codecs.BOM_UTF8
 _parse = json.JSONDecoder().raw_decode  # json.loads takes twice as long: it looks for white space around each value
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -171,14 +179,23 @@ class RecordForm:
     hint: str
     strings: bool = True  # whether the values are strings
     otherwise: str = ""  # added to the hints for JSON
+    synonyms: tuple[str, ...] = ()  # other names of the only key
+    optional: tuple[str, ...] = ()  # keys of further values, which need not be there
+
+    def columns(self, known: Collection[str]) -> list[str]:
+        """Returns the names of the values to read, where a table has ``known`` ones."""
+        found = [next((name for name in (key, *self.synonyms) if name in known), key) for key in self.keys]
+        return found + [name for name in self.optional if name in known]
 
 
-def _lines(name: str, stream: ByteStream, on_bad: OnBad) -> Iterator[tuple[int, int, bytes]]:
+def _lines(name: str, stream: ByteStream, encoding: TextEncoding, on_bad: OnBad) -> Iterator[tuple[int, int, bytes]]:
     """Yields the number, the offset and the bytes of each line, its end included."""
     buffered = io.BufferedReader(stream, BUFFER)
     number, offset = 0, 0
     while line := buffered.readline(MAX_RECORD + 1):
         number += 1
+        if number == 1:
+            encoding.check_mark(name, line)
         if len(line) <= MAX_RECORD:
             yield number, offset, line
         else:
@@ -213,7 +230,10 @@ def _pair(record: dict[str, Any], place: Place) -> str:
 
 def _chat(record: dict[str, Any], place: Place) -> str:
     hint = CHATS.hint
-    messages = record.get("messages")
+    messages = record.get(CHATS.columns(record)[0])
+    if isinstance(messages, str):  # as a table holds them
+        with contextlib.suppress(ValueError, RecursionError):
+            messages = json.loads(messages)
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         raise _Bad('no list of objects "messages" in it', hint)
     if any(_uses_tools(each) for each in [record, *messages]):
@@ -221,37 +241,74 @@ def _chat(record: dict[str, Any], place: Place) -> str:
             "it uses tools, which are not supported",
             f"give conversations of the roles {', '.join(ROLES)} without tools; --skip-bad leaves the others out",
         )
-    found = [{key: _string(each, key, hint, null=False) for key in ("role", "content")} for each in messages]
-    for role in (message["role"] for message in found):
-        if role not in ROLES:
-            raise _Bad(f"there is no role {role!r:.40}", f"roles are {', '.join(ROLES)}")
-    if not any(message["role"] == "assistant" for message in found):
-        raise _Bad("no message is the assistant's: there is nothing to learn", hint)
-    return json.dumps([found, _shown(*place)], ensure_ascii=False)
+    found = [_message(each) for each in messages]
+    system = record.get("system")
+    if isinstance(system, str) and system and not any(message["role"] == "system" for message in found):
+        messages, found = [{}, *messages], [{"role": "system", "content": system}, *found]
+    answers = [number for number, message in enumerate(found) if message["role"] == "assistant"]
+    context = [number for number in answers if not _counts(messages[number])]
+    if len(context) == len(answers):
+        what = 'each of the assistant\'s has "weight": 0' if answers else "no message is the assistant's"
+        raise _Bad(f"{what}: there is nothing to learn", hint)
+    return json.dumps([found, _shown(*place), context], ensure_ascii=False)
+
+
+def _message(message: dict[str, Any]) -> dict[str, str]:
+    """Returns the role and the content of a message, and its thoughts if it has some, as templates read them."""
+    if "from" in message and "role" not in message:  # ShareGPT
+        message = {**message, "role": message["from"], "content": message.get("value")}
+    role = _string(message, "role", CHATS.hint, null=False)
+    role = _SYNONYMS.get(role, role)
+    if role not in ROLES:
+        raise _Bad(f"there is no role {role!r:.40}", f"roles are {', '.join(ROLES)}")
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise _Bad('"content" has a part that is no text', "a model here reads only text: --skip-bad leaves it out")
+        message = {**message, "content": "".join(part["text"] for part in content)}
+    found = {"role": role, "content": _string(message, "content", CHATS.hint, null=False)}
+    thoughts = next((message[key] for key in _THOUGHTS if isinstance(message.get(key), str)), "")
+    return found | ({"reasoning_content": thoughts, "thinking": thoughts} if thoughts else {})
+
+
+def _counts(message: dict[str, Any]) -> bool:
+    """Whether an answer is to be learned: OpenAI's files leave it out by a ``weight`` of 0."""
+    weight = message.get("weight")
+    if weight not in (None, 0, 1):
+        raise _Bad(f'"weight" is {weight!r:.40}, not 0 or 1', "1: the answer is learned; 0: it is only read")
+    return weight != 0
 
 
 def _uses_tools(values: dict[str, Any]) -> bool:
     """Whether a record declares tools, or a message calls one or is what it returned."""
-    called = any(values.get(key) for key in ("tools", "functions", "tool_calls", "function_call", "tool_call_id"))
-    return called or values.get("role") in ("tool", "function", "ipython")
+    given = [values.get(key) for key in (*_TOOLS, "tool_calls", "function_call", "tool_call_id")]
+    called = any(each and not (isinstance(each, str) and each.strip() in ("", "[]", "{}", "null")) for each in given)
+    return called or not {values.get(key) for key in ("role", "from") if isinstance(values.get(key), str)}.isdisjoint(
+        ("tool", "function", "ipython", "function_call", "observation")
+    )
 
 
 PAIRS = RecordForm(("prompt", "completion"), _pair, '--pairs reads records {"prompt": "…", "completion": "…"}')
+_SYNONYMS = {"human": "user", "gpt": "assistant", "model": "assistant", "developer": "system"}  # of roles
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names for the reasoning of a message
+_TOOLS = ("tools", "functions")
 CHATS = RecordForm(
     ("messages",),
     _chat,
     '--chat reads records {"messages": [{"role": "user", "content": "…"}, …]}',
     strings=False,
+    synonyms=("conversations", "conversation"),
+    optional=("system", *_TOOLS),
 )
 
 
 def jsonl(name: str, stream: ByteStream, form: RecordForm, encoding: TextEncoding, on_bad: OnBad) -> Iterator[str]:
     """Yields the documents of JSON lines, an object each."""
-    for number, offset, line in _lines(name, stream, on_bad):
+    for number, offset, line in _lines(name, stream, encoding, on_bad):
         if line.startswith(_BOM):  # of the file, or of one that was appended
             line, offset = line.removeprefix(_BOM), offset + len(_BOM)
         try:
-            text = encoding.decode(line).strip(" \t\r\n")
+            text = encoding.decode(line).lstrip("\ufeff").strip(" \t\r\n")
             if text:
                 value = form.text(_object(text), (name, "line", number))
                 if "\\" in text and not value.isascii():
@@ -317,11 +374,10 @@ class _JSONFile:
 
     def _records(self, value: Any) -> list[Any]:
         """Returns the records that a value of the file stands for: those of its only list of them, or itself."""
-        key = self.form.keys[0]
-        if not isinstance(value, dict) or key in value:
+        if not isinstance(value, dict) or self.form.columns(value)[0] in value:
             return [value]
         lists = [each for each in value.values() if isinstance(each, list) and each]
-        lists = [each for each in lists if isinstance(each[0], dict) and key in each[0]]
+        lists = [each for each in lists if isinstance(each[0], dict) and self.form.columns(each[0])[0] in each[0]]
         return lists[0] if len(lists) == 1 else [value]
 
     def _next(self) -> str:
@@ -445,14 +501,15 @@ def table(
     name: str, stream: ByteStream, form: RecordForm, encoding: TextEncoding, on_bad: OnBad, delimiter: str
 ) -> Iterator[str]:
     """Yields the documents of the rows of a table; the first row names the columns."""
-    rows = _Rows(name, _lines(name, stream, on_bad), encoding.name, delimiter).good(on_bad)
+    rows = _Rows(name, _lines(name, stream, encoding, on_bad), encoding.name, delimiter).good(on_bad)
     line, header = next(rows, (0, [*form.keys]))
-    for key in form.keys:
+    keys = form.columns(header)
+    for key in keys:
         if key not in header:
             raise _at_line(name, line, _Bad(_missing(key, header, "columns"), _column_hint(form, header, delimiter)))
         if header.count(key) > 1:
             raise _at_line(name, line, _Bad(f'it has {header.count(key)} columns called "{key}"', "rename all but one"))
-    columns = [(key, header.index(key)) for key in form.keys]
+    columns = [(key, header.index(key)) for key in keys]
     for line, row in rows:
         if row == header:  # of a file that was appended
             continue
@@ -501,6 +558,8 @@ class _Rows:
             line = line.removeprefix(_BOM)
         # Invalid bytes are carried through: they matter only in the wanted field.
         text = line.decode(self.encoding, "surrogateescape")
+        if not self._size:
+            text = text.lstrip("\ufeff")  # of another encoding
         self._size += len(text)
         if self._size > MAX_RECORD:
             raise _too_long(self.name, self._line)
@@ -557,11 +616,13 @@ def parquet(name: str, stream: ByteStream, form: RecordForm, encoding: TextEncod
         from pyarrow import parquet as pq
     except ImportError:
         raise WorkError(f"{name} needs the package pyarrow", "pip install 'gpt[parquet]'") from None
-    row, keys = 0, list(form.keys)
+    row = 0
     try:
         about = pq.read_metadata(stream)
+        schema = about.schema.to_arrow_schema()
+        keys = form.columns(schema.names)
         for key in keys:
-            _check_column(name, key, about.schema.to_arrow_schema(), form)
+            _check_column(name, key, schema, form)
         with pq.ParquetFile(stream, metadata=about, read_dictionary=keys if form.strings else None) as opened:
             for batch in opened.iter_batches(ROWS, columns=keys, use_threads=False):
                 columns = [_values(batch.column(batch.schema.get_field_index(key))) for key in keys]

@@ -103,9 +103,8 @@ class Tokenizer:
 
     @cached_property
     def _bytes(self) -> dict[int, bytes]:
-        space = " " if self.backend.spaces_added else ""
-        added = {id: f"{space}{word}".encode("utf-8", "replace") for word, id in self._added.items()}
-        return {**self.backend.pieces, **added}
+        added = {id: word.encode("utf-8", "replace") for word, id in self._added.items()}
+        return {**self.backend.pieces, **added, **self.backend.added_pieces}
 
     @cached_property
     def vocab_size(self) -> int:

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -228,9 +228,10 @@ def read_template(folder: Path) -> dict[str, bytes]:
 
 def _settings(folder: Path) -> list[dict[str, Any]]:
     """Returns the configurations that say which tokens begin and end a text, each empty where there is none:
-    generation_config.json, config.json and tokenizer_config.json."""
-    names = ("generation_config.json", "config.json", TOKENIZER_CONFIG)
-    return [read_json(folder / name) if (folder / name).is_file() else {} for name in names]
+    generation_config.json, config.json, and tokenizer_config.json with what only special_tokens_map.json names."""
+    names = ("generation_config.json", "config.json", SPECIAL_TOKENS, TOKENIZER_CONFIG)
+    *models, words, config = [read_json(folder / name) if (folder / name).is_file() else {} for name in names]
+    return [*models, {**words, **config}]
 
 
 def tokenizer_files(tokenizer: Tokenizer, block_size: int | None = None) -> dict[str, bytes]:
@@ -485,12 +486,20 @@ def content(token: Any) -> str:
 
 
 def _bos(values: Mapping[str, Any]) -> int | None:
-    """Returns the token that the post-processor's template puts before a text. As in transformers 5, the template
-    decides, whatever ``add_bos_token`` in ``tokenizer_config.json`` says."""
+    """Returns the token that the post-processor puts before a text. As in transformers 5, it decides, whatever
+    ``add_bos_token`` in ``tokenizer_config.json`` says. Raises `UserError` where there are several such tokens."""
     for step in steps(values.get("post_processor"), "processors"):
+        if step.get("type") in ("BertProcessing", "RobertaProcessing"):
+            return int(step["cls"][1])
         if step.get("type") == "TemplateProcessing":
-            first = step["single"][0].get("SpecialToken")
-            return None if first is None else int(step["special_tokens"][first["id"]]["ids"][0])
+            before = takewhile(lambda piece: "SpecialToken" in piece, step["single"])
+            ids = [id for piece in before for id in step["special_tokens"][piece["SpecialToken"]["id"]]["ids"]]
+            if len(ids) > 1:
+                raise UserError(
+                    f"the tokenizer begins a text with {len(ids)} special tokens, and more than one is not supported",
+                    "leave one in the post_processor of its tokenizer.json",
+                )
+            return int(ids[0]) if ids else None
     return None
 
 

@@ -148,7 +148,7 @@ class ChatEncoder(Encoder[Conversation]):
         """Encodes a conversation, as one row or as one per answer (`chat.answers`). Leaves out a row of which no answer
         fits even in part. Raises `UserError` where the chat template refuses it, unless ``skip_bad``."""
         try:
-            texts, ends = chat.answers(self.tokenizer, example.messages)
+            texts, ends = chat.answers(self.tokenizer, example.messages, example.context)
         except UserError as error:
             if isinstance(error, WorkError):
                 raise
@@ -180,8 +180,9 @@ class ChatEncoder(Encoder[Conversation]):
         return ExampleRow(ids.astype(np.int64), counts, len(self.tokenizer.decode_bytes(said)))
 
     def prompt(self, example: Conversation) -> tuple[str, list[int]]:
-        """The text up to the first answer, and its ids."""
-        first = next(at for at, message in enumerate(example.messages) if message["role"] == "assistant")
+        """The text up to the first answer to a message, and its ids."""
+        answers = (at for at, message in enumerate(example.messages) if at and message["role"] == "assistant")
+        first = next(answers, len(example.messages))
         text = chat.render(self.tokenizer, example.messages[:first])
         return text, self.tokenizer.encode(text, specials=True).tolist()
 
