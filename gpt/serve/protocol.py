@@ -141,8 +141,9 @@ class _Fields:
         """Raises `ApiError` for fields that this server does not support, unless their values ask for nothing."""
         for name, allowed in neutral.items():
             if name in self.values and self.values[name] not in allowed:
-                what = "tools are not supported yet" if name in _TOOLS else "is not supported by this server"
-                raise _wrong(name, f"{what}; leave it out")
+                if name in _TOOLS:
+                    raise ApiError(400, f"tools are not supported yet; leave {name} out", name)
+                raise _wrong(name, "is not supported by this server; leave it out")
 
 
 def _shown(value: Any) -> str:
