@@ -178,6 +178,37 @@ def test_without_a_decoder_byte_level_pieces_are_bytes(folders: dict[str, Path],
     assert ours.decode(ours.encode("Zürich 日本 12").tolist()) == "zürich 日本 12"
 
 
+def test_an_ordinary_token_may_end_a_text_beside_an_added_one(tmp_path: Path) -> None:
+    path = vocabularies.write("gpt2", tmp_path / "gpt2")
+    eot = tokenizer_files.find_tokenizer(str(path)).eot
+    for said, ends in (([eot, 5], {eot, 5}), ([5, 10**6, eot], {eot, 5}), ([5], {eot}), (5, {eot})):
+        (path / "generation_config.json").write_text(json.dumps({"eos_token_id": said}), encoding="utf-8")
+        ours = tokenizer_files.find_tokenizer(str(path))
+        assert (ours.eot, ours.ends) == (eot, ends)
+
+
+@pytest.mark.parametrize("said", [None, True, False])
+@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize(
+    ("form", "kind"), [("gpt2", "GPT2Tokenizer"), ("gpt2", "PreTrainedTokenizerFast"), ("qwen", "Qwen2TokenizerFast")]
+)
+def test_a_space_before_a_text_is_transformers(
+    form: str, kind: str, in_file: bool, said: bool | None, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = vocabularies.write(form, tmp_path / form)
+    for name, change in (("tokenizer.json", {}), ("tokenizer_config.json", {"tokenizer_class": kind})):
+        values = json.loads((path / name).read_text(encoding="utf-8")) | change
+        if name == "tokenizer.json":
+            pre = values["pre_tokenizer"]
+            pre.get("pretokenizers", [pre])[-1]["add_prefix_space"] = in_file
+        elif said is not None:
+            values["add_prefix_space"] = said
+        (path / name).write_text(json.dumps(values), encoding="utf-8")
+    ours, theirs = tokenizer_files.find_tokenizer(str(path)), transformers.AutoTokenizer.from_pretrained(path)
+    assert ours.prompt("cat it's word") == theirs("cat it's word").input_ids
+
+
 @pytest.mark.parametrize("form", ["gpt2", "unigram"])
 def test_byte_order_marks_of_other_editors_are_left_out(form: str, folders: dict[str, Path], tmp_path: Path) -> None:
     marked = tmp_path / "marked"

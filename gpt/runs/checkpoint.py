@@ -345,9 +345,7 @@ def stored_parameters(path: Path, config: GPTConfig) -> Parameters:
         parts = {*map(hf.part_of, expected), hf.part_of(hf.UNEMBEDDING)}
         optional = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)}
         found = tensors.find(files, {}, "config.json", ours=ours, optional=expected | optional)
-        if (
-            config.tied and hf.UNEMBEDDING in found
-        ):  # the one name of both under which safetensors' save_model writes it
+        if config.tied and hf.UNEMBEDDING in found:  # safetensors' save_model writes it under this name alone
             found.setdefault(hf.embedding_name(config), found[hf.UNEMBEDDING])
         tensors.check_all(files, expected, found)
     except UserError as error:

@@ -154,6 +154,7 @@ def read_transformers(folder: Path) -> Tokenizer | None:
     whole, vocab, merges = folder / WHOLE, folder / "vocab.json", folder / "merges.txt"
     if whole.is_file():
         values, files = _with_tokens_beside(read_json(whole), _kept(folder, _WHOLE_KEPT, WHOLE), str(whole))
+        values, files = _with_prefix_space(values, files)
         return from_tokenizer_json(values, str(whole), files, _settings(folder))
     if vocab.is_file() and merges.is_file():
         text = read_regular(merges, JSON_LIMIT).decode("utf-8-sig", "replace")
@@ -181,6 +182,28 @@ def _with_tokens_beside(
     if not new:
         return values, files
     values = {**values, "added_tokens": [*listed, *new]}
+    return values, {**files, WHOLE: json.dumps(values, ensure_ascii=False).encode()}
+
+
+def _with_prefix_space(
+    values: dict[str, Any], files: Mapping[str, bytes]
+) -> tuple[dict[str, Any], Mapping[str, bytes]]:
+    """Returns a ``tokenizer.json`` and the kept files with a space before a text as ``tokenizer_config.json`` says it:
+    for GPT-2's and Qwen2's classes transformers takes its word, and not the file's."""
+    config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
+    if config.get("tokenizer_class") not in (
+        "GPT2Tokenizer",
+        "GPT2TokenizerFast",
+        "Qwen2Tokenizer",
+        "Qwen2TokenizerFast",
+    ):
+        return values, files
+    added = bool(config.get("add_prefix_space", False))
+    found = steps(values.get("pre_tokenizer"), "pretokenizers")
+    changed = [{**step, "add_prefix_space": added} if step.get("type") == "ByteLevel" else step for step in found]
+    if changed == found:
+        return values, files
+    values = {**values, "pre_tokenizer": {"type": "Sequence", "pretokenizers": changed}}
     return values, {**files, WHOLE: json.dumps(values, ensure_ascii=False).encode()}
 
 
@@ -449,7 +472,7 @@ def _tokenizer(
 ) -> Tokenizer:
     """Makes a tokenizer. A text ends with the tokens that the first of ``settings`` names that names any, of which
     ``<|endoftext|>`` is the main one if it is among them."""
-    ends = next((found for each in settings if (found := _ends(each, {**specials, **words}))), [])
+    ends = next((found for each in settings if (found := _ends(each, {**specials, **words}, backend.pieces))), [])
     if not ends:
         if END_OF_TEXT not in specials and len(specials) != 1:
             hint = 'name it in tokenizer_config.json: "eos_token"'
@@ -466,15 +489,16 @@ def _tokenizer(
     return Tokenizer("bpe", backend, eot, eot_token, others, plain, bos, frozenset(ends) - {eot})
 
 
-def _ends(settings: Mapping[str, Any], added: Mapping[str, int]) -> list[int]:
-    """Returns the ids that end a text, as a configuration names them, by ids or as a word. Ids of no added token
-    are left out: GPT-2's 50256 stands in many configurations of smaller vocabularies."""
+def _ends(settings: Mapping[str, Any], added: Mapping[str, int], pieces: Mapping[int, bytes]) -> list[int]:
+    """Returns the ids that end a text, as a configuration names them, by ids or as a word: added tokens first. Without
+    one of these the others are left out: GPT-2's 50256 stands in many configurations of other vocabularies."""
     said = settings.get("eos_token_id")
     if said is not None:
         ids = said if isinstance(said, list) else [said]
         if not all(type(id) is int and 0 <= id < LIMITS["vocab_size"] for id in ids):
             raise UserError(f"eos_token_id is {said!r}, which is no id", "mend the model's generation_config.json")
-        return [id for id in ids if id in added.values()]
+        own = [id for id in ids if id in added.values()]
+        return [*own, *(id for id in ids if id in pieces and id not in own)] if own else []
     word = content(settings.get("eos_token"))
     return [added[word]] if word in added else []
 
