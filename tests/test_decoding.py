@@ -19,7 +19,7 @@ from gpt.decoding.logits import Token
 from gpt.decoding.write import CACHE_SHARE, ROWS, Sample, TextGenerator
 from gpt.device import Compute
 from gpt.errors import UserError
-from gpt.model import decoder
+from gpt.model import kernels
 from gpt.model.decoder import GPT
 from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import bytes_tokenizer
@@ -69,7 +69,7 @@ def test_past_the_context_rotary_positions_see_exactly_the_last_ones(
         band = (at <= at[:, None]) & (at > at[:, None] - 16)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=band, scale=scale)
 
-    monkeypatch.setattr(decoder, "attend", banded)
+    monkeypatch.setattr(kernels, "attend", banded)
     ids = [*prompt[-16:], *(token.id for token in found)]
     with torch.no_grad():
         logprobs = whole(torch.tensor([ids]))[0].log_softmax(-1)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt.config import ARCHITECTURES, PRESETS, GPTConfig, TrainConfig
 from gpt.device import Compute
-from gpt.model import decoder, memory
+from gpt.model import decoder, kernels, memory
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
 from gpt.model.memory import Setup, training
@@ -39,9 +39,9 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computes as a GPU does, as far as a CPU can: fused attention, norms of float32, a narrow residual stream, columns
     of logits filled up."""
     forward, layer_norm = decoder.RMSNorm.forward, torch.nn.LayerNorm.forward
-    monkeypatch.setattr(decoder, "NARROW_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(kernels, "NARROW_ON", ("cpu", "cuda"))
     monkeypatch.setattr(torch.nn.LayerNorm, "forward", lambda self, x: layer_norm(self, x.float()))
-    monkeypatch.setattr(decoder, "PLAIN_UP_TO", 0)
+    monkeypatch.setattr(kernels, "PLAIN_UP_TO", 0)
     monkeypatch.setattr(decoder.RMSNorm, "forward", lambda self, x: forward(self, x.float()).contiguous().to(x.dtype))
     monkeypatch.setattr(memory, "ALIGNED_ON", ("cpu", "cuda"))
     monkeypatch.setattr(memory, "LOGITS_ON_CPU", memory.LOGITS)
@@ -67,7 +67,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def test_constants_are_the_decoders() -> None:
-    assert memory.PLAIN_UP_TO == decoder.PLAIN_UP_TO
+    assert memory.PLAIN_UP_TO == kernels.PLAIN_UP_TO
     assert memory.ROPE_TABLE == decoder.ROPE_TABLE
 
 

@@ -13,7 +13,7 @@ from models import ours_with
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt.config import ARCHITECTURES, PRESETS, GPTConfig, RopeScaling
+from gpt.config import PRESETS, GPTConfig, RopeScaling
 from gpt.errors import UserError
 from gpt.model import decoder
 from gpt.model.cache import KVCache, Slots
@@ -193,86 +193,6 @@ def test_past_the_context_each_layer_sees_its_window() -> None:
         assert torch.allclose(got, longer(idx), atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(4, 7, 16), (2, 3, 5, 8)])
-def test_rms_norm_is_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    ours = decoder.RMSNorm(shape[-1], eps=1e-3).to(dtype)
-    torch.nn.init.normal_(ours.weight)
-    x = torch.randn(shape, dtype=dtype, requires_grad=True)
-    expected = torch.nn.functional.rms_norm(x, shape[-1:], ours.weight, 1e-3)
-    assert torch.allclose(ours(x), expected, atol=1e-6)
-    weight = torch.randn_like(x)
-    for a, b in zip(
-        torch.autograd.grad((ours(x) * weight).sum(), (x, ours.weight)),
-        torch.autograd.grad((expected * weight).sum(), (x, ours.weight)),
-        strict=True,
-    ):
-        assert torch.allclose(a, b, atol=1e-5)
-
-
-def test_rms_norm_of_bfloat16_rounds_once() -> None:
-    torch.manual_seed(0)
-    norm = decoder.RMSNorm(64, eps=1e-6)
-    x = torch.randn(5, 64).bfloat16().requires_grad_()
-    out = norm(x)
-    wide = x.detach().float().requires_grad_()
-    expected = torch.nn.functional.rms_norm(wide, (64,), norm.weight, 1e-6)
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, expected.bfloat16())
-    out.sum().backward()
-    expected.sum().backward()
-    assert torch.allclose(x.grad.float(), wide.grad, atol=1e-2)
-
-
-@pytest.mark.parametrize("window", [None, 1, 4, 30])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-def test_plain_attention_with_shared_heads_is_the_fused_one(heads: tuple[int, int], window: int | None) -> None:
-    torch.manual_seed(0)
-    H, K = heads
-    q = torch.randn(9, H, 11, 8, requires_grad=True)
-    k, v = (torch.randn(9, K, 11, 8, requires_grad=True) for _ in "kv")
-    plain = decoder.attend(q, k, v, None, 0.0, window)
-    with torch.no_grad():
-        fused = decoder.attend(q, k, v, None, 0.0, window)
-    assert torch.allclose(plain, fused, atol=1e-5)
-    weight = torch.randn_like(plain)
-    sees = torch.ones(11, 11).tril().triu(1 - (window or 11)).bool()
-    whole = [t.repeat_interleave(H // K, dim=1) for t in (k, v)]
-    again = ((q @ whole[0].mT / 8**0.5).masked_fill(~sees, -math.inf)).softmax(-1) @ whole[1]
-    for a, b in zip(
-        torch.autograd.grad((plain * weight).sum(), (q, k, v)),
-        torch.autograd.grad((again * weight).sum(), (q, k, v)),
-        strict=True,
-    ):
-        assert torch.allclose(a, b, atol=1e-4)
-
-
-@pytest.mark.parametrize("window", [None, 1, 100, 129, 500])
-@pytest.mark.parametrize("kv_heads", [1, 2, 6])
-def test_attention_in_bfloat16_is_that_in_float32(kv_heads: int, window: int | None) -> None:
-    """A prompt's scores are computed some positions at a time."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 300, 8).bfloat16() for heads in (6, kv_heads, kv_heads))
-    with torch.no_grad():
-        parts = decoder.attend(q, k, v, None, 0.0, window)
-        whole = decoder.attend(q.float(), k.float(), v.float(), None, 0.0, window)
-    assert parts.dtype == torch.bfloat16
-    assert torch.allclose(parts.float(), whole, atol=0.03)
-
-
-def test_plain_attention_is_the_fused_one() -> None:
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(20, 2, 9, 8, requires_grad=True) for _ in range(3))
-    plain = decoder.attend(q, k, v, None)
-    fused = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert torch.allclose(plain, fused, atol=1e-6)
-    weight = torch.randn_like(plain)
-    ours = torch.autograd.grad((plain * weight).sum(), (q, k, v))
-    theirs = torch.autograd.grad((fused * weight).sum(), (q, k, v))
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
-
-
 def test_sine_table_is_the_papers() -> None:
     table = sine_table(50, 16)
     for p in (0, 1, 7, 49):
@@ -299,20 +219,6 @@ def test_initialization_is_gpt2s() -> None:
         assert block.mlp.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
         assert block.attn.c_attn.bias.abs().max() == 0
         assert block.ln_1.weight.min() == block.ln_1.weight.max() == 1
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.99])
-def test_dropout_zeroes_its_share_and_keeps_the_mean(p: float) -> None:
-    torch.manual_seed(1)
-    x = torch.ones(999, 1001, dtype=torch.float64).requires_grad_()
-    y = decoder.drop(x.mT, p).mT
-    y.sum().backward()
-    assert (y == 0).double().mean().item() == pytest.approx(p, abs=0.002)
-    assert y.mean().item() == pytest.approx(1, abs=0.03)
-    assert len(y.unique()) == 2 and torch.equal(x.grad, y)
-    pairs = (y[:, 1:] != 0).double() * (y[:, :-1] != 0)  # neighbours share a draw
-    assert pairs.mean().item() == pytest.approx((1 - p) ** 2, abs=0.002)
-    assert torch.equal(decoder.drop(x, 0.0), x)
 
 
 def test_dropout_only_in_training() -> None:
@@ -352,32 +258,6 @@ def test_the_loss_and_its_gradients_are_autograds(
     for dtype, near in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
         for one, other in zip(gradients(ours, dtype), gradients(plain, torch.float64), strict=True):
             assert torch.allclose(one.double(), other, atol=near)
-
-
-@pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
-@pytest.mark.parametrize("arch", ["gpt2", "qwen2"])
-def test_compiled_gradients_are_the_eager_ones(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of biases are summed in two steps, as on a GPU."""
-    monkeypatch.setattr(decoder, "SUMMED_ON", ("cpu",))
-    monkeypatch.setattr(decoder, "PLAIN_UP_TO", 0)
-    torch.manual_seed(0)
-    layout: Any = ARCHITECTURES["modern"] | {"qk_norm": False, "biases": "qkv"} if arch == "qwen2" else {}
-    model = GPT(GPTConfig(11, 8, 3, 2, 16, **layout))
-    for p in model.parameters():
-        p.data += 0.1 * torch.randn_like(p)
-    idx = torch.randint(11, (3, 8))
-
-    def gradients() -> list[torch.Tensor]:
-        total = tied_cross_entropy(model.trunk(idx), model.unembedding, idx)
-        return [total.detach(), *torch.autograd.grad(total, list(model.parameters()))]
-
-    plain = gradients()
-    torch._dynamo.reset()
-    model.compile(backend="aot_eager", fullgraph=True)
-    for one, other in zip(gradients(), plain, strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
-    model.uncompile()
-    assert not any("last_norm" in vars(module) or "add_mlp" in vars(module) for module in model.modules())
 
 
 def test_a_loss_in_half_precision_does_not_overflow() -> None:

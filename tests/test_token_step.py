@@ -14,7 +14,8 @@ from gpt.decoding.token_step import next_tokens
 from gpt.decoding.weights import GPULinear, dtype_name, prepare, weight_bytes
 from gpt.device import Compute
 from gpt.model.cache import BLOCK, filled_blocks, sees_columns
-from gpt.model.decoder import GPT, attend, attend_blocks
+from gpt.model.decoder import GPT
+from gpt.model.kernels import attend, attend_blocks
 from gpt.model.params import multiplied
 from gpt.model.quantize import round_matrices, to_int8
 from gpt.sample_config import SampleConfig

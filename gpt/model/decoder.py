@@ -21,16 +21,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gpt.config import GPTConfig, RopeScaling
+from gpt.model import kernels
 from gpt.model.cache import Cache, KVCache, Where
 
 INIT_STD = 0.02  # GPT-2's, for every matrix
 QK_SCALE = 1.2  # what sharpens scores of normalized queries and keys at first; their weights are trained
 ROPE_TABLE = 8192  # positions that the table of rotations has at first; it grows
-WHOLE = 1024  # columns up to which a GPU's attention for one query does not divide them
-NARROW_ON = ("cuda",)  # where the residual stream is bfloat16 under autocast
-SUMMED_ON = ("cuda",)  # where compiled code sums the gradients of biases in two steps
-PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # positions up to which a CPU attends plainly, and sequences at once
-PLAIN_QUERIES = 128  # positions from which it does in bfloat16 without gradients, and whose scores it computes at once
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines of the angles of rotation, (1, T, D) or (B, 1, T, D)
 
@@ -46,27 +42,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x Wᵀ + b: (…, in) → (…, out)."""
-        b = self.bias
-        if b is None or not (x.device.type in SUMMED_ON and torch.compiler.is_compiling() and b.requires_grad):
-            return super().forward(x)
-        y: Tensor = _BiasGradient.apply(F.linear(x, self.weight, b.detach()), b)  # type: ignore[no-untyped-call]
-        return y
-
-
-class _BiasGradient(torch.autograd.Function):
-    """y (…, T, out), of which the bias b (out,) is a term already, with the gradient of b: the sum over positions, and
-    then over sequences. Inductor computes the first sum in the kernel that writes the gradient of y. That of both at
-    once is a kernel of its own, which reads it again."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, b: Tensor) -> Tensor:
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        (grad,) = grads
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        return grad, grad.sum(-2, dtype=wide).sum_to_size(grad.size(-1))
+        return kernels.linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -83,30 +59,7 @@ class Dropout(nn.Dropout):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…) → (…)."""
-        return drop(x, self.p) if self.training else x
-
-
-def drop(x: Tensor, p: float) -> Tensor:
-    """Zeroes each number with probability p, to 2⁻¹⁶, and divides the others by 1 − p."""
-    if p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
-        return F.dropout(x, p)
-    kept = dropout_mask(x.numel(), p, x.dtype)
-    return x * kept.mul_(dropout_scale(p)).view(x.shape)
-
-
-def dropout_scale(p: float) -> float:
-    """The factor of the numbers that dropout keeps, 1 / (1 − p), where p is a whole number of 2⁻¹⁶."""
-    return 2**16 / (2**16 - round(p * 2**16))
-
-
-def dropout_mask(n: int, p: float, dtype: torch.dtype) -> Tensor:
-    """Draws which of n numbers dropout keeps, (n): 1 with probability 1 − p, to 2⁻¹⁶, else 0.
-
-    A CPU draws one random number after the other, and torch a whole one for each of n: for 131,072 in 600 µs. Here four
-    share one: 87 µs.
-    """
-    drawn = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:n]
-    return torch.ge(drawn, round(p * 2**16) - 2**15, out=torch.empty(n, dtype=dtype))
+        return kernels.drop(x, self.p) if self.training else x
 
 
 class RMSNorm(nn.RMSNorm):
@@ -122,50 +75,10 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, C) → (…, C), of the dtype of x."""
-        if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            if not torch.is_grad_enabled():
-                return (x * _rms_scale(x, self.floor)).mul_(self.weight).to(x.dtype)
-            out: Tensor = _RMSNormOnCPU.apply(x, self.weight, self.floor)  # type: ignore[no-untyped-call]
-            return out
+        if kernels.is_eager_on_cpu(x):
+            return kernels.rms_norm(x, self.weight, self.floor)
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps).to(x.dtype)
-
-
-def _rms_scale(x: Tensor, floor: Tensor) -> Tensor:
-    """1 / √(mean(x²) + ε) of each position, (…, C) → (…, 1), in float32 or wider."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    return torch.addcmul(floor, length, length, value=1 / x.size(-1)).rsqrt_()
-
-
-class _RMSNormOnCPU(torch.autograd.Function):
-    """RMSNorm, which torch computes on a CPU by seven kernels going forward and more going back: with its gradient at
-    (16, 64, 128) in 387 µs, where LayerNorm takes 102, at (16, 128, 256) in 1,786, where that takes 281. Its gradient
-    is LayerNorm's with a mean of 0, but for the term of the mean."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, floor: Tensor) -> Tensor:
-        scale = _rms_scale(x, floor)
-        ctx.save_for_backward(x, weight, scale)
-        out: Tensor = (x * scale).mul_(weight).to(x.dtype)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, weight, scale = ctx.saved_tensors
-        grad, w = grads[0].to(scale.dtype), weight.to(scale.dtype)
-        dx, dw, _ = torch.ops.aten.native_layer_norm_backward(
-            grad,
-            x.to(scale.dtype),
-            w.shape,
-            torch.zeros_like(scale),
-            scale,
-            w,
-            None,
-            [True, ctx.needs_input_grad[1], False],
-        )
-        dx += (scale * (grad @ w)[..., None]).div_(x.size(-1))  # the mean of the gradient, taken off above
-        return dx.to(x.dtype), None if dw is None else dw.to(weight.dtype), None
 
 
 def make_norm(config: GPTConfig) -> nn.LayerNorm | RMSNorm:
@@ -199,14 +112,14 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x, rope)
         dropout = self.dropout if self.training else 0.0
         if cache is None:
-            y = attend(q, k, v, None, dropout, self.window)
+            y = kernels.attend(q, k, v, None, dropout, self.window)
         else:
             k, v = cache.append(layer, k, v)  # (B, K, seen, D)
             mask = cache.mask(layer)
-            if self.prompts is not None and mask is None and T >= PLAIN_QUERIES:
-                y = attend(q.to(self.prompts), k.to(self.prompts), v.to(self.prompts), None).to(x.dtype)
+            if self.prompts is not None and mask is None and T >= kernels.PLAIN_QUERIES:
+                y = kernels.attend(q.to(self.prompts), k.to(self.prompts), v.to(self.prompts), None).to(x.dtype)
             else:
-                y = attend(q, k, v, mask, dropout)
+                y = kernels.attend(q, k, v, mask, dropout)
         y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H · D): heads side by side again
         out: Tensor = self.c_proj(y)
         return self.resid_dropout(out) if self.training else out
@@ -231,12 +144,12 @@ class Attention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def pattern(self, x: Tensor, rope: Rope | None = None) -> Tensor:
-        """softmax(q kᵀ / √d) with keys that are not seen masked, (B, H, T, T), in float32: what `attend` multiplies
-        values by and does not return."""
+        """softmax(q kᵀ / √d) with keys that are not seen masked, (B, H, T, T), in float32: what `kernels.attend`
+        multiplies values by and does not return."""
         q, k, _ = self.qkv(x, rope)
         k = k.repeat_interleave(self.groups, dim=1)
         scores = q.float() @ k.float().transpose(2, 3) / math.sqrt(self.head_size)
-        return scores.masked_fill(~visible(q.size(2), self.window, q.device), float("-inf")).softmax(-1)
+        return scores.masked_fill(~kernels.visible(q.size(2), self.window, q.device), float("-inf")).softmax(-1)
 
 
 class MLP(nn.Module):
@@ -369,7 +282,7 @@ class GPT(nn.Module):
         table = self.position_table()
         if table is not None:
             x = x + table[where]
-        x = narrowed(self.drop(x) if self.training else x)
+        x = kernels.narrowed(self.drop(x) if self.training else x)
         if self.rope is None:
             return x, None
         cos, sin = self.rope[:, where].unsqueeze(-3)
@@ -384,7 +297,7 @@ class GPT(nn.Module):
 
     def last_norm(self, x: Tensor) -> Tensor:
         """The residual stream after the blocks, normalized for the unembedding: (B, T, C) → (B, T, C)."""
-        return narrowed(self.ln_f(x))
+        return kernels.narrowed(self.ln_f(x))
 
     def compile(self, **how: Any) -> None:
         """Compiles the halves of the blocks, of which all share one form, and the last norm.
@@ -426,14 +339,6 @@ class GPT(nn.Module):
         return self.unembed(self.trunk(idx, cache))
 
 
-def narrowed(x: Tensor) -> Tensor:
-    """The residual stream (B, T, C) in bfloat16 where a GPU's autocast computes products in it: half the memory traffic
-    of norms and sums, at no measured loss (docs/decisions.md)."""
-    kind = x.device.type
-    narrow = kind in NARROW_ON and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-    return x.bfloat16() if narrow else x
-
-
 @torch.no_grad()
 def initialize(module: nn.Module, name: str, config: GPTConfig) -> None:
     """GPT-2's initialization of a module's own parameters: matrices normal with deviation 0.02, those that write to the
@@ -447,72 +352,6 @@ def initialize(module: nn.Module, name: str, config: GPTConfig) -> None:
         module.bias.zero_()
     if isinstance(module, RMSNorm) and name.endswith(("q_norm", "k_norm")):
         module.weight.fill_(math.sqrt(QK_SCALE))
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, window: int | None = None) -> Tensor:
-    """softmax(q kᵀ / √D) v of queries (B, H, T, D), keys and values (B, K, S, D), causal unless a mask says who sees
-    whom, and then with a ``window`` if there is one.
-
-    Training on a CPU, torch's fused attention loses to plain matrix products as long as the scores of a few sequences
-    stay in cache: forward and backward at (16, 4, 64, 32) in bfloat16 took 7.9 ms against 2.0 on two cores, at
-    (64, 6, 256, 64) 257 against 141; at 512 positions they were about equal. In bfloat16 it loses forward too, if
-    products leave out what no query sees: at (1, 12, 512, 64) 5.1 ms against 1.9.
-    """
-    T, S = q.size(2), k.size(2)
-    if mask is not None and not isinstance(mask, Tensor):
-        return attend_blocks(q, k, v, mask)
-    plain, trains = q.device.type == "cpu" and mask is None and T > 1, torch.is_grad_enabled()
-    if plain and trains and S <= PLAIN_UP_TO:
-        rows = [slice(at, at + PLAIN_ROWS) for at in range(0, q.size(0), PLAIN_ROWS)]
-        return torch.cat([_attend_plainly(q[some], k[some], v[some], dropout, window) for some in rows])
-    if plain and not trains and T >= PLAIN_QUERIES and q.dtype == torch.bfloat16:
-        ends = [min(at + PLAIN_QUERIES, T) for at in range(0, T, PLAIN_QUERIES)]
-        parts = zip(torch.split(q, PLAIN_QUERIES, dim=2), ends, strict=True)
-        return torch.cat([_attend_plainly(x, k[:, :, :end], v[:, :, :end], dropout, window) for x, end in parts], dim=2)
-    if mask is None and window is not None and window < T:
-        mask = visible(T, window, q.device)
-    groups = q.size(1) // k.size(1)
-    causal = T > 1 and mask is None
-    if groups > 1 and not causal and (T == 1 or q.device.type != "cpu"):
-        # Fused kernels with a mask know no shared heads; so each of the keys' has as many more queries.
-        if mask is not None and T > 1:
-            mask = mask.repeat(*[1] * (mask.dim() - 2), groups, 1)
-        y = F.scaled_dot_product_attention(q.reshape(len(q), k.size(1), -1, q.size(3)), k, v, mask, dropout)
-        return y.view_as(q)
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=groups > 1)
-
-
-def attend_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Any) -> Tensor:
-    """`attend` for one query, (B, H, 1, D), by `flex_attention`, which reads the blocks of columns that are filled.
-    Within `WHOLE` columns, its kernel does not divide them among processors: putting parts together takes two more."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    options: Any = {"SPLIT_KV": 1} if k.size(2) <= WHOLE else {}
-    return flex_attention(q, k, v, block_mask=blocks, enable_gqa=q.size(1) > k.size(1), kernel_options=options)
-
-
-def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, dropout: float, window: int | None) -> Tensor:
-    B, H, T, D = q.shape
-    K, S = k.size(1), k.size(2)
-    # Heads that share keys and values are one head of as many more positions.
-    scores = (q * (1 / math.sqrt(D))).reshape(B, K, -1, D) @ k.transpose(2, 3)
-    scores = scores.view(B, H, T, S).add_(bias(q, S, window))
-    pattern = drop(scores.softmax(-1), dropout)
-    return (pattern.view(B, K, -1, S) @ v).view(B, H, T, D)
-
-
-def bias(q: Tensor, S: int, window: int | None) -> Tensor:
-    """The mask that is added to scores of queries q (B, H, T, D): (T, S), −∞ where a position does not see another."""
-    T = q.size(2)
-    hidden = torch.zeros((T, S), dtype=q.dtype, device=q.device)
-    return hidden.masked_fill_(~visible(T, window, q.device, S - T), -math.inf)
-
-
-def visible(T: int, window: int | None, device: torch.device, before: int = 0) -> Tensor:
-    """True where a position sees another, (T, before + T): itself and those before it, with a window the last so
-    many."""
-    sees = torch.ones((T, before + T), dtype=torch.bool, device=device).tril_(before)
-    return sees if window is None or window >= before + T else sees.triu_(before + 1 - window)
 
 
 def rotary_rates(config: GPTConfig) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gpt import programs
 from gpt.config import GPTConfig
 from gpt.device import Compute
-from gpt.model import decoder, loss, memory
+from gpt.model import decoder, kernels, loss, memory
 from gpt.model.decoder import GPT
 
 GELU = (0.7978845608028654, 0.044715)  # √(2/π), and the weight of the cube, in GELU's tanh form
@@ -34,7 +34,14 @@ class GradientProgram:
         self.masks = _masks(model.config, compute.dtype)
         self.dropout, self.sizes = model.config.dropout, _sizes(model.config, rows)
         self.embedding = next(at for at, p in enumerate(self.params) if p is model.wte.weight)
-        traced = {decoder.__name__, loss.__name__, memory.__name__, type(objective).__module__, __name__}
+        traced = {
+            decoder.__name__,
+            kernels.__name__,
+            loss.__name__,
+            memory.__name__,
+            type(objective).__module__,
+            __name__,
+        }
         code = [Path(sys.modules[name].__file__ or "").read_bytes() for name in sorted(traced)]
         key = (code, model.config, self.shape, compute.dtype_name)
         trace = functools.partial(_traced, objective, model, compute, self.shape)
@@ -44,7 +51,7 @@ class GradientProgram:
         """Adds the gradients of the loss of inputs x and targets y, (rows, T), divided by ``counted``. Returns that
         loss."""
         x, y = x.contiguous(), y.contiguous()  # a batch's are parts of one array
-        kept = decoder.dropout_mask(sum(self.sizes), self.dropout, self.masks[0].dtype)
+        kept = kernels.dropout_mask(sum(self.sizes), self.dropout, self.masks[0].dtype)
         inputs = [*self.inputs, x, y, counted, *self.masks, *torch.split(kept, self.sizes)]
         total, looked_up, *grads = self.run(inputs)
         table = grads[self.embedding]
@@ -79,13 +86,13 @@ def _traced(objective: nn.Module, model: GPT, compute: Compute, shape: tuple[int
             return looked_up[0]
 
         def drop(x: Tensor, p: float) -> Tensor:
-            return x * (next(others).view(x.shape).to(x.dtype) * decoder.dropout_scale(p)) if p else x
+            return x * (next(others).view(x.shape).to(x.dtype) * kernels.dropout_scale(p)) if p else x
 
         def bias(q: Tensor, S: int, window: int | None) -> Tensor:
             return (whole if window is None else part).to(q.dtype)
 
         patched: dict[str, Any] = {"drop": drop, "bias": bias, "PLAIN_ROWS": _at_once(config)}
-        with compute.autocast(), model.wte.register_forward_hook(look_up), mock.patch.multiple(decoder, **patched):
+        with compute.autocast(), model.wte.register_forward_hook(look_up), mock.patch.multiple(kernels, **patched):
             given = dict(zip([*names, *buffers], [*params, *tables], strict=True))
             mean: Tensor = torch.func.functional_call(objective, given, (x, y)) / counted
         return [mean.detach(), *torch.autograd.grad(mean, [*looked_up, *params], materialize_grads=True)]
@@ -104,7 +111,7 @@ def _traced(objective: nn.Module, model: GPT, compute: Compute, shape: tuple[int
 def _masks(config: GPTConfig, dtype: torch.dtype) -> list[Tensor]:
     """The masks of scores without a window and with the model's, (T, T)."""
     q = torch.empty(1, 1, config.block_size, 0, dtype=dtype)
-    return [decoder.bias(q, config.block_size, window) for window in (None, config.window)]
+    return [kernels.bias(q, config.block_size, window) for window in (None, config.window)]
 
 
 def _sizes(config: GPTConfig, rows: int) -> list[int]:
@@ -115,13 +122,13 @@ def _sizes(config: GPTConfig, rows: int) -> list[int]:
     T, some = config.block_size, _at_once(config)
     sums = rows * T * config.n_embd
     patterns = [min(some, rows - at) * config.n_head * T * T for at in range(0, rows, some)]
-    return [sums] + config.n_layer * [*(patterns if T <= decoder.PLAIN_UP_TO else []), sums, sums]
+    return [sums] + config.n_layer * [*(patterns if T <= kernels.PLAIN_UP_TO else []), sums, sums]
 
 
 def _at_once(config: GPTConfig) -> int:
     """Sequences whose attention is computed at once: more than uncompiled where they are short, which makes the graph
     smaller, and so the time to compile it."""
-    return max(decoder.PLAIN_ROWS, SCORES // (config.n_head * config.block_size**2))
+    return max(kernels.PLAIN_ROWS, SCORES // (config.n_head * config.block_size**2))
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:

@@ -1,0 +1,143 @@
+"""Fast ways of computing, each beside the plain definition that it equals."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from gpt.config import ARCHITECTURES, GPTConfig
+from gpt.model import decoder, kernels
+from gpt.model.decoder import GPT
+from gpt.model.loss import tied_cross_entropy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(4, 7, 16), (2, 3, 5, 8)])
+def test_rms_norm_is_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    ours = decoder.RMSNorm(shape[-1], eps=1e-3).to(dtype)
+    torch.nn.init.normal_(ours.weight)
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    expected = torch.nn.functional.rms_norm(x, shape[-1:], ours.weight, 1e-3)
+    assert torch.allclose(ours(x), expected, atol=1e-6)
+    weight = torch.randn_like(x)
+    for a, b in zip(
+        torch.autograd.grad((ours(x) * weight).sum(), (x, ours.weight)),
+        torch.autograd.grad((expected * weight).sum(), (x, ours.weight)),
+        strict=True,
+    ):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_rms_norm_of_bfloat16_rounds_once() -> None:
+    torch.manual_seed(0)
+    norm = decoder.RMSNorm(64, eps=1e-6)
+    x = torch.randn(5, 64).bfloat16().requires_grad_()
+    out = norm(x)
+    wide = x.detach().float().requires_grad_()
+    expected = torch.nn.functional.rms_norm(wide, (64,), norm.weight, 1e-6)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected.bfloat16())
+    out.sum().backward()
+    expected.sum().backward()
+    assert torch.allclose(x.grad.float(), wide.grad, atol=1e-2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 30])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+def test_plain_attention_with_shared_heads_is_the_fused_one(heads: tuple[int, int], window: int | None) -> None:
+    torch.manual_seed(0)
+    H, K = heads
+    q = torch.randn(9, H, 11, 8, requires_grad=True)
+    k, v = (torch.randn(9, K, 11, 8, requires_grad=True) for _ in "kv")
+    plain = kernels.attend(q, k, v, None, 0.0, window)
+    with torch.no_grad():
+        fused = kernels.attend(q, k, v, None, 0.0, window)
+    assert torch.allclose(plain, fused, atol=1e-5)
+    weight = torch.randn_like(plain)
+    sees = torch.ones(11, 11).tril().triu(1 - (window or 11)).bool()
+    whole = [t.repeat_interleave(H // K, dim=1) for t in (k, v)]
+    again = ((q @ whole[0].mT / 8**0.5).masked_fill(~sees, -math.inf)).softmax(-1) @ whole[1]
+    for a, b in zip(
+        torch.autograd.grad((plain * weight).sum(), (q, k, v)),
+        torch.autograd.grad((again * weight).sum(), (q, k, v)),
+        strict=True,
+    ):
+        assert torch.allclose(a, b, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 129, 500])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_attention_in_bfloat16_is_that_in_float32(kv_heads: int, window: int | None) -> None:
+    """A prompt's scores are computed some positions at a time."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 300, 8).bfloat16() for heads in (6, kv_heads, kv_heads))
+    with torch.no_grad():
+        parts = kernels.attend(q, k, v, None, 0.0, window)
+        whole = kernels.attend(q.float(), k.float(), v.float(), None, 0.0, window)
+    assert parts.dtype == torch.bfloat16
+    assert torch.allclose(parts.float(), whole, atol=0.03)
+
+
+def test_plain_attention_is_the_fused_one() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(20, 2, 9, 8, requires_grad=True) for _ in range(3))
+    plain = kernels.attend(q, k, v, None)
+    fused = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.allclose(plain, fused, atol=1e-6)
+    weight = torch.randn_like(plain)
+    ours = torch.autograd.grad((plain * weight).sum(), (q, k, v))
+    theirs = torch.autograd.grad((fused * weight).sum(), (q, k, v))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.99])
+def test_dropout_zeroes_its_share_and_keeps_the_mean(p: float) -> None:
+    torch.manual_seed(1)
+    x = torch.ones(999, 1001, dtype=torch.float64).requires_grad_()
+    y = kernels.drop(x.mT, p).mT
+    y.sum().backward()
+    assert (y == 0).double().mean().item() == pytest.approx(p, abs=0.002)
+    assert y.mean().item() == pytest.approx(1, abs=0.03)
+    assert len(y.unique()) == 2 and torch.equal(x.grad, y)
+    pairs = (y[:, 1:] != 0).double() * (y[:, :-1] != 0)  # neighbours share a draw
+    assert pairs.mean().item() == pytest.approx((1 - p) ** 2, abs=0.002)
+    assert torch.equal(kernels.drop(x, 0.0), x)
+
+
+@pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
+@pytest.mark.parametrize("arch", ["gpt2", "qwen2"])
+def test_compiled_gradients_are_the_eager_ones(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of biases are summed in two steps, as on a GPU."""
+    monkeypatch.setattr(kernels, "SUMMED_ON", ("cpu",))
+    monkeypatch.setattr(kernels, "PLAIN_UP_TO", 0)
+    torch.manual_seed(0)
+    layout: Any = ARCHITECTURES["modern"] | {"qk_norm": False, "biases": "qkv"} if arch == "qwen2" else {}
+    model = GPT(GPTConfig(11, 8, 3, 2, 16, **layout))
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    idx = torch.randint(11, (3, 8))
+
+    def gradients() -> list[torch.Tensor]:
+        total = tied_cross_entropy(model.trunk(idx), model.unembedding, idx)
+        return [total.detach(), *torch.autograd.grad(total, list(model.parameters()))]
+
+    plain = gradients()
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager", fullgraph=True)
+    for one, other in zip(gradients(), plain, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+    model.uncompile()
+    assert not any("last_norm" in vars(module) or "add_mlp" in vars(module) for module in model.modules())
+
+
+def test_the_residual_stream_is_narrowed_under_a_gpus_autocast_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kernels.narrowed(x) is x
+        monkeypatch.setattr(kernels, "NARROW_ON", ("cpu",))
+        assert torch.equal(kernels.narrowed(x), x.bfloat16())
+    with torch.autocast("cpu", torch.float16):
+        assert kernels.narrowed(x) is x
+    assert kernels.narrowed(x) is x
