@@ -1,7 +1,7 @@
 """Fast ways of computing what the decoder defines, on a CPU, on a GPU and under the compiler.
 
-Each equals a plain definition, which is named beside it and in its test (tests/test_kernels.py): with that in its place
-the numbers are the same but for rounding, and slower.
+Each has a plain definition, named in its docstring and tested against it (tests/test_kernels.py): that gives the same
+numbers up to rounding, more slowly.
 """
 
 import math

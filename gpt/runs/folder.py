@@ -38,7 +38,10 @@ MOST_ADAPTERS = 100  # on top of each other; one that names itself as its base w
 LONGEST_NAME = 60  # characters, of a file of a checkpoint: no system takes more than 255 bytes
 TRAINING = ("training.json", "training.safetensors")  # for resuming alone; older checkpoints lose it
 KEPT = "checkpoints saved before, if any, are whole"
-BASE_HINT = "name it with --base, or put it back; where --merge-lora was given, RUN/merged needs no base"
+BASE_HINT = (
+    "name it with --base (sample, eval, serve, export), or put it back; where --merge-lora was given, RUN/merged needs "
+    "no base"
+)
 HINT = "take another checkpoint of the run, or copy this one anew"
 _STEP = re.compile(r"step-(\d{6,12})")
 _PART = re.compile(r"(.+):(best|latest|step-\d+)")
@@ -251,7 +254,8 @@ def base_folder(path: Path) -> Path:
         return hub.fetch(base) if hub.is_remote(base) else Path(base)
     except WorkError as error:
         raise WorkError(
-            f"{path} is an adapter to {base}: {error.message}", f"name its base with --base, or {error.hint}"
+            f"{path} is an adapter to {base}: {error.message}",
+            f"name another base with --base (sample, eval, serve, export), or {error.hint}",
         ) from None
 
 
