@@ -69,9 +69,12 @@ class Compute:
 
 
 def upload(values: Any, device: torch.device) -> Tensor:
-    """Copies an array or nested lists to a device. A GPU fetches them from pinned memory; the host does not wait."""
+    """Copies an array or nested lists to a device. A GPU fetches them from pinned memory, where they lie in one piece:
+    the host does not wait."""
     tensor = torch.as_tensor(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor).to(device, non_blocking=True)
 
 
 class Download:

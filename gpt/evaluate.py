@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpt.device import Compute
+from gpt.device import Compute, Download, upload
 from gpt.errors import NotANumber, UserError
 from gpt.model import loss as losses
 from gpt.model.decoder import GPT
@@ -128,40 +128,47 @@ def spread_windows(documents: Documents, block_size: int, wanted: int) -> list[W
 
 
 @torch.inference_mode()
-def window_logits(model: GPT, some: Sequence[Window], compute: Compute) -> tuple[Tensor, Tensor]:
-    """Computes logits (n, T, V) and targets (n, T) of windows, padded to the longest. Targets that do not count are
-    `IGNORED`."""
+def score_positions(
+    model: GPT, some: Sequence[Window], compute: Compute, score: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Returns ``score(logits, targets)``, a number per position, of windows that are padded to the longest, (n, T). The
+    logits of `LOGITS_AT_ONCE` exist at once; targets that do not count are `IGNORED`."""
     length = max(len(window.x) for window in some)
     x = np.zeros((len(some), length), np.int64)
     y = np.full((len(some), length), losses.IGNORED, np.int64)
     for row, window in enumerate(some):
         x[row, : len(window.x)] = window.x
         y[row, window.skipped : len(window.y)] = window.y[window.skipped :]
-    targets = torch.from_numpy(y).to(compute.device)
+    targets, at_once = upload(y.ravel(), compute.device), max(1, LOGITS_AT_ONCE // model.config.vocab_size)
     with compute.autocast():
         # Not model(x): where processes have parts of it, the trunk is what gathers them.
-        return model.unembed(model.trunk(torch.from_numpy(x).to(compute.device))), targets
-
-
-@torch.inference_mode()
-def window_losses(model: GPT, some: Sequence[Window], compute: Compute) -> list[npt.NDArray[np.float64]]:
-    """Computes the loss of each counted target of each window, in nats."""
-    logits, targets = window_logits(model, some, compute)
-    of_all = losses.token_losses(logits, targets).cpu().double().numpy()
-    found = []
-    for of_row, window in zip(of_all, some, strict=True):
-        own = slice(window.skipped, len(window.y))
-        found.append(of_row[own][window.y[own] != losses.IGNORED])
-    return found
+        stream = model.trunk(upload(x, compute.device)).flatten(0, 1)
+        parts = zip(torch.split(stream, at_once), torch.split(targets, at_once), strict=True)
+        scores = [score(model.unembed(part), aims) for part, aims in parts]
+    return torch.cat(scores).view(x.shape)
 
 
 def each_window(
     model: GPT, some: Iterable[Window], compute: Compute
 ) -> Iterator[tuple[Window, npt.NDArray[np.float64]]]:
-    """Yields every window with the losses of its counted targets, in order, computed in batches without dropout."""
+    """Yields every window with the losses of its counted targets in nats, in order, computed in batches without
+    dropout. A GPU computes the next batch while one is read."""
+    before: tuple[list[Window], Download] | None = None
     with _evaluating(model):
-        for batch in _batches(some, model):
-            yield from zip(batch, window_losses(model, batch, compute), strict=True)
+        for batch in _batches(some):
+            now = batch, Download(score_positions(model, batch, compute, losses.token_losses))
+            if before is not None:
+                yield from _counted(*before)
+            before = now
+        if before is not None:
+            yield from _counted(*before)
+
+
+def _counted(batch: list[Window], losses_of: Download) -> Iterator[tuple[Window, npt.NDArray[np.float64]]]:
+    """Yields the windows of a batch with the losses of their counted targets."""
+    for window, of_row in zip(batch, losses_of.read()[0], strict=True):
+        own = slice(window.skipped, len(window.y))
+        yield window, np.array(of_row[own])[window.y[own] != losses.IGNORED]
 
 
 def count_exact(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[int, int]:
@@ -169,13 +176,17 @@ def count_exact(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[i
     one counts; and the windows that have targets that count."""
     exact, count = 0, 0
     with _evaluating(model):
-        for batch in _batches(some, model):
-            logits, targets = window_logits(model, batch, compute)
-            counts = targets != losses.IGNORED
-            asked = counts.any(-1)
-            exact += int((asked & ((logits.argmax(-1) == targets) | ~counts).all(-1)).sum())
+        for batch in _batches(some):
+            asked = torch.tensor([bool((window.y[window.skipped :] != losses.IGNORED).any()) for window in batch])
+            wrong = score_positions(model, batch, compute, _misses).any(-1).cpu()
+            exact += int((asked & ~wrong).sum())
             count += int(asked.sum())
     return exact, count
+
+
+def _misses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Whether another id than the target is the likeliest, where a target counts."""
+    return (logits.argmax(-1) != targets) & (targets != losses.IGNORED)
 
 
 @contextlib.contextmanager
@@ -189,14 +200,13 @@ def _evaluating(model: GPT) -> Iterator[None]:
         model.train(training)
 
 
-def _batches(all_windows: Iterable[Window], model: GPT) -> Iterator[list[Window]]:
-    """Yields as many windows at once as there is memory for, padded to the longest."""
-    positions = min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // model.config.vocab_size)
+def _batches(all_windows: Iterable[Window]) -> Iterator[list[Window]]:
+    """Yields as many windows at once as make up `TOKENS_AT_ONCE`, padded to the longest."""
     batch: list[Window] = []
     longest = 0
     for window in all_windows:
         longest = max(longest, len(window.x))
-        if batch and (len(batch) + 1) * longest > positions:
+        if batch and (len(batch) + 1) * longest > TOKENS_AT_ONCE:
             yield batch
             batch, longest = [], len(window.x)
         batch.append(window)

@@ -114,8 +114,7 @@ def test_windows_of_a_long_context_are_short_unless_asked_for(monkeypatch: pytes
 
 def test_batches_hold_as_many_tokens_as_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "TOKENS_AT_ONCE", 20)
-    model = GPT(GPTConfig(257, 32, 1, 2, 16))
     windows = [evaluate.Window(0, 0, np.arange(n), np.arange(n), 0) for n in (3, 3, 3, 10, 10, 32, 1)]
-    assert [[len(each.x) for each in batch] for batch in evaluate._batches(windows, model)] == [
+    assert [[len(each.x) for each in batch] for batch in evaluate._batches(windows)] == [
         [3, 3, 3], [10, 10], [32], [1],
     ]  # fmt: skip

@@ -204,7 +204,8 @@ def held(config: GPTConfig, setup: Setup, rows: int) -> Counter[str]:
         stepper = Stepper(Single(model, optimizer, compute), recipe, lambda micro_batch: None)
         x = torch.zeros(rows, config.block_size, dtype=torch.long)
         for live.phase in ("first", "gradients"):
-            sound, norm = stepper.gradients(x, x)
+            sound = stepper.gradients(x, x)
+            norm = stepper.parallel.clip_grad_norm(stepper.scaler, stepper.clip)
             live.phase = live.phase.replace("gradients", "update")
             optimizer.step(skip=~(sound.isfinite() & norm.isfinite()))
             optimizer.zero_grad()

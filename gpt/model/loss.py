@@ -90,9 +90,8 @@ def _as_one_kernel(logits: Tensor, targets: Tensor, factors: Tensor, vocab_size:
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """-log p(target) of each position, (B, T), in nats; 0 where the target is `IGNORED`."""
-    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="none")
-    return losses.view_as(targets)
+    """-log p(target) of each position, (N), of logits (N, V), in nats; 0 where the target is `IGNORED`."""
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
 
 
 def bits_per_byte(nats: float, n_bytes: int) -> float:

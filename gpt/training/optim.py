@@ -245,6 +245,8 @@ def make_optimizer(
     groups = [{"params": params, "fused": rows} for rows, params in fused.items()]
     rate = NORM_RATE if model.config.norm == "rmsnorm" else 1.0
     adamw = _adamw(others, vectors, EMBEDDING_DECAY * weight_decay if weight_decay > USUAL_DECAY else 0.0, rate)
+    if dtype == torch.float16:  # gradients lie below its least numbers
+        dtype = torch.float32
     return Optimizers([muon(groups, 0.0, weight_decay, dtype, world), adamw])
 
 

@@ -109,7 +109,7 @@ class Stepper:
                 self.optimizer.compile()
         finally:
             _set_random_state(self.compute.device, state)
-        self.optimizer.zero_grad()
+        self._zero_grad()
 
     def _uncompile(self) -> None:
         """Goes back to eager execution."""
@@ -118,6 +118,11 @@ class Stepper:
         self.objective.loss = tied_cross_entropy
         self.compiled = False
         self.optimizer.uncompile()
+        self._zero_grad()
+
+    def _zero_grad(self) -> None:
+        """Frees all gradients, also those that are not yet where the optimizer finds them."""
+        self.model.zero_grad()
         self.optimizer.zero_grad()
 
     def eager(self) -> contextlib.AbstractContextManager[object]:
@@ -127,7 +132,8 @@ class Stepper:
     def step(self, x: npt.NDArray[Any], y: npt.NDArray[Any], lr: float) -> Download:
         """Takes one step on inputs x and targets y, (rows, T). If its loss or gradient is not finite, weights and
         moments stay as they are."""
-        loss, norm = self.gradients(upload(x, self.compute.device), upload(y, self.compute.device))
+        loss = self.gradients(upload(x, self.compute.device), upload(y, self.compute.device))
+        norm = self.parallel.clip_grad_norm(self.scaler, self.clip)
         self.optimizer.set_lr(lr)
         self.optimizer.step(skip=~(loss.isfinite() & norm.isfinite()))
         if self.scaled:
@@ -135,9 +141,9 @@ class Stepper:
         self.optimizer.zero_grad()
         return Download(loss, norm)
 
-    def gradients(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes the clipped gradients of the mean loss over all targets that count. Returns that loss, and the
-        gradients' norm before clipping. Inputs x and targets y are (rows, T), this data rank's share of the batch.
+    def gradients(self, x: Tensor, y: Tensor) -> Tensor:
+        """Computes the gradients of the mean loss over all targets that count, scaled in float16. Returns that loss.
+        Inputs x and targets y are (rows, T), this data rank's share of the batch.
 
         If memory runs out, half as many sequences are computed at once from then on; the gradients are the same up to
         rounding. One of several ranks cannot begin again while the others wait for its gradients: so each first tries
@@ -159,7 +165,7 @@ class Stepper:
                 if why is None and not (self.parallel.retries and is_out_of_memory(error) and smaller and not known):
                     raise
             # After the handler: the error keeps alive what was computed.
-            self.optimizer.zero_grad()
+            self._zero_grad()
             if self.compute.device.type == "cuda":
                 torch.cuda.empty_cache()
             _set_random_state(self.compute.device, state)
@@ -181,7 +187,7 @@ class Stepper:
                 self._backward(x, y, 1.0)
         except Exception as error:
             failed = error.with_traceback(None)  # it keeps alive what was computed
-        self.optimizer.zero_grad()
+        self._zero_grad()
         _set_random_state(self.compute.device, state)
         match self.world.all_reduce_max(0 if failed is None else 1 if is_out_of_memory(failed) else 2):
             case 1:
@@ -190,7 +196,7 @@ class Stepper:
                 raise failed or PeerLost
         self.tried = x.numel()
 
-    def _gradients(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def _gradients(self, x: Tensor, y: Tensor) -> Tensor:
         self.model.train()
         total = torch.zeros((), device=self.compute.device)
         counted = self.world.all_reduce((y != IGNORED).sum())
@@ -199,8 +205,7 @@ class Stepper:
             last = rows + self.micro_batch >= x.size(0)
             with contextlib.nullcontext() if last else self.parallel.no_sync():
                 total += self._backward(x[part], y[part], counted)
-        self.world.all_reduce(total)
-        return total, self.parallel.clip_grad_norm(self.scaler, self.clip)
+        return self.world.all_reduce(total)
 
     def _backward(self, x: Tensor, y: Tensor, counted: Tensor | float) -> Tensor:
         """Adds the gradients of a micro-batch. Returns its summed loss, divided by ``counted``."""

@@ -229,8 +229,8 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.wrap(out, source.device.index if stays else self._index(asked))
 
     def _upload(self, source: Tensor, non_blocking: bool) -> None:
-        if not (non_blocking and self._is_pinned(source)):
-            self.wait("host to device")
+        if not (non_blocking and self._is_pinned(source) and source.is_contiguous()):  # CUDA copies gaps by way of a
+            self.wait("host to device")  # buffer of its own, which is not pinned
 
     def sent_by(self, index: int) -> list[Arriving]:
         """Copies of one device that are on their way to the host."""

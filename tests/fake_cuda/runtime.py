@@ -114,6 +114,6 @@ def _pin_memory(device: Device) -> Callable[..., Tensor]:
     def pin_memory(tensor: Tensor, _: Any = None) -> Tensor:
         if isinstance(tensor, Disguised):
             raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
-        return device.pin(tensor.clone())
+        return device.pin(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor))
 
     return pin_memory

@@ -18,7 +18,7 @@ from conftest import Gpt, losses, make_text, send, weights
 
 import gpt
 from gpt import events
-from gpt.device import Compute
+from gpt.device import Compute, upload
 from gpt.errors import Interrupted
 from gpt.model.decoder import GPT
 from gpt.runs import folder
@@ -83,6 +83,15 @@ def test_float16_finds_its_scale_and_follows_float32(text: Path, disguise: Disgu
     assert all(map(math.isfinite, losses(half)))
     assert losses(half)[0] == pytest.approx(losses(whole)[0], abs=ROUNDING["float16"])
     assert losses(half)[-1] < losses(half)[0]
+
+
+def test_float16_trains_compiled(text: Path, disguise: Disguise) -> None:
+    """The trial of compiled code leaves nothing in the scaler that the first step would stumble over."""
+    with disguise(), mock.patch.object(torch, "compile", lambda code, **how: code):
+        with mock.patch.object(GPT, "compile", lambda model, **how: None):
+            _, heard = train("cuda", dtype="float16", compile="on", steps=20)
+        _, eager = train("cuda", dtype="float16", compile="off", steps=20)
+    assert losses(heard) == pytest.approx(losses(eager), abs=1e-3)
 
 
 def test_logits_in_chunks_give_the_same(text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +216,15 @@ def stepper(device: torch.device, dtype: Any = torch.float32, **settings: Any) -
     model = GPT(recipe.model).to(device)
     optimizer = make_optimizer(model, recipe.optimizer, 0.1, dtype)
     return Stepper(Single(model, optimizer, compute), recipe, lambda n: None)
+
+
+def test_windows_of_a_batch_are_uploaded_without_a_wait(disguise: Disguise) -> None:
+    """Inputs and targets are views of one array, a column apart."""
+    with disguise() as device:
+        waits = len(device.waits)
+        x = upload(np.arange(12).reshape(3, 4)[:, :-1], torch.device("cuda"))
+        assert len(device.waits) == waits
+        assert x.cpu().tolist() == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]
 
 
 def test_a_lost_device_ends_a_run_with_one_line(text: Path, disguise: Disguise, gpt: Gpt) -> None:
