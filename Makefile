@@ -1,4 +1,4 @@
-# demo, test, test-all, lint, fix, bench, docs: each makes the environment it needs first.
+# demo, test, test-all, test-gpu, lint, fix, bench, docs: each makes the environment it needs first.
 PYTHON ?= python3
 VENV := .venv
 ifeq ($(OS),Windows_NT)
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 endif
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint fix bench docs clean
+.PHONY: demo test test-all test-gpu lint fix bench docs clean
 
 # The main job on the embedded corpus, then a sample: bold enough to stay with what some minutes have taught.
 demo: $(VENV)/.made
@@ -23,6 +23,10 @@ test: $(VENV)/.made-dev
 
 test-all: $(VENV)/.made-interop
 	$(PYTEST)
+
+# What needs a GPU; the other tests don't look at one.
+test-gpu: $(VENV)/.made-dev
+	$(PYTEST) -m gpu
 
 lint: $(VENV)/.made-dev
 	$(BIN)/ruff check .

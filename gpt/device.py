@@ -114,7 +114,7 @@ def pick(device: str = "auto", dtype: str = "auto", *, training: bool = False) -
     where = _device(device)
     if dtype == "auto":
         if where.type == "cuda":
-            native = torch.cuda.get_device_capability(where)[0] >= 8
+            native = has_bfloat16_cores(where)
         else:
             native = where.type == "cpu" and training and has_native_bfloat16()
         return Compute(where, torch.bfloat16 if native else torch.float32)
@@ -183,6 +183,11 @@ def keep_freed_memory() -> None:
 def _torch_threads() -> int:
     """Returns torch's own default."""
     return torch.get_num_threads()
+
+
+def has_bfloat16_cores(device: torch.device) -> bool:
+    """Whether a GPU multiplies bfloat16 matrices in hardware: Ampere (2020) and newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def has_native_bfloat16() -> bool:

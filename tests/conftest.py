@@ -288,6 +288,12 @@ def two_runs(run_folder: Path, workdir: Path) -> list[Path]:
     return [Path("one"), Path("two")]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides a GPU from all tests but those that are asked for by ``-m gpu``: the others compare with a CPU's numbers."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_finish() -> None:
     """Leaves the modules of torch and others out of all garbage collections to come: there are a million objects."""
     gc.collect()
@@ -360,7 +366,7 @@ def real_cuda() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+        pytest.skip("needs a CUDA device, and pytest -m gpu")
 
 
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="../shared is not in a user's checkout")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, make_text, weights
+from conftest import make_text, weights
 
 import gpt
 from gpt import events
@@ -109,7 +109,7 @@ for _ in range(2):
 def test_deterministic_kernels_give_the_same_bits(text: Path) -> None:
     """In a process of its own: cuBLAS reads its setting when it starts."""
     code = TWICE.replace("{settings}", repr(SMALL | {"dtype": "bfloat16"}))
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     subprocess.run([sys.executable, "-c", code, str(text)], cwd=text.parent, env=environment, check=True, timeout=600)
     one, other = (weights(Path("runs") / name) for name in ("book", "book-2"))
     assert one.keys() == other.keys()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from gpt.config import USUAL_DECAY
+from gpt.device import has_bfloat16_cores
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
 from gpt.parallel.world import World
@@ -25,6 +26,10 @@ ITERATIONS = 3
 RMS = 0.2
 EMBEDDING_DECAY = 2  # times that of the matrices, where that is more than usual (docs/defaults.md)
 NORM_RATE = 0.25  # of the rate, for the vectors of a model with RMSNorm beside Muon (docs/defaults.md)
+
+
+# Inductor's: torch 2.11 fails where it would fuse this update's loops in another order ("AssertionError").
+AS_ORDERED: dict[str, Any] = {"loop_ordering_after_fusion": False}
 
 
 class Muon(Optimizer):
@@ -63,7 +68,7 @@ class Muon(Optimizer):
     def compile(self) -> None:
         """Compiles `update`, and tries it without a change. A rate is a tensor then: each number would be compiled
         anew."""
-        self.compiled = torch.compile(self.update)
+        self.compiled = torch.compile(self.update, options=AS_ORDERED)
         for group in self.param_groups:
             group["lr"] = torch.zeros(())
         self.found_inf = torch.ones((), device=self.param_groups[0]["params"][0].device)
@@ -246,7 +251,7 @@ def make_optimizer(
     rate = NORM_RATE if model.config.norm == "rmsnorm" else 1.0
     adamw = _adamw(others, vectors, EMBEDDING_DECAY * weight_decay if weight_decay > USUAL_DECAY else 0.0, rate)
     if dtype == torch.float16:  # gradients lie below its least numbers
-        dtype = torch.float32
+        dtype = torch.bfloat16 if has_bfloat16_cores(model.wte.weight.device) else torch.float32
     return Optimizers([muon(groups, 0.0, weight_decay, dtype, world), adamw])
 
 

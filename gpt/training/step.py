@@ -6,6 +6,7 @@ is not finite is skipped on the device itself. So the host prepares the next bat
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -76,7 +77,9 @@ class Stepper:
         works."""
         failed: Exception | None = None
         try:
-            self._compile(note)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # Inductor's advice to those who write kernels
+                self._compile(note)
         except Exception as error:  # of any kind
             if (stopped := interruption(error)) is not None:
                 raise stopped from None
