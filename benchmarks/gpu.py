@@ -34,6 +34,7 @@ MINUTES = 7.5  # of all cases together
 TIMED_SECONDS, TIMED_STEPS = 8.0, (3, 10)  # steps are timed for so long, but at least 3 and at most 10
 LEAST_SECONDS = 5.0  # with less time left, no case is started
 LR = 3e-4
+NO_TIME = "no time left"
 
 
 @dataclass(frozen=True)
@@ -382,7 +383,7 @@ def machine(tiny: bool) -> dict[str, Any]:
 def run(command: list[str], seconds: float, log: Path) -> dict[str, Any]:
     """Runs a command and returns the last JSON that it printed, or an ``error``. Kills all that the command started."""
     if seconds < LEAST_SECONDS:
-        return {"error": "no time left"}
+        return {"error": NO_TIME}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(command, cwd=ROOT, stdout=stdout, stderr=stderr, start_new_session=True)
         error = f"not done after {seconds:.0f} s"
@@ -437,8 +438,9 @@ def page(report: dict[str, Any]) -> list[str]:
         "| peak memory | until warm |",
         "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    lines += [_row(case, floors) for case in report["cases"] if case["system"] != "decoding"]
-    written = [_decoding_row(case) for case in report["cases"] if case["system"] == "decoding"]
+    begun = [case for case in report["cases"] if case.get("error") != NO_TIME]
+    lines += [_row(case, floors) for case in begun if case["system"] != "decoding"]
+    written = [_decoding_row(case) for case in begun if case["system"] == "decoding"]
     head = [
         "",
         "Greedy texts after prompts of random ids, random weights, steps of one token a text (`gpt bench`). The share "

@@ -55,10 +55,10 @@ class _CrossEntropy(torch.autograd.Function):
             total = total - hit.masked_fill(~counts, 0).sum()
             grads.append(logits @ table)
             if ctx.needs_input_grad[1] and grad_table is None:
-                grad_table = logits[:, :vocab_size].t() @ some
+                grad_table = logits.t() @ some
             elif grad_table is not None:
-                grad_table = grad_table.to(wide).add_(logits[:, :vocab_size].t() @ some)
-        ctx.save_for_backward(torch.cat(grads), grad_table)
+                grad_table = grad_table.to(wide).add_(logits.t() @ some)
+        ctx.save_for_backward(torch.cat(grads), None if grad_table is None else grad_table[:vocab_size])
         return total
 
     @staticmethod
