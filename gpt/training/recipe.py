@@ -25,8 +25,10 @@ DECAY = 0.5  # of the steps
 DECAYS_MOST, OFTEN, TOO_OFTEN, DROPOUT = 12, 80, 300, 0.1
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
 RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
-# FLOPs of a run from which compiling pays on a GPU, about two minutes at a third of an H100's peak; or its minutes.
-COMPILE_FROM, COMPILE_MINUTES = 3e16, 5
+# FLOPs of a run from which compiling pays on a GPU, about two minutes at a third of an H100's peak; or its minutes. And
+# FLOPs of a step: below them the host's calls take longer than the GPU's work (on an H200 a step of `nano` took 13.4 ms,
+# compiled 16.0).
+COMPILE_FROM, COMPILE_MINUTES, COMPILE_STEP = 3e16, 5, 1e12
 # On a CPU, by dtype: seconds of a run for each layer from which it pays, and FLOPs a second for each number of the
 # width, on two cores. Making the program takes some four seconds a layer, and saves a quarter of a step in bfloat16, a
 # tenth to a fifth in float32.
@@ -438,7 +440,8 @@ def _compiles(config: TrainConfig, recipe: Recipe, compute: Compute, processes: 
     model, dtype = recipe.model, compute.dtype_name
     flops = 6 * breakdown(model).trainable * recipe.tokens(recipe.steps)
     if compute.device.type == "cuda":
-        return flops >= COMPILE_FROM if config.minutes is None else config.minutes >= COMPILE_MINUTES
+        is_long = flops >= COMPILE_FROM if config.minutes is None else config.minutes >= COMPILE_MINUTES
+        return is_long and flops >= COMPILE_STEP * recipe.steps
     if not recipe.is_one_program(compute, processes) or model.n_layer > COMPILED_LAYERS:
         return False
     seconds = flops / (CPU_RATE[dtype] * model.n_embd) if config.minutes is None else 60 * config.minutes

@@ -94,6 +94,18 @@ def test_float16_trains_compiled(text: Path, disguise: Disguise) -> None:
     assert losses(heard) == pytest.approx(losses(eager), abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("preset", "minutes", "compiles"), [("nano", 60, False), ("gpt2", 60, True), ("gpt2", 1, False)]
+)
+def test_a_gpu_compiles_long_runs_of_large_steps(
+    disguise: Disguise, preset: str, minutes: float, compiles: bool
+) -> None:
+    with disguise():
+        asked = gpt.TrainConfig(preset=preset, minutes=minutes, steps=None)
+        compute = Compute(torch.device("cuda"), torch.bfloat16)
+        assert resolve(asked, compute, 10**9, 10**8, 50_257, False, lambda note: None).compile == compiles
+
+
 def test_logits_in_chunks_give_the_same(text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch) -> None:
     _, here = train("cpu")
     monkeypatch.setattr("gpt.training.recipe.in_chunks", lambda model, setup, memory: replace(setup, loss_chunk=64))
