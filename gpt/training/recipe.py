@@ -26,7 +26,7 @@ DECAYS_MOST, OFTEN, TOO_OFTEN, DROPOUT = 12, 80, 300, 0.1
 MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
 RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
 # FLOPs of a run from which compiling pays on a GPU, about two minutes at a third of an H100's peak; or its minutes. And
-# FLOPs of a step: below them the host's calls take longer than the GPU's work (on an H200 a step of `nano` took 13.4 ms,
+# FLOPs of a step: below them the host's calls take longer than the GPU's work (`nano`'s step took 13.4 ms on an H200,
 # compiled 16.0).
 COMPILE_FROM, COMPILE_MINUTES, COMPILE_STEP = 3e16, 5, 1e12
 # On a CPU, by dtype: seconds of a run for each layer from which it pays, and FLOPs a second for each number of the
