@@ -99,8 +99,9 @@ def first_line(error: BaseException) -> str:
 def device_failure(error: BaseException) -> str | None:
     """CUDA's message, in one line, if a device has failed and computes nothing more in this process; None for any
     other error."""
-    said = str(error).strip().splitlines() if isinstance(error, RuntimeError) else []
-    return said[0] if said and said[0].startswith("CUDA error") else None
+    message = str(error).strip()
+    failed = isinstance(error, RuntimeError) and message.startswith("CUDA error") and not is_out_of_memory(error)
+    return first_line(error) if failed else None
 
 
 def check_text(what: str, text: str, hint: str = "type it in a terminal that is set to UTF-8") -> None:

@@ -200,7 +200,8 @@ class Stepper:
         self.tried = x.numel()
 
     def _gradients(self, x: Tensor, y: Tensor) -> Tensor:
-        self.model.train()
+        if not self.model.training:
+            self.model.train()
         total = torch.zeros((), device=self.compute.device)
         counted = self.world.all_reduce((y != IGNORED).sum())
         for rows in range(0, x.size(0), self.micro_batch):

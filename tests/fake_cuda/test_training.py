@@ -19,7 +19,7 @@ from conftest import Gpt, losses, make_text, send, weights
 import gpt
 from gpt import events
 from gpt.device import Compute, upload
-from gpt.errors import Interrupted
+from gpt.errors import Interrupted, device_failure, is_out_of_memory
 from gpt.model.decoder import GPT
 from gpt.runs import folder
 from gpt.training.optim import make_optimizer
@@ -256,6 +256,16 @@ def test_a_lost_device_ends_a_run_with_one_line(text: Path, disguise: Disguise, 
     with disguise():
         assert gpt("train", "--resume", "run", "--quiet").code == 0
     assert (folder.find_checkpoint("run:latest")).name == folder.step_name(9)
+
+
+def test_a_library_without_memory_is_no_lost_device() -> None:
+    for message in (
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: out of memory",
+    ):
+        assert is_out_of_memory(RuntimeError(message))
+        assert device_failure(RuntimeError(message)) is None
+    assert device_failure(RuntimeError(LOST)) == LOST.splitlines()[0]
 
 
 LOST = """CUDA error: an illegal memory access was encountered
