@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import yaml
@@ -99,9 +100,8 @@ def test_the_card_of_a_run(run_folder: Path, chapter: Path) -> None:
 
 
 def test_huggingface_hub_reads_the_card(run_folder: Path) -> None:
-    hub = pytest.importorskip("huggingface_hub", reason="the extra hub is not installed")
     library.export(run_folder, "out", dtype="int4")
-    data = hub.ModelCard.load("out/README.md").data
+    data = huggingface_hub.ModelCard.load("out/README.md").data
     assert (data.license, data.library_name, data.pipeline_tag) == ("unknown", "gpt", "text-generation")
     assert data.tags == ["gpt", "gpt2", "int4"]
 

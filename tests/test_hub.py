@@ -17,8 +17,7 @@ from conftest import Done, Gpt, make_text, one_line_of_what_and_what_next, slow,
 
 import gpt as library
 from gpt.config import GPTConfig
-from gpt.errors import WorkError
-from gpt.runs import checkpoint, hub
+from gpt.runs import checkpoint
 from gpt.text.tokenizer import bytes_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -195,13 +194,6 @@ def test_a_model_without_safetensors(there: Gpt, server: Hub) -> None:
         one_line_of_what_and_what_next(there(*SAMPLE), "hf:me/tiny has no weights as safetensors")
     finally:
         (server.folder / "hidden").rename(server.folder / "model.safetensors")
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(WorkError, match="needs the package huggingface_hub") as error:
-        hub.fetch("hf:me/tiny")
-    assert error.value.hint == "pip install 'gpt[hub]'"
 
 
 def test_it_is_imported_only_where_it_is_used() -> None:

@@ -18,8 +18,6 @@ from gpt.text import untrusted
 from gpt.text.backends import ByteBPE, Library
 from gpt.text.tokenizer import bytes_tokenizer
 
-pytest.importorskip("tokenizers")
-
 
 def a_tokenizer(**parts: Any) -> Library:
     """A BPE of single characters, with these parts of a ``tokenizer.json``."""

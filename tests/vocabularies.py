@@ -187,7 +187,6 @@ FORMS: dict[str, Callable[[], tuple[Tokenizer, dict[str, Any]]]] = {
     each.__name__: each
     for each in (gpt2, llama3, qwen, smollm2, gaps, llama2, mistral, unigram, wordpiece, spaced, words)
 }
-TIKTOKEN = ("gpt2", "llama3", "qwen", "smollm2")  # run by tiktoken
 MODEL_TYPES = {"gpt2": "gpt2", "qwen": "qwen3", "mistral": "mistral"}
 
 

@@ -5,9 +5,9 @@ Unicode 16 are none there. Under the patterns of Llama 3 and Qwen, 's is no endi
 that overlap in a text it finds the longest first, and we the leftmost.
 """
 
-import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpt.errors import UserError
@@ -21,8 +21,8 @@ from gpt.text.boundaries import (
     OLD_GPT2_PATTERN,
     backtracking,
 )
-from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokenizer_files import merging_pairs, without_some_bytes
+from gpt.text.tokenizer import END_OF_TEXT, Tokenizer
+from gpt.text.tokenizer_files import byte_ranks, listed_merges, merging_pairs, written
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter, TokenType
@@ -54,17 +54,17 @@ _NAMED_ENDS = 3  # as many ids a file can name: end of text, of a turn, of a mes
 
 def check(tokenizer: Tokenizer) -> None:
     """Raises `UserError` for a tokenizer to which llama.cpp would give other ids, or another end of a text."""
-    backend = _backend(tokenizer)
-    if backend is None:
+    bpe = _bpe(tokenizer.backend)
+    if bpe is None:
         raise UserError("a .gguf file takes a byte-level BPE, and this tokenizer.json is none that is known here", HINT)
-    if max(backend.ranks.values()) >= tokenizer.usable:
+    if max(bpe.ranks.values()) >= tokenizer.usable:
         raise UserError("this tokenizer has ordinary tokens that the model does not have", HINT)
-    pre = _pre(backend)
+    pre = _pre(bpe)
     if pre is None:
         raise UserError("llama.cpp does not have the pattern that cuts this tokenizer's texts into words", HINT)
-    if pre != _WHOLE and len(merging_pairs(backend.ranks)) < sum(len(token) > 1 for token in backend.ranks):
-        raise UserError("this tokenizer has tokens that no merge makes: llama.cpp would never find them", HINT)
-    both = sorted({*map(in_characters, backend.ranks)} & {*_added(tokenizer)})
+    if bpe.whole != (pre == _WHOLE) and len(merging_pairs(bpe.ranks)) < sum(len(token) > 1 for token in bpe.ranks):
+        raise UserError("this tokenizer has tokens that no merge makes: llama.cpp would give other ids", HINT)
+    both = sorted({*map(in_characters, bpe.ranks)} & {*_added(tokenizer)})
     if both:
         raise UserError(f'"{both[0]}" is an ordinary token too: llama.cpp tells special tokens by their text', HINT)
     if len(_told_ends(tokenizer)) > _NAMED_ENDS:
@@ -73,10 +73,10 @@ def check(tokenizer: Tokenizer) -> None:
 
 def differences(tokenizer: Tokenizer) -> list[str]:
     """Returns what differs in llama.cpp, for a user to know, and is no reason to refuse: files of Qwen live with it."""
-    found, backend = [], _backend(tokenizer)
-    if backend is not None and backend.nfc:
+    found, bpe = [], _bpe(tokenizer.backend)
+    if bpe is not None and bpe.nfc:
         found.append("llama.cpp does not normalize a text to NFC as this tokenizer does: give it texts in NFC")
-    missing = 0 if backend is None else sum(bytes([byte]) not in backend.ranks for byte in range(256))
+    missing = 0 if bpe is None else sum(bytes([byte]) not in bpe.ranks for byte in range(256))
     if missing:
         found.append(f"this tokenizer has no token for {missing} of the 256 bytes: llama.cpp leaves them out of a text")
     more = [word for word, id in _added(tokenizer).items() if word in _ENDS and id not in tokenizer.ends]
@@ -88,16 +88,15 @@ def differences(tokenizer: Tokenizer) -> list[str]:
 def add(writer: "GGUFWriter", tokenizer: Tokenizer, vocab_size: int) -> None:
     """Adds the tokenizer to a GGUF file: for each of the model's ``vocab_size`` ids its text and type, the merges in
     their order, the pattern's name, and which ids begin and end a text. `check` has passed it."""
-    backend = _backend(tokenizer)
-    assert backend is not None
+    bpe = _bpe(tokenizer.backend)
+    assert bpe is not None
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_pre(backend) or "")
+    writer.add_tokenizer_pre(_pre(bpe) or "")
     tokens = list(_tokens(tokenizer, vocab_size))
     writer.add_token_list([text for text, _ in tokens])
     writer.add_token_types([kind for _, kind in tokens])
     # llama.cpp wants one merge at least; of this pair neither side is a token.
-    pairs = merging_pairs(backend.ranks) or [(b"\0\0", b"\0\0")]
-    writer.add_token_merges([f"{in_characters(a)} {in_characters(b)}" for a, b in pairs])
+    writer.add_token_merges(bpe.merges or written([(b"\0\0", b"\0\0")]))
     writer.add_bos_token_id(tokenizer.eot if tokenizer.bos is None else tokenizer.bos)
     writer.add_pad_token_id(tokenizer.eot)
     writer.add_add_bos_token(tokenizer.bos is not None)
@@ -110,21 +109,39 @@ def add(writer: "GGUFWriter", tokenizer: Tokenizer, vocab_size: int) -> None:
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _backend(tokenizer: Tokenizer) -> ByteBPE | None:
-    """Returns the byte-level BPE of a tokenizer, which the tokenizers library runs where a byte has no token."""
-    return _as_bytes(tokenizer.backend) if isinstance(tokenizer.backend, Library) else tokenizer.backend
+@dataclass(frozen=True)
+class _BPE:
+    """A byte-level BPE as a GGUF file has it."""
+
+    pattern: str
+    ranks: Mapping[bytes, int]  # a token's bytes → its id
+    listed: list[str] | None  # the merges; None for those that the ranks mean
+    whole: bool  # a piece that is a token needs no merges
+    nfc: bool
+
+    @property
+    def merges(self) -> list[str]:
+        return written(merging_pairs(self.ranks)) if self.listed is None else self.listed
 
 
-@functools.lru_cache(maxsize=1)
-def _as_bytes(backend: Library) -> ByteBPE | None:
-    return without_some_bytes(backend.values)
+def _bpe(backend: ByteBPE | Library) -> _BPE | None:
+    if isinstance(backend, ByteBPE):
+        return _BPE(backend.pattern, backend.ranks, None, True, backend.nfc)
+    if not backend.pattern:
+        return None
+    model, added = backend.values["model"], backend.values.get("added_tokens") or []
+    ranks = byte_ranks(model["vocab"], {END_OF_TEXT, *(token["content"] for token in added)})
+    if ranks is None:
+        return None
+    whole = bool(model.get("ignore_merges"))
+    return _BPE(backend.pattern, ranks, listed_merges(model), whole, bool(backend.values.get("normalizer")))
 
 
-def _pre(backend: ByteBPE) -> str | None:
-    pattern = backtracking(backend.pattern)
+def _pre(bpe: _BPE) -> str | None:
+    pattern = backtracking(bpe.pattern)
     # cl100k's keeps white space at a text's end together, and Llama 3's cuts it after the last line end. That is the
     # same as long as no token reaches across.
-    across = (token for token in backend.ranks if re.search(rb"[\r\n]", token) and token[-1:] not in b"\r\n")
+    across = (token for token in bpe.ranks if re.search(rb"[\r\n]", token) and token[-1:] not in b"\r\n")
     return None if pattern == CL100K_PATTERN and any(across) else _PRE.get(pattern)
 
 
@@ -143,9 +160,9 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int) -> Iterator[tuple[str, "Token
     """Yields the text and the type of each id. llama.cpp wants all texts to differ."""
     from gguf import TokenType
 
-    backend = _backend(tokenizer)
-    assert backend is not None
-    found = {id: (in_characters(token), TokenType.NORMAL) for token, id in backend.ranks.items()}
+    bpe = _bpe(tokenizer.backend)
+    assert bpe is not None
+    found = {id: (in_characters(token), TokenType.NORMAL) for token, id in bpe.ranks.items()}
     found |= {id: (word, TokenType.CONTROL) for word, id in tokenizer.all_specials.items()}
     found |= {id: (word, TokenType.USER_DEFINED) for word, id in tokenizer.words.items()}
     taken = {text for text, _ in found.values()}

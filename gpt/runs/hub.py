@@ -51,12 +51,10 @@ def _snapshot(name: str, revision: str, files: list[str]) -> str:
     cache = in_home(".cache/huggingface")
     if str(cache) != os.path.expanduser("~/.cache/huggingface") and not os.environ.get("XDG_CACHE_HOME"):  # noqa: PTH111
         os.environ.setdefault("HF_HOME", str(cache))  # the library would take a folder called "~", or fail
-    try:
-        import huggingface_hub as hub
-        from huggingface_hub import constants, errors
-        from huggingface_hub.utils.tqdm import disable_progress_bars
-    except ImportError:
-        raise WorkError(f"hf:{name} needs the package huggingface_hub", "pip install 'gpt[hub]'") from None
+    import huggingface_hub as hub  # here, since it takes a while to import
+    from huggingface_hub import constants, errors
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
     if not sys.stderr.isatty():
         disable_progress_bars()
     what = f"{name}@{revision}" if revision != "main" else name

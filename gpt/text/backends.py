@@ -1,4 +1,4 @@
-"""Two ways to turn text into ids: a byte-level BPE that tiktoken runs, or a tokenizer.json that the library runs.
+"""Two ways to turn text into ids: tiktoken runs our vocabularies and GPT-2's, the tokenizers library a tokenizer.json.
 
 Neither knows which tokens begin or end a text; `gpt.text.tokenizer` does.
 """
@@ -6,26 +6,25 @@ Neither knows which tokens begin or end a text; `gpt.text.tokenizer` does.
 import contextlib
 import json
 import re
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import tiktoken
+import tokenizers
 
-from gpt.errors import UserError, WorkError
+from gpt.errors import UserError
 from gpt.text import untrusted
-from gpt.text.boundaries import cuts, is_known, matches_nothing
+from gpt.text.boundaries import DIGITS_PATTERN, GPT2_PATTERN, cuts, is_known, matches_nothing
 from gpt.text.untrusted import steps
 
 Ids = npt.NDArray[np.uint32]
 Int64s = npt.NDArray[np.int64]
 HINT = "take another --tokenizer, or break up the long runs of one kind of character in the text"
-NEEDS_LIBRARY = "pip install 'gpt[hf]'"
 
 
 class _Pickled:
@@ -37,7 +36,8 @@ class _Pickled:
 
 @dataclass(frozen=True)
 class ByteBPE(_Pickled):
-    """A byte-level BPE that tiktoken runs. ``nfc``: text is normalized to NFC first, as Qwen's tokenizers do."""
+    """A byte-level BPE that tiktoken runs. ``nfc``: text is normalized to NFC first, in runs of older versions of gpt
+    that have Qwen's vocabulary."""
 
     pattern: str
     ranks: dict[bytes, int] = field(repr=False)  # a token's bytes → its id, which is also its rank in merging
@@ -86,10 +86,13 @@ class ByteBPE(_Pickled):
 
     def size(self, text: str) -> int:
         """Returns the number of bytes of all tokens of ``text``."""
-        return len((nfc(text) if self.nfc else text).encode("utf-8", "surrogatepass"))
+        return len(self._normalized(text).encode("utf-8", "surrogatepass"))
+
+    def _normalized(self, text: str) -> str:
+        return tokenizers.normalizers.NFC().normalize_str(text) if self.nfc else text
 
     def _encode(self, text: str) -> tuple[Ids, int]:
-        text = nfc(text) if self.nfc else text
+        text = self._normalized(text)
         places, cut = cuts(text, self.pattern)
         ids = [self._merge(part) for part in split(text, places)]
         return np.concatenate(ids) if len(ids) != 1 else ids[0], cut
@@ -118,49 +121,6 @@ def split(text: str, cuts: Iterable[int]) -> Iterator[str]:
         yield text[start:end]
 
 
-_COMPOSED = re.compile("[\u0300-\U0010ffff]")  # all others are in NFC whatever stands beside them
-
-
-@cache
-def _unassigned() -> re.Pattern[str]:
-    """Finds a character that this Python's version of Unicode does not know."""
-    return re.compile(f"[{''.join(_unassigned_ranges())}]")
-
-
-def _unassigned_ranges() -> Iterator[str]:
-    start = None
-    for code in range(0x300, 0x110001):
-        missing = code < 0x110000 and unicodedata.category(chr(code)) == "Cn"
-        if missing and start is None:
-            start = code
-        elif not missing and start is not None:
-            yield f"\\U{start:08x}-\\U{code - 1:08x}"
-            start = None
-
-
-def nfc(text: str) -> str:
-    """Returns ``text`` in NFC as the tokenizers library has it, whatever its version of Unicode.
-
-    A text of characters that Unicode knows here, in NFC by that version, is so by every other: normal forms are
-    stable (UAX 15), and what an older version does not know, it leaves alone. Any other text is normalized by the
-    library itself. Raises `WorkError` where that is missing.
-    """
-    if not _COMPOSED.search(text):
-        return text
-    if unicodedata.is_normalized("NFC", text) and not _unassigned().search(text):
-        return text
-    return str(library().normalizers.NFC().normalize_str(text))
-
-
-def library() -> Any:
-    """Returns the tokenizers library. Raises `WorkError` where it is missing."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise WorkError("this tokenizer needs the package tokenizers", NEEDS_LIBRARY) from None
-    return tokenizers
-
-
 Step = tuple[str, str, str]  # the type of a decoder, what it replaces, by what
 
 
@@ -170,10 +130,10 @@ class Library(_Pickled):
 
     data: bytes = field(repr=False)  # of the file
 
-    @property
+    @cached_property
     def pattern(self) -> str:
-        """None is known: a document is encoded whole."""
-        return ""
+        """The pattern of a byte-level BPE if its form is known, so that long documents can be cut; else empty."""
+        return _pattern(self.values) or ""
 
     @cached_property
     def values(self) -> dict[str, Any]:
@@ -185,7 +145,10 @@ class Library(_Pickled):
     def adds_space(self) -> bool:
         """Whether decoding a text's ids begins with a space that the text does not have."""
         spaced = any(kind in ("Join", "WordPiece") for kind, _, _ in self._steps)
-        return spaced or list(self.encode("a", {}, False, False)[0]) != list(self.encode("a", {}, False, True)[0])
+        return spaced or (
+            self._continuing is not self._tokenizer
+            and list(self.encode("a", {}, False, False)[0]) != list(self.encode("a", {}, False, True)[0])
+        )
 
     @cached_property
     def _steps(self) -> list[Step]:
@@ -201,7 +164,7 @@ class Library(_Pickled):
 
     @cached_property
     def _continuing(self) -> Any:
-        return _made(without_prefix(self.values))
+        return self._tokenizer if self.pattern else _made(without_prefix(self.values))
 
     @cached_property
     def pieces(self) -> dict[int, bytes]:
@@ -253,7 +216,7 @@ class Library(_Pickled):
     def _is_risky(self) -> bool:
         """Whether time may grow with more than the length of a text: by regular expressions, at which the library may
         panic too, or by WordPiece, which tries all lengths of a word."""
-        return b'"Regex"' in self.data or self.values["model"].get("type") == "WordPiece"
+        return not self.pattern and (b'"Regex"' in self.data or self.values["model"].get("type") == "WordPiece")
 
     def offsets(self, text: str) -> tuple[Int64s, Int64s]:
         """Returns the characters of ``text`` at which its tokens start and end, special tokens among them."""
@@ -263,13 +226,44 @@ class Library(_Pickled):
         return starts, ends
 
 
+def _pattern(values: Mapping[str, Any]) -> str | None:
+    """Returns the pattern of a byte-level BPE: ByteLevel's own, the same after digits are cut off one by one, or a
+    Split of known form. None for any other, or where something else decides what a text is cut into."""
+    model = values["model"]
+    normalizers = [step.get("type") for step in steps(values.get("normalizer"), "normalizers")]
+    found = steps(values.get("pre_tokenizer"), "pretokenizers")
+    kinds = [step.get("type") for step in found]
+    odd = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    flags = ("single_word", "lstrip", "rstrip", *(["normalized"] if normalizers else []))
+    if (
+        model.get("type", "BPE") != "BPE"
+        or "merges" not in model
+        or any(model.get(key) for key in odd)
+        or normalizers not in ([], ["NFC"])
+        or any(token.get(flag) for token in values.get("added_tokens") or [] for flag in flags)
+        or kinds[-1:] != ["ByteLevel"]
+        or found[-1].get("add_prefix_space", True)
+    ):
+        return None
+    own = found[-1].get("use_regex", True)
+    if kinds == ["ByteLevel"] and own:
+        return GPT2_PATTERN
+    if kinds == ["Digits", "ByteLevel"] and own and found[0].get("individual_digits"):
+        return DIGITS_PATTERN
+    if kinds == ["Split", "ByteLevel"] and not own:
+        regex = found[0].get("pattern", {}).get("Regex")
+        isolated = found[0].get("behavior") == "Isolated" and not found[0].get("invert")
+        if isinstance(regex, str) and isolated and is_known(regex):
+            return regex
+    return None
+
+
 def _made(values: Mapping[str, Any]) -> Any:
-    library_ = library()
     plain = json.dumps({**values, "truncation": None, "padding": None, "post_processor": None})
     untrusted.check(values)
     try:
         with untrusted.silent():
-            return library_.Tokenizer.from_str(plain)
+            return tokenizers.Tokenizer.from_str(plain)
     except BaseException as error:  # a panic of pyo3 is no Exception
         if not _is_panic(error) and not isinstance(error, Exception):
             raise

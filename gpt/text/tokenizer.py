@@ -231,7 +231,8 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """A sha256 over all that decides which ids a text gets."""
-        digest = hashlib.sha256(f"{self.pattern}\0{self.eot}\0{self.eot_token}\0".encode())
+        library = isinstance(self.backend, Library)  # whose file has the pattern
+        digest = hashlib.sha256(f"{'' if library else self.pattern}\0{self.eot}\0{self.eot_token}\0".encode())
         digest.update(self.backend.data if isinstance(self.backend, Library) else to_tiktoken(self.backend.ranks))
         if self.specials:
             digest.update(json.dumps(sorted(self.specials.items())).encode())

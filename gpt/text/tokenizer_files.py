@@ -3,7 +3,7 @@
 import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -23,7 +23,7 @@ from gpt.files import (
     write_file,
 )
 from gpt.text.backends import BYTES, ByteBPE, Library, in_characters
-from gpt.text.boundaries import DIGITS_PATTERN, GPT2_PATTERN, is_known
+from gpt.text.boundaries import GPT2_PATTERN
 from gpt.text.tokenizer import (
     CHAT_TEMPLATE,
     END_OF_TEXT,
@@ -44,6 +44,7 @@ _BESIDE = (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, "added_tokens.json")
 _WHOLE_KEPT = (WHOLE, *_BESIDE)
 KEPT = (*_WHOLE_KEPT, "vocab.json", "merges.txt")  # files of transformers' that are saved again as they are
 RANKS = "tokenizer.tiktoken"
+_LEVEL: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 NEW = "give another place with --out"
 _DESCRIBED = ("gpt.json", "manifest.json")  # describe the tokenizer beside its ranks
 
@@ -153,9 +154,7 @@ def read_transformers(folder: Path) -> Tokenizer | None:
     """Reads the tokenizer in a folder of transformers'; None where there is none."""
     whole, vocab, merges = folder / WHOLE, folder / "vocab.json", folder / "merges.txt"
     if whole.is_file():
-        values, files = _with_tokens_beside(read_json(whole), _kept(folder, _WHOLE_KEPT, WHOLE), str(whole))
-        values, files = _with_prefix_space(values, files)
-        return from_tokenizer_json(values, str(whole), files, _settings(folder))
+        return from_tokenizer_json(read_json(whole), str(whole), _kept(folder, _WHOLE_KEPT, WHOLE), _settings(folder))
     if vocab.is_file() and merges.is_file():
         text = read_regular(merges, JSON_LIMIT).decode("utf-8-sig", "replace")
         return from_vocab_and_merges(read_json(vocab), text, str(vocab), _kept(folder, KEPT[1:]), _settings(folder))
@@ -167,57 +166,44 @@ def read_transformers(folder: Path) -> Tokenizer | None:
     return None
 
 
-def _with_tokens_beside(
-    values: dict[str, Any], files: Mapping[str, bytes], where: str
-) -> tuple[dict[str, Any], Mapping[str, bytes]]:
-    """Returns a ``tokenizer.json`` and the kept files with the tokens that only the files beside it list or name."""
-    try:
-        vocab, listed = values["model"]["vocab"], values.get("added_tokens") or []
-        vocab = {word: id for id, (word, _) in enumerate(vocab)} if isinstance(vocab, list) else vocab  # Unigram's
-        added = {token["content"]: token["id"] for token in listed}
-        size = 1 + max([-1, *vocab.values(), *added.values()])
-    except (KeyError, TypeError, AttributeError, ValueError):
-        return values, files  # reading it says what is wrong
-    new = _tokens_beside(files, vocab, added, size, where)
-    if not new:
-        return values, files
-    values = {**values, "added_tokens": [*listed, *new]}
-    return values, {**files, WHOLE: json.dumps(values, ensure_ascii=False).encode()}
-
-
-def _with_prefix_space(
-    values: dict[str, Any], files: Mapping[str, bytes]
-) -> tuple[dict[str, Any], Mapping[str, bytes]]:
-    """Returns a ``tokenizer.json`` and the kept files with a space before a text as ``tokenizer_config.json`` says it:
-    for GPT-2's and Qwen2's classes transformers takes its word, and not the file's."""
-    config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
-    if config.get("tokenizer_class") not in (
-        "GPT2Tokenizer",
-        "GPT2TokenizerFast",
-        "Qwen2Tokenizer",
-        "Qwen2TokenizerFast",
-    ):
-        return values, files
-    added = bool(config.get("add_prefix_space", False))
-    found = steps(values.get("pre_tokenizer"), "pretokenizers")
-    changed = [{**step, "add_prefix_space": added} if step.get("type") == "ByteLevel" else step for step in found]
-    if changed == found:
-        return values, files
-    values = {**values, "pre_tokenizer": {"type": "Sequence", "pretokenizers": changed}}
-    return values, {**files, WHOLE: json.dumps(values, ensure_ascii=False).encode()}
+def _completed(values: Mapping[str, Any], files: Mapping[str, bytes], where: str) -> Mapping[str, Any]:
+    """Returns a ``tokenizer.json`` as transformers reads it: with the tokens that only the ``files`` beside it list or
+    name, with end-of-text as a special token, and for GPT-2's and Qwen2's classes with the space before a text that
+    tokenizer_config.json asks for."""
+    config, names = (json.loads(files.get(name, b"{}")) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS))
+    vocab, listed = values["model"]["vocab"], values.get("added_tokens") or []
+    vocab = {word: id for id, (word, _) in enumerate(vocab)} if isinstance(vocab, list) else vocab  # Unigram's
+    added = {token["content"]: token["id"] for token in listed}
+    size = 1 + max([-1, *vocab.values(), *added.values()])
+    new = _tokens_beside(config, names, json.loads(files.get("added_tokens.json", b"{}")), vocab, added, size, where)
+    if END_OF_TEXT in vocab and END_OF_TEXT not in [*added, *(token["content"] for token in new)]:
+        new += _added_tokens({END_OF_TEXT: vocab[END_OF_TEXT]})
+    values = {**values, "added_tokens": [*listed, *new]} if new else values
+    if str(config.get("tokenizer_class")).removesuffix("Fast") in ("GPT2Tokenizer", "Qwen2Tokenizer"):
+        space = {"add_prefix_space": bool(config.get("add_prefix_space", False))}
+        found = steps(values.get("pre_tokenizer"), "pretokenizers")
+        changed = [{**step, **space} if step.get("type") == "ByteLevel" else step for step in found]
+        if changed != found:
+            values = {**values, "pre_tokenizer": {"type": "Sequence", "pretokenizers": changed}}
+    return values
 
 
 def _tokens_beside(
-    files: Mapping[str, bytes], vocab: Mapping[str, int], added: Mapping[str, int], size: int, where: str
+    config: Mapping[str, Any],
+    names: Mapping[str, Any],
+    more: Mapping[str, int],
+    vocab: Mapping[str, int],
+    added: Mapping[str, int],
+    size: int,
+    where: str,
 ) -> list[dict[str, Any]]:
-    """Returns the tokens that ``files`` list or name and that are not among those ``added``, as ``tokenizer.json``
-    lists them, with the ids that transformers gives them: those of ``vocab``, or the next ones from ``size`` on."""
-    config, names = (json.loads(files.get(name, b"{}")) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS))
+    """Returns the tokens that the files beside a ``tokenizer.json`` list or name and that are not among those
+    ``added``, as ``tokenizer.json`` lists them, with the ids that transformers gives them: those of ``vocab``, or the
+    next ones from ``size`` on."""
     try:
         listed: dict[Any, Any] = config.get("added_tokens_decoder") or {}
         if not listed:
-            config |= names
-            more = json.loads(files.get("added_tokens.json", b"{}"))
+            config = {**config, **names}
             listed = {id: {"content": word} for word, id in more.items()}
         named = [config.get(f"{name}_token") for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
         for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -351,13 +337,12 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     assert isinstance(tokenizer.backend, ByteBPE) and not tokenizer.backend.nfc
     ranks = tokenizer.backend.ranks
     by_rank = sorted(ranks.items(), key=lambda item: item[1])
-    level: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    pre = level
+    pre = _LEVEL
     if tokenizer.pattern != GPT2_PATTERN:
         split = {
             "type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False,
         }  # fmt: skip
-        pre = {"type": "Sequence", "pretokenizers": [split, level | {"use_regex": False}]}
+        pre = {"type": "Sequence", "pretokenizers": [split, _LEVEL | {"use_regex": False}]}
     pairs = merging_pairs(ranks)
     return {
         "version": "1.0",
@@ -366,8 +351,8 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
         "added_tokens": _added_tokens(tokenizer.all_specials),
         "normalizer": None,
         "pre_tokenizer": pre,
-        "post_processor": level,
-        "decoder": level,
+        "post_processor": _LEVEL,
+        "decoder": _LEVEL,
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -379,7 +364,7 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
             # As tiktoken does, where some token is reached by no merge: a whole piece that is a token is that token.
             "ignore_merges": len(pairs) < sum(len(token) > 1 for token in ranks),
             "vocab": {in_characters(token): rank for token, rank in by_rank} | tokenizer.all_specials,
-            "merges": [f"{in_characters(a)} {in_characters(b)}" for a, b in pairs],
+            "merges": written(pairs),
         },
     }
 
@@ -407,23 +392,31 @@ def from_tokenizer_json(
     files: Mapping[str, bytes] | None = None,
     settings: Sequence[Mapping[str, Any]] = ({}, {}, {}),
 ) -> Tokenizer:
-    """Reads a ``tokenizer.json``: tiktoken runs a byte-level BPE for which it is certain to give the same ids, the
-    tokenizers library anything else. ``files`` are kept; ``settings``: see `_settings`.
+    """Reads a ``tokenizer.json``: tiktoken runs one that says what `to_tokenizer_json` would, as ours and GPT-2's do,
+    the tokenizers library any other. ``files`` are kept; ``settings``: see `_settings`.
 
     Raises `UserError` for one that the library cannot run either.
     """
-    data = (files or {}).get(WHOLE) or json.dumps(values).encode()
+    files = files or {}
     try:
-        added = [token for token in values.get("added_tokens") or [] if token["content"]]
+        whole = _completed(values, files, where)
+        data = files.get(WHOLE)
+        if data is None or whole is not values:
+            data = json.dumps(whole, ensure_ascii=False).encode()
+        files = {**files, WHOLE: data} if files else {}
+        added = [token for token in whole.get("added_tokens") or [] if token["content"]]
         specials = {token["content"]: token["id"] for token in added if token.get("special")}
         words = {token["content"]: token["id"] for token in added if not token.get("special")}
-        backend: ByteBPE | Library = _byte_bpe(values, added) or _library(values, data)
-        if isinstance(backend, ByteBPE) and END_OF_TEXT in values["model"]["vocab"]:
-            specials[END_OF_TEXT] = values["model"]["vocab"][END_OF_TEXT]
-        tokenizer = _tokenizer(backend, specials, words, _bos(values), settings, where)
+        library = Library(data)
+        backend = _as_ours(library, {*specials, *words}) or library
+        if whole["model"].get("dropout"):
+            raise UserError("a tokenizer with dropout gives other ids each time")
+        tokenizer = _tokenizer(backend, specials, words, _bos(whole), settings, where)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{where} is no tokenizer of the tokenizers library: {type(error).__name__} {error}") from None
-    return _named(tokenizer, files)
+    # GPT-2's own tokenizer needs no files of others.
+    gpt2 = tokenizer.fingerprint == GPT2_FINGERPRINT
+    return replace(tokenizer, name="gpt2") if gpt2 else replace(tokenizer, files=files)
 
 
 def from_vocab_and_merges(
@@ -438,28 +431,12 @@ def from_vocab_and_merges(
     if kind not in (None, "GPT2Tokenizer", "GPT2TokenizerFast"):
         hint = "write a tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         raise UserError(f"{where} and merges.txt do not say how {kind} cuts a text into words", hint)
-    lines = [line for line in merges_text.split("\n") if line and not line.startswith("#version")]
-    try:
-        beside = _tokens_beside(files or {}, vocab, {}, 1 + max(vocab.values()), where)
-        added = {END_OF_TEXT, *(token["content"] for token in beside)}
-        ranks = _ranks({token: id for token, id in vocab.items() if token not in added})
-        if ranks is None or not _same_merges(ranks, [tuple(line.split(" ")) for line in lines], whole=False):
-            hint = "write a tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-            raise UserError(f"{where}: tiktoken cannot run its merges", hint)
-        specials = {END_OF_TEXT: vocab[END_OF_TEXT]} if END_OF_TEXT in vocab else {}
-        specials |= {token["content"]: token["id"] for token in beside if token["special"]}
-        words = {token["content"]: token["id"] for token in beside if token["content"] not in specials}
-        tokenizer = _tokenizer(ByteBPE(GPT2_PATTERN, ranks), specials, words, None, settings, where)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{where} is no vocabulary of a byte-level BPE: {type(error).__name__} {error}") from None
-    return _named(tokenizer, files)
-
-
-def _named(tokenizer: Tokenizer, files: Mapping[str, bytes] | None) -> Tokenizer:
-    """GPT-2's own tokenizer needs no files of others."""
-    if tokenizer.fingerprint == GPT2_FINGERPRINT:
-        return replace(tokenizer, name="gpt2")
-    return replace(tokenizer, files=files or {})
+    merges = [line for line in merges_text.split("\n") if line and not line.startswith("#version")]
+    values = {
+        "version": "1.0", "added_tokens": [], "pre_tokenizer": _LEVEL, "decoder": _LEVEL,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    }  # fmt: skip
+    return from_tokenizer_json(values, where, files, settings)
 
 
 def _tokenizer(
@@ -527,91 +504,37 @@ def _bos(values: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _library(values: Mapping[str, Any], data: bytes) -> Library:
-    if values["model"].get("dropout"):
-        raise UserError("a tokenizer with dropout gives other ids each time")
-    return Library(data)
+def _as_ours(library: Library, added: Collection[str]) -> ByteBPE | None:
+    """Returns the byte-level BPE of a file that has GPT-2's pattern and the very merges that we would write for its
+    vocabulary; else None."""
+    if library.pattern != GPT2_PATTERN or library.values.get("normalizer"):
+        return None
+    model = library.values["model"]
+    if len({bool(token.get("normalized")) for token in library.values["added_tokens"]}) > 1:
+        return None  # some are found before others
+    ranks = byte_ranks(model["vocab"], added)
+    if ranks is None or any(bytes([byte]) not in ranks for byte in range(256)):
+        return None
+    pairs = merging_pairs(ranks)
+    reached = model.get("ignore_merges") or len(pairs) == sum(len(token) > 1 for token in ranks)
+    return ByteBPE(GPT2_PATTERN, ranks) if reached and listed_merges(model) == written(pairs) else None
 
 
-def without_some_bytes(values: Mapping[str, Any]) -> ByteBPE | None:
-    """Returns the byte-level BPE of a ``tokenizer.json`` in which single bytes may have no token; else None. tiktoken
-    does not run it where some have none."""
+def byte_ranks(vocab: Mapping[str, int], added: Collection[str]) -> dict[bytes, int] | None:
+    """Returns the bytes and ids of tokens that are written in GPT-2's byte characters, those ``added`` left out; None
+    where another one is not written so."""
     try:
-        return _byte_bpe(values, [token for token in values.get("added_tokens") or [] if token["content"]], whole=False)
-    except (KeyError, TypeError, AttributeError, ValueError):
-        return None
-
-
-def _byte_bpe(values: Mapping[str, Any], added: Sequence[Mapping[str, Any]], whole: bool = True) -> ByteBPE | None:
-    """Returns a byte-level BPE for which tiktoken is certain to give the ids that the library gives; else None.
-    ``whole``: all of the 256 bytes have a token."""
-    model = values["model"]
-    normalizers = [step.get("type") for step in steps(values.get("normalizer"), "normalizers")]
-    pattern = _pattern(values.get("pre_tokenizer"))
-    odd = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
-    flags = ("single_word", "lstrip", "rstrip", *(["normalized"] if normalizers else []))
-    if (
-        model.get("type", "BPE") != "BPE"
-        or "merges" not in model
-        or any(model.get(key) for key in odd)
-        or normalizers not in ([], ["NFC"])
-        or pattern is None
-        or any(token.get(flag) for token in added for flag in flags)
-        or len({bool(token.get("normalized")) for token in added}) > 1  # else some are found before others
-    ):
-        return None
-    contents = {token["content"] for token in added} | {END_OF_TEXT}
-    ranks = _ranks({token: id for token, id in model["vocab"].items() if token not in contents}, whole)
-    pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
-    if ranks is None or not _same_merges(ranks, pairs, whole=bool(model.get("ignore_merges"))):
-        return None
-    return ByteBPE(pattern, ranks, nfc=bool(normalizers))
-
-
-def _ranks(vocab: Mapping[str, int], whole: bool = True) -> dict[bytes, int] | None:
-    """Returns tokens that are written in GPT-2's byte characters as bytes; None where some are not, or with ``whole``
-    one of the 256 bytes has no token."""
-    try:
-        ranks = {bytes(map(BYTES.__getitem__, token)): id for token, id in vocab.items()}
+        ranks = {bytes(map(BYTES.__getitem__, token)): id for token, id in vocab.items() if token not in added}
     except KeyError:
         return None
-    complete = not whole or all(bytes([byte]) in ranks for byte in range(256))
-    return ranks if complete and b"" not in ranks and all(type(id) is int for id in ranks.values()) else None
+    return ranks if b"" not in ranks and all(type(id) is int for id in ranks.values()) else None
 
 
-def _same_merges(ranks: Mapping[bytes, int], pairs: Sequence[tuple[str, ...]], whole: bool) -> bool:
-    """Whether the library, which merges the listed ``pairs`` in their order, gives the ids that tiktoken gives.
-
-    It does if the list is in the order of the ids that it makes and has every pair of `merging_pairs`: as long as both
-    have done the same, the neighbors of the lowest id are one of these pairs for both, and others in the list that
-    make this id never stand side by side then. ``whole``: a piece that is a token needs no merges, as in tiktoken;
-    without it, each token must be what its bytes merge to.
-    """
-    try:
-        listed = [(bytes(map(BYTES.__getitem__, a)), bytes(map(BYTES.__getitem__, b))) for a, b in pairs]
-        made = [ranks[a + b] for a, b in listed]
-    except (KeyError, ValueError):
-        return False
-    wanted = merging_pairs(ranks)
-    reached = whole or len(wanted) == sum(len(token) > 1 for token in ranks)
-    return reached and made == sorted(made) and set(wanted) <= set(listed)
+def listed_merges(model: Mapping[str, Any]) -> list[str]:
+    """Returns the merges of a ``tokenizer.json``, older and newer, as ``merges.txt`` has them."""
+    return [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
 
 
-def _pattern(pre: Any) -> str | None:
-    """Returns the pattern of a pre-tokenizer, in tiktoken's spelling: ByteLevel's own, the same after digits are cut
-    off one by one, or a Split of known form; else None."""
-    found = steps(pre, "pretokenizers")
-    kinds = [step.get("type") for step in found]
-    if not kinds or kinds[-1] != "ByteLevel" or found[-1].get("add_prefix_space", True):
-        return None
-    own = found[-1].get("use_regex", True)
-    if kinds == ["ByteLevel"] and own:
-        return GPT2_PATTERN
-    if kinds == ["Digits", "ByteLevel"] and own and found[0].get("individual_digits"):
-        return DIGITS_PATTERN
-    if kinds == ["Split", "ByteLevel"] and not own:
-        regex = found[0].get("pattern", {}).get("Regex")
-        isolated = found[0].get("behavior") == "Isolated" and not found[0].get("invert")
-        if isinstance(regex, str) and isolated and is_known(regex):
-            return regex
-    return None
+def written(pairs: Iterable[tuple[bytes, bytes]]) -> list[str]:
+    """Returns merges as ``merges.txt`` has them."""
+    return [f"{in_characters(a)} {in_characters(b)}" for a, b in pairs]
