@@ -318,7 +318,7 @@ class Trainer:
         now = time.perf_counter()
         pace = (now - self.first_step) / self.state.step
         steps = self.world.broadcast_object(lambda: budget.steps_left(now, pace))
-        self.update_recipe(steps=self.state.step + steps, decay=steps)
+        self.update_recipe(steps=self.state.step + steps, decay=steps, planned=self.recipe.planned or self.recipe.steps)
         self.session.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
 
     def compile(self) -> None:

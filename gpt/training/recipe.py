@@ -77,6 +77,7 @@ class Recipe:
     tensor: Annotated[int, Within(1, 1024)] = 1  # tensor-parallel processes, which share each sequence
     context: Count = 0  # of the saved model, if it is longer than in training; 0: the same
     recompute: bool = False  # whether activations of blocks are recomputed in the backward pass
+    planned: Count = 0  # the steps before the last ``decay`` ones were fitted into the minutes; 0: they were not
 
     @property
     def saved_model(self) -> GPTConfig:
@@ -99,10 +100,10 @@ class Recipe:
         """Tokens of the first ``steps`` steps."""
         return self.ramp.before(steps) * self.model.block_size if self.ramp else steps * self.batch_tokens
 
-    def lr_at(self, step: int) -> float:
+    def lr_at(self, step: float) -> float:
         """The learning rate of step 1 … ``steps``: linear from 0 to ``lr`` over ``warmup`` steps, then ``lr`` and, over
-        the last ``decay`` steps, linear towards 0 (Hägele et al. 2024, arXiv 2405.18392); a cosine down to a tenth; or
-        ``lr``.
+        the last ``decay`` steps, linear towards 0 (Hägele et al. 2024, arXiv 2405.18392); a cosine down to a tenth, the
+        rest of which is stretched over steps that were fitted into the minutes; or ``lr``.
         """
         if step < self.warmup:
             return self.lr * step / self.warmup
@@ -110,7 +111,10 @@ class Recipe:
             return self.lr
         if self.schedule == "linear":
             return self.lr * min(1.0, (self.steps + 1 - step) / max(1, self.decay))
-        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        steps, left = self.planned or self.steps, self.steps - step
+        if self.planned and left < self.decay:
+            step = steps - left * (steps - (self.steps - self.decay)) / self.decay
+        progress = (step - self.warmup) / max(1, steps - self.warmup)
         return self.lr * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2)
 
 

@@ -567,7 +567,7 @@ def changed(
     if steps is not None and steps < recipe.steps:
         raise UserError(f"the run has {recipe.steps:,} steps; --steps {steps:,} is fewer", "give as many or more")
     if steps is not None and steps > recipe.steps:
-        longer = replace(recipe, steps=steps)
+        longer = replace(recipe, steps=steps, planned=0)
         before, after = (each.lr_at(step + 1) for each in (recipe, longer))
         note(
             f"{steps:,} steps instead of {recipe.steps:,}: from step {step:,} on, the {recipe.schedule} schedule is "
