@@ -30,8 +30,8 @@ from gpt.text.batches import Batches
 from gpt.text.token_folder import TokenFolder
 from gpt.training import recipe
 from gpt.training import step as stepping
-from gpt.training.budget import Costs, TimeBudget
 from gpt.training.optim import Muon, make_optimizer, orthogonalize
+from gpt.training.pace import Costs, TimeBudget
 from gpt.training.recipe import Recipe
 
 CPU = Compute(torch.device("cpu"), torch.float32)

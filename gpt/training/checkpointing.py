@@ -18,9 +18,9 @@ from gpt.files import FULL, disk_errors
 from gpt.model.lora import find_roles
 from gpt.runs import adapter, checkpoint, folder
 from gpt.runs.checkpoint import Files
-from gpt.training.budget import TimeBudget
 from gpt.training.context import RunContext
-from gpt.training.logs import Metrics
+from gpt.training.journal import Journal
+from gpt.training.pace import TimeBudget
 from gpt.training.parallel import WEIGHT, Parallel
 from gpt.training.recipe import Recipe
 from gpt.training.state import STATE, TENSORS, Snapshot, TrainState
@@ -39,25 +39,25 @@ class Checkpointer:
         scaler: torch.amp.GradScaler,
         state: TrainState,
         tokenizer: checkpoint.TokenizerFiles,
-        on_saved: Callable[[int], None],
+        journal: Journal,
     ) -> None:
-        """``on_saved`` hears the step of each checkpoint that is whole on the disk."""
         self.run, self.parallel, self.scaler, self.state, self.tokenizer = run, parallel, scaler, state, tokenizer
-        self.metrics: Metrics | None = None  # that a checkpoint syncs first
+        self.journal = journal
         self.snapshot = Snapshot()  # the newest good state
         self.fixed = {name: tensor.cpu().numpy() for name, tensor in checkpoint.fixed(parallel.own).items()}
         self.size = checkpoint_size(parallel, tokenizer)
         self.writer: Writer
         if run.world.is_main:
-            self.writer = Writer(run.run, run.recipe.keep, on_saved, run.session.warn, parallel.finish_save)
+            self.writer = Writer(run.run, run.recipe.keep, journal.saved, run.session.warn, parallel.finish_save)
         else:
             self.writer = Sender(parallel, lambda: self.snapshot.tensors)
+        self.writer.step = state.settled_step
 
     def remember(self) -> None:
         """Copies the state into memory."""
         self.writer.wait()  # it reads the copy before
         self.state.seconds = time.perf_counter() - self.run.began
-        self.state.metrics_bytes = self.metrics.size if self.metrics else 0
+        self.state.metrics_bytes = self.journal.metrics.size if self.journal.metrics else 0
         self.snapshot.take(self.parallel, self.scaler, self.state)
 
     def roll_back(self, **changes: Any) -> None:
@@ -98,8 +98,8 @@ class Checkpointer:
         about = snapshot.about(recipe, run.machine(), budget)
 
         def files() -> Files:
-            if self.metrics is not None:
-                self.metrics.sync()
+            if self.journal.metrics is not None:
+                self.journal.metrics.sync()
             whole = checkpoint.contents(recipe.saved_model, weights, self.tokenizer, meta, store)
             return {**whole, STATE: about, TENSORS: rest}
 

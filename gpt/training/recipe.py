@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
 from gpt.config import USUAL_DECAY, GPTConfig, Optimizer, Preset, TrainConfig, find_preset
@@ -10,9 +10,10 @@ from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.memory import Setup, at_once, divisors, in_chunks, largest, training
 from gpt.model.params import breakdown, nearest_preset
+from gpt.parallel.world import World
 from gpt.peaks import host_memory
 from gpt.programs import compiles_unasked
-from gpt.settings import Amount, Count, Positive, Within
+from gpt.settings import Amount, Count, Positive, Within, checked
 from gpt.text.batches import MOST_SIZES, Ramp
 from gpt.training import finetune
 
@@ -213,6 +214,11 @@ def resolve(
     return replace(recipe, compile=_compiles(config, recipe, compute, processes))
 
 
+def broadcast(world: World, make: Callable[[], Recipe]) -> Recipe:
+    """Rank 0's recipe, on all ranks."""
+    return checked(Recipe, world.broadcast_object(lambda: asdict(make())), "the recipe of process 0")
+
+
 def auto_optimizer(config: TrainConfig, model: GPTConfig) -> Optimizer:
     """The optimizer of ``model``: Muon, but AdamW for adapters and for a large model that is fine-tuned."""
     if config.lora_rank:
@@ -408,7 +414,7 @@ def _steps(config: TrainConfig, n_tokens: int, batch: _Batch, usual_epochs: floa
     if config.steps is not None:
         return config.steps
     if config.minutes is not None:
-        return 1000  # a guess, until the rate is measured (gpt.training.loop.measure_budget)
+        return 1000  # a guess, until the rate is measured (gpt.training.budget)
     epochs = usual_epochs if config.epochs is None else config.epochs
     if epochs <= 0:
         raise UserError(f"epochs is {epochs:g}; it must be more than 0")

@@ -5,7 +5,6 @@ ranks: `open_run` reads the folder, and `Trainer` trains.
 """
 
 import contextlib
-import math
 import os
 import shutil
 import time
@@ -34,13 +33,13 @@ from gpt.text.corpus import open_corpus
 from gpt.text.token_folder import MANIFEST, TokenFolder
 from gpt.text.tokenizer import Tokenizer
 from gpt.training import logs
-from gpt.training.budget import PROBE_SHARE, TimeBudget, preset_for_minutes
+from gpt.training.budget import Planner, preset_for_minutes
 from gpt.training.context import Listener, Result, RunContext, Session, data_record, first_record, versions
 from gpt.training.data import Dataset, load_tokens, make_tokens, open_examples, open_tokens, tokenized
 from gpt.training.finetune import InitCheckpoint, find_init, open_init
-from gpt.training.loop import Trainer, measure_budget
+from gpt.training.loop import Trainer
 from gpt.training.parallel import parallelize
-from gpt.training.recipe import Recipe, asked_micro_batch, check_heads, check_model, check_share, resolve
+from gpt.training.recipe import Recipe, asked_micro_batch, broadcast, check_heads, check_share
 from gpt.training.state import Saved, read_saved, seed_all
 from gpt.words import counted
 
@@ -373,7 +372,11 @@ def open_run(begun: Begun, given: Mapping[str, Any], session: Session, prepared:
     world.assert_same({"text": data.sources})
     environment.tell(environment.RUN, begun.run)
     given = {**begun.lengthened, **given}
-    recipe, budget = amend(begun, given, data, compute, init, session)
+    recipe, budget = begun.recipe, None
+    if recipe is None:
+        recipe, budget = Planner(begun.config, compute, data, init, session).plan()
+    step = begun.saved.state.step if begun.saved else 0
+    recipe = broadcast(world, partial(changed, recipe, given, step, note, world.data_size))
     began = session.began - (begun.saved.state.seconds if begun.saved else 0.0)
     if begun.saved is not None and begun.saved.pace is not None and "steps" not in given:
         budget = replace(begun.saved.pace, deadline=begun.saved.pace.deadline + began)
@@ -470,70 +473,6 @@ def open_data(begun: Begun, compute: Compute, init: InitCheckpoint | None, sessi
             "put it back as it was, or fine-tune on the new text with --init",
         )
     return data
-
-
-def amend(
-    begun: Begun,
-    given: Mapping[str, Any],
-    data: Dataset,
-    compute: Compute,
-    init: InitCheckpoint | None,
-    session: Session,
-) -> tuple[Recipe, TimeBudget | None]:
-    """Rank 0's recipe of a run, on all ranks: resolved if it is new, with the changes that are ``given``; and the
-    budget of a new run for so many minutes. Raises `UserError` for a change that cannot be made."""
-    world, config, budget = session.world, begun.config, None
-
-    def resolved(config: TrainConfig, note: Callable[[str], None], most_tokens: float = math.inf) -> Recipe:
-        shape = init.model if init else None
-        held_out = data.held_out_tokens > 0
-        return _broadcast(
-            world,
-            lambda: resolve(
-                config, compute, data.bytes, data.tokens, data.tokenizer.vocab_size, held_out, note, shape, data.rows,
-                world.data_size, most_tokens,
-            ),
-        )  # fmt: skip
-
-    def measured(recipe: Recipe, minutes: float, share: float) -> tuple[TimeBudget, int]:
-        """The budget of a run, measured for a ``share`` of its minutes, and the steps that fit into it."""
-        seed_all(recipe.seed)
-        parallel = parallelize(recipe, compute, world, init)
-        found = measure_budget(parallel, recipe, data, minutes, session, share)
-        return found, world.broadcast_object(lambda: found.steps(time.perf_counter()))
-
-    recipe = begun.recipe
-    if recipe is None:
-        recipe = resolved(config, session.note)
-        world.raise_on_all(partial(check_model, recipe, compute, world.data_size))
-        if config.minutes is not None:
-            session.note("measuring how fast this machine trains it")
-            # Whether it compiles is decided by the minutes, not by the steps that fit into them.
-            known, fits = replace(config, minutes=None, compile="on" if recipe.compile else "off"), math.inf
-            if init is not None and config.batch_tokens is None:  # a step of the usual batch may take minutes
-                single = replace(resolved(config, _silent, 1), compile=False)
-                fits = measured(single, config.minutes, 0.0)[1] * single.batch_tokens
-                recipe = resolved(config, _silent, fits)
-            if recipe.compile:  # it is for one dropout and micro-batch: those of as many uncompiled steps as fit
-                _, steps = measured(replace(recipe, compile=False), config.minutes, 0.0)
-                recipe = resolved(replace(known, steps=steps), _silent, fits)
-                known = replace(known, dropout=recipe.model.dropout, micro_batch=str(recipe.micro_batch))
-            budget, steps = measured(recipe, config.minutes, PROBE_SHARE)
-            every = config.eval_every or math.ceil(steps / budget.pauses)
-            samples = config.sample_every if config.sample_every is not None or budget.samples else 0
-            recipe = resolved(replace(known, steps=steps, eval_every=every, sample_every=samples), _silent, fits)
-            session.note(budget.describe(recipe.batch_tokens))
-    step = begun.saved.state.step if begun.saved else 0
-    return _broadcast(world, partial(changed, recipe, given, step, session.note, world.data_size)), budget
-
-
-def _silent(note: str) -> None:
-    """Drops the notes about a recipe that was resolved before."""
-
-
-def _broadcast(world: World, make: Callable[[], Recipe]) -> Recipe:
-    """Rank 0's recipe."""
-    return checked(Recipe, world.broadcast_object(lambda: asdict(make())), "the recipe of process 0")
 
 
 def changed(
