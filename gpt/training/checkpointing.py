@@ -65,16 +65,15 @@ class Checkpointer:
         good = self.snapshot.restore(self.parallel, self.scaler)
         vars(self.state).update(vars(good), **changes)
 
-    def save(self, recipe: Recipe, budget: TimeBudget | None) -> None:
-        """Copies the state, and starts to write it."""
+    def save(self, recipe: Recipe, budget: TimeBudget | None, stopped: Callable[[], bool] | None = None) -> None:
+        """Copies the state, and starts to write it. With ``stopped`` it is the last one: waits until it is written, and
+        for room until ``stopped``. Raises `WorkError` then if the disk stays full."""
         self.remember()
-        self.writer.begin(self.state.step, self.size, self._files(recipe, budget))
-
-    def save_last(self, recipe: Recipe, budget: TimeBudget | None, stopped: Callable[[], bool]) -> None:
-        """Copies the state, and writes it, waiting for room until ``stopped``. Raises `WorkError` if the disk stays
-        full."""
-        self.remember()
-        self.writer.last(self.state.step, self.size, self._files(recipe, budget), stopped)
+        files = self._files(recipe, budget)
+        if stopped is None:
+            self.writer.begin(self.state.step, self.size, files)
+        else:
+            self.writer.last(self.state.step, self.size, files, stopped)
 
     def _files(self, recipe: Recipe, budget: TimeBudget | None) -> Callable[[], Files]:
         """Makes the function that returns the files of a checkpoint of the snapshot, in any thread."""
@@ -191,27 +190,25 @@ class Writer:
         room until ``stopped``. Raises `WorkError` if that was needed, or was in vain."""
         self._retrying = True
         try:
-            self._last(step, size, files, stopped)
+            self.begin(step, size, files)
+            self.wait()
+            first = self.failed
+            if first is None:
+                return
+            began = time.monotonic()
+            self.warn(f"waiting {ROOM_SECONDS:.0f} s for room in {self.run}")
+            while not stopped() and time.monotonic() - began < ROOM_SECONDS:
+                self.begin(step, 0, lambda: weights_alone(files()))
+                self.wait()
+                if self.failed is None:
+                    raise WorkError(
+                        f"step {step:,} could not be saved at first: {error_text(first)}",
+                        f"its weights are in {self.run / folder.step_name(step)}; --resume continues from before it",
+                    )
+                time.sleep(ROOM_PAUSE)
         finally:
             self._retrying = False
             self.ended()
-
-    def _last(self, step: int, size: int, files: Callable[[], Files], stopped: Callable[[], bool]) -> None:
-        self.begin(step, size, files)
-        self.wait()
-        if self.failed is None:
-            return
-        first, began = self.failed, time.monotonic()
-        self.warn(f"waiting {ROOM_SECONDS:.0f} s for room in {self.run}")
-        while not stopped() and time.monotonic() - began < ROOM_SECONDS:
-            self.begin(step, 0, lambda: weights_alone(files()))
-            self.wait()
-            if self.failed is None:
-                raise WorkError(
-                    f"step {step:,} could not be saved at first: {error_text(first)}",
-                    f"its weights are in {self.run / folder.step_name(step)}; --resume continues from before it",
-                )
-            time.sleep(ROOM_PAUSE)
         newest = f"the newest checkpoint is {folder.step_name(self.step)}" if self.step >= 0 else "nothing was saved"
         raise WorkError(
             f"step {step:,} could not be saved and is lost: {error_text(first)}",

@@ -161,7 +161,7 @@ class Trainer:
             self.journal.emit(events.SampleEvent, text=text)
         state.settled_step = state.step
         if last:
-            self.checkpointer.save_last(recipe, self.budget, lambda: self.session.stop.signum is not None)
+            self.checkpointer.save(recipe, self.budget, lambda: self.session.stop.signum is not None)
         elif better or (state.step and state.step % recipe.save_every == 0):
             self.checkpointer.save(recipe, self.budget)
         return last

@@ -270,21 +270,17 @@ def _model(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int, 
     return config.new_model(shape, vocab_size, block_size)
 
 
-def _rows(config: TrainConfig, preset: Preset, block_size: int) -> int:
-    """Sequences a step. A batch that was asked for must fit the context that was; it is rounded to one that shrank."""
+def _rows(config: TrainConfig, preset: Preset, row: float, pairs: bool) -> int:
+    """Sequences a step, of ``row`` tokens on average. A batch of running text that was asked for must fit the context
+    that was; it is rounded to one that shrank."""
     asked, context = config.batch_tokens, config.block_size or preset.model.block_size
-    if asked is not None and asked % context:
+    if not pairs and asked is not None and asked % context:
         below, above = asked // context * context, -(-asked // context) * context
         raise UserError(
             f"batch-tokens {asked:,} is not a multiple of the context, {context:,}",
             f"take {above:,}" + (f" or {below:,}" if below else ""),
         )
-    return max(1, round((asked or preset.batch_tokens) / block_size))
-
-
-def _pair_rows(config: TrainConfig, preset: Preset, tokens: float) -> int:
-    """Pairs a step, where a pair has so many tokens on average."""
-    return max(1, round((config.batch_tokens or preset.batch_tokens) / tokens))
+    return max(1, round((asked or preset.batch_tokens) / row))
 
 
 @dataclass(frozen=True)
@@ -313,11 +309,12 @@ def _batch(
     """``pair``: tokens of a pair on average, where these are the rows. A batch that the processes cannot share evenly
     is rounded up; raises `UserError` where it was asked for to the token."""
     T, ramp = model.block_size, None
-    rows = _rows(config, preset, T) if pair is None else _pair_rows(config, preset, pair)
+    row = T if pair is None else pair
+    rows = _rows(config, preset, row, pair is not None)
     if config.batch_tokens is None or pair is not None:
         rows += -rows % processes
     check_share(rows, processes, T if pair is None else None)
-    _check_batch(rows // processes, rows * (T if pair is None else pair))
+    _check_batch(rows // processes, rows * row)
     setup = _setup(config, model, compute, rows // processes, processes)
     if config.batch_ramp is not None:
         first = max(1, min(RAMP_FROM[0] // T, round(rows * RAMP_FROM[1])))
@@ -325,7 +322,7 @@ def _batch(
         ramp = Ramp(rows, first, math.ceil(config.batch_ramp / T), setup.micro_batch * processes, processes)
         if ramp.sizes > MOST_SIZES:
             raise UserError(f"a batch that grows to {rows:,} sequences has {ramp.sizes:,} sizes", "leave it out")
-    return _Batch(rows, T if pair is None else pair, ramp, setup)
+    return _Batch(rows, row, ramp, setup)
 
 
 def _check_batch(rows: int, tokens: float) -> None:
@@ -343,18 +340,23 @@ def _setup(config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, p
     """The micro-batch of a process with ``rows`` sequences of a step. Dropout that is not decided yet is counted."""
     if config.dropout is None and config.init is None:
         model = replace(model, dropout=DROPOUT)
-    setup = Setup(
-        dtype=compute.dtype_name,
-        optimizer=auto_optimizer(config, model),
-        recompute=config.recompute,
-        data=processes,
-        shard=config.shard == "full",
-        tensor=config.tensor,
-        device="cuda" if compute.device.type == "cuda" else "cpu",
+    setup = replace(
+        _memory_setup(config, auto_optimizer(config, model), compute, processes), recompute=config.recompute
     )
     if config.micro_batch == "auto":
         return largest(model, setup, rows, compute.memory())
     return in_chunks(model, at_once(setup, asked_micro_batch(config.micro_batch, rows), rows), compute.memory())
+
+
+def _memory_setup(asked: TrainConfig | Recipe, optimizer: Optimizer, compute: Compute, processes: int) -> Setup:
+    return Setup(
+        dtype=compute.dtype_name,
+        optimizer=optimizer,
+        data=processes,
+        shard=asked.shard == "full",
+        tensor=asked.tensor,
+        device="cuda" if compute.device.type == "cuda" else "cpu",
+    )
 
 
 def check_model(recipe: Recipe, compute: Compute, processes: int) -> None:
@@ -363,14 +365,7 @@ def check_model(recipe: Recipe, compute: Compute, processes: int) -> None:
     model, memory = recipe.model, compute.memory()
     if recipe.lora_rank:
         return
-    setup = Setup(
-        dtype=compute.dtype_name,
-        optimizer=recipe.optimizer,
-        data=processes,
-        shard=recipe.shard == "full",
-        tensor=recipe.tensor,
-        device="cuda" if compute.device.type == "cuda" else "cpu",
-    )
+    setup = _memory_setup(recipe, recipe.optimizer, compute, processes)
     step = training(model, setup)
     stays = step.parameters + step.gradients + step.optimizer + (step.snapshot if setup.device == "cpu" else 0)
     if stays > memory:
