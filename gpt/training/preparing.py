@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gpt import files
@@ -13,9 +13,10 @@ from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
 from gpt.files import disk_errors, locked
 from gpt.runs import folder
+from gpt.runs.record import FORMAT, RunRecord
 from gpt.text.corpus import open_corpus
 from gpt.training.budget import preset_for_minutes
-from gpt.training.context import Session, data_record, first_record
+from gpt.training.context import Session, data_record, now
 from gpt.training.data import Dataset, make_tokens, open_examples, open_tokens, tokenized
 from gpt.training.finetune import InitCheckpoint, find_init
 
@@ -58,7 +59,7 @@ def prepare(
     else:
         corpus = open_corpus(texts, config, listen)
         config = preset_for_minutes(config, compute, corpus.found.bytes, note, session.world.size)
-    record = first_record(texts, asked, config.preset)
+    record = RunRecord(FORMAT, now(), list(texts), asdict(asked), config.preset)
     name = corpus.name if data is None and corpus else data.name if data else ""
     run = folder.create_run(config.out or os.path.join(folder.RUNS, files.usable_name(name)))
     until_first_step.enter_context(removed_on_failure(run))

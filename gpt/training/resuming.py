@@ -17,11 +17,10 @@ from gpt.files import disk_errors
 from gpt.model.memory import divisors
 from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder, hub
-from gpt.runs.record import FORMAT, Machine, RunRecord
+from gpt.runs.record import FORMAT, RunRecord
 from gpt.settings import checked, from_dict
 from gpt.text.corpus import open_corpus
 from gpt.text.token_folder import MANIFEST, TokenFolder
-from gpt.text.tokenizer import Tokenizer
 from gpt.training import logs
 from gpt.training.context import Result, Session, versions
 from gpt.training.data import Dataset, load_tokens, make_tokens, open_examples, open_tokens, tokenized
@@ -73,21 +72,11 @@ class Begun:
         return checked(Recipe, self.record.resolved, str(self.run / folder.RECORD))
 
     @property
-    def machine(self) -> Machine | None:
-        """The machine that it ran on."""
-        return self.record.compute if self.saved is None else self.saved.machine
-
-    @property
     def lengthened(self) -> dict[str, int]:
         """The steps that an earlier resume asked for, if the checkpoint is older."""
         steps = [each.given.get("steps") for each in self.record.resumed]
         most = max((n for n in steps if type(n) is int), default=0)
         return {"steps": most} if self.recipe is not None and self.recipe.steps < most < 2**53 else {}
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """Its tokenizer, if there is a checkpoint."""
-        return checkpoint.peek(self.checkpoint)[1] if self.checkpoint else None
 
 
 @contextlib.contextmanager
@@ -192,7 +181,8 @@ def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
 def same_compute(begun: Begun, given: Mapping[str, Any], processes: int, note: Callable[[str], None]) -> Compute:
     """The device, dtype and threads that the run had, or those that are ``given``; threads only if it had as many
     ``processes``. Notes every change that moves rounding."""
-    machine, asked, threads = begun.machine, given.get("device"), given.get("threads", begun.config.threads)
+    machine = begun.saved.machine if begun.saved else begun.record.compute
+    asked, threads = given.get("device"), given.get("threads", begun.config.threads)
     if machine is None:
         compute = device.pick(asked or begun.config.device, begun.config.dtype, training=True)
         device.use_threads(compute, threads)
@@ -249,7 +239,8 @@ def open_data(begun: Begun, compute: Compute, init: InitCheckpoint | None, sessi
     """The data of a run that was begun: its own tokens, whose checksums rank 0 compares, or the texts outside of it,
     read again. Raises `UserError` if they have changed."""
     run, config, record, texts = begun.run, begun.config, begun.record, begun.texts
-    tokenizer = init.tokenizer if init else begun.tokenizer
+    peeked = checkpoint.peek(begun.checkpoint)[1] if begun.checkpoint else None
+    tokenizer = init.tokenizer if init else peeked
     tokens, kind, note = run / TOKENS, compute.device.type, session.note
     data: Dataset
     if (tokens / MANIFEST).exists():
