@@ -68,6 +68,6 @@ def train(
 
 def processes_of(run: str, given: dict[str, Any]) -> int:
     """Returns how many processes resume a run: as many as before, unless ``given`` says otherwise or it is finished."""
-    from gpt.training import run as runs
+    from gpt.training import resuming
 
-    return runs.processes_of(run or None, given)
+    return resuming.processes_of(run or None, given)

@@ -381,6 +381,17 @@ def test_going_back_counts_no_evaluation_twice(text: Path, monkeypatch: pytest.M
     assert told == [("eval", 2), ("eval", 4), ("eval", 6), ("rollback", 4), *again]
 
 
+def test_a_held_out_loss_that_is_no_number_before_the_first_step_ends_the_run(
+    run_folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no state to go back to."""
+    monkeypatch.setattr("gpt.training.loop.mean_loss", lambda *args: math.nan)
+    with pytest.raises(WorkError, match="^the held-out loss became nan at step 0, ") as error:
+        library.train(text, out="tuned", init=str(run_folder), steps=4)
+    assert error.value.hint == "train with a lower --lr; nothing was saved yet"
+    assert json.loads(Path("tuned/run.json").read_text())["ended"] == "diverged"
+
+
 def test_patience_is_remembered(text: Path) -> None:
     settings: dict[str, Any] = {**FAST, "steps": 200, "eval_every": 2, "lr": 0.5, "warmup": 150, "patience": 3}
     whole = library.train(text, out="whole", **settings)

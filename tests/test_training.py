@@ -30,15 +30,15 @@ from gpt.text.batches import Batches
 from gpt.text.token_folder import TokenFolder
 from gpt.training import recipe
 from gpt.training import step as stepping
-from gpt.training.budget import Costs, TimeBudget
 from gpt.training.optim import Muon, make_optimizer, orthogonalize
+from gpt.training.pace import Costs, TimeBudget
 from gpt.training.recipe import Recipe
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 
 
 def lr_at(step: int, **recipe: Any) -> float:
-    return Recipe.lr_at(SimpleNamespace(**recipe), step)  # type: ignore[arg-type]
+    return Recipe.lr_at(SimpleNamespace(**{"planned": 0} | recipe), step)  # type: ignore[arg-type]
 
 
 def test_it_learns(text: Path) -> None:
@@ -227,6 +227,18 @@ def test_schedule() -> None:
     assert all(a >= b for a, b in itertools.pairwise(rates[9:]))
     assert lr_at(50, lr=2.0, warmup=10, steps=100, decay=0, schedule="constant") == 2.0
     assert lr_at(1, lr=2.0, warmup=0, steps=1, decay=0, schedule="cosine") == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize("fitted", [20, 50, 130])
+def test_fitting_into_the_minutes_moves_no_learning_rate(schedule: str, fitted: int) -> None:
+    plan = resolved(steps=100, warmup=10, decay=50, lr=1.0, schedule=schedule, **TINY)
+    fit = dataclasses.replace(plan, steps=50 + fitted, decay=fitted, planned=100)
+    assert [fit.lr_at(step) for step in range(51)] == [plan.lr_at(step) for step in range(51)]
+    rates = [fit.lr_at(step) for step in range(50, 51 + fitted)]
+    assert rates[-1] == pytest.approx(plan.lr_at(100), abs=1 / 20)
+    steepest = 1.5 if schedule == "cosine" else 1  # π / 2 · 0.9 at the middle, as a multiple of the mean slope
+    assert all(0 <= a - b <= steepest / fitted + 1e-9 for a, b in itertools.pairwise(rates))
 
 
 @pytest.mark.slow

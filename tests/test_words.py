@@ -8,7 +8,7 @@ from conftest import Gpt, make_text
 
 from gpt.config import TrainConfig
 from gpt.runs.record import Machine, RunRecord
-from gpt.training.run import Begun, same_compute
+from gpt.training.resuming import Begun, same_compute
 from gpt.words import counted
 
 

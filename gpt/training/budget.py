@@ -2,27 +2,32 @@
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from gpt.config import Arch, TrainConfig, find_preset
 from gpt.device import Compute
-from gpt.errors import UserError
+from gpt.evaluate import Window
+from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
-from gpt.settings import Count, Within
+from gpt.settings import checked
+from gpt.training.context import Session
+from gpt.training.data import Batched, Dataset
+from gpt.training.evaluation import ASKED, mean_loss, sample_seconds, windows_to_evaluate
+from gpt.training.finetune import InitCheckpoint
 from gpt.training.optim import make_optimizer
-from gpt.training.parallel import Single
-from gpt.training.recipe import resolve
+from gpt.training.pace import Costs, TimeBudget
+from gpt.training.parallel import Parallel, Single, parallelize
+from gpt.training.recipe import Recipe, broadcast, check_model, resolve
+from gpt.training.state import seed_all
 from gpt.training.step import Stepper
 
 PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # of the whole time, and at most, spent on measuring
 PROBE_STEPS = (2, 6)  # at least, and where they take no more than those seconds; the first ones allocate
-OVERHEAD = 0.2  # of the whole time, for everything but training: what does not fit into it is cut
-END_SECONDS = 2.0  # to read back the last checkpoint, and to end
 SAVE_RATE = 250e6  # bytes of a checkpoint a second: written, synced, read back and hashed
 
 SIZES = ("pico", "nano", "tiny", "micro", "mini", "small", "gpt2")
@@ -34,81 +39,7 @@ GAIN = 3.0  # how much faster than a small model, per parameter, a large one may
 TRIED = 65_536  # tokens per step at most, while the rate is measured
 STEPS = (2, 4)  # that allocate, and that are timed
 
-Seconds = Annotated[float, Within(-1e12, 1e12)]
 Rate = Callable[[str], float]
-
-
-@dataclass(frozen=True)
-class TimeBudget:
-    """The deadline of a run, the seconds that its parts take, and how much of them fits."""
-
-    deadline: Seconds  # on the clock of time.perf_counter
-    step: Annotated[float, Within(1e-9, 1e9)]
-    evaluations: Seconds  # all periodic ones, with their samples and checkpoints
-    end: Seconds  # everything after the last step
-    pauses: Count = 20  # evaluations, with a checkpoint each
-    samples: bool = True  # whether there is time for texts sampled in between
-    windows: Count = 0  # of held-out text in an evaluation; 0: as many as is usual
-    last_windows: Count = 0  # in the measure of the best checkpoint; 0: all
-    answers: Count = 0  # pairs of each side that are checked for an exact answer; 0: as many as is usual
-
-    @classmethod
-    def fitting(cls, minutes: float, began: float, now: float, costs: "Costs", evals: float) -> "TimeBudget":
-        """The budget of ``minutes`` from ``began``, with about ``evals`` evaluations where they fit. What has been
-        spent, evaluations, samples, checkpoints and the last measure take at most `OVERHEAD` of the whole; but a
-        quarter of that is theirs whatever came before."""
-        allowed = OVERHEAD * 60 * minutes
-        spare = max(allowed - (now - began), allowed / 4)
-        pauses = max(1.0, min(evals, spare / 4 / (costs.window + costs.save)))
-        windows = min(costs.usual_windows, int(spare / 4 / (pauses * costs.window)))
-        samples = 4 * costs.sample <= spare / 4
-        last = min(costs.whole_windows, int(spare / 4 / (1.5 * costs.window)))  # it computes in float32
-        answers = min(costs.pairs, last // 2)  # on each side
-        texts = (4 if samples else 1) * costs.sample
-        return cls(
-            deadline=began + 60 * minutes,
-            step=costs.step,
-            evaluations=pauses * (windows * costs.window + costs.save) + texts - costs.sample,
-            end=1.5 * costs.window * (last + 2 * answers) + costs.save + costs.sample + END_SECONDS,
-            pauses=math.ceil(pauses),
-            samples=samples,
-            windows=max(1, windows),
-            last_windows=max(1, last),
-            answers=max(1, answers),
-        )
-
-    def steps(self, now: float) -> int:
-        """The steps of the whole run, as estimated before it. Raises `UserError` if none fits."""
-        left = self.deadline - self.end - self.evaluations - now
-        if left < 4 * self.step:
-            needed = (4 * self.step - left + self.deadline - now) / 60
-            raise UserError(
-                f"there is no time to train: a step takes {self.step:.2g} s, and {max(0.0, left):.0f} s are left",
-                f"give at least --minutes {math.ceil(10 * needed) / 10:g}, or a smaller --batch-tokens, --block-size "
-                "or model",
-            )
-        return int(left / self.step)
-
-    def steps_left(self, now: float, step: float) -> int:
-        """The steps that still fit, at ``step`` seconds each, evaluations and checkpoints included."""
-        return max(1, round((self.deadline - self.end - now) / step))
-
-    def describe(self, batch_tokens: int) -> str:
-        """The rate, for a person."""
-        return f"a step takes {1000 * self.step:,.0f} ms, {batch_tokens / self.step:,.0f} tokens/s"
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds, as measured, and how many windows there are."""
-
-    step: float
-    window: float  # of held-out text
-    sample: float  # a text of the usual length
-    save: float  # a checkpoint
-    usual_windows: int
-    whole_windows: int
-    pairs: int  # that are usually checked, on each side
 
 
 def preset_for_minutes(
@@ -177,3 +108,110 @@ def measured_rate(name: str, config: TrainConfig, compute: Compute) -> float:
     for _ in range(STEPS[1]):
         stepper.step(ids, ids, 0.0).read()
     return STEPS[1] * batch / (time.perf_counter() - started)
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Decides the recipe of a new run: rank 0's, on all ranks."""
+
+    config: TrainConfig
+    compute: Compute
+    data: Dataset
+    init: InitCheckpoint | None
+    session: Session
+
+    def plan(self) -> tuple[Recipe, TimeBudget | None]:
+        """The recipe, and the budget of a run for some minutes. Raises `UserError` if memory or time is too short."""
+        config, world, note = self.config, self.session.world, self.session.note
+        recipe = self.resolve(config, note)
+        world.raise_on_all(partial(check_model, recipe, self.compute, world.data_size))
+        if config.minutes is None:
+            return recipe, None
+        note("measuring how fast this machine trains it")
+        # Whether it compiles is decided by the minutes, not by the steps that fit into them.
+        known, fits = replace(config, minutes=None, compile="on" if recipe.compile else "off"), math.inf
+        if self.init is not None and config.batch_tokens is None:  # a step of the usual batch may take minutes
+            single = replace(self.resolve(config, most_tokens=1), compile=False)
+            fits = self.measure(single, 0.0)[1] * single.batch_tokens
+            recipe = self.resolve(config, most_tokens=fits)
+        if recipe.compile:  # it is for one dropout and micro-batch: those of as many uncompiled steps as fit
+            _, steps = self.measure(replace(recipe, compile=False), 0.0)
+            recipe = self.resolve(replace(known, steps=steps), most_tokens=fits)
+            known = replace(known, dropout=recipe.model.dropout, micro_batch=str(recipe.micro_batch))
+        budget, steps = self.measure(recipe, PROBE_SHARE)
+        every = config.eval_every or math.ceil(steps / budget.pauses)
+        samples = config.sample_every if config.sample_every is not None or budget.samples else 0
+        recipe = self.resolve(replace(known, steps=steps, eval_every=every, sample_every=samples), most_tokens=fits)
+        note(budget.describe(recipe.batch_tokens))
+        return recipe, budget
+
+    def resolve(
+        self, config: TrainConfig, note: Callable[[str], None] = lambda text: None, most_tokens: float = math.inf
+    ) -> Recipe:
+        """The recipe of ``config``; fine-tuning reads ``most_tokens`` in the time that it has."""
+        data, world, shape = self.data, self.session.world, self.init.model if self.init else None
+        return broadcast(
+            world,
+            lambda: resolve(
+                config, self.compute, data.bytes, data.tokens, data.tokenizer.vocab_size, data.held_out_tokens > 0,
+                note, shape, data.rows, world.data_size, most_tokens,
+            ),
+        )  # fmt: skip
+
+    def measure(self, recipe: Recipe, share: float) -> tuple[TimeBudget, int]:
+        """Measures how long steps, evaluations and samples take here, for a ``share`` of the minutes. Returns the
+        budget, and the steps that fit into it."""
+        world, data, minutes = self.session.world, self.data, self.config.minutes or 0.0
+        seed_all(recipe.seed)
+        parallel = parallelize(recipe, self.compute, world, self.init)
+        stepper = Stepper(parallel, recipe, lambda micro_batch: None)
+        if recipe.compile:
+            stepper.compile(self.session.note)  # the run itself reports an error
+        seconds = step_seconds(stepper, data.batches(recipe), share * 60 * minutes, most := PROBE_SHARE * 60 * minutes)
+        timed = seconds[2:] or seconds[1:]
+        held_out = data.some_windows(recipe.model.block_size, windows_to_evaluate(recipe))
+        with stepper.eager():
+            window = window_seconds(parallel, held_out[:1])
+            if world.broadcast_object(lambda: 1 < len(held_out) // 4 < most / max(window, 1e-9)):
+                window = window_seconds(parallel, held_out[: len(held_out) // 4])
+            sample = sample_seconds(parallel, data)
+        targets = sum(len(each.y) - each.skipped for each in held_out) / max(1, len(held_out))
+        costs = Costs(
+            step=sum(timed) / len(timed),
+            window=max(window, 1e-9),
+            sample=sample,
+            save=3 * 4 * sum(map(math.prod, parallel.shapes.values())) / SAVE_RATE,  # weights, two moments in float32
+            usual_windows=len(held_out),
+            whole_windows=math.ceil(data.held_out_targets / max(1.0, targets)),
+            pairs=ASKED if data.pairs else 0,
+        )
+        evals, began = recipe.steps / recipe.eval_every, self.session.began
+        values = world.broadcast_object(
+            lambda: asdict(TimeBudget.fitting(minutes, began, time.perf_counter(), costs, evals))
+        )
+        budget = checked(TimeBudget, values, "the budget of process 0")
+        return budget, world.broadcast_object(lambda: budget.steps(time.perf_counter()))
+
+
+def step_seconds(stepper: Stepper, batches: Batched, enough: float, most: float) -> list[float]:
+    """The seconds of steps, which take ``enough`` of them if that is not much; ``most`` bounds slow ones."""
+    world, seconds = stepper.world, list[float]()
+    enough = min(enough, PROBE_SECONDS)
+
+    def goes_on() -> bool:
+        spent = sum(seconds)
+        return spent < enough or (len(seconds) < PROBE_STEPS[1] and spent < most)
+
+    while len(seconds) < PROBE_STEPS[0] or world.broadcast_object(goes_on):
+        before = time.perf_counter()
+        stepper.step(*batches.global_batch(len(seconds), world.data_rank, world.data_size), 0.0).read(world.synchronize)
+        seconds.append(time.perf_counter() - before)
+    return seconds
+
+
+def window_seconds(parallel: Parallel, windows: Sequence[Window]) -> float:
+    """The seconds that a window of held-out text takes to evaluate."""
+    started = time.perf_counter()
+    if windows:
+        mean_loss(parallel, parallel.model, windows, parallel.compute, StopSignal())
+    return (time.perf_counter() - started) / max(1, len(windows))

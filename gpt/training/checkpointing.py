@@ -18,9 +18,9 @@ from gpt.files import FULL, disk_errors
 from gpt.model.lora import find_roles
 from gpt.runs import adapter, checkpoint, folder
 from gpt.runs.checkpoint import Files
-from gpt.training.budget import TimeBudget
 from gpt.training.context import RunContext
-from gpt.training.logs import Metrics
+from gpt.training.journal import Journal
+from gpt.training.pace import TimeBudget
 from gpt.training.parallel import WEIGHT, Parallel
 from gpt.training.recipe import Recipe
 from gpt.training.state import STATE, TENSORS, Snapshot, TrainState
@@ -39,25 +39,25 @@ class Checkpointer:
         scaler: torch.amp.GradScaler,
         state: TrainState,
         tokenizer: checkpoint.TokenizerFiles,
-        on_saved: Callable[[int], None],
+        journal: Journal,
     ) -> None:
-        """``on_saved`` hears the step of each checkpoint that is whole on the disk."""
         self.run, self.parallel, self.scaler, self.state, self.tokenizer = run, parallel, scaler, state, tokenizer
-        self.metrics: Metrics | None = None  # that a checkpoint syncs first
+        self.journal = journal
         self.snapshot = Snapshot()  # the newest good state
         self.fixed = {name: tensor.cpu().numpy() for name, tensor in checkpoint.fixed(parallel.own).items()}
         self.size = checkpoint_size(parallel, tokenizer)
         self.writer: Writer
         if run.world.is_main:
-            self.writer = Writer(run.run, run.recipe.keep, on_saved, run.session.warn, parallel.finish_save)
+            self.writer = Writer(run.run, run.recipe.keep, journal.saved, run.session.warn, parallel.finish_save)
         else:
             self.writer = Sender(parallel, lambda: self.snapshot.tensors)
+        self.writer.step = state.settled_step
 
     def remember(self) -> None:
         """Copies the state into memory."""
         self.writer.wait()  # it reads the copy before
         self.state.seconds = time.perf_counter() - self.run.began
-        self.state.metrics_bytes = self.metrics.size if self.metrics else 0
+        self.state.metrics_bytes = self.journal.metrics.size if self.journal.metrics else 0
         self.snapshot.take(self.parallel, self.scaler, self.state)
 
     def roll_back(self, **changes: Any) -> None:
@@ -65,16 +65,15 @@ class Checkpointer:
         good = self.snapshot.restore(self.parallel, self.scaler)
         vars(self.state).update(vars(good), **changes)
 
-    def save(self, recipe: Recipe, budget: TimeBudget | None) -> None:
-        """Copies the state, and starts to write it."""
+    def save(self, recipe: Recipe, budget: TimeBudget | None, stopped: Callable[[], bool] | None = None) -> None:
+        """Copies the state, and starts to write it. With ``stopped`` it is the last one: waits until it is written, and
+        for room until ``stopped``. Raises `WorkError` then if the disk stays full."""
         self.remember()
-        self.writer.begin(self.state.step, self.size, self._files(recipe, budget))
-
-    def save_last(self, recipe: Recipe, budget: TimeBudget | None, stopped: Callable[[], bool]) -> None:
-        """Copies the state, and writes it, waiting for room until ``stopped``. Raises `WorkError` if the disk stays
-        full."""
-        self.remember()
-        self.writer.last(self.state.step, self.size, self._files(recipe, budget), stopped)
+        files = self._files(recipe, budget)
+        if stopped is None:
+            self.writer.begin(self.state.step, self.size, files)
+        else:
+            self.writer.last(self.state.step, self.size, files, stopped)
 
     def _files(self, recipe: Recipe, budget: TimeBudget | None) -> Callable[[], Files]:
         """Makes the function that returns the files of a checkpoint of the snapshot, in any thread."""
@@ -98,8 +97,8 @@ class Checkpointer:
         about = snapshot.about(recipe, run.machine(), budget)
 
         def files() -> Files:
-            if self.metrics is not None:
-                self.metrics.sync()
+            if self.journal.metrics is not None:
+                self.journal.metrics.sync()
             whole = checkpoint.contents(recipe.saved_model, weights, self.tokenizer, meta, store)
             return {**whole, STATE: about, TENSORS: rest}
 
@@ -191,27 +190,25 @@ class Writer:
         room until ``stopped``. Raises `WorkError` if that was needed, or was in vain."""
         self._retrying = True
         try:
-            self._last(step, size, files, stopped)
+            self.begin(step, size, files)
+            self.wait()
+            first = self.failed
+            if first is None:
+                return
+            began = time.monotonic()
+            self.warn(f"waiting {ROOM_SECONDS:.0f} s for room in {self.run}")
+            while not stopped() and time.monotonic() - began < ROOM_SECONDS:
+                self.begin(step, 0, lambda: weights_alone(files()))
+                self.wait()
+                if self.failed is None:
+                    raise WorkError(
+                        f"step {step:,} could not be saved at first: {error_text(first)}",
+                        f"its weights are in {self.run / folder.step_name(step)}; --resume continues from before it",
+                    )
+                time.sleep(ROOM_PAUSE)
         finally:
             self._retrying = False
             self.ended()
-
-    def _last(self, step: int, size: int, files: Callable[[], Files], stopped: Callable[[], bool]) -> None:
-        self.begin(step, size, files)
-        self.wait()
-        if self.failed is None:
-            return
-        first, began = self.failed, time.monotonic()
-        self.warn(f"waiting {ROOM_SECONDS:.0f} s for room in {self.run}")
-        while not stopped() and time.monotonic() - began < ROOM_SECONDS:
-            self.begin(step, 0, lambda: weights_alone(files()))
-            self.wait()
-            if self.failed is None:
-                raise WorkError(
-                    f"step {step:,} could not be saved at first: {error_text(first)}",
-                    f"its weights are in {self.run / folder.step_name(step)}; --resume continues from before it",
-                )
-            time.sleep(ROOM_PAUSE)
         newest = f"the newest checkpoint is {folder.step_name(self.step)}" if self.step >= 0 else "nothing was saved"
         raise WorkError(
             f"step {step:,} could not be saved and is lost: {error_text(first)}",

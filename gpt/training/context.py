@@ -3,7 +3,7 @@
 import dataclasses
 import platform
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from gpt import events
-from gpt.config import TrainConfig
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.interrupt import StopSignal
 from gpt.parallel.world import World
 from gpt.runs import folder
-from gpt.runs.record import FORMAT, Machine, RunRecord, TokenCounts, TokenizerRecord
+from gpt.runs.record import Machine, RunRecord, TokenCounts, TokenizerRecord
 from gpt.settings import checked
 from gpt.training.data import Dataset
 from gpt.training.finetune import InitCheckpoint
@@ -134,12 +133,6 @@ class Result:
         if not folder.is_step_name(name):
             raise UserError(f"{where} is damaged: {name[:40]!r} is no checkpoint")
         return checked(cls, {**record, "run": run, "checkpoint": run / name}, where)
-
-
-def first_record(texts: Sequence[str], config: TrainConfig, preset: str) -> RunRecord:
-    """The record of a run before its text is tokenized: enough to begin again. ``preset`` is the one that was chosen
-    for the minutes."""
-    return RunRecord(FORMAT, now(), list(texts), asdict(config), preset)
 
 
 def data_record(record: RunRecord, data: Dataset, init: InitCheckpoint | None) -> RunRecord:

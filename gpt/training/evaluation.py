@@ -4,7 +4,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,39 +17,36 @@ from gpt.evaluate import Window
 from gpt.interrupt import Stopped, StopSignal
 from gpt.model.decoder import GPT
 from gpt.model.loss import bits_per_byte
+from gpt.model.params import breakdown
 from gpt.runs import folder
 from gpt.sample_config import SampleConfig
-from gpt.training.budget import TimeBudget
-from gpt.training.context import Answers, RunContext
+from gpt.training.context import Answers, Result, RunContext
 from gpt.training.data import Dataset
 from gpt.training.example_rows import ExampleRows
+from gpt.training.logs import Speed
+from gpt.training.pace import TimeBudget
 from gpt.training.parallel import Parallel
 from gpt.training.recipe import Recipe
+from gpt.training.state import TrainState
 
 Measure = Callable[[GPT, Iterable[Window], Compute], tuple[float, int]]
 
 SAMPLE = SampleConfig(max_tokens=80)  # shown as the model learns
+EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)  # held-out tokens of a periodic evaluation: of all, within bounds
 ASKED = 500  # pairs of each side whose answers are checked
 
 
-@dataclass(frozen=True)
-class Best:
-    """The best checkpoint: its loss over ``val_tokens`` held-out tokens, in nats per token, a sample, and its answers
-    to the pairs of each side, if the run is on pairs."""
-
-    path: Path
-    model: GPT
-    val_loss: float | None
-    val_tokens: int
-    bits_per_byte: float | None
-    text: str
-    answers: Answers | None = None
-    held_out_answers: Answers | None = None
+def windows_to_evaluate(recipe: Recipe) -> int:
+    """The held-out windows of a periodic evaluation."""
+    tokens = min(max(EVAL_TOKENS[0], round(EVAL_SHARE * recipe.steps * recipe.batch_tokens)), EVAL_TOKENS[1])
+    return max(1, tokens // recipe.model.block_size)
 
 
-def read_best(run: RunContext, parallel: Parallel, recipe: Recipe, budget: TimeBudget | None = None) -> Best:
+def read_best(
+    run: RunContext, parallel: Parallel, recipe: Recipe, state: TrainState, budget: TimeBudget | None, speed: Speed
+) -> tuple[Result, GPT]:
     """Reads back the best checkpoint, measures it on all held-out text, or as much of it as the ``budget`` has time
-    for, and samples from it. Raises `Stopped` after a signal."""
+    for, and samples from it: the result of the run, and its model. Raises `Stopped` after a signal."""
     path = Path(run.world.broadcast_object(lambda: str(folder.find_checkpoint(str(run.run)))))
     data, compute, stop = run.data, run.compute, run.session.stop
     if compute.dtype != torch.float32:  # `gpt eval` computes in its own default, so the two agree
@@ -65,13 +61,33 @@ def read_best(run: RunContext, parallel: Parallel, recipe: Recipe, budget: TimeB
         loss = total / count if count else math.nan
         bits = bits_per_byte(loss * data.held_out_targets, data.held_out_bytes)
     asked = (budget and budget.answers) or ASKED
-    answers = [_answers(parallel, model, side, asked, compute, stop) for side in data.pairs or ()]
+    answers = [_answers(parallel, model, side, asked, compute, stop) for side in data.pairs or (None, None)]
     text = sample_lines(run, parallel, model, compute, recipe.seed)
-    return Best(path, model, loss, int(count), bits, text, *answers)
+    tokens = recipe.tokens(state.step)
+    result = Result(
+        run=run.run,
+        checkpoint=path,
+        steps=state.step,
+        tokens_seen=tokens,
+        val_loss=loss,
+        val_tokens=int(count),
+        bits_per_byte=bits,
+        **speed.rates(tokens, state.step_seconds),
+        seconds=time.perf_counter() - run.began,
+        parameters=breakdown(recipe.model).trainable,
+        device=run.compute.device.type,
+        dtype=run.compute.dtype_name,
+        sample=text,
+        prompt=data.prompt,
+        answers=answers[0],
+        held_out_answers=answers[1],
+        chat=data.chat,
+    )
+    return result, model
 
 
 def _answers(
-    parallel: Parallel, model: GPT, pairs: ExampleRows, wanted: int, compute: Compute, stop: StopSignal
+    parallel: Parallel, model: GPT, pairs: ExampleRows | None, wanted: int, compute: Compute, stop: StopSignal
 ) -> Answers | None:
     """Counts the pairs that are answered exactly; None if there are none. Raises `Stopped` after a signal."""
     if not pairs:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
 from gpt.config import USUAL_DECAY, GPTConfig, Optimizer, Preset, TrainConfig, find_preset
@@ -10,9 +10,10 @@ from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.memory import Setup, at_once, divisors, in_chunks, largest, training
 from gpt.model.params import breakdown, nearest_preset
+from gpt.parallel.world import World
 from gpt.peaks import host_memory
 from gpt.programs import compiles_unasked
-from gpt.settings import Amount, Count, Positive, Within
+from gpt.settings import Amount, Count, Positive, Within, checked
 from gpt.text.batches import MOST_SIZES, Ramp
 from gpt.training import finetune
 
@@ -79,6 +80,7 @@ class Recipe:
     tensor: Annotated[int, Within(1, 1024)] = 1  # tensor-parallel processes, which share each sequence
     context: Count = 0  # of the saved model, if it is longer than in training; 0: the same
     recompute: bool = False  # whether activations of blocks are recomputed in the backward pass
+    planned: Count = 0  # the steps before the last ``decay`` ones were fitted into the minutes; 0: they were not
 
     @property
     def saved_model(self) -> GPTConfig:
@@ -101,10 +103,10 @@ class Recipe:
         """Tokens of the first ``steps`` steps."""
         return self.ramp.before(steps) * self.model.block_size if self.ramp else steps * self.batch_tokens
 
-    def lr_at(self, step: int) -> float:
+    def lr_at(self, step: float) -> float:
         """The learning rate of step 1 … ``steps``: linear from 0 to ``lr`` over ``warmup`` steps, then ``lr`` and, over
-        the last ``decay`` steps, linear towards 0 (Hägele et al. 2024, arXiv 2405.18392); a cosine down to a tenth; or
-        ``lr``.
+        the last ``decay`` steps, linear towards 0 (Hägele et al. 2024, arXiv 2405.18392); a cosine down to a tenth, the
+        rest of which is stretched over steps that were fitted into the minutes; or ``lr``.
         """
         if step < self.warmup:
             return self.lr * step / self.warmup
@@ -112,7 +114,10 @@ class Recipe:
             return self.lr
         if self.schedule == "linear":
             return self.lr * min(1.0, (self.steps + 1 - step) / max(1, self.decay))
-        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        steps, left = self.planned or self.steps, self.steps - step
+        if self.planned and left < self.decay:
+            step = steps - left * (steps - (self.steps - self.decay)) / self.decay
+        progress = (step - self.warmup) / max(1, steps - self.warmup)
         return self.lr * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2)
 
 
@@ -211,6 +216,11 @@ def resolve(
     return replace(recipe, compile=_compiles(config, recipe, compute, processes))
 
 
+def broadcast(world: World, make: Callable[[], Recipe]) -> Recipe:
+    """Rank 0's recipe, on all ranks."""
+    return checked(Recipe, world.broadcast_object(lambda: asdict(make())), "the recipe of process 0")
+
+
 def auto_optimizer(config: TrainConfig, model: GPTConfig) -> Optimizer:
     """The optimizer of ``model``: Muon, but AdamW for adapters and for a large model that is fine-tuned."""
     if config.lora_rank:
@@ -262,21 +272,17 @@ def _model(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int, 
     return config.new_model(shape, vocab_size, block_size)
 
 
-def _rows(config: TrainConfig, preset: Preset, block_size: int) -> int:
-    """Sequences a step. A batch that was asked for must fit the context that was; it is rounded to one that shrank."""
+def _rows(config: TrainConfig, preset: Preset, row: float, pairs: bool) -> int:
+    """Sequences a step, of ``row`` tokens on average. A batch of running text that was asked for must fit the context
+    that was; it is rounded to one that shrank."""
     asked, context = config.batch_tokens, config.block_size or preset.model.block_size
-    if asked is not None and asked % context:
+    if not pairs and asked is not None and asked % context:
         below, above = asked // context * context, -(-asked // context) * context
         raise UserError(
             f"batch-tokens {asked:,} is not a multiple of the context, {context:,}",
             f"take {above:,}" + (f" or {below:,}" if below else ""),
         )
-    return max(1, round((asked or preset.batch_tokens) / block_size))
-
-
-def _pair_rows(config: TrainConfig, preset: Preset, tokens: float) -> int:
-    """Pairs a step, where a pair has so many tokens on average."""
-    return max(1, round((config.batch_tokens or preset.batch_tokens) / tokens))
+    return max(1, round((asked or preset.batch_tokens) / row))
 
 
 @dataclass(frozen=True)
@@ -305,11 +311,12 @@ def _batch(
     """``pair``: tokens of a pair on average, where these are the rows. A batch that the processes cannot share evenly
     is rounded up; raises `UserError` where it was asked for to the token."""
     T, ramp = model.block_size, None
-    rows = _rows(config, preset, T) if pair is None else _pair_rows(config, preset, pair)
+    row = T if pair is None else pair
+    rows = _rows(config, preset, row, pair is not None)
     if config.batch_tokens is None or pair is not None:
         rows += -rows % processes
     check_share(rows, processes, T if pair is None else None)
-    _check_batch(rows // processes, rows * (T if pair is None else pair))
+    _check_batch(rows // processes, rows * row)
     setup = _setup(config, model, compute, rows // processes, processes)
     if config.batch_ramp is not None:
         first = max(1, min(RAMP_FROM[0] // T, round(rows * RAMP_FROM[1])))
@@ -317,7 +324,7 @@ def _batch(
         ramp = Ramp(rows, first, math.ceil(config.batch_ramp / T), setup.micro_batch * processes, processes)
         if ramp.sizes > MOST_SIZES:
             raise UserError(f"a batch that grows to {rows:,} sequences has {ramp.sizes:,} sizes", "leave it out")
-    return _Batch(rows, T if pair is None else pair, ramp, setup)
+    return _Batch(rows, row, ramp, setup)
 
 
 def _check_batch(rows: int, tokens: float) -> None:
@@ -335,18 +342,23 @@ def _setup(config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, p
     """The micro-batch of a process with ``rows`` sequences of a step. Dropout that is not decided yet is counted."""
     if config.dropout is None and config.init is None:
         model = replace(model, dropout=DROPOUT)
-    setup = Setup(
-        dtype=compute.dtype_name,
-        optimizer=auto_optimizer(config, model),
-        recompute=config.recompute,
-        data=processes,
-        shard=config.shard == "full",
-        tensor=config.tensor,
-        device="cuda" if compute.device.type == "cuda" else "cpu",
+    setup = replace(
+        _memory_setup(config, auto_optimizer(config, model), compute, processes), recompute=config.recompute
     )
     if config.micro_batch == "auto":
         return largest(model, setup, rows, compute.memory())
     return in_chunks(model, at_once(setup, asked_micro_batch(config.micro_batch, rows), rows), compute.memory())
+
+
+def _memory_setup(asked: TrainConfig | Recipe, optimizer: Optimizer, compute: Compute, processes: int) -> Setup:
+    return Setup(
+        dtype=compute.dtype_name,
+        optimizer=optimizer,
+        data=processes,
+        shard=asked.shard == "full",
+        tensor=asked.tensor,
+        device="cuda" if compute.device.type == "cuda" else "cpu",
+    )
 
 
 def check_model(recipe: Recipe, compute: Compute, processes: int) -> None:
@@ -355,14 +367,7 @@ def check_model(recipe: Recipe, compute: Compute, processes: int) -> None:
     model, memory = recipe.model, compute.memory()
     if recipe.lora_rank:
         return
-    setup = Setup(
-        dtype=compute.dtype_name,
-        optimizer=recipe.optimizer,
-        data=processes,
-        shard=recipe.shard == "full",
-        tensor=recipe.tensor,
-        device="cuda" if compute.device.type == "cuda" else "cpu",
-    )
+    setup = _memory_setup(recipe, recipe.optimizer, compute, processes)
     step = training(model, setup)
     stays = step.parameters + step.gradients + step.optimizer + (step.snapshot if setup.device == "cpu" else 0)
     if stays > memory:
@@ -406,7 +411,7 @@ def _steps(config: TrainConfig, n_tokens: int, batch: _Batch, usual_epochs: floa
     if config.steps is not None:
         return config.steps
     if config.minutes is not None:
-        return 1000  # a guess, until the rate is measured (gpt.training.loop.measure_budget)
+        return 1000  # a guess, until the rate is measured (gpt.training.budget)
     epochs = usual_epochs if config.epochs is None else config.epochs
     if epochs <= 0:
         raise UserError(f"epochs is {epochs:g}; it must be more than 0")

@@ -17,7 +17,7 @@ from gpt.runs import adapter, folder, tensors
 from gpt.runs.record import Machine
 from gpt.settings import LARGEST, Amount, Count, Positive, Within, checked
 from gpt.text.batches import MOST_SIZES, Ramp
-from gpt.training.budget import TimeBudget
+from gpt.training.pace import TimeBudget
 from gpt.training.parallel import MOMENT, WEIGHT, Parallel
 from gpt.training.recipe import Recipe
 
@@ -95,7 +95,7 @@ class Snapshot:
     def take(self, parallel: Parallel, scaler: torch.amp.GradScaler, state: TrainState) -> None:
         """Copies everything that is trained, the moments and the random states, but no frozen weights."""
         device = parallel.compute.device
-        numbers, self.draws = _random_state(device)
+        numbers, self.draws = _generator_states(device)
         live = parallel.state() | {_RANDOM + name: tensor for name, tensor in numbers.items()}
         self.tensors = {name: _copied(tensor, self.tensors.get(name)) for name, tensor in live.items()}
         if device.type == "cuda":
@@ -108,7 +108,7 @@ class Snapshot:
         parallel.restore(self.tensors)
         if self.draws is not None:
             states = {name.removeprefix(_RANDOM): t for name, t in self.tensors.items() if name.startswith(_RANDOM)}
-            _set_random_state(states, self.draws, parallel.compute.device)
+            _restore_generators(states, self.draws, parallel.compute.device)
         if scaler.is_enabled() and self.scaling:
             scaler.load_state_dict(self.scaling)
         return copy.copy(self.state)
@@ -170,7 +170,7 @@ def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
     """
     moments = parallel.optimizer.shapes(parallel.own, parallel.shapes)
     expected = {MOMENT + name: shape for name, shape in moments.items()}
-    numbers, _ = _random_state(parallel.compute.device)
+    numbers, _ = _generator_states(parallel.compute.device)
     drawn = {_RANDOM + name: tuple(tensor.shape) for name, tensor in numbers.items()}
     elsewhere = {} if "cuda" in numbers else {_RANDOM + "cuda": (16,)}  # the run was on another device
     optional = expected | drawn | elsewhere
@@ -202,7 +202,7 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _random_state(device: torch.device) -> tuple[dict[str, Tensor], Draws]:
+def _generator_states(device: torch.device) -> tuple[dict[str, Tensor], Draws]:
     """The random states of Python, numpy and torch."""
     version, numbers, gauss = random.getstate()
     _, words, position, has_gauss, numpy_gauss = np.random.get_state()
@@ -216,7 +216,7 @@ def _random_state(device: torch.device) -> tuple[dict[str, Tensor], Draws]:
     return states, Draws(version, gauss, int(position), int(has_gauss), float(numpy_gauss))
 
 
-def _set_random_state(states: Mapping[str, Tensor], draws: Draws, device: torch.device) -> None:
+def _restore_generators(states: Mapping[str, Tensor], draws: Draws, device: torch.device) -> None:
     try:
         random.setstate((draws.python_version, tuple(states["python"].tolist()), draws.python_gauss))
         words = states["numpy"].numpy().astype(np.uint32)

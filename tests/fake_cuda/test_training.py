@@ -245,7 +245,7 @@ def test_a_lost_device_ends_a_run_with_one_line(text: Path, disguise: Disguise, 
     words += "--save-every 2 --eval-every 2 --dtype float32 --compile off --device cuda --sample-every 0 --steps"
     with disguise() as device:
         lose = partial(setattr, device, "lost", LOST)
-        with mock.patch("gpt.training.loop.Trainer.on_saved", lambda trainer, step: lose() if step == 4 else None):
+        with mock.patch("gpt.training.journal.Journal.saved", lambda journal, step: lose() if step == 4 else None):
             done = gpt(*words.split(), "9")
         assert device.lost
     assert (done.code, done.out) == (1, "")

@@ -306,7 +306,7 @@ def short_runs() -> Iterator[None]:
     """Stops every run after `STEPS` steps: a forged file may ask for 10¹⁸, which is no fault."""
     from gpt.training.loop import Trainer
 
-    step, begun = Trainer.step, Trainer.begin
+    step, train = Trainer.step, Trainer.train
     done: list[int] = []
 
     def counted(self: Trainer) -> None:
@@ -315,11 +315,11 @@ def short_runs() -> Iterator[None]:
             raise Enough
         step(self)
 
-    def begins(self: Trainer) -> None:
+    def begins(self: Trainer) -> Any:
         done.clear()
-        begun(self)
+        return train(self)
 
-    with mock.patch.object(Trainer, "step", counted), mock.patch.object(Trainer, "begin", begins):
+    with mock.patch.object(Trainer, "step", counted), mock.patch.object(Trainer, "train", begins):
         yield
 
 

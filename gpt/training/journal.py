@@ -1,0 +1,124 @@
+"""What a run writes and reports: ``run.json``, ``metrics.jsonl``, its logs, and the notes that a user reads."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from gpt import events
+from gpt.files import disk_errors
+from gpt.model.params import breakdown
+from gpt.runs import folder
+from gpt.runs.record import Resumed, RunRecord
+from gpt.training.context import Result, RunContext, now, versions
+from gpt.training.logs import Logs, Metrics, Speed
+from gpt.training.state import TrainState
+from gpt.words import counted
+
+LEARNED, LEARNED_STEPS = 0.01, 10  # nats per token, and steps in a row, of examples that are known by heart
+
+
+class Journal:
+    """Writes and reports on rank 0, once it is open."""
+
+    def __init__(self, run: RunContext, state: TrainState, speed: Speed) -> None:
+        self.run, self.state, self.speed, self.note = run, state, speed, run.session.note
+        self.record: RunRecord | None = None
+        self.metrics: Metrics | None = None
+        self.logs: Logs | None = None
+        self.learned = 0  # steps in a row whose loss was below `LEARNED`
+
+    def open(self, resolved: dict[str, Any]) -> None:
+        """Writes ``run.json`` with the ``resolved`` recipe, and opens metrics and logs."""
+        run, record, step = self.run, self.run.record, self.state.step
+        if step == 0:
+            record = replace(record, compute=run.machine(), versions=versions())
+        else:
+            record = replace(record, resumed=[*record.resumed, Resumed(now(), step, dict(run.given))])
+        self.record = replace(record, ended=None, result=None)
+        self.write(resolved=resolved)
+        self.metrics = Metrics(run.run, run.session.warn, self.state.metrics_bytes)
+        self.logs = Logs(run.log, run.run, vars(self.record), self.note, step)
+
+    def write(self, **changes: Any) -> None:
+        """Writes ``run.json`` with changes."""
+        if self.record is not None:
+            self.record = replace(self.record, **changes)
+            with disk_errors(self.run.run, folder.KEPT):
+                self.record.write(self.run.run)
+
+    def emit(self, kind: Callable[..., events.Event], step: int | None = None, **values: Any) -> None:
+        """Sends an event to metrics, logs and the listener."""
+        if self.metrics is None or self.logs is None:
+            return
+        step = self.state.step if step is None else step
+        seconds = round(time.perf_counter() - self.run.began, 3)
+        event = kind(step=step, tokens=self.run.recipe.tokens(step), seconds=seconds, **values)
+        self.metrics.write(events.to_json(event))
+        self.logs(event)
+        self.run.session.listen(event)
+
+    def close(self) -> None:
+        """Closes metrics and logs."""
+        if self.metrics is not None and self.logs is not None:
+            self.metrics.close()
+            self.logs.close()
+
+    def describe(self, adapters: int) -> None:
+        """Notes what is trained, and with what."""
+        run, recipe, shape, world = self.run, self.run.recipe, self.run.recipe.model, self.run.world
+        step, epochs = self.state.step, recipe.tokens(recipe.steps) / run.data.tokens
+        processes = f"{world.size} processes, each on " if world.size > 1 else ""
+        sharded = [f"{recipe.tensor} processes compute each sequence"] if recipe.tensor > 1 else []
+        sharded += ["weights, gradients and moments are divided among all processes"] if recipe.shard == "full" else []
+        self.note(
+            f"model {run.record.init.model if run.record.init else recipe.preset}: "
+            f"{breakdown(shape).trainable:,} parameters ({counted(shape.n_layer, 'layer')}, "
+            f"{counted(shape.n_head, 'head')}, {shape.n_embd} wide, context {shape.block_size}, "
+            f"dropout {shape.dropout:g})"
+        )
+        if recipe.lora_rank:
+            self.note(f"adapters on the linear maps of the blocks: {adapters:,} parameters train")
+        self.note(
+            f"{counted(recipe.steps, 'step')} of {counted(recipe.batch_tokens, 'token')}, {epochs:.1f} times the text, "
+            f"on {processes}{run.compute.describe()}; run {run.run}" + (f"; from step {step:,}" if step else "")
+        )
+        if sharded:
+            self.note("; ".join(sharded))
+
+    def step(self, step: int, lr: float, loss: float, norm: float) -> None:
+        """Reports a step, and notes, once, that examples are known by heart long before the run ends."""
+        speed = self.speed.rates(self.run.recipe.tokens(step), self.state.step_seconds)
+        self.emit(events.StepEvent, step, loss=loss, lr=lr, grad_norm=norm, **speed)
+        if not self.run.data.rows or self.learned == LEARNED_STEPS:
+            return
+        self.learned = self.learned + 1 if loss < LEARNED else 0
+        if self.learned == LEARNED_STEPS and self.state.step < 0.9 * self.run.recipe.steps:
+            self.note(
+                f"the loss has been below {LEARNED} nats per token for {LEARNED_STEPS} steps: the examples are learned "
+                "by heart, and the rest of the run adds little. Fewer --epochs or --steps, or --patience, end it sooner"
+            )
+
+    def saved(self, step: int) -> None:
+        """Reports a checkpoint that is whole on the disk."""
+        self.emit(events.SaveEvent, checkpoint=folder.step_name(step))
+
+    def end(self, result: Result, reason: str) -> None:
+        """Reports and records the result of the run."""
+        best, held_out = result.checkpoint.name, result.held_out_answers
+        self.emit(events.SampleEvent, text=result.sample)
+        if result.answers is not None:
+            counts = {f"held_out_{key}": count for key, count in vars(held_out).items()} if held_out else {}
+            self.emit(events.AnswersEvent, **vars(result.answers), **counts)
+            if best != folder.step_name(self.state.step):
+                self.note(
+                    f"the loss of the held-out pairs was lowest at {best}, which is kept as the best; the last step's "
+                    f"weights: -m {self.run.run}:latest"
+                )
+        loss, bits = result.val_loss, result.bits_per_byte
+        self.emit(events.EndEvent, reason=reason, checkpoint=best, val_loss=loss, bits_per_byte=bits)
+        self.write(ended=reason, result=result.record())
+
+    def cut_off(self, reason: str) -> None:
+        """Reports that the run was cut off."""
+        self.emit(events.EndEvent, reason=reason, checkpoint=None, val_loss=None, bits_per_byte=None)

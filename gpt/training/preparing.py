@@ -1,0 +1,94 @@
+"""A new run: its folder, and its text, tokenized into it."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from gpt import files
+from gpt.config import TrainConfig
+from gpt.device import Compute
+from gpt.errors import Interrupted, UserError
+from gpt.files import disk_errors, locked
+from gpt.runs import folder
+from gpt.runs.record import FORMAT, RunRecord
+from gpt.text.corpus import open_corpus
+from gpt.training.budget import preset_for_minutes
+from gpt.training.context import Session, data_record, now
+from gpt.training.data import Dataset, make_tokens, open_examples, open_tokens, tokenized
+from gpt.training.finetune import InitCheckpoint, find_init
+
+TOKENS = "tokens"  # in the run folder
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A new run's folder, and its data, opened."""
+
+    run: Path
+    data: Dataset
+    init: InitCheckpoint | None
+
+
+def prepare(
+    texts: Sequence[str],
+    config: TrainConfig,
+    compute: Compute,
+    session: Session,
+    until_ended: contextlib.ExitStack,
+    until_first_step: contextlib.ExitStack,
+) -> Prepared:
+    """Makes a run's folder, holds its lock ``until_ended``, tokenizes the text into it unless it comes tokenized, and
+    writes what ``run.json`` says by then: it is there before the text is tokenized. If anything fails
+    ``until_first_step``, no folder is left."""
+    listen, note, asked = session.listen, session.note, config
+    if session.world.size > 1 and config.has_examples and "-" in texts:
+        what = "conversations" if config.chat else "pairs"
+        raise UserError(f"{what} from stdin cannot be read by several processes", "put them into a file")
+    init = find_init(config)
+    tokenizer = init.tokenizer if init else None
+    data: Dataset | None = None
+    corpus = None
+    if config.has_examples:
+        data = open_examples(texts, config, compute.device.type, note, tokenizer, init.model if init else None)
+    elif path := tokenized(texts):
+        data = open_tokens(path, config, note, tokenizer)
+        config = preset_for_minutes(config, compute, data.bytes, note, session.world.size)
+    else:
+        corpus = open_corpus(texts, config, listen)
+        config = preset_for_minutes(config, compute, corpus.found.bytes, note, session.world.size)
+    record = RunRecord(FORMAT, now(), list(texts), asdict(asked), config.preset)
+    name = corpus.name if data is None and corpus else data.name if data else ""
+    run = folder.create_run(config.out or os.path.join(folder.RUNS, files.usable_name(name)))
+    until_first_step.enter_context(removed_on_failure(run))
+    until_ended.enter_context(lock_run(run))
+    with disk_errors(run):
+        record.write(run)
+    if data is None:
+        assert corpus is not None
+        data = make_tokens(corpus, config, run / TOKENS, compute.device.type, listen, note, tokenizer)
+    with disk_errors(run):
+        data_record(record, data, init).write(run)
+    return Prepared(run, data, init)
+
+
+def lock_run(run: Path) -> contextlib.AbstractContextManager[None]:
+    """Holds a run folder for this process."""
+    return locked(run, "it is being trained: wait for it, or train another run with --out")
+
+
+@contextlib.contextmanager
+def removed_on_failure(run: Path) -> Iterator[None]:
+    """Removes a run that fails here, before its first step, and ``runs/`` if nothing else is in it."""
+    try:
+        yield
+    except BaseException as error:
+        shutil.rmtree(run, ignore_errors=True)
+        if run.parent == Path(folder.RUNS):
+            with contextlib.suppress(OSError):
+                run.parent.rmdir()
+        if not isinstance(error, Interrupted):
+            raise
+        raise Interrupted(error.signum, "interrupted before the first step: nothing is left of the run") from None
