@@ -492,7 +492,6 @@ def test_conversations_as_other_tools_write_them(workdir: Path) -> None:
         {"conversation": plain, "tools": "[]"},
         {"messages": json.dumps(plain)},
         {"messages": parts, "system": SYSTEM["content"]},
-        {"messages": [{**SYSTEM, "role": "developer"}, *CHAT]},
     ]
     Path("chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [each.messages for each in read("chats.jsonl")] == [plain] * len(lines)
@@ -541,6 +540,16 @@ def test_templates_get_the_reasoning_of_a_message(workdir: Path) -> None:
         (found,) = read_examples(["chats.jsonl"], TextConfig(val_fraction=0), Conversation).train
         (((text, ((start, end),)),), _) = chat.answers(tokenizer, found.messages)
         assert text[start:end] == "Two, two: It is 4.\n\nSure!<|im_end|>"
+
+
+def test_the_developer_is_the_system_to_a_template_without_one(workdir: Path) -> None:
+    developer = {**SYSTEM, "role": "developer"}
+    Path("chats.jsonl").write_text(jsonl([[developer, *CHAT]]))
+    (found,) = read_examples(["chats.jsonl"], TextConfig(val_fraction=0), Conversation).train
+    tokenizer = chat.with_template(bytes_tokenizer())
+    assert chat.render(tokenizer, found.messages) == chat.render(tokenizer, [SYSTEM, *CHAT])
+    own = with_chat_template(tokenizer, "{# developer #}" + chat.CHATML)
+    assert chat.render(own, found.messages).startswith("<|im_start|>developer\n")
 
 
 def test_a_conversation_that_the_assistant_begins(workdir: Path) -> None:

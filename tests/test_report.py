@@ -277,6 +277,7 @@ def test_what_is_refused(gpt: Gpt, two_runs: list[Path]) -> None:
         one_line_of_what_and_what_next(gpt("report", *args), message)
 
     refused("there is no run nowhere", "nowhere")
+    refused("is not a run: it has no run.json", ".")
     refused("a run is named twice", "one", "one")
     refused("has no ending that says what to write", "one", "-o", "r.png")
     refused("there is no folder", "one", "-o", "none/r.html")
@@ -493,8 +494,3 @@ def test_the_legend_says_how_a_curve_is_smoothed() -> None:
     assert smoothing([run(19)], 1000) == ("each step", None)
     assert smoothing([run(400)], 1000) == ("each step", "mean of 17 steps")
     assert smoothing([run(400), run(1)], 100) == ("mean of 1 to 4 steps", "mean of 1 to 20 steps")
-
-
-def test_a_missing_run_is_an_error_in_python(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no run"):
-        report.find_run(str(tmp_path))

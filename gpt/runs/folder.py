@@ -301,6 +301,13 @@ def runs_in(runs: Path) -> list[Path]:
     return found
 
 
+def check_run(path: Path) -> None:
+    """Raises `UserError` for a path that is not a run folder."""
+    if not is_run(path):
+        missing = f"{path} is not a run: it has no {RECORD}" if path.exists() else f"there is no run {path}"
+        raise UserError(missing, known_runs())
+
+
 def newest_run(runs: Path = Path(RUNS)) -> Path:
     """Finds the run in ``runs/`` that started last and has a checkpoint. Raises `UserError` where there is none."""
     started: list[tuple[str, Path]] = []
@@ -342,8 +349,7 @@ def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text
 
 
 def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
-    if not is_run(run):
-        raise UserError(f"there is no run {run}", known_runs())
+    check_run(run)
     entries = checkpoints(run)
     if not entries:
         raise UserError(f"the run {run} has no checkpoint yet", "wait for its first one, or train again")

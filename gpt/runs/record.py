@@ -5,12 +5,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 from gpt.config import DEVICE, Dtype
 from gpt.errors import UserError
 from gpt.files import read_json, to_json, write_file
-from gpt.settings import Count, checked
+from gpt.settings import Count, Within, checked
 
 RECORD = "run.json"
 FORMAT = 1
@@ -25,7 +25,7 @@ class Machine:
     device: str
     dtype: str
     threads: int
-    processes: int = 1
+    processes: Annotated[int, Within(1, 2**20)] = 1
 
     def __post_init__(self) -> None:
         if not re.fullmatch(DEVICE, self.device):

@@ -198,8 +198,8 @@ def find_run(word: str | None) -> Path:
     """Finds a run folder, or the file of a curve; None is the newest run with a checkpoint. Raises `UserError` where
     there is none."""
     path = folder.newest_run() if word is None else Path(word)
-    if not folder.is_run(path) and not path.is_file():
-        raise UserError(f"there is no run {path}", folder.known_runs())
+    if not path.is_file():
+        folder.check_run(path)
     return path
 
 

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.resources import files
@@ -242,14 +242,9 @@ class Server:
         if tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template for messages; use /v1/completions", "messages")
 
-        messages = asked.messages
-        if "developer" not in tokenizer.chat_template:
-            # OpenAI's name for the system role, which templates render as a role that the model has never seen.
-            messages = [_as_system(message) for message in messages]
-
         def render() -> str:
             form = {"answer": asked.answer, "open_end": asked.open_end}
-            return chat.render(tokenizer, messages, lane, **form, variables=asked.variables)
+            return chat.render(tokenizer, asked.messages, lane, **form, variables=asked.variables)
 
         return await self._in_thread(request, render, chat=True)
 
@@ -320,10 +315,6 @@ class Server:
                 400, f"max_tokens: {texts:,} texts may become {tokens:,} tokens, with log-probabilities more than "
                 f"{MOST_FIGURES:,} figures; ask for less at once", "max_tokens",
             )  # fmt: skip
-
-
-def _as_system(message: Mapping[str, str]) -> Mapping[str, str]:
-    return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
 def _stopping() -> ApiError:

@@ -10,6 +10,7 @@ from typing import Any
 
 from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
+from gpt.text.formats import reasoning
 
 MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, MOST_PROMPTS, MOST_BIASES = 128, 20, 256, 128, 1024
 LONGEST_STOP = 1000  # characters
@@ -335,9 +336,7 @@ def read_chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
             content = "".join(texts) if len(texts) == len(content) else None
         if not isinstance(role, str) or not isinstance(content, str):
             raise _wrong("messages", f"has {_shown(message)}; a message has a role and a content, which are texts")
-        thoughts = next((message[key] for key in _THOUGHTS if isinstance(message.get(key), str)), None)
-        others = {"name": message.get("name"), **dict.fromkeys(("reasoning_content", "thinking"), thoughts)}
-        words = {"role": role, "content": content, **others}
+        words = {"role": role, "content": content, "name": message.get("name"), **reasoning(message)}
         found.append({key: clean(text) for key, text in words.items() if isinstance(text, str)})
     open_end = fields.flag("continue_final_message")
     answer = fields.flag("add_generation_prompt", not open_end)
@@ -346,7 +345,6 @@ def read_chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
     return ChatPrompt(found, answer, open_end, _variables(fields))
 
 
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names for the reasoning of a message, as in transformers
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
           "raise_exception", "strftime_now", "namespace")  # fmt: skip
 

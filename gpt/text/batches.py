@@ -15,6 +15,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from gpt.settings import Positive
+
 Int64s = npt.NDArray[np.int64]
 MOST_SIZES = 2**24  # different sizes of growing batches
 
@@ -35,11 +37,11 @@ class Ramp:
     (Brown et al. 2020, appendix B), in multiples of ``unit`` as soon as there is one, and of ``by``, which divides
     ``first``, ``rows`` and ``unit``, always."""
 
-    rows: int
-    first: int
+    rows: Positive
+    first: Positive
     over: int
-    unit: int
-    by: int = 1
+    unit: Positive
+    by: Positive = 1
 
     @property
     def sizes(self) -> int:

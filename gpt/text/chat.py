@@ -210,7 +210,10 @@ def _rendered(
             "gpt sample PROMPT, /v1/completions",
         )
     renderer = _renderer(tokenizer.chat_template, tuple(sorted(_words(tokenizer).items())), lane)
-    asked = {"messages": [dict(message) for message in messages], "parts": parts, "variables": dict(variables)}
+    # OpenAI's name for the system role, which most templates render as a role that the model has never seen.
+    renamed = {} if "developer" in tokenizer.chat_template else {"developer": "system"}
+    given = [{**message, "role": renamed.get(message["role"], message["role"])} for message in messages]
+    asked = {"messages": given, "parts": parts, "variables": dict(variables)}
     answer = renderer.ask(asked)
     return answer["texts"], [(start, end) for start, end in answer["spans"]]
 

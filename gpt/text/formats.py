@@ -163,7 +163,7 @@ _parse = json.JSONDecoder().raw_decode  # json.loads takes twice as long: it loo
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant")
 OnBad = Callable[[UserError], None]  # raises the error, or counts it
 
 
@@ -243,7 +243,7 @@ def _chat(record: dict[str, Any], place: Place) -> str:
         )
     found = [_message(each) for each in messages]
     system = record.get("system")
-    if isinstance(system, str) and system and not any(message["role"] == "system" for message in found):
+    if isinstance(system, str) and system and not any(message["role"] in ("system", "developer") for message in found):
         messages, found = [{}, *messages], [{"role": "system", "content": system}, *found]
     answers = [number for number, message in enumerate(found) if message["role"] == "assistant"]
     context = [number for number in answers if not _counts(messages[number])]
@@ -266,9 +266,14 @@ def _message(message: dict[str, Any]) -> dict[str, str]:
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise _Bad('"content" has a part that is no text', "a model here reads only text: --skip-bad leaves it out")
         message = {**message, "content": "".join(part["text"] for part in content)}
-    found = {"role": role, "content": _string(message, "content", CHATS.hint, null=False)}
-    thoughts = next((message[key] for key in _THOUGHTS if isinstance(message.get(key), str)), "")
-    return found | ({"reasoning_content": thoughts, "thinking": thoughts} if thoughts else {})
+    return {"role": role, "content": _string(message, "content", CHATS.hint, null=False), **reasoning(message)}
+
+
+def reasoning(message: dict[str, Any]) -> dict[str, str]:
+    """Returns a message's reasoning, if it has any, by the names that chat templates read."""
+    names = ("reasoning_content", "thinking", "reasoning")
+    thoughts = next((message[key] for key in names if isinstance(message.get(key), str)), None)
+    return {} if thoughts is None else dict.fromkeys(names[:2], thoughts)
 
 
 def _counts(message: dict[str, Any]) -> bool:
@@ -289,8 +294,7 @@ def _uses_tools(values: dict[str, Any]) -> bool:
 
 
 PAIRS = RecordForm(("prompt", "completion"), _pair, '--pairs reads records {"prompt": "…", "completion": "…"}')
-_SYNONYMS = {"human": "user", "gpt": "assistant", "model": "assistant", "developer": "system"}  # of roles
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names for the reasoning of a message
+_SYNONYMS = {"human": "user", "gpt": "assistant", "model": "assistant"}  # of roles
 _TOOLS = ("tools", "functions")
 CHATS = RecordForm(
     ("messages",),

@@ -171,9 +171,10 @@ class Planner:
         timed = seconds[2:] or seconds[1:]
         held_out = data.some_windows(recipe.model.block_size, windows_to_evaluate(recipe))
         with stepper.eager():
-            window = window_seconds(parallel, held_out[:1])
-            if world.broadcast_object(lambda: 1 < len(held_out) // 4 < most / max(window, 1e-9)):
-                window = window_seconds(parallel, held_out[: len(held_out) // 4])
+            window, at_once = window_seconds(parallel, held_out[:1]), 1  # in which a GPU loads its kernels
+            while world.broadcast_object(lambda: 4 * at_once <= min(len(held_out), most / max(window, 1e-9))):
+                at_once *= 4
+                window = window_seconds(parallel, held_out[:at_once])
             sample = sample_seconds(parallel, data)
         targets = sum(len(each.y) - each.skipped for each in held_out) / max(1, len(held_out))
         costs = Costs(

@@ -126,14 +126,14 @@ def sample_lines(run: RunContext, parallel: Parallel, model: GPT, compute: Compu
 
 
 def sample_seconds(parallel: Parallel, data: Dataset, tokens: int = 8) -> float:
-    """Returns how long a sample takes, as estimated from a few ``tokens``."""
+    """Returns how long a sample takes, as estimated from a few ``tokens``: those after the first two, for which a GPU
+    loads its kernels."""
 
     def timed() -> float:
         context = Context(parallel.model, parallel.compute, vocab_size=data.tokenizer.vocab_size)
-        started = time.perf_counter()
-        for _ in generate(context, data.prompt_ids, dataclasses.replace(SAMPLE, max_tokens=tokens), (), 0):
-            pass
-        return SAMPLE.max_tokens * (time.perf_counter() - started) / tokens
+        drawn = generate(context, data.prompt_ids, dataclasses.replace(SAMPLE, max_tokens=tokens), (), 0)
+        times = [time.perf_counter() for _ in drawn]
+        return SAMPLE.max_tokens * (times[-1] - times[1]) / (tokens - 2)
 
     parallel.model.eval()
     try:

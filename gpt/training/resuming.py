@@ -99,8 +99,7 @@ def find_run(asked: str | None) -> Path:
     """The run that was asked for; None means the newest in ``runs/`` that is not finished. Raises `UserError` if there
     is none."""
     if asked:
-        if not folder.is_run(Path(asked)):
-            raise UserError(f"there is no run {asked} to resume", folder.known_runs())
+        folder.check_run(Path(asked))
         return Path(asked)
     begun = []
     for path in folder.runs_in(Path(folder.RUNS)):

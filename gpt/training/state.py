@@ -139,27 +139,18 @@ def read_saved(path: Path) -> Saved:
         )
     saved = checked(Saved, values, str(where))
     step, recipe = saved.state.step, saved.recipe
-    if not (
-        0 <= step <= recipe.steps
-        and saved.state.windows > 0
-        and recipe.tensor >= 1
-        and recipe.micro_batch >= 1
-        and recipe.rows % recipe.micro_batch == 0
-        and 1 <= saved.machine.processes <= 2**20
-    ):
+    if step > recipe.steps or not saved.state.windows or recipe.rows % recipe.micro_batch:
         raise UserError(
             f"{where} is damaged: step {step} of {recipe.steps}, {recipe.micro_batch} of {recipe.rows} rows"
         )
     ramp = recipe.ramp  # one that does not grow, or in too many sizes, would never end
-    if ramp and not (
-        1 <= ramp.first <= ramp.rows == recipe.rows and ramp.unit >= 1 and _even(ramp) and ramp.sizes <= MOST_SIZES
-    ):
+    if ramp and not (ramp.first <= ramp.rows == recipe.rows and _even(ramp) and ramp.sizes <= MOST_SIZES):
         raise UserError(f"{where} is damaged: its batches grow from {ramp.first} to {ramp.rows} over {ramp.over} rows")
     return saved
 
 
 def _even(ramp: Ramp) -> bool:
-    return ramp.by >= 1 and not any(n % ramp.by for n in (ramp.first, ramp.rows, ramp.unit))
+    return not any(n % ramp.by for n in (ramp.first, ramp.rows, ramp.unit))
 
 
 def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
