@@ -4,7 +4,10 @@ Each has a plain definition, named in its docstring and tested against it (tests
 numbers up to rounding, more slowly.
 """
 
+import contextlib
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +21,38 @@ PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # positions up to which a CPU attends plainly,
 PLAIN_QUERIES = 128  # positions from which it does in bfloat16 without gradients, and whose scores it computes at once
 
 
+@dataclass(frozen=True)
+class TracedInputs:
+    """What a traced step uses in place of its own random numbers, masks and batches of `PLAIN_ROWS` sequences."""
+
+    kept: Iterator[Tensor]  # dropout's masks, in the order of use
+    whole: Tensor  # `bias` without a window
+    part: Tensor  # `bias` with the model's window
+    rows: int  # sequences per attention call
+
+
+_traced: TracedInputs | None = None  # while a step is traced
+
+
+@contextlib.contextmanager
+def tracing(inputs: TracedInputs) -> Iterator[None]:
+    """While this is entered, the functions of this module use ``inputs``, and `is_compiling` is true."""
+    global _traced
+    _traced = inputs
+    try:
+        yield
+    finally:
+        _traced = None
+
+
+def is_compiling() -> bool:
+    """Whether torch or `tracing` traces this code for a compiler."""
+    return _traced is not None or torch.compiler.is_compiling()
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear`: x Wᵀ + b, (…, in) → (…, out)."""
-    if bias is None or not (x.device.type in SUMMED_ON and torch.compiler.is_compiling() and bias.requires_grad):
+    if bias is None or not (x.device.type in SUMMED_ON and is_compiling() and bias.requires_grad):
         return F.linear(x, weight, bias)
     y: Tensor = _BiasGradient.apply(F.linear(x, weight, bias.detach()), bias)  # type: ignore[no-untyped-call]
     return y
@@ -44,6 +76,8 @@ class _BiasGradient(torch.autograd.Function):
 
 def drop(x: Tensor, p: float) -> Tensor:
     """Zeroes each number with probability p, to 2⁻¹⁶, and divides the others by 1 − p."""
+    if _traced is not None:
+        return x * (next(_traced.kept).view(x.shape).to(x.dtype) * dropout_scale(p)) if p else x
     if p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
     kept = dropout_mask(x.numel(), p, x.dtype)
@@ -67,7 +101,7 @@ def dropout_mask(n: int, p: float, dtype: torch.dtype) -> Tensor:
 
 def is_eager_on_cpu(x: Tensor) -> bool:
     """Whether a CPU computes with x at once, and no compiler."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and not is_compiling()
 
 
 def rms_norm(x: Tensor, weight: Tensor, floor: Tensor) -> Tensor:
@@ -137,7 +171,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, win
         return attend_blocks(q, k, v, mask)
     plain, trains = q.device.type == "cpu" and mask is None and T > 1, torch.is_grad_enabled()
     if plain and trains and S <= PLAIN_UP_TO:
-        rows = [slice(at, at + PLAIN_ROWS) for at in range(0, q.size(0), PLAIN_ROWS)]
+        step = PLAIN_ROWS if _traced is None else _traced.rows
+        rows = [slice(at, at + step) for at in range(0, q.size(0), step)]
         return torch.cat([_attend_plainly(q[some], k[some], v[some], dropout, window) for some in rows])
     if plain and not trains and T >= PLAIN_QUERIES and q.dtype == torch.bfloat16:
         ends = [min(at + PLAIN_QUERIES, T) for at in range(0, T, PLAIN_QUERIES)]
@@ -177,6 +212,8 @@ def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, dropout: float, window: int
 
 def bias(q: Tensor, S: int, window: int | None) -> Tensor:
     """The mask that is added to scores of queries q (B, H, T, D): (T, S), −∞ where a position does not see another."""
+    if _traced is not None:
+        return (_traced.whole if window is None else _traced.part).to(q.dtype)
     T = q.size(2)
     hidden = torch.zeros((T, S), dtype=q.dtype, device=q.device)
     return hidden.masked_fill_(~visible(T, window, q.device, S - T), -math.inf)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt.model import kernels
 from gpt.model.memory import columns_of_logits, positions_at_once
 
 IGNORED = -100  # a target that does not count
@@ -41,13 +42,13 @@ class _CrossEntropy(torch.autograd.Function):
         if columns > vocab_size:
             table = F.pad(table, (0, 0, 0, columns - vocab_size))
         ctx.dtypes, ctx.shrunk = (x.dtype, weight.dtype), SHRUNK if dtype == torch.float16 else 1.0
-        if not torch.compiler.is_compiling():
+        if not kernels.is_compiling():
             scores = narrow.new_empty(chunk, columns)
             exact = narrow.new_empty(chunk, vocab_size, dtype=wide)
         total, grads, grad_table = x.new_zeros((), dtype=wide), [], None
         for some, aims in zip(torch.split(narrow, chunk), torch.split(targets, chunk), strict=True):
             counts, aims = (aims != IGNORED)[:, None], aims.clamp(min=0)[:, None]
-            if torch.compiler.is_compiling():
+            if kernels.is_compiling():
                 logits, hit = _as_one_kernel(some @ table.t(), aims, counts * ctx.shrunk, vocab_size)
             else:
                 logits = torch.mm(some, table.t(), out=scores[: len(some)])

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -85,15 +84,9 @@ def _traced(objective: nn.Module, model: GPT, compute: Compute, shape: tuple[int
             looked_up.append(out.detach().requires_grad_())
             return looked_up[0]
 
-        def drop(x: Tensor, p: float) -> Tensor:
-            return x * (next(others).view(x.shape).to(x.dtype) * kernels.dropout_scale(p)) if p else x
-
-        def bias(q: Tensor, S: int, window: int | None) -> Tensor:
-            return (whole if window is None else part).to(q.dtype)
-
-        patched: dict[str, Any] = {"drop": drop, "bias": bias, "PLAIN_ROWS": _at_once(config)}
-        with compute.autocast(), model.wte.register_forward_hook(look_up), mock.patch.multiple(kernels, **patched):
-            given = dict(zip([*names, *buffers], [*params, *tables], strict=True))
+        given = dict(zip([*names, *buffers], [*params, *tables], strict=True))
+        traced = kernels.TracedInputs(others, whole, part, _at_once(config))
+        with kernels.tracing(traced), compute.autocast(), model.wte.register_forward_hook(look_up):
             mean: Tensor = torch.func.functional_call(objective, given, (x, y)) / counted
         return [mean.detach(), *torch.autograd.grad(mean, [*looked_up, *params], materialize_grads=True)]
 
@@ -103,8 +96,7 @@ def _traced(objective: nn.Module, model: GPT, compute: Compute, shape: tuple[int
     inputs = (
         *params, *objective.buffers(), x, y, torch.ones((), dtype=torch.long), *_masks(config, compute.dtype), *kept,
     )  # fmt: skip
-    with mock.patch.object(torch.compiler, "_is_compiling_flag", True):
-        graph = make_fx(gradients, _DECOMPOSED, tracing_mode="fake")(*inputs)
+    graph = make_fx(gradients, _DECOMPOSED, tracing_mode="fake")(*inputs)
     return graph, tuple(each.detach() for each in inputs)
 
 
