@@ -8,7 +8,7 @@ import typer
 
 from gpt.errors import UserError
 
-from . import inputs, page, png, progress, render
+from . import inputs, page, plots, progress, render
 from .options import Device, Json, option
 from .page import Forms, Out
 from .sample import MODEL_HELP
@@ -55,7 +55,7 @@ def attention(
     forms = Forms(
         data=lambda: views.attention_data(look, tokenizer, name, text),
         page=lambda: page.html("attention", f"attention: {name}", views.attention_page(look, tokenizer, name)),
-        png=lambda: png.attention(look, tokenizer, name),
+        picture=lambda: plots.attention(look, tokenizer, name),
         terminal=lambda: render_inspect.attention(look, tokenizer),
     )
     page.show(forms, out, json)
@@ -126,7 +126,7 @@ def positions(model: Model = None, out: Out = None, json: Json = False) -> None:
     forms = Forms(
         data=lambda: views.positions_data(found, name),
         page=lambda: page.html("positions", f"positions: {name}", views.positions_page(found, name)),
-        png=lambda: png.positions(found, name),
+        picture=lambda: plots.positions(found, name),
         terminal=lambda: render_inspect.positions(found),
     )
     page.show(forms, out, json)
@@ -155,7 +155,7 @@ def tokens(
     forms = Forms(
         data=lambda: data,
         page=lambda: page.html("tokens", f"tokens: {path}", data),
-        png=lambda: png.tokens(data["pieces"]),
+        picture=lambda: plots.tokens(data["pieces"]),
         terminal=lambda: render_inspect.tokens(data),
     )
     page.show(forms, out, json)
@@ -182,7 +182,7 @@ def _show_near(
     forms = Forms(
         data=lambda: data,
         page=lambda: page.html("near", f"{title}: {model}", whole),
-        png=lambda: png.near(groups),
+        picture=lambda: plots.near(groups),
         terminal=lambda: render_inspect.near(groups),
     )
     page.show(forms, out, json)

@@ -1,4 +1,4 @@
-"""Results in files: one self-contained HTML page, a PNG, or JSON, by the name's ending."""
+"""Results in files: one self-contained HTML page, a picture, or JSON, by the name's ending."""
 
 import base64
 import json
@@ -13,27 +13,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 from gpt.errors import UserError
 from gpt.files import disk_errors, write_file
 
-from . import png, render
+from . import plots, render
 from .options import OUTPUT, option
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    from matplotlib.figure import Figure
 
 Data = Mapping[str, Any]
-ENDINGS = (".html", ".png", ".json")
+ENDINGS = (".html", *plots.ENDINGS, ".json")
+_KINDS = {".html": "a page that needs nothing else", ".png": "or .svg or .pdf a picture", ".json": "data"}
 
 
-def out_option(*endings: str) -> Any:
+def _out_option(*endings: str) -> Any:
     """The option ``-o FILE`` of a command that can show its result in these forms."""
-    kinds = {".html": "a page that needs nothing else", ".png": "a picture", ".json": "data"}
-    said = ", ".join(f"{ending} {kinds[ending]}" for ending in endings)
+    said = ", ".join(f"{ending} {_KINDS[ending]}" for ending in endings)
     return option(
         "--out", "-o", help=f"Into a file, by its ending: {said}.", show_default="none", rich_help_panel=OUTPUT
     )
 
 
-OutPage = Annotated[Path | None, out_option(".html")]
-Out = Annotated[Path | None, out_option(*ENDINGS)]
+OutPage = Annotated[Path | None, _out_option(".html")]
+Out = Annotated[Path | None, _out_option(*_KINDS)]
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Forms:
 
     data: Callable[[], Data]  # for programs
     terminal: Callable[[], None]
-    page: Callable[[], bytes] | None = None
-    png: Callable[[], bytes] | None = None
+    page: Callable[[], bytes]
+    picture: "Callable[[], Figure]"
 
 
 def check_out(out: Path | None, *endings: str) -> None:
@@ -53,8 +54,8 @@ def check_out(out: Path | None, *endings: str) -> None:
     known = endings or ENDINGS
     if out.suffix.lower() not in known:
         raise UserError(f'"{out}" has no ending that says what to write', f"end it in {', '.join(known)}")
-    if out.suffix.lower() == ".png":
-        png.check()
+    if out.suffix.lower() in plots.ENDINGS:
+        plots.check()
     if out.is_dir():
         raise UserError(f"{out} is a folder", "name a file in it")
     folder = out.absolute().parent
@@ -67,9 +68,12 @@ def check_out(out: Path | None, *endings: str) -> None:
 def show(forms: Forms, out: Path | None, as_json: bool) -> None:
     """Writes ``out`` in the form that its ending names. Prints JSON if asked for, or text without ``out``."""
     if out is not None:
-        form = {".html": forms.page, ".png": forms.png}.get(out.suffix.lower(), lambda: as_bytes(forms.data()))
-        assert form is not None  # check_out let it pass
-        write(out, form(), as_json)
+        ending = out.suffix.lower()
+        if ending in plots.ENDINGS:
+            content = plots.as_bytes(forms.picture(), ending)
+        else:
+            content = forms.page() if ending == ".html" else as_bytes(forms.data())
+        write(out, content, as_json)
     if as_json:
         render.json_line(forms.data())
     elif out is None:

@@ -1,4 +1,4 @@
-"""Axes with round ticks, for the terminal and PNGs. ``pages/chart.js`` does the same; a test compares the two."""
+"""Axes with round ticks, for the terminal. ``pages/chart.js`` does the same; a test compares the two."""
 
 import math
 import sys

@@ -126,7 +126,7 @@ def test_every_form_in_a_file(gpt: Gpt, run_folder: Path, workdir: Path, args: l
     from PIL import Image
 
     said = gpt("inspect", *args, "-m", run_folder, "--json").out
-    for ending in ("html", "PNG", "json"):
+    for ending in ("html", "PNG", "svg", "pdf", "json"):
         done = gpt("inspect", *args, "-m", run_folder, "-o", f"out.{ending}")
         assert done.code == 0, done.err
         assert done.out.startswith(f"saved  out.{ending}")
@@ -134,6 +134,8 @@ def test_every_form_in_a_file(gpt: Gpt, run_folder: Path, workdir: Path, args: l
     with Image.open("out.PNG") as image:
         assert image.width > 300
         assert len(image.convert("RGB").getcolors(2**24) or []) > 10
+    assert Path("out.svg").read_text(encoding="utf-8").rstrip().endswith("</svg>")
+    assert Path("out.pdf").read_bytes().startswith(b"%PDF")
     page = Path("out.html").read_text(encoding="utf-8")
     assert (
         re.search(r"(src|href)\s*=|url\(|@import|fetch\(|XMLHttpRequest|https?://(?!www\.w3\.org/2000/svg)", page)
@@ -158,8 +160,8 @@ def test_what_is_refused(gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch:
     refused("has no ending that says what to write", "positions", "-o", "x.gif")
     Path("x.html").mkdir()
     refused("x.html is a folder", "positions", "-o", "x.html")
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    refused("a PNG is drawn with the package pillow", "positions", "-o", "x.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refused("pictures need the package matplotlib", "positions", "-o", "x.png")
     one_line_of_what_and_what_next(gpt("inspect", "tokens", "x", "-m", "nowhere"), "there is no run or checkpoint")
 
 

@@ -132,7 +132,7 @@ class Server:
     async def _in_thread(self, request: Request, work: Callable[[], T], chat: bool = False) -> T:
         """Returns what ``work`` returns, done in a thread of the request's lane. It is never begun for a client that
         has left before."""
-        lane = request.state.lane.replace("text", "chat") if chat else request.state.lane
+        lane = "chat" if chat else request.state.lane
         return await asyncio.get_running_loop().run_in_executor(self.in_flight.lanes[lane], work)
 
     # Small routes
@@ -238,13 +238,13 @@ class Server:
 
     async def _render(self, request: Request, asked: ChatPrompt) -> str:
         """Returns the text of a conversation."""
-        tokenizer, lane = self.service.tokenizer, request.state.lane
+        tokenizer = self.service.tokenizer
         if tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template for messages; use /v1/completions", "messages")
 
         def render() -> str:
             form = {"answer": asked.answer, "open_end": asked.open_end}
-            return chat.render(tokenizer, asked.messages, lane, **form, variables=asked.variables)
+            return chat.render(tokenizer, asked.messages, **form, variables=asked.variables)
 
         return await self._in_thread(request, render, chat=True)
 

@@ -39,7 +39,6 @@ Span = tuple[int, int]  # characters of a text, from and to
 def render(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
-    lane: str = "",
     *,
     answer: bool = True,
     open_end: bool = False,
@@ -47,13 +46,12 @@ def render(
 ) -> str:
     """Returns the text of a conversation, as transformers' ``apply_chat_template`` does: with the beginning of an
     ``answer`` (``add_generation_prompt``), or with an ``open_end`` (``continue_final_message``): up to the last word of
-    the last message. The template may read the ``variables``. Each ``lane`` has a process of its own, so that no lane
-    waits for another. Raises `UserError` if there is no template, or if it refuses the conversation, takes too long or
-    renders nothing."""
+    the last message. The template may read the ``variables``. Threads take turns. Raises `UserError` if there is no
+    template, or if it refuses the conversation, takes too long or renders nothing."""
     if open_end:
         *earlier, last = messages
         messages = [*earlier, {**last, "content": last["content"] + _TAG}]
-    text = _rendered(tokenizer, messages, [(len(messages), answer)], lane, variables)[0][0]
+    text = _rendered(tokenizer, messages, [(len(messages), answer)], variables)[0][0]
     if open_end:
         text = _until_tag(text, last["content"])
     if not text:
@@ -198,7 +196,6 @@ def _rendered(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     parts: Sequence[tuple[int, bool]],
-    lane: str = "",
     variables: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> tuple[list[str], list[Span]]:
     """Returns the text of each part: of so many messages, with or without the beginning of an answer; and the spans of
@@ -209,7 +206,7 @@ def _rendered(
             "train it with gpt train --chat, put a chat_template.jinja into its folder, or let it continue texts: "
             "gpt sample PROMPT, /v1/completions",
         )
-    renderer = _renderer(tokenizer.chat_template, tuple(sorted(_words(tokenizer).items())), lane)
+    renderer = _renderer(tokenizer.chat_template, tuple(sorted(_words(tokenizer).items())))
     # OpenAI's name for the system role, which most templates render as a role that the model has never seen.
     renamed = {} if "developer" in tokenizer.chat_template else {"developer": "system"}
     given = [{**message, "role": renamed.get(message["role"], message["role"])} for message in messages]
@@ -291,6 +288,6 @@ def _end_process(process: "subprocess.Popen[bytes]") -> None:
     process.communicate()
 
 
-@functools.lru_cache(maxsize=8)
-def _renderer(template: str, words: tuple[tuple[str, str], ...], lane: str) -> _Renderer:
+@functools.lru_cache(maxsize=1)  # another template ends the process of the one before
+def _renderer(template: str, words: tuple[tuple[str, str], ...]) -> _Renderer:
     return _Renderer(template, dict(words))

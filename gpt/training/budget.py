@@ -171,15 +171,12 @@ class Planner:
         timed = seconds[2:] or seconds[1:]
         held_out = data.some_windows(recipe.model.block_size, windows_to_evaluate(recipe))
         with stepper.eager():
-            window, at_once = window_seconds(parallel, held_out[:1]), 1  # in which a GPU loads its kernels
-            while world.broadcast_object(lambda: 4 * at_once <= min(len(held_out), most / max(window, 1e-9))):
-                at_once *= 4
-                window = window_seconds(parallel, held_out[:at_once])
+            window = window_seconds(parallel, held_out, most)
             sample = sample_seconds(parallel, data)
         targets = sum(len(each.y) - each.skipped for each in held_out) / max(1, len(held_out))
         costs = Costs(
             step=sum(timed) / len(timed),
-            window=max(window, 1e-9),
+            window=window,
             sample=sample,
             save=3 * 4 * sum(map(math.prod, parallel.shapes.values())) / SAVE_RATE,  # weights, two moments in float32
             usual_windows=len(held_out),
@@ -210,9 +207,15 @@ def step_seconds(stepper: Stepper, batches: Batched, enough: float, most: float)
     return seconds
 
 
-def window_seconds(parallel: Parallel, windows: Sequence[Window]) -> float:
-    """The seconds that a window of held-out text takes to evaluate."""
-    started = time.perf_counter()
-    if windows:
-        mean_loss(parallel, parallel.model, windows, parallel.compute, StopSignal())
-    return (time.perf_counter() - started) / max(1, len(windows))
+def window_seconds(parallel: Parallel, windows: Sequence[Window], most: float) -> float:
+    """The seconds that a window takes to evaluate: of one, for which a GPU loads its kernels, and of four times as many
+    again and again, while that takes ``most`` at most."""
+    at_once, seconds = 1, 1e-9
+    while windows:
+        started = time.perf_counter()
+        mean_loss(parallel, parallel.model, windows[:at_once], parallel.compute, StopSignal())
+        seconds = max((time.perf_counter() - started) / at_once, 1e-9)
+        at_once *= 4
+        if parallel.world.all_reduce_max(at_once > len(windows) or at_once * seconds > most):
+            break
+    return seconds
