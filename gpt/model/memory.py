@@ -1,11 +1,7 @@
 """Memory of a training step, in bytes, and the micro-batch that fits, by arithmetic alone: torch is not imported.
 
-It follows what `gpt.model.decoder` and `gpt.training.step` do, tensor by tensor, as they are written (compiled blocks
-keep less). Korthikanti et al. 2022 (arXiv 2205.05198, §4.1) count the same way for Megatron: a block keeps 34 bytes for
-each position and number of the width, and the scores of attention. Here it is 36 on a GPU in bfloat16: norms
-keep their input in float32 (+4, of two LayerNorms), masks of dropout count where there is dropout (−2), and fused
-attention keeps one number of each row of scores. docs/memory.md derives every term; tests/test_memory.py compares them
-with what autograd saves, and with the live bytes of whole steps.
+An estimate that leans upwards: in its tests it is at most 15 % above what a step holds and at most 2 % below.
+docs/memory.md derives the terms. Korthikanti et al. 2022 (arXiv 2205.05198, §4.1) count the same way for Megatron.
 """
 
 import math
@@ -14,13 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gpt.config import GPTConfig, Mlp, Norm
+from gpt.config import GPTConfig, Mlp
 from gpt.model.params import Kind, counts, parameters
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
-# The decoder's own, checked by a test: it may not be imported here, since it imports torch.
-PLAIN_UP_TO = 512  # positions up to which a CPU attends plainly
-ROPE_TABLE = 8192  # positions of its first table of rotations
+PLAIN_UP_TO = 512  # the decoder's own, checked by a test: importing it would import torch
 # A multiple that suits matrix units: an odd number of columns, as GPT-2's 50,257, keeps a GPU off its fast kernels.
 ALIGNED, ALIGNED_ON = 64, ("cuda",)
 # Logits at once, at most: on a CPU what its caches hold; on a GPU fewer than the 2³¹ past which kernels count in int64
@@ -29,9 +23,9 @@ ALIGNED, ALIGNED_ON = 64, ("cuda",)
 # 149 with all logits and autograd.
 LOGITS, FROZEN_LOGITS, LOGITS_ON_CPU = 2**30, 2**27, 2**22
 LEAST_AT_ONCE = 512  # positions: with fewer, reading the unembedding takes too long
-STATS: dict[Norm, int] = {"layernorm": 8, "rmsnorm": 4}  # of a position: mean and deviation, or the latter, float32
-IDS = 8  # an id
 FLOAT = 4
+STATS = 8  # a norm's mean and deviation, float32
+IDS = 16  # an id and its target
 # Numbers of the MLP's inside that it keeps for its gradient: before and after GELU; or the gate before and after SiLU,
 # what it is multiplied by, and the product.
 INSIDE: dict[Mlp, int] = {"gelu": 2, "swiglu": 4}
@@ -102,29 +96,27 @@ def training(config: GPTConfig, setup: Setup) -> Training:
     positions = setup.micro_batch * config.block_size
     parameters = gradients = FLOAT * -(-sum(own.values()) // setup.ways)
     state = -(-optimizer_state(own, setup.optimizer) // setup.ways)
+    snapshot = parameters + state
     activations, (whole, blocks) = trunk(config, setup), weight_copies(config, setup)
     loss = logits(config, setup)
     table = FLOAT * own["embedding"]  # tied, its gradient comes from the logits first, and from the ids last
     one = positions * block(config, setup)
-    ready = positions * FLOAT * config.n_embd * (setup.stream == FLOAT)  # its input, as the first norm keeps it
-    again = (one - ready) * setup.recompute
-    layer = positions * _gradient(config, setup)  # while the gradient of a block is computed
+    inside = setup.width * (config.mlp_width // setup.tensor)
+    layer = positions * max(  # gradients inside a block: of the MLP's product, or of both factors of a gate
+        inside + setup.width * config.n_embd * setup.autocast, 2 * inside * (config.mlp == "swiglu")
+    )
     if setup.shard or setup.recompute:
         layer += blocks if setup.shard else -(-blocks // config.n_layer)
-    stay = not (setup.shard or setup.recompute)  # copies of all blocks' weights, until their gradients are there
-    # Of the micro-batches before; torch's DDP holds on to them in its buckets.
+    # Gradients of the micro-batches before; torch's DDP holds on to them in its buckets.
     waiting = gradients * (setup.accumulates or (setup.data > 1 and not setup.shard and setup.tensor == 1))
-    snapshot = parameters + state
-    kept = parameters + state + _constants(config) + snapshot * (setup.device == "cpu")
-    forward = kept + whole + waiting + activations + blocks * stay
-    ahead = 0 if stay or setup.shard else blocks + loss  # in the forward pass
-    if config.tied:
-        behind = table * setup.accumulates + max(one + layer, (2 + setup.shard) * table)
-    else:
-        behind = max(one + layer, (setup.accumulates + setup.shard) * table)
+    kept = parameters + state + _positions(config) + snapshot * (setup.device == "cpu")
+    forward = kept + whole + waiting + activations
+    stay = blocks * (not setup.shard)  # copies of all blocks' weights; recomputed blocks make theirs again
+    tables = (2 + setup.shard) if config.tied else (setup.accumulates + setup.shard)
+    backward = table * (config.tied and setup.accumulates) + max(one + layer, tables * table)
     moments = {
-        "loss": forward + max(loss, table + again + layer, ahead),
-        "backward": kept + whole + gradients + behind,
+        "loss": forward + max(loss + stay, table + one * setup.recompute + layer + stay * (not setup.recompute)),
+        "backward": kept + whole + gradients + backward,
         "update": kept + gradients + _update(config, setup),
     }
     return Training(parameters, gradients, state, activations, loss, whole + blocks, snapshot, moments)
@@ -137,53 +129,49 @@ def optimizer_state(own: Mapping[Kind, int], optimizer: str) -> int:
 
 
 def trunk(config: GPTConfig, setup: Setup) -> int:
-    """Bytes that autograd keeps of a micro-batch, from the ids to the last norm: what the blocks keep, or, where they
-    are computed again, their inputs alone."""
-    C = config.n_embd
-    dropped = _mask(config, setup, FLOAT) * C  # the embedding's
+    """Bytes that autograd keeps of a micro-batch, from the ids to the last norm: what the blocks keep, or, if they are
+    recomputed, only their inputs."""
+    C, T, s = config.n_embd, config.block_size, setup.width
+    embedded = _mask(config, setup, FLOAT) * C + FLOAT * C + STATS + IDS  # dropout's mask, and the last norm's input
     each = setup.stream * C if setup.recompute else block(config, setup)
-    last = FLOAT * C + STATS[config.norm]
-    kept = setup.micro_batch * config.block_size * (config.n_layer * each + dropped + last + 2 * IDS)
-    return kept + (0 if setup.recompute else _tables(config, setup))
+    kept = setup.micro_batch * T * (config.n_layer * each + embedded)
+    if setup.recompute:
+        return kept
+    # For all sequences together: cosines and sines in the narrower dtype, and the masks of fused windows.
+    turned = config.n_layer * (2 + 2 * config.qk_norm) * config.head_size
+    windowed = T * sum(window is not None and window < T for window in config.windows)
+    rotary = config.positions == "rotary" and setup.autocast
+    return kept + s * T * (turned * rotary + windowed * (_kernel(config, setup) == "fused"))
 
 
 def block(config: GPTConfig, setup: Setup) -> int:
-    """Bytes a position that a block leaves for its gradient.
-
-    Two norms keep their input, float32, with its statistics. Each linear map keeps its input in the dtype of products,
-    the MLP's activation its own. Dropout keeps a mask of each branch."""
+    """Bytes a position that a block leaves for its gradient: the float32 input of each norm, the input of each linear
+    map, the inside of the MLP, dropout's masks, and attention's tensors."""
     C, s, t = config.n_embd, setup.width, setup.tensor
-    norms = 2 * (FLOAT * C + STATS[config.norm])
-    inputs = s * (C + config.n_head * config.head_size // t + C)  # of c_attn, c_proj, c_fc
-    mlp = INSIDE[config.mlp] * s * (config.mlp_width // t)
-    masks = 2 * _mask(config, setup, s) * C
-    return norms + inputs + mlp + masks + _heads(config, setup) // t
+    norms, masks = 2 * (FLOAT * C + STATS), 2 * _mask(config, setup, s) * C
+    divided = s * (config.n_head * config.head_size + INSIDE[config.mlp] * config.mlp_width) + _attention(config, setup)
+    return norms + 2 * s * C + masks + divided // t
 
 
 def _mask(config: GPTConfig, setup: Setup, width: int) -> int:
-    """Bytes that dropout keeps of a number: a truth value on a GPU, and on a CPU what it was multiplied by."""
+    """Bytes that dropout keeps of an element: a truth value on a GPU, and on a CPU what it was multiplied by."""
     return 0 if config.dropout == 0 else width if setup.device == "cpu" else 1
 
 
-def _heads(config: GPTConfig, setup: Setup) -> int:
-    """Bytes a position that all heads keep of queries, keys, values and scores."""
+def _attention(config: GPTConfig, setup: Setup) -> int:
+    """Bytes a position of queries, keys, values and scores."""
     H, K, T, s = config.n_head, config.kv_heads, config.block_size, setup.width
     q, k = H * config.head_size, K * config.head_size  # widths of queries; of keys, and of values
-    viewed = True  # whether values are a view of what c_attn gave, which thus stays whole
+    qkv = s * (q + 2 * k)
+    normalized = config.qk_norm * FLOAT * (H + K + (q + k) * (setup.autocast and setup.device == "cuda"))
     match _kernel(config, setup):
-        case "plain":  # the pattern, and under dropout what it is multiplied by and what comes of that
-            scores = s * H * T * (3 if config.dropout else 1)
-            copies, viewed = s * (q + 2 * k), K == 1
+        case "plain":  # copies, beside what c_attn gave if a view of it is kept, and the pattern, thrice under dropout
+            kept = qkv * (1 + (config.qk_norm or K == 1)) + s * H * T * (3 if config.dropout else 1)
         case "unfused":  # torch's, in float32, with keys and values for every query
-            scores, copies, viewed = 3 * FLOAT * H * T, 3 * FLOAT * q, False
-        case _:
-            scores = FLOAT * H  # the logarithm of the sum of each row
-            copies = s * (q + k) * (config.qk_norm or config.positions == "rotary")  # queries and keys of their own
-    if config.qk_norm and setup.device == "cpu":  # what was normalized, as c_attn gave it, and its statistics
-        viewed, copies = True, copies + FLOAT * (H + K)
-    elif config.qk_norm:  # in float32
-        copies += FLOAT * (H + K + (q + k) * setup.autocast)
-    return scores + copies + s * (q + 2 * k) * viewed
+            kept = qkv * config.qk_norm + 3 * FLOAT * (H * T + q)
+        case _:  # rotated or normalized queries and keys, and a number for each row of scores
+            kept = qkv + s * (q + k) * (config.qk_norm or config.positions == "rotary") + FLOAT * H
+    return kept + normalized
 
 
 def _kernel(config: GPTConfig, setup: Setup) -> Literal["plain", "unfused", "fused"]:
@@ -191,15 +179,6 @@ def _kernel(config: GPTConfig, setup: Setup) -> Literal["plain", "unfused", "fus
     if setup.device == "cuda":
         return "fused"
     return "plain" if config.block_size <= PLAIN_UP_TO else "unfused" if config.dropout else "fused"
-
-
-def _tables(config: GPTConfig, setup: Setup) -> int:
-    """Bytes that blocks keep for all sequences alike: cosines and sines, in the dtype of products, once more for keys
-    that are normalized apart; of windowed layers, where attention is fused, the masks that are added to scores."""
-    T, s = config.block_size, setup.width
-    rotations = (2 + 2 * config.qk_norm) * s * T * config.head_size * (config.positions == "rotary" and setup.autocast)
-    windowed = sum(window is not None and window < T for window in config.windows)
-    return config.n_layer * rotations + windowed * s * T * T * (_kernel(config, setup) == "fused")
 
 
 def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
@@ -218,18 +197,15 @@ def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
 
 
 def logits(config: GPTConfig, setup: Setup) -> int:
-    """Bytes of the loss: the trunk's output and its gradient, the unembedding and its gradient, and logits with their
-    softmax in float32 while both are computed; or the gradients while they are scaled, in float32."""
+    """Bytes of the loss: the trunk's output and its gradient; logits and their softmax in float32; the unembedding in
+    the dtype of products, and its gradient, whose scaling takes two in float32."""
     V, C, s = config.vocab_size, config.n_embd, setup.width
     n, positions = logits_at_once(config, setup), setup.micro_batch * config.block_size
-    several, columns = n < positions, columns_of_logits(V, setup.device)
-    table = s * columns * C if setup.autocast or columns != V else 0
+    columns, in_pieces = columns_of_logits(V, setup.device), n < positions
+    copy = s * columns * C if setup.autocast or columns != V else 0
     x = positions * C * (FLOAT + s * setup.autocast + 2 * s)
-    summed = (2 * FLOAT if several else s) * V * C  # of pieces, where there are several
-    computed = x + table + n * (s * columns + FLOAT * V) + summed
-    kept = FLOAT if several else s
-    scaled = positions * C * (s + FLOAT) + V * C * (kept + FLOAT * (1 + (kept != FLOAT)))
-    return max(computed, scaled)
+    computed = copy + n * (s * columns + FLOAT * V) + (2 * FLOAT if in_pieces else s) * V * C
+    return x + max(computed, (2 * FLOAT + s * setup.autocast * (not in_pieces)) * V * C)
 
 
 def logits_at_once(config: GPTConfig, setup: Setup) -> int:
@@ -251,49 +227,38 @@ def columns_of_logits(vocab_size: int, device: str) -> int:
     return vocab_size + (-vocab_size % ALIGNED if device in ALIGNED_ON else 0)
 
 
-def _gradient(config: GPTConfig, setup: Setup) -> int:
-    """Bytes a position that the backward pass of a block adds at most to what was kept, which it frees meanwhile:
-    the gradient of what the MLP's second map kept, with the residual stream's in the dtype of products; or those of
-    both factors of a gated inside, when the former has taken the place of what was kept."""
-    inside = setup.width * (config.mlp_width // setup.tensor)
-    gate = 2 * inside * (config.mlp == "swiglu")
-    return max(inside + setup.width * config.n_embd * setup.autocast, gate)
-
-
 def _update(config: GPTConfig, setup: Setup) -> int:
     """Bytes that an optimizer's step works in. AdamW's is one kernel. Muon holds all updates, the gradients of its
-    largest group once more, and of a stack of matrices of one shape what the iteration holds, a matrix before and after
-    and its square twice, beside both results of the stack before; where ranks have parts, these are whole matrices, as
-    they arrived, put together, and stacked."""
+    largest group once more, and what its iteration holds of the largest stack of matrices of one shape, beside both
+    results of another stack; sharded matrices are gathered whole."""
     if setup.optimizer == "adamw":
         return 0
-    s, holders = setup.width, setup.ways * setup.tensor
+    holders, L = setup.ways * setup.tensor, config.n_layer
     matrices = [p for p in parameters(config) if p.is_matrix]
-    numbers = counts(config, setup.tensor)["linear"]
-    groups = Counter[tuple[int, ...]]()
+    groups, stacks = Counter[tuple[int, ...]](), Counter[tuple[int, int]]()
     for p in matrices:
-        groups[p.fused] += p.numel * config.n_layer // setup.tensor
-    updates = FLOAT * (numbers + max(groups.values())) / setup.ways
-    if holders > 1:
-        one = max(p.numel for p in matrices)
-        return round(updates + s * MUON_GATHERED * -(-config.n_layer // holders) * one)
-    stacks = Counter[tuple[int, int]]()  # numbers by shape, of either orientation
-    for p in matrices:
+        groups[p.fused] += p.numel * L // setup.tensor
         for outs in p.fused or p.shape[:1]:
-            stacks[min(outs, p.shape[1]), max(outs, p.shape[1])] += outs * p.shape[1] * config.n_layer
-    most, before = 0.0, 0
-    for (rows, columns), n in stacks.items():
-        # Each rank takes a share of the stack, in the narrower dtype, and gathers the others'.
-        shared = max((2 + 2 * rows / columns) / setup.data, (1 + 1 / setup.data) * (setup.data > 1))
-        most, before = max(most, n * (setup.autocast + shared) + 2 * before), n
-    return round(updates + s * most)
+            stacks[min(outs, p.shape[1]), max(outs, p.shape[1])] += outs * p.shape[1] * L
+    updates = FLOAT * (counts(config, setup.tensor)["linear"] + max(groups.values())) / setup.ways
+    if holders > 1:
+        work = MUON_GATHERED * -(-L // holders) * max(p.numel for p in matrices)
+    else:  # a matrix before and after, and its square twice; each rank takes a share and gathers the others'
+        data = setup.data
+        work = max(
+            n * (setup.autocast + (2 + 2 * rows / columns) / data + (data > 1)) for (rows, columns), n in stacks.items()
+        )
+        work += 2 * sorted([0, *stacks.values()])[-2]
+    return round(updates + setup.width * work)
 
 
-def _constants(config: GPTConfig) -> int:
-    """Bytes of fixed tables of positions; that of rotations is twice as long where it had to grow."""
-    T = config.block_size
-    rotations = 2 * config.head_size * (T if T <= ROPE_TABLE else 2 * T)
-    return FLOAT * {"sinusoidal": config.n_embd * T, "rotary": rotations}.get(config.positions, 0)
+def _positions(config: GPTConfig) -> int:
+    """Bytes of fixed tables of positions; that of rotations is up to twice as long as the context."""
+    return (
+        FLOAT
+        * config.block_size
+        * {"sinusoidal": config.n_embd, "rotary": 4 * config.head_size}.get(config.positions, 0)
+    )
 
 
 def room(config: GPTConfig, setup: Setup, memory: int) -> int:
