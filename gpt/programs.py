@@ -14,7 +14,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str) -> Prog
             return program
     if shutil.which(compiler()) is None:
         raise OSError(f"there is no {compiler()}, a C++ compiler")
-    note(f"compiling {what} for this processor and shape: some 15 seconds, once")
+    note(f"compiling {what} for this processor and shape: some 20 seconds, once")
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
         made = compile(trace(), Path(scratch))
         with made.open("rb+") as file:
@@ -111,42 +110,16 @@ _SETTINGS: Mapping[str, object] = {
 
 def compile(graph: Graph, scratch: Path) -> Path:
     """Compiles a program in an empty folder, and returns its file."""
-    from unittest import mock  # only to compile
-
-    from torch._inductor.cpp_builder import CppBuilder
-    from torch._inductor.cpu_vec_isa import VecISA
     from torch._inductor.package.package import package_aoti
+    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
     path = scratch / "program.pt2"
-    own = {"TORCHINDUCTOR_CACHE_DIR": str(scratch)}  # no code from elsewhere
-    with (
-        warnings.catch_warnings(),
-        mock.patch.dict(os.environ, own),
-        ThreadPoolExecutor() as pool,
-        mock.patch.object(CppBuilder, "build", _beside(CppBuilder.build, pool)),
-        mock.patch.object(VecISA, "check_build", lambda isa, code: True),  # the processor's own flags say what it has
-        torch.no_grad(),
-    ):
+    # The system's temporary folder, where Inductor caches code, may hold code that others put there.
+    with warnings.catch_warnings(), temporary_cache_dir(str(scratch)), torch.no_grad():
         warnings.simplefilter("ignore")
         files: Any = torch._inductor.aot_compile(graph[0], graph[1], options=dict(_SETTINGS))
         package_aoti(str(path), files)
     return path
-
-
-def _beside(build: Callable[[Any], None], pool: ThreadPoolExecutor) -> Callable[[Any], None]:
-    """Inductor's call of the C++ compiler, where wrapper and kernels, which it compiles one after the other, are
-    compiled at once. What is linked from them waits for both."""
-    begun: list[Future[None]] = []
-
-    def begin(builder: Any) -> None:
-        if builder._compile_only and builder._name.endswith((".wrapper", ".kernel")):
-            begun.append(pool.submit(build, builder))
-            return
-        while begun:
-            begun.pop().result()
-        build(builder)
-
-    return begin
 
 
 def _opened(path: Path) -> Program:
