@@ -41,9 +41,10 @@ from gpt.decoding.weights import prepare, weight_bytes
 from gpt.device import Compute
 from gpt.model import quantize
 from gpt.model.cache import BLOCK
-from gpt.model.decoder import GPT, Block, rotary_table
+from gpt.model.decoder import GPT, Block
 from gpt.model.loss import tied_cross_entropy
 from gpt.model.memory import Setup, largest
+from gpt.model.positions import rotary_table
 from gpt.peaks import find_kind
 from gpt.sample_config import SampleConfig
 from gpt.training.optim import ITERATIONS, make_optimizer

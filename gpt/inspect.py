@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gpt.errors import NotANumber, UserError, check_text
-from gpt.model.decoder import GPT, Attention, rotary_table
+from gpt.model.decoder import GPT, Attention
+from gpt.model.positions import rotary_table
 from gpt.peaks import host_memory
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.vocabulary import visible

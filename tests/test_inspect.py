@@ -13,7 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from gpt import inspect
 from gpt.config import GPTConfig, RopeScaling
 from gpt.errors import UserError
-from gpt.model.decoder import GPT, rotate
+from gpt.model.decoder import GPT
+from gpt.model.positions import rotate
 from gpt.runs import hf
 from gpt.text.backends import ByteBPE
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer

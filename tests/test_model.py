@@ -17,9 +17,10 @@ from gpt.config import PRESETS, GPTConfig, RopeScaling
 from gpt.errors import UserError
 from gpt.model import decoder
 from gpt.model.cache import KVCache, Slots
-from gpt.model.decoder import GPT, sine_table
+from gpt.model.decoder import GPT
 from gpt.model.loss import IGNORED, bits_per_byte, tied_cross_entropy, token_losses
 from gpt.model.params import SLACK, breakdown, cache_bytes, counts, named_parameters
+from gpt.model.positions import sine_table
 from gpt.runs import hf
 
 SMALL = GPTConfig(vocab_size=97, block_size=24, n_layer=3, n_head=4, n_embd=32)

@@ -26,7 +26,8 @@ from gpt.decoding.weights import Int4Linear
 from gpt.device import Compute
 from gpt.errors import first_line
 from gpt.model.cache import KVCache
-from gpt.model.decoder import GPT, Block, Rope, rotate
+from gpt.model.decoder import GPT, Block
+from gpt.model.positions import Rope, rotate
 from gpt.model.quantize import GROUP, Quantized
 
 _LONGEST = 2**20  # positions of a cache

@@ -23,8 +23,8 @@ from gpt.errors import UserError, WorkError
 from gpt.exporting import gguf_tokenizer
 from gpt.exporting.source import SourceModel, whole
 from gpt.files import EXISTS_NOW, file_sha256, write_pieces
-from gpt.model.decoder import rotary_rates
 from gpt.model.params import Parameter, Shape, named_parameters
+from gpt.model.positions import rotary_rates
 from gpt.model.quantize import GROUP, Quantized, to_int4
 from gpt.runs import hf
 from gpt.runs.checkpoint import Parameters

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpt import programs
 from gpt.config import GPTConfig
 from gpt.device import Compute
-from gpt.model import decoder, kernels, loss, memory
+from gpt.model import decoder, kernels, loss, memory, positions
 from gpt.model.decoder import GPT
 
 GELU = (0.7978845608028654, 0.044715)  # √(2/π), and the weight of the cube, in GELU's tanh form
@@ -38,6 +38,7 @@ class GradientProgram:
             kernels.__name__,
             loss.__name__,
             memory.__name__,
+            positions.__name__,
             type(objective).__module__,
             __name__,
         }
