@@ -1,8 +1,8 @@
 """A tokenizer in a GGUF file: a byte-level BPE, as llama.cpp runs it.
 
-It gives our ids but for three rare things (tests/test_llama_cpp.py). The 4,382 letters and digits that are new in
-Unicode 16 are none there. Under the patterns of Llama 3 and Qwen, 's is no ending where the s is U+017F. Of added words
-that overlap in a text it finds the longest first, and we the leftmost.
+It gives our ids but for three rare things (tests/exporting/test_llama_cpp.py). The 4,382 letters and digits that are
+new in Unicode 16 are none there. Under the patterns of Llama 3 and Qwen, 's is no ending where the s is U+017F. Of
+added words that overlap in a text it finds the longest first, and we the leftmost.
 """
 
 import re

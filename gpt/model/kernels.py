@@ -1,7 +1,7 @@
 """Fast ways of computing what the decoder defines, on a CPU, on a GPU and under the compiler.
 
-Each has a plain definition, named in its docstring and tested against it (tests/test_kernels.py): that gives the same
-numbers up to rounding, more slowly.
+Each has a plain definition, named in its docstring and tested against it (tests/model/test_kernels.py): that gives the
+same numbers up to rounding, more slowly.
 """
 
 import contextlib

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Gpt
+from conftest import ROOT, Gpt
 from serving import Served, load, served
 
 from gpt.api import LanguageModel
@@ -397,7 +397,7 @@ def test_neutral_values_and_nulls_change_nothing(server: Served, model: Language
     assert server.ask(prompt=PROMPT, seed=0, **nothing)["choices"][0]["text"] == expected
 
 
-DOCS = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
+DOCS = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 
 
 def documented(what: str) -> set[str]:

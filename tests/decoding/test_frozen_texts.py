@@ -1,7 +1,7 @@
 """Texts that stay as they are, by hash: every way of choosing tokens, on small models of each kind.
 
 The models compute in double precision and their weights are whole numbers over a power of two, so that the hashes
-depend on no processor. Whoever means to change texts writes new hashes: ``python tests/test_frozen_texts.py``.
+depend on no processor. Whoever means to change texts writes new hashes: ``python tests/decoding/test_frozen_texts.py``.
 """
 
 import hashlib

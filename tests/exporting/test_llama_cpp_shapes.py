@@ -12,6 +12,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from models import FAMILIES, source_of
 from torch import Tensor
 
@@ -25,7 +26,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not find_spec("xllamacpp"), reason="xllamacpp is not installed: pip install 'gpt[interop]'"),
 ]
-WORKER = Path(__file__).parent / "workers" / "llama_cpp_logprobs.py"
+WORKER = ROOT / "tests" / "workers" / "llama_cpp_logprobs.py"
 # Most nats between its log-probability of an id and ours with the weights of the file. Before a product with a matrix
 # that is not f32 it rounds activations as well: to float16, or to int8 in groups of 32. Of 400 files the most were
 # 5e-6, 4e-3, 0.11 and 0.06.

@@ -1,4 +1,4 @@
-"""``gpt tokenizer``: what it prints, writes and refuses. (Wrong words: tests/test_cli.py.)"""
+"""``gpt tokenizer``: what it prints, writes and refuses. (Wrong words: tests/cli/test_cli.py.)"""
 
 import json
 import os

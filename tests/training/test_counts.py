@@ -5,13 +5,13 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from models import engine_of
 from torch._dynamo.utils import counters
 
@@ -30,7 +30,7 @@ from gpt.training.state import Snapshot, TrainState
 from gpt.training.step import Stepper
 
 Disguise = Callable[..., Any]
-COUNTS = tomllib.loads(Path(__file__).with_name("counts.toml").read_text(encoding="utf-8"))
+COUNTS = tomllib.loads((ROOT / "tests" / "counts.toml").read_text(encoding="utf-8"))
 CUDA = torch.device("cuda")
 
 

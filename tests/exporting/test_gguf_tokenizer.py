@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file, without llama.cpp (tests/test_llama_cpp.py has it)."""
+"""The tokenizer in a GGUF file, without llama.cpp (tests/exporting/test_llama_cpp.py has it)."""
 
 from dataclasses import replace
 from pathlib import Path
