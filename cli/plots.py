@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ def check() -> None:
 
 def _figure(width: float, height: float, title: str = "") -> "Figure":
     """Returns an empty figure, in inches. It looks the same whatever matplotlibrc says; a $ in a text is a $."""
+    os.environ["MPLBACKEND"] = "agg"  # nothing is shown, and matplotlib fails at a name that it does not know
     import matplotlib
     from matplotlib.figure import Figure
 
