@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import tiktoken
-import tokenizers
 
 from gpt.errors import UserError
 from gpt.text import untrusted
@@ -89,7 +88,11 @@ class ByteBPE(_Pickled):
         return len(self._normalized(text).encode("utf-8", "surrogatepass"))
 
     def _normalized(self, text: str) -> str:
-        return tokenizers.normalizers.NFC().normalize_str(text) if self.nfc else text
+        if not self.nfc:
+            return text
+        from tokenizers.normalizers import NFC
+
+        return NFC().normalize_str(text)
 
     def _encode(self, text: str) -> tuple[Ids, int]:
         text = self._normalized(text)
@@ -259,11 +262,13 @@ def _pattern(values: Mapping[str, Any]) -> str | None:
 
 
 def _made(values: Mapping[str, Any]) -> Any:
+    from tokenizers import Tokenizer
+
     plain = json.dumps({**values, "truncation": None, "padding": None, "post_processor": None})
     untrusted.check(values)
     try:
         with untrusted.silent():
-            return tokenizers.Tokenizer.from_str(plain)
+            return Tokenizer.from_str(plain)
     except BaseException as error:  # a panic of pyo3 is no Exception
         if not _is_panic(error) and not isinstance(error, Exception):
             raise
