@@ -288,21 +288,6 @@ def test_garbage_gets_one_answer_or_none_and_the_next_request_is_answered(one: S
     assert one.ask(prompt="a", max_tokens=1)["object"] == "text_completion"
 
 
-def test_pipelined_requests_and_a_kept_connection(one: Served) -> None:
-    with one.connect() as sock:
-        sock.sendall(b"".join(request({"prompt": "a", "max_tokens": count, "ignore_eos": True}) for count in (1, 2, 3)))
-        data = b""
-        while data.count(b"completion_tokens") < 3:
-            data += sock.recv(2**16)
-        found = [
-            json.loads(part.split(b"\r\n\r\n")[1][: part.index(b"HTTP") if b"HTTP" in part else None])
-            for part in data.split(b"HTTP/1.1 200 OK")[1:]
-        ]
-        assert [each["usage"]["completion_tokens"] for each in found] == [1, 2, 3]
-        sock.sendall(request({"prompt": "a", "max_tokens": 4, "ignore_eos": True}))
-        assert b'"completion_tokens": 4' in sock.recv(2**16) + sock.recv(2**16)
-
-
 def test_foreign_hosts_and_origins_are_refused(model: LanguageModel) -> None:
     with served(model, cors=("https://example.org",)) as found:
         own = f"127.0.0.1:{found.port}"
