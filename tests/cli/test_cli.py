@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow
-from gpt_cli.progress import Sparkline, TrainDisplay
+from gpt_cli.progress import TrainDisplay
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -112,16 +112,13 @@ def test_train_says_where_how_good_and_what_next(gpt: Gpt, book: Path) -> None:
     assert "held-out" in done.err
 
 
-JSON_KEYS = [
-    "run", "checkpoint", "steps", "tokens_seen", "val_loss", "val_tokens", "bits_per_byte", "tokens_per_second", "seconds",
-    "parameters", "device", "dtype",
-]  # fmt: skip
-
-
 def test_train_json_is_the_contracts(gpt: Gpt, book: Path) -> None:
     done = gpt("train", book, *QUICK, "--json")
     values = json.loads(done.out)
-    assert list(values) == JSON_KEYS
+    assert list(values) == [
+        "run", "checkpoint", "steps", "tokens_seen", "val_loss", "val_tokens", "bits_per_byte", "tokens_per_second",
+        "seconds", "parameters", "device", "dtype",
+    ]  # fmt: skip
     assert (values["steps"], values["tokens_seen"], values["device"], values["dtype"]) == (4, 256, "cpu", "float32")
     assert Path(values["checkpoint"]).parent == Path(values["run"])
     done = gpt("train", book, *QUICK, "--json", "--quiet", "--val-fraction", "0")
@@ -160,10 +157,11 @@ def test_precedence_option_environment_file_default(gpt: Gpt, workdir: Path, mon
     again = gpt("train", "--print-config", "--out", "x").out
     Path("d.toml").write_text(again, encoding="utf-8")
     assert gpt("train", "--print-config", "--config", "d.toml").out == again
-    Path("c.toml").write_text("stesp = 3\n")
-    one_line_of_what_and_what_next(gpt("train", "--config", "c.toml"), 'unknown key "stesp"')
-    Path("c.toml").write_text("steps = \n")
-    one_line_of_what_and_what_next(gpt("train", "--config", "c.toml"), "is not TOML")
+    for line, said in {
+        "stesp = 3": 'unknown key "stesp"', "steps =": "is not TOML", "lr = true": "lr is true", "pairs = 'no'": "pairs is 'no'"
+    }.items():  # fmt: skip
+        Path("c.toml").write_text(line)
+        one_line_of_what_and_what_next(gpt("train", "--config", "c.toml"), said)
     one_line_of_what_and_what_next(gpt("train", "--config", "none.toml"), "cannot read none.toml")
 
 
@@ -191,7 +189,6 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["train", "book.txt", "--preset", "gtp2"], 'there is no preset "gtp2"'),
         (["train", "book.txt", "--tokenizer", "gtp2"], 'there is no tokenizer "gtp2"'),
         (["train", "book.txt", "--vocab-size", "30000"], "supports a vocabulary of"),
-        (["train", "book.txt", "--steps", "x"], "steps"),
         (["train", "book.txt", "--steps", "-1"], "steps is -1; it must be 1 or more"),
         (["train", "book.txt", "--lr", "nan"], "lr is nan"),
         (["train", "book.txt", "--stesp", "3"], "--stesp"),
@@ -203,21 +200,16 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["sample", "hi", "-m", "book.txt"], "is no run and no checkpoint"),
         (["sample", "hi", "--prompt-file", "book.txt"], "a prompt and --prompt-file"),
         (["sample", "--prompt-file", "none.txt"], "cannot read none.txt"),
-        (["sample", "--prompt-file", "latin.txt"], "is not UTF-8"),
-        (["sample", "-t", "-1"], "temperature is -1.0"),
         (["sample", "--stop", "\udcff"], "stop is not UTF-8"),
         (["sample", "\udcff"], "the prompt is not UTF-8"),
         (["train", "book.txt", "--encoding", "\udcff"], 'there is no encoding "'),
         (["sample", "-N", str(2**63)], "num is 9223372036854775808; it must be a whole number from 1"),
-        (["sample", "--seed", "-1"], "seed is -1; it must be a whole number from 0"),
         (["sample", "-i", "--seed", "-1"], "seed is -1; it must be a whole number from 0"),
         (["sample", "--bias", "x=1e300"], 'bias is "x=1e300"; it must be TOKEN=NUMBER, from -1,000,000,000 to'),
         (["sample", "hi", "-m", "hf:a/b/c"], '"hf:a/b/c" names no model of the hub'),
         (["train", "book.txt", "--lora-rank", "4"], "--lora-rank needs --init"),
-        (["train", "book.txt", "--lora-alpha", "4"], "--lora-alpha needs --lora-rank"),
         (["train", "book.txt", "--init", "x", "--merge-lora"], "--merge-lora needs --lora-rank"),
         (["train", "book.txt", "--init", "x", "--lora-rank", "0"], "lora-rank is 0"),
-        (["train", "book.txt", "--seed", "99999999999999999999"], "seed is 99999999999999999999; it must be at most"),
         (["train", "book.txt", "--device", "cdua"], 'there is no device "cdua"'),
         (["params", "gpt2", "--positions", "sinus"], 'unknown positions "sinus"'),
         (["params", "--list", "--n-layer", "3"], "--list shows all presets, and --n-layer asks for one shape"),
@@ -226,15 +218,11 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["train", "book.txt", "--minutes", "0.001"], "there is no time to train"),
         (["train", "book.txt", "--positions", "rotary", "--n-embd", "12", "--n-head", "4"], "even width of a head, not 3"),
         (["params", "--n-layer", "2"], "a shape by hand needs --n-head, --n-embd too"),
-        (["params", "gpt2", "--n-head", "7"], "n_embd 768 is not divisible by n_head 7"),
         (["data", "show", "wikitxt-2"], 'there is no corpus "wikitxt-2"'),
-        (["train", "book.txt", "--tokenizer", "no/where"], "there is no tokenizer at no/where"),
         (["train", "book.txt", "--tokenizer", "book.txt"], "book.txt is no tokenizer"),
         (["tokenizer", "train", "book.txt"], "where should the tokenizer go?"),
         (["tokenizer", "train", "book.txt", "-o", "new", "--vocab-size", "9"], "vocab-size is 9; it must lie between 257"),
-        (["tokenizer", "train", "book.txt", "-o", "new", "--sample-bytes", "2147483648"], "sample-bytes is 2147483648"),
         (["tokenizer", "show", "."], "holds no tokenizer"),
-        (["tokenizer", "show", "bytes", "--longest", "-1"], "longest is -1"),
         (["tokenizer", "encode", "x"], "--tokenizer is missing"),
         (["tokenizer", "encode", "--tokenizer", "bytes"], "nothing to encode"),
         (["tokenizer", "encode", "x", "--file", "book.txt", "--tokenizer", "bytes"], "a text and --file were given"),
@@ -251,12 +239,6 @@ def test_wrong_input_is_one_clear_line(gpt: Gpt, book: Path, args: list[str], me
     before = set(Path().rglob("*"))
     one_line_of_what_and_what_next(gpt(*args), message)
     assert set(Path().rglob("*")) == before  # nothing half-written
-
-
-@pytest.mark.parametrize(("line", "said"), [("lr = true", "lr is true"), ("pairs = 'no'", "pairs is 'no'")])
-def test_true_is_no_number_and_words_are_no_switches(gpt: Gpt, workdir: Path, line: str, said: str) -> None:
-    Path("c.toml").write_text(line, encoding="utf-8")
-    one_line_of_what_and_what_next(gpt("train", "--config", "c.toml", "--print-config"), f"c.toml: {said}")
 
 
 def test_suggestions(gpt: Gpt, book: Path) -> None:
@@ -346,21 +328,10 @@ def test_the_live_line() -> None:
     assert "step 10/100" in line
     assert "loss 4.500  held-out 3.250 (best)  320 tokens/s  18 s left" in line
     assert line.count("━") == 20
+    assert "▁" in line  # the recent losses
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "first line" in text
     assert "second" in text
-
-
-def test_sparkline() -> None:
-    spark = Sparkline()
-    assert str(spark) == ""
-    for value in range(1000):
-        spark.add(float(value))
-    spark.add(float("nan"))
-    bars = str(spark)
-    assert 12 <= len(bars) <= 24
-    assert (bars[0], bars[-1]) == ("▁", "█")
-    assert list(bars) == sorted(bars)
 
 
 # gpt sample
@@ -455,9 +426,9 @@ def test_eval_json_is_the_contracts(gpt: Gpt, run_folder: Path, tmp_path: Path) 
 
 
 def test_eval_tokens_sum_to_the_loss(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
     for name in ("a.txt", "b.txt"):
-        (tmp_path / "t").mkdir(exist_ok=True)
-        (tmp_path / "t" / name).write_bytes(make_text(60, seed=len(name)).encode())
+        (tmp_path / "t" / name).write_bytes(make_text(60).encode())
     values = json.loads(gpt("eval", run_folder, tmp_path / "t", "--json").out)
     lines = [json.loads(line) for line in gpt("eval", run_folder, tmp_path / "t", "--tokens").out.splitlines()]
     assert len(lines) == values["tokens"]
@@ -477,6 +448,10 @@ def test_params_table(gpt: Gpt) -> None:
         assert number in out
     assert "(128 × 12,288) × 96 × 96" in out
     assert "W_V" in out and "W_O" in out and "tied" in out
+    bars = {line.split()[0]: (line.count("█"), line) for line in out.splitlines() if "%" in line}
+    assert len(bars) == 8
+    assert [bars[name][0] for name in ("Up-Projection", "Down-Projection", "Key")] == [20, 20, 5]
+    assert " 8.3%" in bars["Key"][1] and "33.1%" in bars["Up-Projection"][1]
     assert "16 heads give the paper's total" in gpt("params", "gpt3-1.3b").out
     assert "5,120 gives the paper's total" in gpt("params", "gpt3-13b").out
     assert "a fixed sine table has none" in gpt("params", "gpt2", "--positions", "sinusoidal").out
@@ -494,25 +469,11 @@ def test_params_json_is_the_contracts(gpt: Gpt, run_folder: Path) -> None:
     assert (sine["positions"], sine["trainable"]) == (0, 124_439_808 - 1024 * 768)
 
 
-def test_params_have_a_bar_a_matrix(gpt: Gpt) -> None:
-    lines = gpt("params", "gpt3-175b").out.splitlines()
-    bars = {line.split()[0]: (line.count("█"), line) for line in lines if "%" in line}
-    assert len(bars) == 8
-    assert bars["Up-Projection"][0] == bars["Down-Projection"][0] == 20
-    assert bars["Key"][0] == 5  # a quarter
-    assert " 8.3%" in bars["Key"][1] and "33.1%" in bars["Up-Projection"][1]
-
-
 def test_params_side_by_side(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     out = gpt("params", "gpt2", "gpt3-125m", run_folder).out
-    heading, *rows = [line.split() for line in out.splitlines() if line.strip() and "─" not in line]
-    assert heading == ["Matrix", "gpt2", "gpt3-125m", str(run_folder)]
-    trainable = next(row for row in rows if row[0] == "trainable")
-    assert trainable[1:3] == ["124,439,808", "125,226,240"]
+    assert out.split()[:4] == ["Matrix", "gpt2", "gpt3-125m", str(run_folder)]
     said = [json.loads(line) for line in gpt("params", "gpt2", "gpt3-125m", "--json").out.splitlines()]
     assert said == [json.loads(gpt("params", name, "--json").out) for name in ("gpt2", "gpt3-125m")]
-    assert gpt("params", "--list", "-o", "all.html").code == 0
-    assert gpt("params", "gpt2", "-o", "one.html").out.startswith("saved  one.html")
     one_line_of_what_and_what_next(gpt("params", "gpt2", "gtp3-125m"), 'no preset, run or checkpoint "gtp3-125m"')
     one_line_of_what_and_what_next(gpt("params", "gpt2", "-o", "x.png"), "has no ending that says what to write")
 
