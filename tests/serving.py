@@ -62,11 +62,11 @@ class Served:
         assert "--" not in error["message"]  # clients know fields, and no options of a command line
         return error
 
-    def raw(self, data: bytes, read: bool = True) -> bytes:
+    def raw(self, data: bytes) -> bytes:
         """What the server sends to these bytes, until it closes the connection or says nothing more."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=2) as sock:
             sock.sendall(data)
-            return received(sock) if read else b""
+            return received(sock)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)

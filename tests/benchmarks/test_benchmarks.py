@@ -9,11 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import ROOT
 
-from benchmarks import decode, finetune, gpu
-from gpt.config import GPTConfig
+from benchmarks import gpu
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process groups to end")
 
@@ -54,23 +52,6 @@ def test_the_gpu_benchmark_runs_without_rustbpe(tmp_path: Path) -> None:
     assert {line.count("|") for line in page.splitlines()[-3:]} == {10}
 
 
-def test_every_case_builds_the_model_that_it_names() -> None:
-    from gpt.config import PRESETS
-    from gpt.model.params import breakdown
-
-    for case in gpu.CASES[1:]:
-        shape = gpu.SHAPES[case.shape]
-        assert shape.batch_tokens % (shape.rows * shape.block_size) == 0
-        named = float(case.shape[:-1]) * {"M": 1e6, "B": 1e9}[case.shape[-1]]
-        assert breakdown(PRESETS[shape.preset].model).trainable == pytest.approx(named, rel=0.02)
-        assert (case.system == "decoding") == (case.texts > 0)
-
-
-def test_a_case_gives_its_last_line_of_json(tmp_path: Path) -> None:
-    code = "print('{\"a\": 1}'); print('noise'); print('{\"a\": 2}'); print('more noise')"
-    assert gpu.run(script(code), 60, tmp_path / "log") == {"a": 2}
-
-
 def test_a_case_that_fails_says_why(tmp_path: Path) -> None:
     log = tmp_path / "log"
     got = gpu.run(script("print('{}'); raise MemoryError('CUDA out of memory')"), 60, log)
@@ -92,34 +73,6 @@ def test_a_case_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, mon
     assert not sign.exists()
 
 
-def test_no_case_is_started_without_time(tmp_path: Path) -> None:
-    assert gpu.run(["/no/such/program"], 1, tmp_path / "log") == {"error": "no time left"}
-
-
-def test_what_failed_has_a_row_of_its_own() -> None:
-    floors = {"error": "no CUDA | device"}
-    machine = {"python": "", "platform": "", "cores": 1, "versions": {}, "commit": None, "date": "", "command": ""}
-    case = {"system": "ours", "shape": "1.3B", "optimizer": "muon", "compile": "auto", "error": "out of | memory"}
-    lines = gpu.page({"machine": machine, "floors": floors, "cases": [case]})
-    assert "- floors: no CUDA | device" in lines
-    assert lines[-1].count("|") == lines[-2].count("|") == 12
-    assert "out of   memory" in lines[-1]
-
-
-@pytest.mark.parametrize("kind", finetune.KINDS)
-def test_pairs_to_learn_are_distinct_and_the_same_each_time(kind: str) -> None:
-    pairs = finetune.KINDS[kind](5000)
-    assert len({pair["prompt"] for pair in pairs}) == len(pairs) == 5000
-    assert pairs == finetune.KINDS[kind](5000)
-    assert all(pair["completion"].startswith(" ") for pair in pairs)
-
-
-def test_english_with_its_italian() -> None:
-    pairs = {pair["prompt"]: pair["completion"] for pair in finetune.phrases(5040)}
-    assert pairs["we open the door =>"] == " apriamo la porta"
-    assert pairs["he watches the sea =>"] == " guarda il mare"
-
-
 @pytest.mark.slow
 def test_decoding_is_measured_beside_llama_cpp_and_transformers() -> None:
     pytest.importorskip("xllamacpp")
@@ -139,20 +92,3 @@ def test_decoding_is_measured_beside_llama_cpp_and_transformers() -> None:
         assert step == pytest.approx(products + sum(others), abs=0.1)
     assert "Of 8 float32 ids" in done.stdout and "NOT THE LIKELIEST" not in done.stdout
     assert "transformers' text is the same." in done.stdout
-
-
-def test_rates_of_decoding_are_of_what_a_long_command_does_beyond_a_short_one() -> None:
-    parts = decode.parts(decode.Sizes())
-    assert {name: part.tokens for name, part in parts.items()} == {"one": 127, "prompt": 4 * 512 - 32, "eight": 8 * 63}
-    rates = {"float32": [50.0, 60.0, 10.0], "llama.cpp f32": [100.0, 50.0, 10.0]}
-    assert list(decode.table(parts["one"], rates))[2:] == [
-        "| float32, F32 | 50.0 | 50.0 | 1.00 | 0.50, 1.20, 1.00 | 1.00 |"
-    ]
-
-
-def test_ids_that_are_not_the_likeliest_are_found() -> None:
-    model = decode.random_model(GPTConfig(257, 32, 1, 2, 32))
-    ids = [int(model(torch.tensor([[1, 2]]))[0, -1].argmax())]
-    assert decode.likeliest(model, [1, 2], ids) == []
-    ((at, gap),) = decode.likeliest(model, [1, 2], [(ids[0] + 1) % 257])
-    assert at == 0 and gap > decode.TIE

@@ -7,12 +7,9 @@ import pytest
 import torch
 from conftest import Gpt
 
-from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, GPTConfig
-from gpt.decoding.bench import measure
 from gpt.decoding.weights import prepare, weight_bytes
 from gpt.device import Compute
-from gpt.errors import UserError
 from gpt.model.decoder import GPT
 from gpt.model.params import cache_bytes
 from gpt.model.quantize import round_matrices
@@ -40,10 +37,8 @@ def test_a_preset_gets_random_weights(gpt: Gpt) -> None:
     assert "nano" in shown
     assert "int8" in shown
     assert "GB/s" in shown
-    done = gpt("bench", "nanoo")
-    assert done.code == 2
     done = gpt("bench", "nano", "-n", "60")
-    assert "16 + 60 tokens do not fit into the context of 64" in done.err
+    assert (done.code, "16 + 60 tokens do not fit into the context of 64" in done.err) == (2, True)
 
 
 def test_a_step_reads_each_matrix_once() -> None:
@@ -56,15 +51,6 @@ def test_a_step_reads_each_matrix_once() -> None:
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2) - 16 * 8
     assert weight_bytes(prepare(round_matrices(model, 8), CPU), CPU) == matrices + 4 * (all_but_positions - matrices)
     assert cache_bytes(PRESETS["gpt2"].model, 10, 4) == 2 * 12 * 768 * 10 * 4
-
-
-def test_tokens_that_fit() -> None:
-    assert (BenchConfig().fitted(1024).prompt_tokens, BenchConfig().fitted(1024).new_tokens) == (32, 128)
-    assert (BenchConfig().fitted(64).prompt_tokens, BenchConfig().fitted(64).new_tokens) == (16, 48)
-    with pytest.raises(UserError, match="60 \\+ 5 tokens"):
-        BenchConfig(prompt_tokens=60, new_tokens=5).fitted(64)
-    with pytest.raises(UserError):
-        measure(GPT(GPTConfig(9, 8, 1, 1, 4)), CPU, BenchConfig(prompt_tokens=9))
 
 
 def test_what_no_machine_holds_is_refused_at_once(gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The command line: what it prints, where, and with which status."""
 
 import dataclasses
+import functools
 import http.server
 import io
 import json
@@ -10,12 +11,11 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow, spawn
-from gpt_cli.progress import Sparkline, TrainDisplay
+from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow
+from gpt_cli.progress import TrainDisplay
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -23,6 +23,7 @@ import gpt as library
 from gpt import events
 from gpt.config import PRESETS, TokenizeConfig, TrainConfig
 from gpt.sample_config import SampleConfig
+from gpt.text import catalogue
 
 QUICK = [
     "--steps", "4", "--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--block-size", "16", "--batch-tokens", "64",
@@ -73,58 +74,7 @@ def test_version(gpt: Gpt) -> None:
     assert gpt("--version").out == f"gpt {library.__version__}\n"
 
 
-# Options: frozen, so that adding or losing one is a decision
-
-OPTIONS = {
-    "train": "--init --pairs --chat --lora-rank --lora-alpha --lora-targets --merge-lora "
-    "--out -o --preset --arch --positions --n-layer --n-head --n-kv-head --n-embd --block-size --window --dropout --tokenizer --vocab-size "
-    "--sample-bytes --val-fraction --val-text --field --split-on --encoding --errors --skip-bad --jobs --steps --epochs --minutes --batch-tokens --micro-batch --batch-ramp --optimizer --lr --warmup --warmup-tokens --schedule --decay --weight-decay "
-    "--clip --eval-every --patience --save-every --keep --sample-every --log --device --nproc --threads --shard --tensor --recompute --dtype --compile --seed --resume --config --print-config "
-    "--json --quiet -q",
-    "sample": "--model -m --base --prompt-file --prompts --temperature -t --top-k --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty "
-    "--no-repeat-ngram --bias --greedy --beam --length-penalty --early-stopping --n-best --max-tokens -n --min-tokens "
-    "--interactive -i --stop --ignore-eot --num -N --seed --no-echo --json --quiet -q --out -o --logprobs --echo-logprobs --batch --speculate --compile --device --dtype --threads",
-    "eval": "--base --field --split-on --encoding --errors --skip-bad --stride --block-size --split --tokens --json --quiet -q --device --dtype --threads",
-    "tokenize": "--out -o --resume --part --tokenizer --vocab-size --sample-bytes --val-fraction --val-text --field "
-    "--split-on --encoding --errors --skip-bad --jobs --seed --json --quiet -q",
-    "params": "--list --n-layer --n-head --n-kv-head --head-dim --n-embd --n-inner --window --block-size --vocab-size --positions --arch --out -o --json "
-    "--memory --flops --time --kind --devices --tokens --mfu --dtype --optimizer --batch-tokens --micro-batch --shard "
-    "--tensor --recompute",
-    "report": "--out -o --json --quiet -q",
-    "inspect": "",
-    "inspect attention": "--prompt -p --prompt-file --layer --head --model -m --out -o --json --device",
-    "inspect neighbors": "--count -k --model -m --out -o --json",
-    "inspect analogy": "--count -k --model -m --out -o --json",
-    "inspect positions": "--model -m --out -o --json",
-    "inspect tokens": "--file --model -m --out -o --json",
-    "bench": "--prompt-tokens --new-tokens -n --batch --rounds --json --device --dtype --threads --compile",
-    "export": "--base --out -o --eval --type --dtype --license --samples --json --quiet -q --device",
-    "serve": "--model -m --base --host --port --name --cors --allow-host --api-key --max-batch --queue --limit-tokens --grace --device --dtype --threads",
-    "data": "",
-    "data list": "--json",
-    "data show": "--verify --json --quiet -q",
-    "data merge": "--out -o --json",
-    "data fetch": "--json --quiet -q",
-    "tokenizer": "",
-    "tokenizer train": "--vocab-size --sample-bytes --field --split-on --encoding --errors --skip-bad --out -o --special --json "
-    "--quiet -q",
-    "tokenizer show": "--field --split-on --encoding --errors --skip-bad --longest --json --quiet -q",
-    "tokenizer encode": "--tokenizer --file --special --json",
-    "tokenizer decode": "--tokenizer",
-}
-
-
-@pytest.mark.parametrize("command", OPTIONS)
-def test_options_are_the_contracts(gpt: Gpt, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    text = gpt(*command.split(), "--help").out
-    listed = {
-        word
-        for line in text.splitlines()
-        if line.startswith("│")
-        for word in re.findall(r"(?<=\s)--?[a-zA-Z][a-z0-9-]*(?=\s)", line[:60])
-    }
-    assert listed == {*OPTIONS[command].split(), "--help", "-h"}
+# Options: docs/reference.md lists them all, and tests/docs fail where one is new or lost
 
 
 def test_options_for_completion_have_no_twin(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +85,11 @@ def test_options_for_completion_have_no_twin(gpt: Gpt, monkeypatch: pytest.Monke
     assert gpt("--version").out == f"gpt {library.__version__}\n"
 
 
-def test_every_field_of_a_config_is_an_option() -> None:
+def test_every_field_of_a_config_is_an_option(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     for config, command in ((TrainConfig, "train"), (TokenizeConfig, "tokenize"), (SampleConfig, "sample")):
-        for name in [field.name for field in dataclasses.fields(config)]:
-            assert f"--{name.replace('_', '-')}" in OPTIONS[command].split()
+        options = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(config)}
+        assert options <= set(re.findall(r"--[a-z-]+", gpt(command, "--help").out))
 
 
 # gpt train
@@ -161,16 +112,13 @@ def test_train_says_where_how_good_and_what_next(gpt: Gpt, book: Path) -> None:
     assert "held-out" in done.err
 
 
-JSON_KEYS = [
-    "run", "checkpoint", "steps", "tokens_seen", "val_loss", "val_tokens", "bits_per_byte", "tokens_per_second", "seconds",
-    "parameters", "device", "dtype",
-]  # fmt: skip
-
-
 def test_train_json_is_the_contracts(gpt: Gpt, book: Path) -> None:
     done = gpt("train", book, *QUICK, "--json")
     values = json.loads(done.out)
-    assert list(values) == JSON_KEYS
+    assert list(values) == [
+        "run", "checkpoint", "steps", "tokens_seen", "val_loss", "val_tokens", "bits_per_byte", "tokens_per_second",
+        "seconds", "parameters", "device", "dtype",
+    ]  # fmt: skip
     assert (values["steps"], values["tokens_seen"], values["device"], values["dtype"]) == (4, 256, "cpu", "float32")
     assert Path(values["checkpoint"]).parent == Path(values["run"])
     done = gpt("train", book, *QUICK, "--json", "--quiet", "--val-fraction", "0")
@@ -209,23 +157,12 @@ def test_precedence_option_environment_file_default(gpt: Gpt, workdir: Path, mon
     again = gpt("train", "--print-config", "--out", "x").out
     Path("d.toml").write_text(again, encoding="utf-8")
     assert gpt("train", "--print-config", "--config", "d.toml").out == again
-    Path("c.toml").write_text("stesp = 3\n")
-    one_line_of_what_and_what_next(gpt("train", "--config", "c.toml"), 'unknown key "stesp"')
-    Path("c.toml").write_text("steps = \n")
-    one_line_of_what_and_what_next(gpt("train", "--config", "c.toml"), "is not TOML")
+    for line, said in {
+        "stesp = 3": 'unknown key "stesp"', "steps =": "is not TOML", "lr = true": "lr is true", "pairs = 'no'": "pairs is 'no'"
+    }.items():  # fmt: skip
+        Path("c.toml").write_text(line)
+        one_line_of_what_and_what_next(gpt("train", "--config", "c.toml"), said)
     one_line_of_what_and_what_next(gpt("train", "--config", "none.toml"), "cannot read none.toml")
-
-
-def test_positions_go_with_an_architecture(gpt: Gpt) -> None:
-    """As in training: `modern` has no table of them."""
-
-    def positions(*words: str) -> int:
-        return int(json.loads(gpt("params", "gpt2", "--json", *words).out)["positions"])
-
-    assert positions("--arch", "modern") == 0
-    assert positions() == 1024 * 768
-    refused = gpt("params", "gpt2", "--arch", "modern", "--positions", "learned")
-    one_line_of_what_and_what_next(refused, "learned positions do not go with the modern architecture")
 
 
 def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,82 +187,45 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["train", "latin.txt"], "is not UTF-8: byte 0xe9 at offset 9, line 2"),
         (["train", "book.txt", "--n-embd", "33"], "n_embd 33 is not divisible by n_head 4"),
         (["train", "book.txt", "--preset", "gtp2"], 'there is no preset "gtp2"'),
-        (["train", "book.txt", "--device", "gpu"], "device"),
         (["train", "book.txt", "--tokenizer", "gtp2"], 'there is no tokenizer "gtp2"'),
         (["train", "book.txt", "--vocab-size", "30000"], "supports a vocabulary of"),
-        (["train", "book.txt", "--steps", "x"], "steps"),
         (["train", "book.txt", "--steps", "-1"], "steps is -1; it must be 1 or more"),
         (["train", "book.txt", "--lr", "nan"], "lr is nan"),
         (["train", "book.txt", "--stesp", "3"], "--stesp"),
         (["train", "book.txt", "--steps", "2", "--epochs", "2"], "--steps and --epochs both"),
         (["train", "book.txt", "--out", "book.txt/x"], "cannot make the run folder"),
-        (["train", "book.txt", "--val-text", "none.txt"], "there is no file none.txt"),
         (["trian"], "trian"),
         (["sample", "hi"], "no run with a checkpoint"),
         (["sample", "hi", "-m", "nowhere"], "there is no run or checkpoint nowhere"),
         (["sample", "hi", "-m", "book.txt"], "is no run and no checkpoint"),
         (["sample", "hi", "--prompt-file", "book.txt"], "a prompt and --prompt-file"),
         (["sample", "--prompt-file", "none.txt"], "cannot read none.txt"),
-        (["sample", "--prompt-file", "latin.txt"], "is not UTF-8"),
-        (["sample", "-t", "-1"], "temperature is -1.0"),
         (["sample", "--stop", "\udcff"], "stop is not UTF-8"),
-        (["sample", "--bias", "\udcff=1"], "bias is not UTF-8"),
         (["sample", "\udcff"], "the prompt is not UTF-8"),
         (["train", "book.txt", "--encoding", "\udcff"], 'there is no encoding "'),
-        (["train", "book.txt", "--encoding", "\0"], 'there is no encoding "'),
-        (["sample", "-N", "0"], "num is 0; it must be a whole number from 1"),
         (["sample", "-N", str(2**63)], "num is 9223372036854775808; it must be a whole number from 1"),
-        (["sample", "--seed", "-1"], "seed is -1; it must be a whole number from 0"),
         (["sample", "-i", "--seed", "-1"], "seed is -1; it must be a whole number from 0"),
         (["sample", "--bias", "x=1e300"], 'bias is "x=1e300"; it must be TOKEN=NUMBER, from -1,000,000,000 to'),
         (["sample", "hi", "-m", "hf:a/b/c"], '"hf:a/b/c" names no model of the hub'),
-        (["params", "hf:"], '"hf:" names no model of the hub'),
-        (["sample", "hi", "-m", "hf:-a"], '"hf:-a" names no model of the hub'),
-        (["train", "book.txt", "--init", "nowhere"], "there is no run or checkpoint nowhere"),
         (["train", "book.txt", "--lora-rank", "4"], "--lora-rank needs --init"),
-        (["train", "book.txt", "--lora-alpha", "4"], "--lora-alpha needs --lora-rank"),
         (["train", "book.txt", "--init", "x", "--merge-lora"], "--merge-lora needs --lora-rank"),
         (["train", "book.txt", "--init", "x", "--lora-rank", "0"], "lora-rank is 0"),
-        (["train", "book.txt", "--pairs"], "book.txt, line 1: not JSON"),
-        (["train", "book.txt", "--seed", "99999999999999999999"], "seed is 99999999999999999999; it must be at most"),
-        (["train", "book.txt", "--vocab-size", "5000000000"], "vocab-size is 5000000000"),
         (["train", "book.txt", "--device", "cdua"], 'there is no device "cdua"'),
-        (["train", "book.txt", "--schedule", "cosin"], 'there is no schedule "cosin"'),
         (["params", "gpt2", "--positions", "sinus"], 'unknown positions "sinus"'),
-        (["sample", "-t", "nan"], "temperature is nan"),
         (["params", "--list", "--n-layer", "3"], "--list shows all presets, and --n-layer asks for one shape"),
-        (["sample", "--top-p", "2"], "top-p is 2.0"),
-        (["eval", "nowhere", "book.txt"], "there is no run or checkpoint nowhere"),
         (["eval", "nowhere"], "text"),
         (["train", "book.txt", "--minutes", "1", "--steps", "9"], "--steps and --minutes both say how long to train"),
         (["train", "book.txt", "--minutes", "0.001"], "there is no time to train"),
-        (["train", "book.txt", "--arch", "modem"], 'there is no arch "modem"'),
         (["train", "book.txt", "--positions", "rotary", "--n-embd", "12", "--n-head", "4"], "even width of a head, not 3"),
-        (["params", "gtp2"], 'no preset, run or checkpoint "gtp2"'),
         (["params", "--n-layer", "2"], "a shape by hand needs --n-head, --n-embd too"),
-        (["params", "gpt2", "--n-head", "7"], "n_embd 768 is not divisible by n_head 7"),
-        (["data", "lsit"], "lsit"),
-        (["data", "show"], "name"),
         (["data", "show", "wikitxt-2"], 'there is no corpus "wikitxt-2"'),
-        (["data", "fetch", "openwebtxt"], 'there is no corpus "openwebtxt"'),
-        (["data", "fetch", "pydocs", "--queit"], "--queit"),
-        (["train", "book.txt", "--tokenizer", "no/where"], "there is no tokenizer at no/where"),
         (["train", "book.txt", "--tokenizer", "book.txt"], "book.txt is no tokenizer"),
-        (["tokenizer", "trian"], "trian"),
         (["tokenizer", "train", "book.txt"], "where should the tokenizer go?"),
-        (["tokenizer", "train", "none.txt", "-o", "new"], "there is no file none.txt"),
-        (["tokenizer", "train", "book.txt", "-o", "book.txt"], "book.txt is there already; nothing is overwritten"),
         (["tokenizer", "train", "book.txt", "-o", "new", "--vocab-size", "9"], "vocab-size is 9; it must lie between 257"),
-        (["tokenizer", "train", "book.txt", "-o", "new", "--vocab-size", "9999"], "supports a vocabulary of"),
-        (["tokenizer", "train", "book.txt", "-o", "new", "--sample-bytes", "2147483648"], "sample-bytes is 2147483648"),
-        (["tokenizer", "train", "book.txt", "-o", "new", "--special", "<|endoftext|>"], "is there already"),
-        (["tokenizer", "show", "bites"], 'there is no tokenizer "bites"'),
         (["tokenizer", "show", "."], "holds no tokenizer"),
-        (["tokenizer", "show", "bytes", "--longest", "-1"], "longest is -1"),
         (["tokenizer", "encode", "x"], "--tokenizer is missing"),
         (["tokenizer", "encode", "--tokenizer", "bytes"], "nothing to encode"),
         (["tokenizer", "encode", "x", "--file", "book.txt", "--tokenizer", "bytes"], "a text and --file were given"),
-        (["tokenizer", "encode", "--file", "latin.txt", "--tokenizer", "bytes"], "is not UTF-8"),
         (["tokenizer", "decode", "1", "x", "--tokenizer", "bytes"], '"x" is no id'),
         (["tokenizer", "decode", "257", "--tokenizer", "bytes"], "id 257 is outside the vocabulary of 257"),
         (["tokenizer", "decode", "99999999999999999999", "--tokenizer", "bytes"], "is no id"),
@@ -341,29 +241,12 @@ def test_wrong_input_is_one_clear_line(gpt: Gpt, book: Path, args: list[str], me
     assert set(Path().rglob("*")) == before  # nothing half-written
 
 
-@pytest.mark.parametrize(("line", "said"), [("lr = true", "lr is true"), ("pairs = 'no'", "pairs is 'no'")])
-def test_true_is_no_number_and_words_are_no_switches(gpt: Gpt, workdir: Path, line: str, said: str) -> None:
-    Path("c.toml").write_text(line, encoding="utf-8")
-    one_line_of_what_and_what_next(gpt("train", "--config", "c.toml", "--print-config"), f"c.toml: {said}")
-
-
 def test_suggestions(gpt: Gpt, book: Path) -> None:
-    for args, suggestion in {
-        ("train", "book.txt", "--preset", "gtp2"): 'did you mean "gpt2"?',
-        ("train", "shakespear"): 'did you mean "shakespeare"?',
-        ("train", "book.txt", "--tokenizer", "byte"): 'did you mean "bytes"?',
-        ("data", "show", "wikitext"): 'did you mean "wikitext-2"?',
-        ("params", "gpt3-175"): 'did you mean "gpt3-175b"?',
-    }.items():
-        assert suggestion in gpt(*args).err
-    for args, known in {
-        ("trian",): "train",
-        ("data", "lsit"): "list",
-        ("train", "--stesp", "3"): "--steps",
-        ("train", "book.txt", "--device", "cdua"): 'did you mean "cuda"?',
-        ("params", "gpt2", "--positions", "sinus"): 'did you mean "sinusoidal"?',
-    }.items():
-        assert known in gpt(*args).err
+    for line, meant in {
+        "trian": "train", "train --stesp 3": "--steps", "train shakespear": "shakespeare", "params gpt3-175": "gpt3-175b",
+        "train book.txt --preset gtp2": "gpt2", "train book.txt --device cdua": "cuda", "data show wikitext": "wikitext-2",
+    }.items():  # fmt: skip
+        assert meant in gpt(*line.split()).err
 
 
 def test_option_beats_the_twin_of_what_it_excludes(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,15 +293,6 @@ def test_out_of_memory_is_said(gpt: Gpt, book: Path, error: Exception, monkeypat
     one_line_of_what_and_what_next(gpt("train", book, *QUICK), "out of memory", code=1)
 
 
-@pytest.mark.slow
-def test_training_outlives_whoever_watched(book: Path) -> None:
-    with spawn("train", book, *QUICK, "--steps", "30", cwd=book.parent) as process:
-        assert process.stderr
-        process.stderr.close()
-        assert process.wait(60) == 0
-    assert library.load(book.parent / "runs" / "book").path.name.startswith("step-")
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals to try this on")
 @pytest.mark.parametrize(("command", "lines"), [("eval", 1000), slow("train", 1)])
 def test_a_terminal_on_stderr_takes_nothing_from_stdout(run_folder: Path, book: Path, command: str, lines: int) -> None:
@@ -454,48 +328,10 @@ def test_the_live_line() -> None:
     assert "step 10/100" in line
     assert "loss 4.500  held-out 3.250 (best)  320 tokens/s  18 s left" in line
     assert line.count("━") == 20
+    assert "▁" in line  # the recent losses
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "first line" in text
     assert "second" in text
-
-
-def test_sparkline() -> None:
-    spark = Sparkline()
-    assert str(spark) == ""
-    for value in range(1000):
-        spark.add(float(value))
-    spark.add(float("nan"))
-    bars = str(spark)
-    assert 12 <= len(bars) <= 24
-    assert (bars[0], bars[-1]) == ("▁", "█")
-    assert list(bars) == sorted(bars)
-
-
-def test_debug_shows_the_traceback(book: Path) -> None:
-    process = spawn("train", "none.txt", "--debug", cwd=book.parent)
-    _, err = process.communicate()
-    assert "Traceback" in err
-    assert "UserError" in err
-    assert process.returncode == 2
-
-
-def test_a_full_disk_is_status_1(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpt.runs import checkpoint
-    from gpt.training import checkpointing
-
-    whole = checkpoint.write_pieces
-
-    def full(path: Path, pieces: Iterable[bytes]) -> str:
-        if path.name == "model.safetensors":
-            raise OSError(28, "No space left on device")
-        return whole(path, pieces)
-
-    monkeypatch.setattr(checkpoint, "write_pieces", full)
-    monkeypatch.setattr(checkpointing, "ROOM_SECONDS", 0.0)
-    done = gpt("train", book, *QUICK)
-    one_line_of_what_and_what_next(done, "No space left on device", code=1)
-    assert not list(Path("runs").rglob("*.safetensors"))
-    assert not list(Path("runs").rglob(".tmp*"))
 
 
 # gpt sample
@@ -524,24 +360,15 @@ def test_sample_json_is_the_contracts(gpt: Gpt, run_folder: Path) -> None:
     done = gpt("sample", "the cat", "-m", run_folder, "-N", "3", "--seed", "5", "-n", "12", "--ignore-eot", "--json")
     lines = [json.loads(line) for line in done.out.splitlines()]
     assert [line["index"] for line in lines] == [0, 1, 2]
+    tokenizer = library.load(run_folder).tokenizer
     for line in lines:
         assert list(line) == ["prompt_index", "index", "prompt", "text", "tokens", "logprob", "finish_reason", "seed"]
-        assert (line["prompt_index"], line["prompt"], line["finish_reason"], line["seed"]) == (
-            0,
-            "the cat",
-            "length",
-            5,
-        )
+        said = [line[key] for key in ("prompt_index", "prompt", "finish_reason", "seed")]
+        assert said == [0, "the cat", "length", 5]
         assert len(line["tokens"]) == 12
         assert line["logprob"] < 0
-        assert library.load(run_folder).tokenizer.decode(line["tokens"]) == line["text"]
+        assert tokenizer.decode(line["tokens"]) == line["text"]
     assert len({line["text"] for line in lines}) == 3
-    alone = json.loads(
-        gpt("sample", "the cat", "-m", run_folder, "--seed", "5", "-n", "12", "--ignore-eot", "--json").out
-    )
-    # Sample i is the same whatever N is; sums of several rows at once round otherwise than those of one.
-    assert alone.pop("logprob") == pytest.approx(lines[0].pop("logprob"), abs=1e-4)
-    assert alone == lines[0]
     greedy = json.loads(gpt("sample", "the cat", "-m", run_folder, "--greedy", "--json").out)
     assert greedy["seed"] is None
 
@@ -561,22 +388,13 @@ def test_prompts_from_file_and_stdin(gpt: Gpt, run_folder: Path, tmp_path: Path)
     assert gpt("sample", "-m", run_folder, "-n", "5", "--seed", "1").code == 0  # no prompt: from end-of-text
 
 
-def test_a_closed_pipe_is_no_error(run_folder: Path) -> None:
-    with spawn("sample", "the", "-m", run_folder, "-n", "2000", "--ignore-eot", "--seed", "1") as process:
-        assert process.stdout
-        assert process.stderr
-        process.stdout.read(5)
-        process.stdout.close()
-        assert process.wait(60) == 0
-        assert "rror" not in process.stderr.read()
-
-
-@pytest.mark.parametrize("encoding", ["ascii", *map(slow, ("latin-1", "cp1252", "utf-8"))])
+@pytest.mark.parametrize("encoding", ["ascii", slow("cp1252")])
 def test_narrow_encodings_end_nothing(run_folder: Path, encoding: str) -> None:
     env = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
     code = "from gpt_cli.main import run; run()"
     for args in (
         ["sample", "🐕 日本語", "-n", "3", "--seed", "1", "-m", str(run_folder)],
+        ["inspect", "attention", "-p", "Zürich 🐕 cat", "-m", str(run_folder)],
         ["params", "gpt2"],
         ["--help"],
     ):
@@ -608,9 +426,9 @@ def test_eval_json_is_the_contracts(gpt: Gpt, run_folder: Path, tmp_path: Path) 
 
 
 def test_eval_tokens_sum_to_the_loss(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
     for name in ("a.txt", "b.txt"):
-        (tmp_path / "t").mkdir(exist_ok=True)
-        (tmp_path / "t" / name).write_bytes(make_text(60, seed=len(name)).encode())
+        (tmp_path / "t" / name).write_bytes(make_text(60).encode())
     values = json.loads(gpt("eval", run_folder, tmp_path / "t", "--json").out)
     lines = [json.loads(line) for line in gpt("eval", run_folder, tmp_path / "t", "--tokens").out.splitlines()]
     assert len(lines) == values["tokens"]
@@ -630,6 +448,10 @@ def test_params_table(gpt: Gpt) -> None:
         assert number in out
     assert "(128 × 12,288) × 96 × 96" in out
     assert "W_V" in out and "W_O" in out and "tied" in out
+    bars = {line.split()[0]: (line.count("█"), line) for line in out.splitlines() if "%" in line}
+    assert len(bars) == 8
+    assert [bars[name][0] for name in ("Up-Projection", "Down-Projection", "Key")] == [20, 20, 5]
+    assert " 8.3%" in bars["Key"][1] and "33.1%" in bars["Up-Projection"][1]
     assert "16 heads give the paper's total" in gpt("params", "gpt3-1.3b").out
     assert "5,120 gives the paper's total" in gpt("params", "gpt3-13b").out
     assert "a fixed sine table has none" in gpt("params", "gpt2", "--positions", "sinusoidal").out
@@ -642,40 +464,16 @@ def test_params_json_is_the_contracts(gpt: Gpt, run_folder: Path) -> None:
     ]  # fmt: skip
     assert values["trainable"] == 124_439_808
     assert [list(row) for row in values["rows"]] == [["matrix", "dimensions", "parameters"]] * 8
-    trainable = (
-        values["total_weights"] - values["tied"] + values["positions"] + values["biases"] + values["layer_norms"]
-    )
-    assert values["trainable"] == trainable
-    ours = json.loads(gpt("params", run_folder, "--json").out)
-    assert ours["config"]["n_embd"] == 32
-    assert ours["trainable"] == sum(p.numel() for p in library.load(run_folder).model.parameters())
-    by_hand = json.loads(
-        gpt("params", "--n-layer", "2", "--n-head", "2", "--n-embd", "8", "--vocab-size", "9", "--json").out
-    )
-    assert by_hand["rows"][0]["parameters"] == 72
+    assert json.loads(gpt("params", run_folder, "--json").out)["config"]["n_embd"] == 32
     sine = json.loads(gpt("params", "gpt2", "--positions", "sinusoidal", "--json").out)
     assert (sine["positions"], sine["trainable"]) == (0, 124_439_808 - 1024 * 768)
 
 
-def test_params_have_a_bar_a_matrix(gpt: Gpt) -> None:
-    lines = gpt("params", "gpt3-175b").out.splitlines()
-    bars = {line.split()[0]: (line.count("█"), line) for line in lines if "%" in line}
-    assert len(bars) == 8
-    assert bars["Up-Projection"][0] == bars["Down-Projection"][0] == 20
-    assert bars["Key"][0] == 5  # a quarter
-    assert " 8.3%" in bars["Key"][1] and "33.1%" in bars["Up-Projection"][1]
-
-
 def test_params_side_by_side(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     out = gpt("params", "gpt2", "gpt3-125m", run_folder).out
-    heading, *rows = [line.split() for line in out.splitlines() if line.strip() and "─" not in line]
-    assert heading == ["Matrix", "gpt2", "gpt3-125m", str(run_folder)]
-    trainable = next(row for row in rows if row[0] == "trainable")
-    assert trainable[1:3] == ["124,439,808", "125,226,240"]
+    assert out.split()[:4] == ["Matrix", "gpt2", "gpt3-125m", str(run_folder)]
     said = [json.loads(line) for line in gpt("params", "gpt2", "gpt3-125m", "--json").out.splitlines()]
     assert said == [json.loads(gpt("params", name, "--json").out) for name in ("gpt2", "gpt3-125m")]
-    assert gpt("params", "--list", "-o", "all.html").code == 0
-    assert gpt("params", "gpt2", "-o", "one.html").out.startswith("saved  one.html")
     one_line_of_what_and_what_next(gpt("params", "gpt2", "gtp3-125m"), 'no preset, run or checkpoint "gtp3-125m"')
     one_line_of_what_and_what_next(gpt("params", "gpt2", "-o", "x.png"), "has no ending that says what to write")
 
@@ -689,32 +487,6 @@ def test_params_list(gpt: Gpt) -> None:
 
 
 # gpt data
-
-
-@pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A file behind a server of our own, as the corpus shakespeare."""
-    from gpt.text import catalogue
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args: object) -> None:
-            super().__init__(*args, directory=str(tmp_path))  # type: ignore[arg-type]
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    path = tmp_path / "served.txt"
-    path.write_bytes(b"to be or not to be " * 1000)
-    monkeypatch.setenv("GPT_CACHE_DIR", str(tmp_path / "cache"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
-        file = {"url": f"http://127.0.0.1:{httpd.server_address[1]}/served.txt", "size": 19_000}
-        toml = catalogue.describe("shakespeare") | {"source": {"files": [file]}}
-        monkeypatch.setattr(catalogue, "describe", lambda name: dict(toml))
-        thread = threading.Thread(target=lambda: httpd.serve_forever(0.01), daemon=True)
-        thread.start()
-        yield path
-        httpd.shutdown()
-        thread.join()
 
 
 def test_data_list(gpt: Gpt) -> None:
@@ -741,9 +513,21 @@ def test_data_show(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(values["files"][0]) == ["name", "split", "url", "size", "sha256", "path", "here"]
 
 
-def test_data_fetch(gpt: Gpt, served: Path) -> None:
-    folder = served.parent / "cache" / "shakespeare"
-    done = gpt("data", "fetch", "shakespeare")
+def test_data_fetch(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a server of our own."""
+    (tmp_path / "served.txt").write_bytes(b"to be or not to be " * 1000)
+    monkeypatch.setenv("GPT_CACHE_DIR", str(tmp_path / "cache"))
+    folder = tmp_path / "cache" / "shakespeare"
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
+        file = {"url": f"http://127.0.0.1:{httpd.server_address[1]}/served.txt", "size": 19_000}
+        toml = catalogue.describe("shakespeare") | {"source": {"files": [file]}}
+        monkeypatch.setattr(catalogue, "describe", lambda name: dict(toml))
+        thread = threading.Thread(target=lambda: httpd.serve_forever(0.01), daemon=True)
+        thread.start()
+        done = gpt("data", "fetch", "shakespeare")
+        httpd.shutdown()
+        thread.join()
     assert done.code == 0, done.err
     assert f"{folder}  (1 file, 19,000 bytes)" in done.out
     assert "gpt train shakespeare" in done.out
@@ -756,13 +540,6 @@ def test_data_fetch(gpt: Gpt, served: Path) -> None:
 def test_data_fetch_of_what_python_has(gpt: Gpt) -> None:
     assert "nothing to fetch" in gpt("data", "fetch", "pydocs").out
     assert json.loads(gpt("data", "fetch", "stdlib", "--json").out)["folder"] is None
-
-
-def test_data_fetch_of_what_is_gone(gpt: Gpt, served: Path) -> None:
-    served.unlink()
-    done = gpt("data", "fetch", "shakespeare")
-    one_line_of_what_and_what_next(done, "HTTP Error 404", code=1)
-    assert str(served.parent / "cache" / "shakespeare" / "served.txt") in done.err
 
 
 def test_the_bar_of_a_continued_fetch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
-"""The generator of hostile command lines: it draws the same ones again, and its judge sees what is wrong."""
+"""Hostile command lines: some are run here, and their judge sees what is wrong."""
 
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -9,19 +8,6 @@ import pytest
 from conftest import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="it forks")
-
-
-def test_cases_are_a_function_of_their_seed_and_reach_every_command() -> None:
-    from tests.stress import hostile
-
-    known = hostile.commands()
-    drawn = [hostile.draw(random.Random(f"1/{number}"), known) for number in range(400)]
-    assert drawn == [hostile.draw(random.Random(f"1/{number}"), known) for number in range(400)]
-    paths = {
-        tuple(case.words[: len(path)]) for case in drawn for path in known if tuple(case.words[: len(path)]) == path
-    }
-    assert paths == set(known)
-    assert any(case.env for case in drawn)
 
 
 def test_the_judge(tmp_path: Path) -> None:
@@ -33,19 +19,14 @@ def test_the_judge(tmp_path: Path) -> None:
     (cwd / "text.txt").write_text("mine")
     before = hostile.tree(cwd)
 
-    def judged(status: int, out: str = "", err: str = "", *words: str, interrupted: bool = False) -> list[str]:
-        ended = hostile.Ended(status, out, err, 0.1, interrupted)
+    def judged(status: int, out: str = "", err: str = "", *words: str) -> list[str]:
+        ended = hostile.Ended(status, out, err, 0.1, False)
         return list(hostile.judge(hostile.Case([*words]), ended, cwd, beside, before))
 
-    two = "note\nerror: what is wrong\nhint: what to do\n"
-    assert judged(0, "anything") == judged(2, "", two) == judged(0, '{"a": null}\n', "", "--json") == []
-    assert judged(130, interrupted=True) == []
-    assert judged(130) == ["status 130 without a signal"]
+    assert judged(2, "", "note\nerror: what is wrong\nhint: what to do\n") == []
     assert judged(-9) == ["status -9"]
-    assert judged(1, "", "Killed\n") == ["no error and hint at the end"]
-    assert judged(2, "", two + two) == ["several errors"]
     assert judged(1, "", "error: a fault in gpt itself: x\nhint: y\n") == ["a fault in gpt itself"]
-    assert judged(0, "NaN\n", "", "--json") == judged(0, "x\n", "", "--json") == ["stdout is not JSON"]
+    assert judged(0, "NaN\n", "", "--json") == ["stdout is not JSON"]
     (cwd / "text.txt").write_text("gone")
     (cwd / ".tmp-1-x").touch()
     assert judged(0) == ["left behind: ['.tmp-1-x']", "changed: ['text.txt']"]

@@ -9,17 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Done, Gpt, spawn
+from conftest import Gpt, spawn
+from conftest import one_line_of_what_and_what_next as refused
 from gpt_cli import inputs
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="devices and named pipes are Unix's")
-
-
-def refused(done: Done, message: str) -> None:
-    assert done.code == 2, done.err
-    first, second = done.err.splitlines()[-2:]
-    assert first == f"error: {message}"
-    assert second.startswith("hint: ")
 
 
 @pytest.mark.parametrize(
@@ -51,16 +45,15 @@ def test_all_prompts_together_have_a_bound(gpt: Gpt, workdir: Path, monkeypatch:
 
 def test_ids_from_stdin_have_a_bound_and_ascii_digits(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "MOST_TEXT", 5)
-    assert gpt("tokenizer", "decode", "-", "--tokenizer", "bytes", stdin=b"72 105").err.startswith(
-        "error: stdin has mo"
-    )
+    refused(gpt("tokenizer", "decode", "-", "--tokenizer", "bytes", stdin=b"72 105"), "stdin has mo")
     assert gpt("tokenizer", "decode", "-", "--tokenizer", "bytes", stdin=b"72 33").out == "H!"
     assert 'error: "٣" is no id' in gpt("tokenizer", "decode", "٣", "--tokenizer", "bytes").err
 
 
-def test_closed_stdin_is_an_error_of_two_lines(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_stdin_is_an_error_of_two_lines(gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io, "TextIOWrapper", lambda buffer: None)  # with which the fixture makes sys.stdin
     refused(gpt("sample", "--prompt-file", "-"), "there is no standard input to read")
+    refused(gpt("sample", "-i", "-m", run_folder, "--greedy"), "there is no standard input to read")
 
 
 def test_a_silent_pipe_is_told_of_and_can_be_interrupted(workdir: Path) -> None:
@@ -109,8 +102,3 @@ def test_a_conversation_survives_bytes_that_are_no_text(run_folder: Path, workdi
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "the\ncat\n")
     assert err.count("error: the line is not UTF-8") == 2
-
-
-def test_a_conversation_without_stdin(gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io, "TextIOWrapper", lambda buffer: None)
-    refused(gpt("sample", "-i", "-m", run_folder, "--greedy"), "there is no standard input to read")

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -82,14 +81,7 @@ def test_neighbors(gpt: Gpt, run_folder: Path) -> None:
         )
     text = gpt("inspect", "neighbors", "zzzqx", "-m", run_folder).out
     assert re.search(r'"zzzqx" is \d tokens: .*; the mean of their directions', text)
-
-
-def test_analogy(gpt: Gpt, run_folder: Path) -> None:
-    typed = ["cat", "-", "dogs", "+", "mat"]
-    values = json.loads(gpt("inspect", "analogy", *typed, "-m", run_folder, "--json").out)
-    assert [term["sign"] for term in values["terms"]] == [1, -1, 1]
-    assert len(values["nearest"]) == 10
-    assert "cat − dogs + mat" in gpt("inspect", "analogy", " ".join(typed), "-m", run_folder).out
+    assert "cat − dogs + mat" in gpt("inspect", "analogy", "cat - dogs + mat", "-m", run_folder).out
 
 
 def test_positions(gpt: Gpt, run_folder: Path) -> None:
@@ -118,7 +110,7 @@ def test_tokens(gpt: Gpt, run_folder: Path) -> None:
     "args",
     [
         ["attention", "-p", PROMPT], ["attention", "-p", PROMPT, "--layer", "0", "--head", "1"], ["positions"],
-        ["neighbors", "cat", "mat"], ["analogy", "cat - mat"], ["tokens", PROMPT + "\n🐕 <b>"],
+        ["neighbors", "cat", "mat"], ["analogy", "cat", "-", "mat"], ["tokens", PROMPT + "\n🐕 <b>"],
     ],
     ids=lambda args: " ".join(args)[:20],
 )  # fmt: skip
@@ -137,10 +129,8 @@ def test_every_form_in_a_file(gpt: Gpt, run_folder: Path, workdir: Path, args: l
     assert Path("out.svg").read_text(encoding="utf-8").rstrip().endswith("</svg>")
     assert Path("out.pdf").read_bytes().startswith(b"%PDF")
     page = Path("out.html").read_text(encoding="utf-8")
-    assert (
-        re.search(r"(src|href)\s*=|url\(|@import|fetch\(|XMLHttpRequest|https?://(?!www\.w3\.org/2000/svg)", page)
-        is None
-    )
+    asks = r"(src|href)\s*=|url\(|@import|fetch\(|XMLHttpRequest|https?://(?!www\.w3\.org/2000/svg)"
+    assert re.search(asks, page) is None
     assert page.count("<script") == page.count("</script") == 2  # the data and the program
 
 
@@ -174,18 +164,6 @@ def test_a_page_that_no_browser_would_take(
     done = gpt("inspect", "attention", "-p", PROMPT, "-m", run_folder, "-o", "a.html")
     one_line_of_what_and_what_next(done, "the page would hold")
     assert not Path("a.html").exists()
-
-
-@pytest.mark.slow
-def test_narrow_encodings_take_every_token(run_folder: Path) -> None:
-    code = "from gpt_cli.main import run; run()"
-    for args in (["attention", "-p", "Zürich 🐕 cat"], ["tokens", "Zürich 🐕"], ["positions"], ["neighbors", "Zürich"]):
-        done = subprocess.run(
-            [sys.executable, "-c", code, "inspect", *args, "-m", run_folder],
-            capture_output=True, check=False, env={"PYTHONIOENCODING": "ascii", "PATH": "", "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        done.stdout.decode("ascii")
 
 
 def test_words_that_are_no_text(gpt: Gpt, run_folder: Path) -> None:

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from colours import contrast
 from conftest import Gpt
 from gpt_cli import page as pages
+from gpt_cli import ticks, views
 
+import gpt as library
+from gpt import inspect
 from gpt.config import PRESETS, GPTConfig
 from gpt.decoding import logits as filters
 from gpt.model.decoder import GPT
@@ -62,6 +66,8 @@ def number(text: str) -> float:
 def test_numbers_on_the_page_are_those_of_the_json(open_page: Any, attention: tuple[Path, dict[str, Any]]) -> None:
     path, values = attention
     page = open_page(path)
+    assert page.inner_text("#strip").replace("·", " ") == PROMPT  # what was typed is text
+    assert page.locator("script").count() == 2
     for own in values["scores"]:
         layer, head = own["layer"], own["head"]
         page.click(f'button[data-layer="{layer}"][data-head="{head}"]')
@@ -81,14 +87,6 @@ def test_numbers_on_the_page_are_those_of_the_json(open_page: Any, attention: tu
     page.click('button[data-layer="1"][data-head="-1"]')
     page.locator("#strip .token").nth(4).hover()
     assert number(page.inner_text("#readout")) == pytest.approx(max(average[4]), abs=6e-4)
-
-
-def test_what_was_typed_is_text(open_page: Any, attention: tuple[Path, dict[str, Any]]) -> None:
-    path, _ = attention
-    page = open_page(path)
-    assert page.inner_text("#strip").replace("·", " ") == PROMPT
-    assert page.title().startswith("attention: ")
-    assert page.locator("script").count() == 2
 
 
 def test_keys_walk_heads_tokens_and_the_map(open_page: Any, attention: tuple[Path, dict[str, Any]]) -> None:
@@ -117,58 +115,39 @@ def test_keys_walk_heads_tokens_and_the_map(open_page: Any, attention: tuple[Pat
     assert number(page.inner_text("#readout")) == pytest.approx(values["patterns"][1][1][-1][-1], abs=6e-4)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "k", "p"), [(1, 0, 0), (0.5, 0, 0), (1.5, 7, 0), (1, 0, 0.6), (0.8, 12, 0.7), (0, 0, 0)]
-)
 def test_next_token_is_drawn_as_gpt_sample_draws(
-    open_page: Any, gpt: Gpt, run_folder: Path, workdir: Path, temperature: float, k: int, p: float
+    open_page: Any, run_folder: Path, attention: tuple[Path, dict[str, Any]]
 ) -> None:
-    import gpt as library
-
-    gpt("inspect", "attention", "-p", "the cat", "-m", run_folder, "-o", "a.html")
+    path, values = attention
     loaded = library.load(run_folder, dtype="float32")
     with torch.no_grad():
-        logits = loaded.model(torch.tensor([loaded.tokenizer.encode("the cat").tolist()]))[0, -1]
-    page = open_page(Path("a.html"))
-    for name, value in (("temperature", temperature), ("top-k", k), ("top-p", p)):
-        page.evaluate(
-            "([name, value]) => { const input = document.getElementById(name); input.value = value; input.dispatchEvent(new Event('input')); }",
-            [name, value],
-        )
-    if temperature == 0:
-        expected = torch.nn.functional.one_hot(logits.argmax(), len(logits)).float()
-    else:
-        warmed = filters.warm(logits, temperature)
-        expected = filters.keep_top_p(filters.keep_top_k(warmed, k), p).softmax(-1)
-    rows = page.locator("#next tbody tr").all()
-    assert len(rows) == 25
-    for row in rows:
-        id = int(row.get_attribute("data-id"))
-        assert float(row.locator(".now").inner_text()) == pytest.approx(float(expected[id]), abs=6e-5)
-    kept = int((expected > 0).sum())
-    assert page.inner_text("#next-facts").startswith(f"{kept:,} of {len(logits):,} tokens can be drawn")
-
-
-def test_light_and_dark(open_page: Any, attention: tuple[Path, dict[str, Any]]) -> None:
-    path, _ = attention
-    back = "getComputedStyle(document.body).backgroundColor"
-    assert open_page(path, color_scheme="light").evaluate(back) == "rgb(255, 255, 255)"
-    page = open_page(path, color_scheme="dark")
-    assert page.evaluate(back) == "rgb(20, 23, 27)"
-    page.click("#theme")
-    assert page.evaluate(back) == "rgb(255, 255, 255)"
-
-
-def luminance(colour: str) -> float:
-    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-    r, g, b = (x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+        logits = loaded.model(torch.tensor([values["tokens"]]))[0, -1]
+    page = open_page(path)
+    for temperature, k, p in ((1, 0, 0), (1.5, 7, 0), (1, 0, 0.6), (0.8, 12, 0.7), (0, 0, 0)):
+        for name, value in (("temperature", temperature), ("top-k", k), ("top-p", p)):
+            page.evaluate(
+                "([name, value]) => { const input = document.getElementById(name); input.value = value; input.dispatchEvent(new Event('input')); }",
+                [name, value],
+            )
+        if temperature == 0:
+            expected = torch.nn.functional.one_hot(logits.argmax(), len(logits)).float()
+        else:
+            warmed = filters.warm(logits, temperature)
+            expected = filters.keep_top_p(filters.keep_top_k(warmed, k), p).softmax(-1)
+        rows = page.locator("#next tbody tr").all()
+        assert len(rows) == 25
+        for row in rows:
+            id = int(row.get_attribute("data-id"))
+            assert float(row.locator(".now").inner_text()) == pytest.approx(float(expected[id]), abs=6e-5)
+        kept = int((expected > 0).sum())
+        assert page.inner_text("#next-facts").startswith(f"{kept:,} of {len(logits):,} tokens can be drawn")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast_is_enough_to_read(open_page: Any, attention: tuple[Path, dict[str, Any]], scheme: str) -> None:
-    """4.5 to 1, as WCAG's AA wants it."""
+    """4.5 to 1, as WCAG's AA wants it; light and dark as the system is, and by a button."""
     page = open_page(attention[0], color_scheme=scheme)
+    backs = ["rgb(255, 255, 255)", "rgb(20, 23, 27)"][:: 1 if scheme == "light" else -1]
     style = "const s = getComputedStyle(document.documentElement), probe = document.createElement('i'); document.body.append(probe);"
     names = [
         "--text",
@@ -190,18 +169,18 @@ def test_contrast_is_enough_to_read(open_page: Any, attention: tuple[Path, dict[
     colours = page.evaluate(
         f"() => {{ {style} return {names}.map(n => {{ probe.style.color = s.getPropertyValue(n); return getComputedStyle(probe).color; }}); }}"
     )
-    light = dict(zip(names, map(luminance, colours), strict=True))
-    for name in names[:-2]:
-        for back in ("--back", "--panel"):
-            pair = sorted([light[name], light[back]])
-            assert (pair[1] + 0.05) / (pair[0] + 0.05) >= 4.5, (name, back)
+    *inks, back, panel = colours
+    for name, ink in zip(names, inks, strict=False):
+        assert min(contrast(ink, back), contrast(ink, panel)) >= 4.5, name
     cells = page.evaluate(
         "[...document.querySelectorAll('#lens td, #strip .token')].map(c => [getComputedStyle(c).color, getComputedStyle(c).backgroundColor])"
     )
     for text, back in cells:
         if "0, 0, 0, 0" not in back:
-            pair = sorted([luminance(text), luminance(back)])
-            assert (pair[1] + 0.05) / (pair[0] + 0.05) >= 4.5, (text, back)
+            assert contrast(text, back) >= 4.5, (text, back)
+    for back in backs:
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == back
+        page.click("#theme")
 
 
 def test_other_pages(open_page: Any, gpt: Gpt, run_folder: Path, workdir: Path) -> None:
@@ -233,11 +212,6 @@ def test_other_pages(open_page: Any, gpt: Gpt, run_folder: Path, workdir: Path) 
 @pytest.mark.slow
 def test_a_large_page_is_small_and_quick(open_page: Any, workdir: Path) -> None:
     """12 layers × 12 heads × 128 tokens, GPT-2's ids: under 5 MB, drawn in under 2 s."""
-    from gpt_cli import page as pages
-    from gpt_cli import views
-
-    from gpt import inspect
-
     torch.manual_seed(0)
     model = GPT(GPTConfig(50_257, 128, 12, 12, 48)).eval()
     tokenizer = bytes_tokenizer()
@@ -245,22 +219,15 @@ def test_a_large_page_is_small_and_quick(open_page: Any, workdir: Path) -> None:
     look = inspect.look(model, list(range(128)), tokenizer)
     Path("big.html").write_bytes(pages.html("attention", "big", views.attention_page(look, tokenizer, "big")))
     assert Path("big.html").stat().st_size < 5e6
-    seconds = []
-    for _ in range(3):  # the best of three: other work on the machine is no fault of the page
-        page = open_page(Path("big.html"))
-        drawn = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now()))))"
-        seconds.append(page.evaluate(drawn) / 1000)  # since the page began to load
-        assert page.locator(".heads button").count() == 12 * 13 + 1
-    print(f"{Path('big.html').stat().st_size:,} bytes, drawn in {min(seconds):.2f} s")
-    assert min(seconds) < 8  # 2 on a machine that does nothing else
+    page = open_page(Path("big.html"))
+    drawn = (
+        "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now()))))"
+    )
+    assert page.evaluate(drawn) < 8000  # milliseconds since it began to load; 2000 on a machine that does nothing else
+    assert page.locator(".heads button").count() == 12 * 13 + 1
 
 
 def test_a_window_is_said_and_shown(open_page: Any, workdir: Path) -> None:
-    from gpt_cli import page as pages
-    from gpt_cli import views
-
-    from gpt import inspect
-
     torch.manual_seed(0)
     model = GPT(GPTConfig(257, 16, 2, 4, 32, n_kv_head=2, window=3)).eval()
     look = inspect.look(model, list(b"a band here"), bytes_tokenizer())
@@ -315,25 +282,16 @@ def test_report(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
     assert page.locator("#settings tr.differs th").all_inner_texts() == ["lr"]
     page.check("#only")
     assert page.locator("#settings tbody td").all_inner_texts() == [str(run["settings"]["lr"]) for run in values]
-    assert page.locator("[data-sample='1'] mark").inner_text() == values[1]["samples"][-1]["longest_text"].rstrip(
-        "\r\n"
-    )
-    page.evaluate(
-        "() => { const s = document.getElementById('sample-1'); s.value = 0; s.dispatchEvent(new Event('input')); }"
-    )
-    assert page.locator("[data-sample='1']").inner_text() == "</script><b>Zürich</b>"
+    longest = values[1]["samples"][-1]["longest_text"].rstrip("\r\n")
+    assert page.locator("[data-sample='1'] mark").inner_text() == longest
     page.locator("#sample-1").focus()
-    page.keyboard.press("ArrowRight")
-    assert page.locator("[data-sample='1'] mark").count() == 1
+    page.keyboard.press("ArrowLeft")
+    assert page.locator("[data-sample='1']").inner_text() == "</script><b>Zürich</b>"
 
 
 def test_a_report_beside_another_program(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
-    Path("peer.jsonl").write_text(
-        "".join(
-            json.dumps({"step": n, "seconds": n, "val_loss": 4 - n, "bits_per_byte": 6 - 1.5 * n}) + "\n"
-            for n in (1, 2)
-        )
-    )
+    points = ({"step": n, "seconds": n, "val_loss": 4 - n, "bits_per_byte": 6 - 1.5 * n} for n in (1, 2))
+    Path("peer.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
     assert gpt("report", "one", "peer.jsonl", "-o", "r.html").code == 0
     page = open_page(Path("r.html"))
     assert page.locator("#results tbody tr").all()[1].locator("td").all_inner_texts() == [
@@ -348,33 +306,29 @@ def test_a_report_beside_another_program(open_page: Any, gpt: Gpt, two_runs: lis
 
 
 RANGES = [
-    (0.0, 1.0), (1.0, 400.0), (2.308, 6.942), (1.5e-5, 0.008), (9.17e-6, 4.1e-5), (437.8, 437.9), (-0.7131, 1.0),
-    (-3e-7, -1e-7), (2.0, 2.0), (0.0, 0.0), (-5.0, -5.0), (5e-324, 5e-324), (0.0, 1e-310), (-1.7e308, 1.7e308),
-    (1.7976931348623157e308, 1.7976931348623157e308), (1e300, 3e300), (1e18, 1e18 + 512), (0.0, 1e18), (0.0, 409_600.0),
-    (1e6, 1_000_400.0), (0.0, 2.5e6), (0.3, 0.6), (0.1, 0.7), (3.0, 3.0 + 1e-6), (0.0, 3e12), (999.0, 1001.0),
+    (0.0, 1.0), (1.0, 400.0), (2.308, 6.942), (1.5e-5, 0.008), (437.8, 437.9), (-3e-7, -1e-7), (2.0, 2.0), (0.0, 0.0),
+    (5e-324, 5e-324), (-1.7e308, 1.7e308), (1.7976931348623157e308, 1.7976931348623157e308), (1e18, 1e18 + 512),
+    (0.0, 409_600.0), (0.0, 2.5e6), (0.1, 0.7), (3.0, 3.0 + 1e-6), (0.0, 3e12), (999.0, 1001.0),
 ]  # fmt: skip
 
 
 def test_axes_on_a_page_are_those_in_the_terminal(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
-    from gpt_cli import ticks
-
     assert gpt("report", two_runs[0], "-o", "r.html").code == 0
     page = open_page(Path("r.html"))
     asked = [(low, high, most, extend) for low, high in RANGES for most in (4, 6, 8) for extend in (True, False)]
-    drawn = "all => all.map(([low, high, most, extend]) => { const a = axis(low, high, most, extend); return [[a.low, a.high, ...a.ticks].map(String), a.labels]; })"
-    for one, found in zip(asked, page.evaluate(drawn, asked), strict=True):
-        same = ticks.axis(*one)
-        assert [[float(x) for x in found[0]], found[1]] == [[same.low, same.high, *same.ticks], same.labels], one
-    asked = [
-        (low, high, most) for low, high in ((1e-3, 1e4), (2.0, 3e300), (5e-324, 1.7e308), (3.0, 4.0)) for most in (4, 8)
-    ]
-    drawn = "all => all.map((one) => { const a = logAxis(...one); return [[a.low, a.high, ...a.ticks].map(String), a.labels]; })"
-    for one, found in zip(asked, page.evaluate(drawn, asked), strict=True):
-        same = ticks.log_axis(*one)
-        assert [[float(x) for x in found[0]], found[1]] == [[same.low, same.high, *same.ticks], same.labels], one
+    decades = [(*ends, most) for ends in ((1e-3, 1e4), (2.0, 3e300), (5e-324, 1.7e308), (3.0, 4.0)) for most in (4, 8)]
+    ours: tuple[tuple[str, Callable[..., ticks.Axis], list[Any]], ...] = (
+        ("axis", ticks.axis, asked),
+        ("logAxis", ticks.log_axis, decades),
+    )
+    for name, axis, all_asked in ours:
+        drawn = f"all => all.map((one) => {{ const a = {name}(...one); return [[a.low, a.high, ...a.ticks].map(String), a.labels]; }})"
+        for one, found in zip(all_asked, page.evaluate(drawn, all_asked), strict=True):
+            same = axis(*one)
+            assert [[float(x) for x in found[0]], found[1]] == [[same.low, same.high, *same.ticks], same.labels], one
 
 
-@pytest.mark.parametrize("width", [360, 800, 1600])
+@pytest.mark.parametrize("width", [360, 1600])
 def test_a_report_fits_its_window(open_page: Any, gpt: Gpt, two_runs: list[Path], width: int) -> None:
     """No page is wider than its window; charts are as wide as their place, with four to eight round ticks."""
     assert gpt("report", *two_runs, "-o", "r.html").code == 0
@@ -391,7 +345,7 @@ def test_a_report_fits_its_window(open_page: Any, gpt: Gpt, two_runs: list[Path]
     assert page.evaluate("document.documentElement.scrollWidth") == width
     boxes = [each.bounding_box() for each in page.locator("figure > svg").all()]
     assert boxes[0]["width"] > 0.85 * width
-    assert len({round(box["y"]) for box in boxes[1:]}) == {360: 3, 800: 2, 1600: 1}[width]
+    assert len({round(box["y"]) for box in boxes[1:]}) == {360: 3, 1600: 1}[width]
     for figure in page.locator("figure").all():
         for side in ("x", "y"):
             labels = figure.locator(f"svg .{side} text").all_text_contents()

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,9 +15,9 @@ from typing import Any
 
 import pytest
 from conftest import Done, Gpt, spawn
+from conftest import one_line_of_what_and_what_next as refused
 
 import gpt as library
-from gpt.decoding.prompts import Results
 from gpt.sample_config import SampleConfig
 
 PROMPTS = ["the cat", "Zürich 🐕 and a longer prompt than the others", "", "it"]
@@ -25,14 +26,6 @@ PROMPTS = ["the cat", "Zürich 🐕 and a longer prompt than the others", "", "i
 def lines_of(done: Done) -> list[dict[str, Any]]:
     assert done.code == 0, done.err
     return [json.loads(line) for line in done.out.splitlines()]
-
-
-def refused(done: Done, message: str) -> None:
-    assert done.code == 2
-    first, second = done.err.splitlines()[-2:]
-    assert first.startswith("error: ")
-    assert message in first
-    assert second.startswith("hint: ")
 
 
 @pytest.fixture
@@ -59,17 +52,9 @@ def test_beams_are_told_best_first(gpt: Gpt, run_folder: Path) -> None:
     assert shown == "".join(f"--- {i + 1} of 3 ---\nthe cat{line['text']}\n" for i, line in enumerate(lines))
 
 
-def test_one_beam_is_greedy(gpt: Gpt, run_folder: Path) -> None:
-    args = ["sample", "the cat", "-m", run_folder, "-n", "20"]
-    assert gpt(*args, "--beam", "1").out == gpt(*args, "--greedy").out
-
-
 def test_a_beam_ends_at_a_stop_text(gpt: Gpt, run_folder: Path) -> None:
     args = ["sample", "the cat", "-m", run_folder, "--beam", "3", "-n", "20", "--ignore-eot", "--json"]
     [whole] = lines_of(gpt(*args))
-    stop = whole["text"][2:4]
-    [cut] = lines_of(gpt(*args, "--stop", stop))
-    assert stop not in cut["text"]
     [stopped] = lines_of(gpt(*args, "--stop", whole["text"][:1]))
     assert (stopped["finish_reason"], stopped["text"]) == ("stop", "")
 
@@ -83,13 +68,6 @@ def test_what_beams_do_not_use_is_said(gpt: Gpt, run_folder: Path) -> None:
     args = ["--greedy", "--length-penalty", "2", "--early-stopping", "on"]
     said = gpt("sample", "the", "-m", run_folder, "-n", "3", *args).err
     assert said == "--length-penalty is not used without --beam\n--early-stopping is not used without --beam\n"
-
-
-@pytest.mark.parametrize("command", [["sample", "the", "-m"], ["bench"]])
-def test_an_unknown_dtype_names_all_that_sampling_takes(gpt: Gpt, run_folder: Path, command: list[str]) -> None:
-    done = gpt(*command, run_folder, "--dtype", "int7")
-    assert done.err.splitlines()[-1] == 'hint: did you mean "int8"?'
-    refused(done, 'there is no dtype "int7"')
 
 
 # Many prompts
@@ -110,13 +88,6 @@ def test_many_prompts_equal_one_by_one(gpt: Gpt, run_folder: Path, prompts: Path
         for batch in ("1", "3"):
             some = lines_of(gpt("sample", "--prompts", prompts, *args, "--batch", batch))
             assert [line["tokens"] for line in some] == [line["tokens"] for line in together]
-
-
-def test_samples_of_a_seed_differ_between_prompts_and_indices(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    args = ["-m", run_folder, "-n", "30", "--seed", "3", "-N", "3", "-t", "5", "--json", "--ignore-eot"]
-    lines = lines_of(gpt("sample", "--prompts", tmp_path / "p.jsonl", *args))
-    assert len({tuple(line["tokens"][-5:]) for line in lines}) == 6
 
 
 def test_byte_order_marks_are_no_prompt(gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path) -> None:
@@ -169,28 +140,16 @@ def test_a_file_of_samples_is_gone_on_with(
         assert part.read_bytes() == data
 
 
-def test_a_sample_is_in_the_file_as_soon_as_it_is_made(tmp_path: Path) -> None:
-    with Results(tmp_path / "o.jsonl", ["a"]) as results:
-        results.add({"prompt": "a"})
-        assert (tmp_path / "o.jsonl").read_bytes() == b'{"prompt": "a"}\n'
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"prompt": "b", "temperature": 1}', 'line 2: unknown key "temperature"'),
-        ('{"promt": "b"}', 'line 2: unknown key "promt"'),
-        ('{"prompt": 5}', 'line 2 has no text "prompt"'),
-        ("{}", 'line 2 has no text "prompt"'),
-        ("[]", "line 2 is not a JSON object"),
-        ("{", "line 2 is not JSON"),
-        ('{"prompt": "\\ud800"}', "line 2 has an escape of half a character"),
-        ("[" * 100_000, "line 2 is not JSON"),
-    ],
-)
-def test_a_bad_line_of_prompts_is_named(gpt: Gpt, run_folder: Path, tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
-    refused(gpt("sample", "--prompts", tmp_path / "p.jsonl", "-m", run_folder), message)
+def test_a_bad_line_of_prompts_is_named(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+    for line, message in {
+        '{"prompt": "b", "temperature": 1}': 'line 2: unknown key "temperature"',
+        '{"prompt": 5}': 'line 2 has no text "prompt"',
+        "[]": "line 2 is not a JSON object",
+        '{"prompt": "\\ud800"}': "line 2 has an escape of half a character",
+        "[" * 100_000: "line 2 is not JSON",
+    }.items():
+        (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
+        refused(gpt("sample", "--prompts", tmp_path / "p.jsonl", "-m", run_folder), message)
 
 
 def test_files_that_cannot_be_gone_on_with(gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path) -> None:
@@ -246,48 +205,24 @@ def test_bias_names_a_token(gpt: Gpt, run_folder: Path) -> None:
     refused(gpt(*args, "--bias", "z=nan"), 'bias is "z=nan"')
 
 
-def test_no_ngram_comes_twice(gpt: Gpt, run_folder: Path) -> None:
-    [line] = lines_of(
-        gpt(
-            "sample",
-            "the",
-            "-m",
-            run_folder,
-            "--greedy",
-            "-n",
-            "60",
-            "--no-repeat-ngram",
-            "2",
-            "--json",
-            "--ignore-eot",
-        )
-    )
-    pairs = list(zip(line["tokens"], line["tokens"][1:], strict=False))
-    assert len(pairs) == len(set(pairs)) == 59
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--min-p", "1.5"], "min-p is 1.5"),
-        (["--top-p", "-1"], "top-p is -1"),
-        (["-t", "nan"], "temperature is nan"),
-        (["--repetition-penalty", "-1"], "repetition-penalty is -1"),
-        (["--beam", "-1"], "beam is -1"),
-        (["--beam", "2", "--greedy"], "--beam and --greedy"),
-        (["--beam", "2", "--n-best", "3"], "n-best is 3 and beam is 2"),
-        (["--n-best", "2"], "n-best is 2 and beam is off"),
-        (["--beam", "2", "-N", "2"], "--num 2 samples are drawn"),
-        (["--beam", "500"], "beam is 500; the model has 400 tokens"),
-        (["--length-penalty", "inf", "--beam", "2"], "length-penalty is inf"),
-        (["--early-stopping", "nver"], 'there is no early-stopping "nver"'),
-        (["--stop", ""], "stop is empty"),
-        (["--logprobs", "2"], "--logprobs and --echo-logprobs are for programs"),
-        (["--logprobs", "-2", "--json"], "logprobs is -2"),
-    ],
-)
-def test_what_means_nothing_is_refused(gpt: Gpt, run_folder: Path, args: list[str], message: str) -> None:
-    refused(gpt("sample", "the", "-m", run_folder, "-n", "3", *args), message)
+def test_what_means_nothing_is_refused(gpt: Gpt, run_folder: Path) -> None:
+    for args, message in {
+        "--min-p 1.5": "min-p is 1.5",
+        "-t nan": "temperature is nan",
+        "--beam 2 --greedy": "--beam and --greedy",
+        "--beam 2 --n-best 3": "n-best is 3 and beam is 2",
+        "--n-best 2": "n-best is 2 and beam is off",
+        "--beam 2 -N 2": "--num 2 samples are drawn",
+        "--beam 500": "beam is 500; the model has 400 tokens",
+        "--length-penalty inf --beam 2": "length-penalty is inf",
+        "--early-stopping nver": 'there is no early-stopping "nver"',
+        "--stop ''": "stop is empty",
+        "--logprobs 2": "--logprobs and --echo-logprobs are for programs",
+        "--logprobs -2 --json": "logprobs is -2",
+        "--dtype int7": 'there is no dtype "int7"',
+    }.items():
+        refused(gpt("sample", "the", "-m", run_folder, "-n", "3", *shlex.split(args)), message)
+    assert 'did you mean "int8"?' in gpt("bench", run_folder, "--dtype", "int7").err
 
 
 # Log-probabilities
@@ -296,9 +231,8 @@ def test_what_means_nothing_is_refused(gpt: Gpt, run_folder: Path, args: list[st
 def test_log_probabilities_sum_to_the_samples_and_to_evals(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     prompt = "the cat sat on the mat in Zürich"
     for how in (["--seed", "1"], ["--beam", "2"]):
-        [line] = lines_of(
-            gpt("sample", prompt, "-m", run_folder, "-n", "9", "--json", "--logprobs", "3", "--echo-logprobs", *how)
-        )
+        wanted = ["-n", "9", "--json", "--logprobs", "3", "--echo-logprobs", *how]
+        [line] = lines_of(gpt("sample", prompt, "-m", run_folder, *wanted))
         assert sum(token["logprob"] for token in line["logprobs"]) == pytest.approx(line["logprob"], abs=1e-5)
         ids = [token["token"] for token in line["logprobs"]]
         assert ids[: len(line["tokens"])] == line["tokens"]
@@ -307,11 +241,6 @@ def test_log_probabilities_sum_to_the_samples_and_to_evals(gpt: Gpt, run_folder:
         of_prompt = [token["logprob"] for token in line["prompt_logprobs"]]
         assert of_prompt[0] is None
         assert -sum(of_prompt[1:]) == pytest.approx(values["loss"] * values["tokens"], abs=1e-3)
-        each = [
-            json.loads(row)["logprob"]
-            for row in gpt("eval", run_folder, tmp_path / "t.txt", "--tokens").out.splitlines()
-        ]
-        assert of_prompt[1:] == pytest.approx(each, abs=1e-4)
         for token in [*line["logprobs"], *line["prompt_logprobs"][1:]]:
             top = [other["logprob"] for other in token["top"]]
             assert len(top) == 3
@@ -323,9 +252,8 @@ def test_log_probabilities_sum_to_the_samples_and_to_evals(gpt: Gpt, run_folder:
 
 
 def test_end_of_text_counts_in_the_sum(gpt: Gpt, run_folder: Path) -> None:
-    [line] = lines_of(
-        gpt("sample", "the", "-m", run_folder, "--greedy", "--bias", "<|endoftext|>=1000", "--json", "--logprobs", "0")
-    )
+    wanted = ["--greedy", "--bias", "<|endoftext|>=1000", "--json", "--logprobs", "0"]
+    [line] = lines_of(gpt("sample", "the", "-m", run_folder, *wanted))
     assert line["tokens"] == []
     assert [token["text"] for token in line["logprobs"]] == ["<|endoftext|>"]
     assert line["logprob"] == line["logprobs"][0]["logprob"] < 0
@@ -343,17 +271,16 @@ def test_a_long_prompt_keeps_its_end_and_says_so(gpt: Gpt, run_folder: Path) -> 
     left_out = len(ids) - 32
     assert f"the prompt has {len(ids)} tokens, and the context 32: its first {left_out} were left out" in done.err
     end = loaded.tokenizer.decode(ids[-32:])
-    if loaded.tokenizer.encode(end).tolist() == ids[-32:]:
-        assert gpt("sample", end, "-m", run_folder, "--greedy", "-n", "3", "--no-echo").out == done.out[len(text) :]
+    assert loaded.tokenizer.encode(end).tolist() == ids[-32:]
+    assert gpt("sample", end, "-m", run_folder, "--greedy", "-n", "3", "--no-echo").out == done.out[len(text) :]
 
 
 def test_generate_from_python(run_folder: Path) -> None:
     model = library.load(run_folder)
     best = model.generate("the cat", beam=4, n_best=2, max_tokens=8)
     assert len(best) == 2
-    assert (
-        model.generate("the cat", num=2, seed=3, max_tokens=8)[0] == model.generate("the cat", seed=3, max_tokens=8)[0]
-    )
+    written = model.write("the cat", SampleConfig(beam=4, n_best=2, max_tokens=8))
+    assert "".join(written) == written.sample.text == best[0]
     pieces = list(model.write_all(["a", "b"], seed=3))
     assert [piece.prompt for piece in pieces if piece.sample] == [0, 1]
     assert all(math.isfinite(piece.sample.logprob) for piece in pieces if piece.sample)
@@ -363,17 +290,8 @@ def test_generate_from_python(run_folder: Path) -> None:
 
 
 def talk(gpt: Gpt, run_folder: Path, *lines: str) -> Done:
-    return gpt(
-        "sample",
-        "-i",
-        "-m",
-        run_folder,
-        "-n",
-        "8",
-        "--seed",
-        "1",
-        stdin="".join(f"{line}\n" for line in lines).encode(),
-    )
+    stdin = "".join(f"{line}\n" for line in lines).encode()
+    return gpt("sample", "-i", "-m", run_folder, "-n", "8", "--seed", "1", stdin=stdin)
 
 
 def test_a_conversation_writes_after_each_prompt(gpt: Gpt, run_folder: Path) -> None:
@@ -398,23 +316,20 @@ def test_a_conversation_writes_after_each_prompt(gpt: Gpt, run_folder: Path) -> 
     assert talk(gpt, run_folder, f"/model {run_folder}", "the").out == written("the")
 
 
-@pytest.mark.parametrize(
-    ("line", "message", "hint"),
-    [
-        ("/set temprature 1", 'there is no setting "temprature"', 'did you mean "temperature"?'),
-        ("/set temperature x", "temperature is 'x'", ""),
-        ("/set temperature -1", "temperature is -1.0", ""),
-        ("/retyr", "there is no command /retyr", 'did you mean "/retry"?'),
-        ("/retry", "there is no prompt yet", "write one"),
-        ("/more", "there is no text yet", "write a prompt"),
-        ("/model nowhere", "there is no run or checkpoint nowhere", "train one"),
-    ],
-)
-def test_a_mistake_ends_no_conversation(gpt: Gpt, run_folder: Path, line: str, message: str, hint: str) -> None:
-    done = talk(gpt, run_folder, line, "the")
+def test_a_mistake_ends_no_conversation(gpt: Gpt, run_folder: Path) -> None:
+    mistakes = {
+        "/set temprature 1": ('there is no setting "temprature"', 'did you mean "temperature"?'),
+        "/set temperature x": ("temperature is 'x'", ""),
+        "/retyr": ("there is no command /retyr", 'did you mean "/retry"?'),
+        "/retry": ("there is no prompt yet", "write one"),
+        "/more": ("there is no text yet", "write a prompt"),
+        "/model nowhere": ("there is no run or checkpoint nowhere", "train one"),
+    }
+    done = talk(gpt, run_folder, *mistakes, "the")
     assert done.code == 0
-    assert done.err.startswith(f"error: {message}")
-    assert hint in done.err
+    errors = done.err.split("error: ")[1:]
+    for said, (message, hint) in zip(errors, mistakes.values(), strict=True):
+        assert said.startswith(message) and hint in said
     assert done.out.startswith("the")
 
 
@@ -430,24 +345,9 @@ def test_on_a_terminal_ctrl_c_ends_the_text_and_not_the_program(run_folder: Path
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ["XDG_STATE_HOME"] = str(tmp_path)
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # a shell's background jobs ignore it, and so would what they start
-        os.execv(
-            sys.executable,
-            [
-                sys.executable,
-                "-c",
-                "from gpt_cli.main import run; run()",
-                "sample",
-                "-i",
-                "-m",
-                str(run_folder),
-                "-n",
-                "10000000",
-                "--ignore-eot",
-            ],
-        )
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs ignore it, and so would what they start
+        words = ["sample", "-i", "-m", str(run_folder), "-n", "10000000", "--ignore-eot"]
+        os.execv(sys.executable, [sys.executable, "-c", "from gpt_cli.main import run; run()", *words])
     shown = b""
 
     def until(text: bytes) -> None:
@@ -561,16 +461,14 @@ def test_runs_that_may_not_be_read_are_passed_over(
 # Many samples
 
 
-@pytest.mark.parametrize("num", ["1000000000", str(2**63 - 1)])
-def test_samples_are_made_as_they_are_read(run_folder: Path, tmp_path: Path, num: str) -> None:
-    """However many are asked for, the first ones come at once and in order, and only those are made that are read."""
+def test_samples_are_made_as_they_are_read(run_folder: Path, tmp_path: Path) -> None:
+    """However many are asked for, the first ones come at once, and a pipe that is closed then is no error."""
     args = ["sample", "the", "-m", run_folder, "-n", "3", "--seed", "1", "--json"]
-    with spawn(*args, "-N", num) as process:
-        assert process.stdout is not None
+    with spawn(*args, "-N", str(2**63 - 1)) as process:
+        assert process.stdout is not None and process.stderr is not None
         lines = [json.loads(process.stdout.readline()) for _ in range(40)]
         process.stdout.close()
-        process.wait(timeout=60)
-    assert process.returncode == 0
+        assert (process.wait(timeout=60), "rror" in process.stderr.read()) == (0, False)
     assert [line["index"] for line in lines] == list(range(40))
     few = library.load(run_folder).write_all(["the"], SampleConfig(max_tokens=3), 1, 40)
     assert [piece.sample.text for piece in few if piece.sample] == [line["text"] for line in lines]
@@ -598,9 +496,7 @@ def test_a_file_of_many_samples_is_gone_on_with(gpt: Gpt, run_folder: Path, tmp_
     assert [found[0, line["index"]] for line in again] == [line["text"] for line in again]
 
 
-@pytest.mark.parametrize(
-    "content", [b"my diary", b"a line\nand another", b"{", b'{"prompt_ind', b'{"prompt_index": 0, "in']
-)
+@pytest.mark.parametrize("content", [b"my diary", b"a line\nand another", b"{", b'{"prompt_index": 0, "in'])
 def test_a_file_that_is_no_sample_is_left_as_it_is(gpt: Gpt, run_folder: Path, tmp_path: Path, content: bytes) -> None:
     """Also where it has no whole line: what was cut off by us begins as our lines do."""
     out = tmp_path / "diary.txt"
@@ -611,19 +507,3 @@ def test_a_file_that_is_no_sample_is_left_as_it_is(gpt: Gpt, run_folder: Path, t
     else:
         refused(done, "diary.txt, line ")
         assert out.read_bytes() == content
-
-
-def test_texts_that_are_done_are_left_out_of_searches_too(run_folder: Path) -> None:
-    model, prompts = library.load(run_folder), ["the", "and", "of"]
-    config = SampleConfig(beam=2, n_best=2, max_tokens=4)
-    every = [(piece.prompt, piece.index) for piece in model.write_all(prompts, config) if piece.sample]
-    assert every == [(number, index) for number in range(3) for index in range(2)]
-    left = model.write_all(prompts, config, done={(1, 0), (1, 1), (2, 0)})
-    assert [(piece.prompt, piece.index) for piece in left if piece.sample] == [(0, 0), (0, 1), (2, 1)]
-
-
-def test_a_search_that_is_written_gives_its_best_text(run_folder: Path) -> None:
-    model, config = library.load(run_folder), SampleConfig(beam=3, n_best=3, max_tokens=4)
-    best = model.generate("the", beam=3, n_best=3, max_tokens=4)[0]
-    written = model.write("the", config)
-    assert "".join(written) == written.sample.text == best

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from conftest import Done, Gpt, make_text
 
-from gpt.text import corpus
 from gpt.text.encoders import Item, encode
 from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenizer import bytes_tokenizer
@@ -96,11 +95,6 @@ def test_tokens_are_not_tokenized_again(gpt: Gpt, texts: Path) -> None:
     assert TokenFolder("one").manifest["corpus"] == TokenFolder("two").manifest["corpus"]
     done = gpt("tokenize", "one", "-o", "three")
     assert (done.code, "one is tokenized already" in done.err) == (2, True)
-
-
-def test_groups_are_found_once(texts: Path) -> None:
-    found = corpus.open_corpus([str(texts)], corpus.TextConfig())
-    assert found.groups is found.groups
 
 
 def test_the_end_of_text_that_is_counted_is_the_tokenizers() -> None:

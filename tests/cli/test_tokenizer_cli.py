@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,8 +36,10 @@ def test_train_says_where_and_from_how_much(gpt: Gpt, book: Path) -> None:
         "gpt.json", "tokenizer.json", "tokenizer.tiktoken", "tokenizer_config.json",
     ]  # fmt: skip
     again = gpt("tokenizer", "train", book, "-o", "vocab")
-    assert again.code == 2
-    assert "vocab is there already" in again.err
+    assert (again.code, "vocab is there already" in again.err) == (2, True)
+    done = gpt("tokenizer", "train", book, "-o", "other", "--sample-bytes", "5000")
+    read = re.search(r"([\d,]+) of ([\d,]+) bytes", done.out)
+    assert read and 4000 < int(read[1].replace(",", "")) <= 5000 and read[2] == f"{size:,}"
     assert [path.name for path in Path().iterdir() if path.name.startswith(".tmp")] == []
 
 
@@ -53,16 +56,8 @@ def test_train_json_and_special_tokens(gpt: Gpt, book: Path) -> None:
     assert done.err == ""
 
 
-def test_train_from_a_sample(gpt: Gpt, book: Path) -> None:
-    done = gpt("tokenizer", "train", book, "-o", "vocab", "--sample-bytes", "5000", "--json")
-    values = json.loads(done.out)
-    assert 4000 < values["sampled_bytes"] <= 5000 < values["bytes"]
-    shown = gpt("tokenizer", "train", book, "-o", "other", "--sample-bytes", "5000").out
-    assert f"{values['sampled_bytes']:,} of {values['bytes']:,} bytes" in shown
-
-
 def test_what_is_refused_before_the_work(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for special in ("\udcff", "", "<|endoftext|>"):
+    for special in ("\udcff", "<|endoftext|>"):
         done = gpt("tokenizer", "train", "nowhere.txt", "-o", "v2", "--special", special)
         assert (done.code, "special token" in done.err) == (2, True), done.err
     monkeypatch.setattr("gpt.text.vocabulary.open_corpus", None)
@@ -70,8 +65,7 @@ def test_what_is_refused_before_the_work(gpt: Gpt, book: Path, monkeypatch: pyte
     for command in (["tokenizer", "train"], ["tokenize"]):
         done = gpt(*command, book, "-o", "book.txt/x")
         assert (done.code, "cannot write book.txt/x: Not a directory" in done.err) == (1, True)
-        assert "checkpoints" not in done.err
-        assert "free" not in done.err
+
         done = gpt(*command, book, "-o", "link")
         assert (done.code, "link is there already" in done.err) == (2, True)
 
@@ -169,18 +163,6 @@ def test_decode_writes_bytes_as_they_are(workdir: Path) -> None:
     assert done.stdout == bytes(range(256))
 
 
-def test_environment_twins(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPT_TOKENIZER_ENCODE_TOKENIZER", "bytes")
-    assert gpt("tokenizer", "encode", "a").out == "97\n"
-    monkeypatch.setenv("GPT_TOKENIZER_SHOW_LONGEST", "1")
-    assert len(json.loads(gpt("tokenizer", "show", "bytes", "--json").out)["longest"]) == 1
-
-
-def test_hints_name_the_whole_command(gpt: Gpt, workdir: Path) -> None:
-    assert "gpt tokenizer decode --help" in gpt("tokenizer", "decode", "300", "--tokenizer", "bytes").err
-    assert "gpt train --help" in gpt("train", "x.txt", "--steps", "-1").err
-
-
 def test_no_command_imports_torch(gpt: Gpt, book: Path) -> None:
     learn(gpt, book)
     code = (
@@ -196,7 +178,7 @@ def test_no_command_imports_torch(gpt: Gpt, book: Path) -> None:
 
 def test_train_takes_a_tokenizer_by_its_folder(gpt: Gpt, book: Path) -> None:
     learn(gpt, book)
-    args = [
+    few = [
         "--steps",
         "1",
         "--n-layer",
@@ -209,7 +191,9 @@ def test_train_takes_a_tokenizer_by_its_folder(gpt: Gpt, book: Path) -> None:
         "8",
         "--batch-tokens",
         "8",
+        "--sample-every",
+        "0",
     ]
-    done = gpt("train", book, "--tokenizer", "vocab", *args, "-o", "run", "--sample-every", "0")
+    done = gpt("train", book, "--tokenizer", "vocab", *few, "-o", "run")
     assert done.code == 0, done.err
     assert find_tokenizer("run").fingerprint == find_tokenizer("vocab").fingerprint != bytes_tokenizer().fingerprint

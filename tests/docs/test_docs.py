@@ -111,20 +111,21 @@ def test_the_site_has_every_page_and_asks_no_other_host(built: Path) -> None:
     assert (built / "site" / "index.html").exists()
 
 
-@pytest.mark.parametrize("link", ["nowhere.md", "runs.md#nowhere", "#nowhere"])
 def test_a_link_that_leads_nowhere_fails_the_site(
-    built: Path, tmp_path: Path, link: str, capfd: pytest.CaptureFixture[str]
+    built: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(built / "docs", tmp_path / "docs")
     shutil.copy(built / "zensical.toml", tmp_path)
     assert build_site.render(tmp_path) == 0
-    with (tmp_path / "docs" / "docs" / "report.md").open("a", encoding="utf-8") as page:
-        page.write(f"\n[fine](runs.md), [x]({link}), [also fine](runs.md)\n")
-    row = len((tmp_path / "docs" / "docs" / "report.md").read_text(encoding="utf-8").splitlines())
-    capfd.readouterr()
-    assert build_site.render(tmp_path) == 1
-    [line] = capfd.readouterr().err.splitlines()
-    assert line.startswith(f'error: docs/report.md, line {row}: the link "{link}" leads nowhere: ')
+    path = tmp_path / "docs" / "docs" / "report.md"
+    whole = path.read_text(encoding="utf-8")
+    for link in ("nowhere.md", "runs.md#nowhere", "#nowhere"):
+        path.write_text(f"{whole}\n[fine](runs.md), [x]({link}), [also fine](runs.md)\n", encoding="utf-8")
+        capfd.readouterr()
+        assert build_site.render(tmp_path) == 1
+        [line] = capfd.readouterr().err.splitlines()
+        row = len(whole.splitlines()) + 2
+        assert line.startswith(f'error: docs/report.md, line {row}: the link "{link}" leads nowhere: ')
 
 
 def test_a_site_that_cannot_be_built_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

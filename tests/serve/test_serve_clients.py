@@ -67,11 +67,6 @@ def test_chats_and_their_streams(client: Any) -> None:
     assert chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason
 
 
-def test_models(client: Any) -> None:
-    assert [model.id for model in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").object == "model"
-
-
 def test_errors_are_its_exceptions(client: Any, server: Served) -> None:
     create = client.completions.create
     with pytest.raises(openai.BadRequestError) as caught:
@@ -104,15 +99,6 @@ def test_paths_as_clients_join_them(server: Served) -> None:
     for path in ("/v1/chat/completions/", "//v1/chat/completions", "/chat//completions"):
         answer = server.client.post(path, json={"messages": CHAT, "max_tokens": 1}, headers=key)
         assert answer.status_code == 200, path
-
-
-def test_the_developer_is_the_system_to_a_template_without_one(client: Any, server: Served) -> None:
-    def tokens(role: str) -> int:
-        messages: list[Any] = [{"role": role, "content": "be brief"}, *CHAT]
-        count: int = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1).usage.prompt_tokens
-        return count
-
-    assert tokens("developer") == tokens("system") != tokens("x")
 
 
 def test_what_is_missing_is_named(client: Any, server: Served) -> None:

@@ -120,13 +120,10 @@ def test_what_clients_left_behind_is_never_computed(model: LanguageModel, monkey
 
     monkeypatch.setattr(app, "read_prompt", read_prompt)
     with served(model, queue=20, limit_tokens=100_000) as found:
-        for route, body in (
-            ("/v1/completions", {"prompt": "large" * 20_000}),
-            ("/v1/completions", {"prompt": "small"}),
-        ):
+        for prompt in ("large" * 20_000, "small"):
             clients = [found.connect() for _ in range(6)]
             for client in clients:
-                client.sendall(request(body, route))
+                client.sendall(request({"prompt": prompt}))
             until(lambda: found.server.in_flight.count == 6)
             for client in clients:
                 client.close()
@@ -224,9 +221,8 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"{", b"[]", b'"a"', b"null", b"5", b'{"prompt": "a"', b'{"prompt": "a\n"}', b'{"prompt": "\xff"}', b"\x00",
-        b'{"prompt": NaN}', b'{"temperature": Infinity}', b"[" * 100_000, b'{"a":' * 50_000, b"{'prompt': 1}",
-        b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", b'{"prompt": "a", "temperature": 1e999}', b"\xef\xbb\xbf\xef",
+        b"", b"{", b"[]", b"null", b'{"prompt": "a\n"}', b'{"prompt": "\xff"}', b'{"prompt": NaN}', b"[" * 100_000,
+        b'{"a":' * 50_000, b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", b'{"prompt": "a", "temperature": 1e999}',
     ],
     ids=lambda body: repr(body[:16]),
 )  # fmt: skip
@@ -237,11 +233,11 @@ def test_a_body_that_is_no_request_is_refused(one: Served, body: bytes) -> None:
     assert len(answer.content) < 600
 
 
-@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
-def test_a_body_of_another_type_is_refused(one: Served, kind: str) -> None:
+def test_a_body_of_another_type_is_refused(one: Served) -> None:
     """What a form or a script of another page may send without being asked first."""
-    answer = one.client.post("/v1/completions", content=b'{"prompt": "a"}', headers={"Content-Type": kind})
-    assert answer.status_code == 415
+    for kind in ("", "text/plain", "application/jsonx"):
+        answer = one.client.post("/v1/completions", content=b'{"prompt": "a"}', headers={"Content-Type": kind})
+        assert answer.status_code == 415
 
 
 def test_bodies_that_are_too_large_or_come_in_chunks(one: Served) -> None:
@@ -271,12 +267,12 @@ def test_large_bodies_at_once_have_a_bound(model: LanguageModel, monkeypatch: py
 @pytest.mark.parametrize(
     "data",
     [
-        b"\x16\x03\x01\x02\x00\x01\x00", b"\r\n\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x00" * 50_000,
-        b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00", b"\x00" * 50_000, b"GET / HTTP/9.9\r\n\r\n", b"BREW / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 20_000, b"GET /" + b"a" * 100_000,
-        HEAD + b"Content-Length: -1\r\n\r\n", HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n",
-        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", HEAD + b"Content-Length: 99999999999999999999\r\n\r\n{}",
-        HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n3\r\n{}\n\r\n0\r\n\r\n", b"BREW / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n", HEAD + b"Content-Length: 99999999999999999999\r\n\r\n{}",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n3\r\n{}\n\r\n0\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
     ],
     ids=lambda data: repr(data[:40]),
@@ -292,21 +288,6 @@ def test_garbage_gets_one_answer_or_none_and_the_next_request_is_answered(one: S
     assert one.ask(prompt="a", max_tokens=1)["object"] == "text_completion"
 
 
-def test_pipelined_requests_and_a_kept_connection(one: Served) -> None:
-    with one.connect() as sock:
-        sock.sendall(b"".join(request({"prompt": "a", "max_tokens": count, "ignore_eos": True}) for count in (1, 2, 3)))
-        data = b""
-        while data.count(b"completion_tokens") < 3:
-            data += sock.recv(2**16)
-        found = [
-            json.loads(part.split(b"\r\n\r\n")[1][: part.index(b"HTTP") if b"HTTP" in part else None])
-            for part in data.split(b"HTTP/1.1 200 OK")[1:]
-        ]
-        assert [each["usage"]["completion_tokens"] for each in found] == [1, 2, 3]
-        sock.sendall(request({"prompt": "a", "max_tokens": 4, "ignore_eos": True}))
-        assert b'"completion_tokens": 4' in sock.recv(2**16) + sock.recv(2**16)
-
-
 def test_foreign_hosts_and_origins_are_refused(model: LanguageModel) -> None:
     with served(model, cors=("https://example.org",)) as found:
         own = f"127.0.0.1:{found.port}"
@@ -317,48 +298,19 @@ def test_foreign_hosts_and_origins_are_refused(model: LanguageModel) -> None:
 
         for host in (own, "localhost", f"localhost:{found.port}", "LOCALHOST", "[::1]:80", "127.0.0.1"):
             assert status(host) == 200
-        for host in (
-            "evil.example",
-            f"evil.example:{found.port}",
-            "127.0.0.1.evil.example",
-            "localhost.evil",
-            "",
-            "0.0.0.0",
-        ):
+        for host in (f"evil.example:{found.port}", "127.0.0.1.evil.example", "localhost.evil", "", "0.0.0.0"):
             assert status(host) == 403
         assert status(Origin=f"http://{own}") == 200
-        for origin in (
-            "https://evil.example",
-            "null",
-            "http://127.0.0.1:1",
-            "file://",
-            "https://example.org.evil",
-            "é",
-        ):
+        for origin in ("https://evil.example", "null", "http://127.0.0.1:1", "https://example.org.evil", "é"):
             answer = found.client.post("/v1/completions", headers={"Origin": origin.encode()}, **body)
             assert answer.status_code == 403
             assert "access-control-allow-origin" not in answer.headers
             assert found.client.get("/health", headers={"Origin": origin.encode()}).status_code == 403
-        allowed = found.client.post("/v1/completions", headers={"Origin": "https://example.org"}, **body)
-        assert allowed.status_code == 200
-        assert allowed.headers["access-control-allow-origin"] == "https://example.org"
         wrong = found.client.post("/v1/completions", headers={"Origin": "https://example.org"}, json={})
         assert (wrong.status_code, wrong.headers["access-control-allow-origin"]) == (400, "https://example.org")
-        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-        before = found.client.options("/v1/completions", headers={"Origin": "https://example.org", **asked})
-        assert before.status_code == 204
-        assert "authorization" in before.headers["access-control-allow-headers"]
-        assert (
-            found.client.options("/v1/completions", headers={"Origin": "https://evil.example", **asked}).status_code
-            == 403
-        )
 
 
-ORIGINS = (
-    "https://example.org", "http://127.0.0.1:5173", "app://obsidian.md", "tauri://localhost",
-    "chrome-extension://abcdefghijklmnopabcdefghijklmnop", "moz-extension://0f0e0d0c-0b0a-4000-8000-000000000000",
-    "vscode-webview://1a2b", "capacitor://localhost",
-)  # fmt: skip
+ORIGINS = ("https://example.org", "http://127.0.0.1:5173", "app://obsidian.md", "chrome-extension://abcdefghijklmnop")
 STAINLESS = "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-retry-count"
 
 
@@ -387,7 +339,7 @@ def test_a_preflight_allows_the_headers_that_a_client_has(model: LanguageModel) 
 def test_other_names_of_the_server_are_allowed_by_an_option(model: LanguageModel) -> None:
     body = {"json": {"prompt": "a", "max_tokens": 1}}
     with served(model, allow_host=("host.docker.internal", "Box.lan", "[fe80::1]")) as found:
-        for host in ("host.docker.internal:8000", "HOST.docker.internal", "box.lan", "[fe80::1]:80", "localhost"):
+        for host in ("HOST.docker.internal:8000", "box.lan", "[fe80::1]:80", "localhost"):
             own = {"Host": host, "Origin": f"http://{host}"}
             assert found.client.post("/v1/completions", headers={"Host": host}, **body).status_code == 200
             assert found.client.post("/v1/completions", headers=own, **body).status_code == 200
@@ -402,11 +354,16 @@ def test_a_key_is_asked_for(model: LanguageModel) -> None:
         body = {"json": {"prompt": "a", "max_tokens": 1}}
         right = {"Authorization": "Bearer sesame-1"}
         assert found.client.post("/v1/completions", headers=right, **body).status_code == 200
-        for given in (None, "", "Bearer", "Bearer sesame-2", "Bearer sesame-11", "Bearer sesame", "Basic sesame-1",
-                      "sesame-1", "Bearer sésame-1".encode(), b"Bearer \xff\xfe", "Bearer " + "a" * 5000):  # fmt: skip
-            answer = found.client.post(
-                "/v1/completions", headers={} if given is None else {"Authorization": given}, **body
-            )
+        wrong = (
+            "Bearer",
+            "Bearer sesame-11",
+            "Bearer sesame",
+            "Basic sesame-1",
+            b"Bearer \xff\xfe",
+            "Bearer " + "a" * 5000,
+        )
+        for headers in ({}, *({"Authorization": each} for each in wrong)):
+            answer = found.client.post("/v1/completions", headers=headers, **body)
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
@@ -474,25 +431,27 @@ def test_an_error_outside_a_step_ends_health_and_every_request(
         assert "gpt_texts_running 0.0" in found.client.get("/metrics").text
 
 
-@pytest.mark.parametrize("how", ["stop", "cancel", "failure"])
 def test_gauges_return_to_zero_however_the_last_text_ends(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, how: str
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with served(model) as found:
-        if how == "stop":
-            text = found.ask(prompt="the cat", max_tokens=5, temperature=0)["choices"][0]["text"]
-            found.ask(prompt="the cat", max_tokens=50, temperature=0, stop=text[1:3])
-        else:
-            with found.connect() as sock:
-                sock.sendall(request({**LONG, "stream": True}))
-                begun(found)
-                if how == "failure":
-                    monkeypatch.setattr(Engine, "step", lambda engine: 1 / 0)
-                    until_sent(sock, b"ZeroDivisionError")
-        until(lambda: "gpt_texts_running 0.0" in found.client.get("/metrics").text)
-        status = {"stop": "200", "cancel": "499", "failure": "500"}[how]
+    def ended(status: int) -> None:
         line = f'gpt_requests_total{{route="/completions",status="{status}"}} 1.0'
-        until(lambda: (line if how != "stop" else line.replace("1.0", "2.0")) in found.client.get("/metrics").text)
+        until(lambda: {"gpt_texts_running 0.0", line} <= {*found.client.get("/metrics").text.splitlines()})
+
+    (text,) = model.generate("the cat", greedy=True, max_tokens=5)
+    with served(model) as found:
+        found.ask(prompt="the cat", max_tokens=50, temperature=0, stop=text[1:3])
+        ended(200)
+        with found.connect() as sock:
+            sock.sendall(request({**LONG, "stream": True}))
+            begun(found)
+        ended(499)
+        with found.connect() as sock:
+            sock.sendall(request({**LONG, "stream": True}))
+            begun(found)
+            monkeypatch.setattr(Engine, "step", lambda engine: 1 / 0)
+            until_sent(sock, b"ZeroDivisionError")
+        ended(500)
 
 
 @pytest.mark.parametrize(
@@ -588,9 +547,7 @@ def test_ten_thousand_connections(model: LanguageModel, monkeypatch: pytest.Monk
     count = min(10_000, (files - 200) // 2)  # both ends are in this process
     monkeypatch.setattr(server, "most_connections", lambda: count - 100)
     with served(model) as found:
-        socks = []
-        for _ in range(count):
-            socks.append(socket.create_connection(("127.0.0.1", found.port), timeout=30))
+        socks = [found.connect() for _ in range(count)]
         assert found.ask(prompt="a", max_tokens=1)
         for sock in socks:
             sock.close()
@@ -604,10 +561,8 @@ def test_ten_thousand_connections(model: LanguageModel, monkeypatch: pytest.Monk
     "settings, says",
     [
         ({"host": "0.0.0.0"}, "others could reach 0.0.0.0"), ({"api_key": "é"}, "the key"), ({"api_key": ""}, "the key"),
-        ({"api_key": "a\n"}, "the key"), ({"cors": ("*",)}, "no origin"), ({"cors": ("https://a.b/c",)}, "no origin"),
-        ({"cors": ("file://",)}, "no origin"), ({"cors": ("null",)}, "no origin"), ({"cors": ("app://a b",)}, "no origin"),
-        ({"allow_host": ("a:80",)}, "not a host name"), ({"allow_host": ("http://a",)}, "not a host name"),
-        ({"allow_host": ("*",)}, "not a host name"), ({"allow_host": ("*.a",)}, "not a host name"),
+        ({"cors": ("*",)}, "no origin"), ({"cors": ("https://a.b/c",)}, "no origin"), ({"cors": ("null",)}, "no origin"),
+        ({"allow_host": ("a:80",)}, "not a host name"), ({"allow_host": ("*.a",)}, "not a host name"),
         ({"port": 70_000}, "port"), ({"max_batch": -1}, "max-batch"), ({"limit_tokens": 0}, "limit-tokens"),
         ({"grace": -1.0}, "grace"), ({"queue": -1}, "queue"),
     ],
@@ -620,7 +575,6 @@ def test_settings_without_a_meaning(settings: dict[str, Any], says: str) -> None
 
 def test_what_cannot_be_served_is_told_before_it_listens(gpt: Gpt, run_folder: Path) -> None:
     one_line_of_what_and_what_next(gpt("serve", "-m", run_folder, "--host", "0.0.0.0"), "there is no key")
-    one_line_of_what_and_what_next(gpt("serve", "-m", "nowhere"), "nowhere")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         one_line_of_what_and_what_next(gpt("serve", "-m", run_folder, "--port", port), f"port {port}")
@@ -658,20 +612,25 @@ class Process:
 
 
 @pytest.fixture
-def process(run_folder: Path, request: pytest.FixtureRequest) -> Iterator[Process]:
-    found = Process(run_folder, *getattr(request, "param", ()))
-    yield found
-    found.client.close()
-    if found.process.poll() is None:
-        found.process.kill()
-    found.process.communicate()
+def serve(run_folder: Path) -> Iterator[Callable[..., Process]]:
+    """Starts `gpt serve`, which ends with the test."""
+    if sys.platform == "win32":
+        pytest.skip("Windows has no signals for one process")
+    with contextlib.ExitStack() as stack:
+
+        def start(*words: str, **kwargs: Any) -> Process:
+            found = Process(run_folder, *words, **kwargs)
+            for end in (found.process.communicate, found.process.kill, found.client.close):
+                stack.callback(end)
+            return found
+
+        yield start
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals for one process")
-@pytest.mark.parametrize("process", [("--grace", "1")], indirect=True)
 @pytest.mark.parametrize("signum", SIGNALS)
-def test_a_signal_lets_running_requests_go_on_for_a_while(process: Process, signum: int) -> None:
+def test_a_signal_lets_running_requests_go_on_for_a_while(serve: Callable[..., Process], signum: int) -> None:
+    process = serve("--grace", "1")
     said = process.line.partition(" at http")[0]
     assert said.startswith("serving ") and "/" not in said  # no path of this machine
     lines = process.stream()
@@ -692,8 +651,8 @@ def test_a_signal_lets_running_requests_go_on_for_a_while(process: Process, sign
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals for one process")
-def test_a_second_signal_ends_at_once_and_an_idle_server_at_the_first(process: Process) -> None:
+def test_a_second_signal_ends_at_once_and_an_idle_server_at_the_first(serve: Callable[..., Process]) -> None:
+    process = serve()
     lines = process.stream()
     next(lines)
     process.process.send_signal(signal.SIGINT)
@@ -707,44 +666,29 @@ def test_a_second_signal_ends_at_once_and_an_idle_server_at_the_first(process: P
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals for one process")
-def test_signals_that_were_ignored_at_the_start_stay_ignored(run_folder: Path) -> None:
+def test_signals_that_were_ignored_at_the_start_stay_ignored(serve: Callable[..., Process]) -> None:
     def ignore() -> None:
         for signum in (signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, signal.SIG_IGN)
 
-    found = Process(run_folder, preexec_fn=ignore)
-    try:
-        for signum in (signal.SIGINT, signal.SIGHUP):
-            found.process.send_signal(signum)
-        time.sleep(0.3)
-        assert found.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
-        found.process.send_signal(signal.SIGTERM)
-        assert found.end()[0] == 143
-    finally:
-        found.client.close()
-        found.process.kill()
-        found.process.communicate()
+    found = serve(preexec_fn=ignore)
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        found.process.send_signal(signum)
+    time.sleep(0.3)
+    assert found.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+    found.process.send_signal(signal.SIGTERM)
+    assert found.end()[0] == 143
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals for one process")
-def test_the_key_comes_from_the_environment(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_comes_from_the_environment(serve: Callable[..., Process], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPT_SERVE_API_KEY", "sesame")
-    found = Process(run_folder, "--name", "book")
-    try:
-        assert found.line.startswith("serving book at http://127.0.0.1:")
-        assert found.client.post("/v1/completions", json={"prompt": "a"}).status_code == 401
-        key = {"Authorization": "Bearer sesame"}
-        assert (
-            found.client.post("/v1/completions", json={"prompt": "a", "model": "book"}, headers=key).status_code == 200
-        )
-        found.process.send_signal(signal.SIGINT)
-        status, err = found.end()
-        assert status == 130
-        assert "sesame" not in err
-    finally:
-        found.client.close()
-        if found.process.poll() is None:
-            found.process.kill()
-            found.process.communicate()
+    found = serve("--name", "book")
+    assert found.line.startswith("serving book at http://127.0.0.1:")
+    assert found.client.post("/v1/completions", json={"prompt": "a"}).status_code == 401
+    key = {"Authorization": "Bearer sesame"}
+    assert found.client.post("/v1/completions", json={"prompt": "a", "model": "book"}, headers=key).status_code == 200
+    found.process.send_signal(signal.SIGINT)
+    status, err = found.end()
+    assert status == 130
+    assert "sesame" not in err
