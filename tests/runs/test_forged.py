@@ -127,13 +127,12 @@ def test_a_line_without_an_end_is_one_line(tmp_path: Path) -> None:
 
 def test_json_lies_only_so_deep(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    for depth, fine in ((DEEPEST - 1, True), (DEEPEST, False), (10**5, False)):
+    path.write_text('{"a": ' + (DEEPEST - 1) * "[" + (DEEPEST - 1) * "]" + "}")
+    assert "a" in read_json(path)
+    for depth in (DEEPEST, 10**5):
         path.write_text('{"a": ' + depth * "[" + depth * "]" + "}")
-        if fine:
-            assert "a" in read_json(path)
-        else:
-            with pytest.raises(UserError, match="is damaged"):
-                read_json(path)
+        with pytest.raises(UserError, match="is damaged"):
+            read_json(path)
 
 
 def test_a_message_is_never_longer_than_a_page() -> None:

@@ -149,13 +149,6 @@ def test_equal_hashes_do_not_pass_for_equal_ids(monkeypatch: pytest.MonkeyPatch)
     assert [(each.longest, each.share) for each in found] == [(10, 3 / 5), (0, 0.0)]
 
 
-def test_the_longest_of_several_places_counts() -> None:
-    text = list(range(20))
-    for training in ([*text[:15], 99, *text[:9], 98], [*text[:9], 98, *text[:15], 99]):
-        [found] = copying.find_copies([text], Ids(training))  # type: ignore[arg-type]
-        assert (found.longest, found.start) == (15, 0)
-
-
 def test_only_the_beginning_of_a_huge_text_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "MOST", 50)
     heard: list[tuple[int, int]] = []
@@ -280,11 +273,9 @@ def test_a_curve_of_another_program(tmp_path: Path) -> None:
     ("lines", "message"),
     [
         ("", "has no line"),
-        ("step 250: val loss 2.0", "line 1 of .* is no JSON"),
         ("[" * 100_000, "line 1 of .* is no JSON"),
         (POINT.replace("2.0", "NaN"), "line 1 of .* is damaged: val_loss is nan"),
         (POINT.replace("250", "1e3"), "line 1 of .* is damaged: step is 1000.0"),
-        (POINT.replace("seconds", "time"), "line 1 of .* is damaged: it has a key 'time'"),
         ('{"step": 1, "seconds": 1.0}', "line 1 of .* is damaged: .*val_loss"),
         (f"{POINT}\n{POINT}", "line 2 of .* is not after the line before it"),
     ],
@@ -368,14 +359,12 @@ def test_a_curve_in_letters_and_in_dots() -> None:
     assert places == sorted(places, reverse=True)
     assert [line[:11] for line in lines[1:10] if "+" in line] == [f"{y:10}+" for y in (10, 5, 0)]
     assert lines[9].startswith("         0+*")
-    assert lines[11].split() == ["x", "0", "2", "4", "6", "8"]
     assert all(len(line) <= 52 for line in lines)
     fine = Console(width=52, color_system="truecolor", force_terminal=True)
     if (fine.encoding or "").startswith("utf"):
         assert any(0x2800 < ord(mark) < 0x2900 for mark in chart("t", "x", [rising], fine).plain)
     assert "nothing was recorded" in chart("t", "x", [Series("", [(1.0, math.nan)])], plain).plain
-    flat = chart("t", "x", [Series("", [(1.0, 2.0)])], plain, height=5).plain  # one point
-    assert flat.count("*") == 1
+    assert chart("t", "x", [Series("", [(1.0, 2.0)])], plain, height=5).plain.count("*") == 1
 
 
 def test_curves_have_gaps_and_pale_ones_lie_below() -> None:
