@@ -1,4 +1,4 @@
-"""The decoder against transformers' GPT-2, and against the definitions."""
+"""The decoder against its definition, and its table of parameters against what is built."""
 
 import math
 from dataclasses import replace
@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from models import loud
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.config import PRESETS, GPTConfig, RopeScaling
 from gpt.errors import UserError
@@ -21,13 +20,8 @@ from gpt.model.decoder import GPT
 from gpt.model.loss import IGNORED, bits_per_byte, tied_cross_entropy, token_losses
 from gpt.model.params import breakdown, counts, named_parameters
 from gpt.model.positions import sine_table
-from gpt.runs import hf
 
 SMALL = GPTConfig(vocab_size=97, block_size=24, n_layer=3, n_head=4, n_embd=32)
-
-
-def theirs_of(config: GPTConfig) -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(GPT2Config.from_dict(hf.to_hf_config(config, 0, 0))).eval()
 
 
 SCALED = RopeScaling(8.0, 1.0, 4.0, 16)
