@@ -38,11 +38,16 @@ PROMPTS = [[1, 2, 3], [4], list(range(12)), [9, 9, 9, 9], list(range(30)), [5, 6
 
 
 def tiny_model(block_size: int = 16, positions: str = "learned", arch: Arch = "gpt2", **properties: Any) -> GPT:
-    """A model of 50 ids, none of whose parameters has its initial value."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig.of(arch, 50, block_size, 2, 2, 16, positions=positions, **properties)).eval()
+    """A model of 50 ids."""
+    return loud(GPTConfig.of(arch, 50, block_size, 2, 2, 16, positions=positions, **properties))
+
+
+def loud(config: GPTConfig, seed: int = 0, spread: float = 0.3) -> GPT:
+    """A model none of whose parameters has its initial value, which would hide a mix-up."""
+    torch.manual_seed(seed)
+    model = GPT(config).eval()
     for parameter in model.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
+        parameter.data += spread * torch.randn_like(parameter)
     return model
 
 

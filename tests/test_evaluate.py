@@ -7,18 +7,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from models import CPU
 
 from gpt import evaluate
 from gpt.config import GPTConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import generate
-from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.decoder import GPT
 from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import bytes_tokenizer
 
-CPU = Compute(torch.device("cpu"), torch.float32)
 TOKENIZER = bytes_tokenizer()
 
 

@@ -53,9 +53,7 @@ def eight_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("/", "/", 2, {}, 64 * GIB, 8),
         ("/", "/", 2, {"memory.max": str(2 * GIB), "cpu.max": "150000 100000"}, 2 * GIB, 2),
-        ("/", "/", 2, {"memory.max": "max", "cpu.max": "max 100000"}, 64 * GIB, 8),
         ("/a/b", "/", 2, {"a/memory.max": str(GIB), "a/b/memory.max": str(3 * GIB)}, GIB, 8),
-        ("/a/b", "/", 2, {"a/b/memory.high": str(GIB), "a/cpu.max": "50000 100000"}, GIB, 1),
         ("/a/b", "/", 2, {"other/memory.max": "1", "a/b/c/cpu.max": "1 100000"}, 64 * GIB, 8),
         ("/docker/x", "/docker/x", 2, {"memory.max": str(GIB), "cpu.max": "300000 100000"}, GIB, 3),
         ("/docker/x/job", "/docker/x", 2, {"job/memory.max": str(GIB)}, GIB, 8),
@@ -72,7 +70,6 @@ def eight_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             },
             2 * GIB, 3,
         ),
-        ("/docker/x", "/docker/x", 1, {"memory/memory.limit_in_bytes": str(GIB)}, GIB, 8),
     ],
 )  # fmt: skip
 @posix
@@ -86,27 +83,17 @@ def test_memory_and_cores_follow_cgroups(
 
 
 @posix
-def test_without_proc_there_is_no_limit() -> None:
-    assert peaks.host_memory() == 64 * GIB
-    assert peaks.cores() == 8
-
-
-@posix
-@pytest.mark.parametrize(
-    ("environment", "asked", "decoding", "expected"),
-    [("", None, None, 2), ("", None, 10**9, 2), ("", 3, None, 3), ("4", None, None, 4), ("", None, 1000, 1)],
-)
+@pytest.mark.parametrize(("environment", "asked", "expected"), [("", None, 2), ("", 3, 3), ("4", None, 4)])
 def test_threads_follow_a_quota_unless_the_user_says_how_many(
-    environment: str, asked: int | None, decoding: int | None, expected: int, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    environment: str, asked: int | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine_with(tmp_path, "/", "/", {"cpu.max": "150000 100000"})
     monkeypatch.setenv("OMP_NUM_THREADS", environment)
     monkeypatch.setattr(device, "_torch_threads", lambda: 4)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        device.use_threads(Compute(torch.device("cpu"), torch.float32), asked, decoding)
+        device.use_threads(Compute(torch.device("cpu"), torch.float32), asked)
         assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
@@ -170,9 +157,7 @@ def test_a_home_that_cannot_be_written_to_may_be_read(
     [
         MemoryError(),
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"),
-        RuntimeError("could not create a primitive"),
         RuntimeError("could not create a primitive descriptor for a matmul primitive"),
-        RuntimeError("std::bad_alloc"),
         RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"),
         OSError(errno.ENOMEM, "Cannot allocate memory"),
     ],
@@ -180,13 +165,8 @@ def test_a_home_that_cannot_be_written_to_may_be_read(
 def test_memory_that_ran_out_is_recognized(error: Exception) -> None:
     assert is_out_of_memory(error)
     assert not is_out_of_threads(error)
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("can't start new thread"), OSError(errno.ENOSPC, "full"), ValueError("x"), UserError("x")]
-)
-def test_other_errors_are_not_out_of_memory(error: Exception) -> None:
-    assert not is_out_of_memory(error)
+    assert not is_out_of_memory(OSError(errno.ENOSPC, "full"))
+    assert not is_out_of_memory(RuntimeError("can't start new thread"))
 
 
 def test_threads_that_cannot_be_started_are_reported(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from filelock import FileLock
 
 import gpt as library
 from gpt import events, files
-from gpt.config import TextConfig, TokenizeConfig
-from gpt.errors import Interrupted, UserError, WorkError
+from gpt.config import TextConfig
+from gpt.errors import Interrupted, WorkError
 from gpt.interrupt import SIGNALS, StopSignal, heeded
 from gpt.text import encoders, tokenize
 from gpt.text.corpus import open_corpus
@@ -55,20 +55,6 @@ def test_tokenizing_falls_back_to_one_job(no_semaphores: None, gpt: Gpt, text: P
     assert done.code == 0, done.err
     assert "tokenizing in one process" in done.err
     assert Path("tokens/manifest.json").exists()
-
-
-def test_side_by_side_raises_the_first_error_and_begins_nothing_more() -> None:
-    begun: list[str] = []
-
-    def fail(name: str) -> None:
-        begun.append(name)
-        raise ValueError(name)
-
-    with pytest.raises(ValueError, match="a|b"):
-        files.side_by_side(fail, "abcdefgh")
-    assert len(begun) <= 2
-    assert files.side_by_side(str.upper, "abc") == {"a": "A", "b": "B", "c": "C"}
-    assert files.side_by_side(str.upper, []) == {}
 
 
 def test_an_error_of_the_disk_names_the_place_that_failed(workdir: Path) -> None:
@@ -151,18 +137,9 @@ def test_an_interrupted_eval_leaves_no_tokens(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(text.parent))
     model = library.load(run_folder)
-    for what in ("tokenized", "scored"):
-
-        def listen(event: Any, what: str = what) -> None:
-            if isinstance(event, events.Progress) and event.what == what == "tokenized":
-                send(signum)
-
-        def on_window(*window: Any, what: str = what) -> None:
-            if what == "scored":
-                send(signum)
-
+    for moment in ("listen", "on_window"):  # while it tokenizes, and while it scores
         with pytest.raises(Interrupted, match="^interrupted$") as stopped:
-            model.evaluate_files([str(text)], listen=listen, on_window=on_window)
+            model.evaluate_files([str(text)], **{moment: lambda *_: send(signum)})
         assert stopped.value.exit_code == 128 + signum
         assert [path.name for path in text.parent.iterdir()] == ["book.txt"]
 
@@ -220,19 +197,7 @@ def test_a_terminal_that_closes_saves_the_run(text: Path) -> None:
     import pty
 
     leader, terminal = pty.openpty()
-    words = [
-        "train",
-        str(text),
-        *SETTINGS,
-        "--vocab-size",
-        "300",
-        "--steps",
-        "1000000",
-        "--compile",
-        "off",
-        "-o",
-        "run",
-    ]
+    words = ["train", text, *SETTINGS, "--vocab-size", "300", "--steps", "1000000", "--compile", "off", "-o", "run"]
     process = spawn(*words, start_new_session=True, preexec_fn=lambda: _take_terminal(terminal), stderr=terminal)
     os.close(terminal)
     end = time.monotonic() + 100
@@ -280,6 +245,8 @@ def test_a_text_whose_name_is_not_utf8(gpt: Gpt) -> None:
     assert gpt("train", "--resume", "runs/b_").code == 0
     assert gpt("report").code == 0
     assert gpt("eval", "runs/b_", BYTES_NAME, "--quiet").code == 0
+    Path("runs/b_").rename("m\udcff")
+    one_line_of_what_and_what_next(gpt("sample", "the", "-m", "m\udcff"), "is not UTF-8")
 
 
 @posix
@@ -294,13 +261,6 @@ def test_a_text_whose_name_is_not_utf8(gpt: Gpt) -> None:
 def test_a_new_name_that_is_not_utf8_is_refused_before_the_work(gpt: Gpt, text: Path, words: list[str]) -> None:
     one_line_of_what_and_what_next(gpt(*words), "is not UTF-8")
     assert [path.name for path in Path().iterdir()] == ["book.txt"]
-
-
-@posix
-@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no names that are not UTF-8")
-def test_a_model_in_a_folder_whose_name_is_not_utf8(gpt: Gpt, run_folder: Path) -> None:
-    shutil.copytree(run_folder, "m\udcff")
-    one_line_of_what_and_what_next(gpt("sample", "the", "-m", "m\udcff"), "is not UTF-8")
 
 
 @pytest.mark.parametrize(
@@ -327,20 +287,6 @@ def test_names_of_255_bytes(gpt: Gpt, run_folder: Path, text: Path, name: str) -
 # Others at work in the same place
 
 
-def test_a_folder_that_appears_in_the_last_moment_is_kept(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace = os.replace
-
-    def late(source: Path, target: Path) -> None:
-        target.mkdir()
-        (target / "theirs").touch()
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", late)
-    with pytest.raises(FileExistsError, match="another process has made it"), files.whole_folder(Path("new")) as beside:
-        (beside / "ours").touch()
-    assert [path.name for path in Path().rglob("*")] == ["new", "theirs"]
-
-
 @posix
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
@@ -363,11 +309,3 @@ def test_new_names_are_synced_with_the_folders_they_are_in(workdir: Path, monkey
     synced.clear()
     files.write_file(Path("runs/page.html"), b"")
     assert synced == [workdir / "runs"]
-
-
-def test_interruptions_are_no_errors() -> None:
-    """What handles any error, in a library or here, does not take an interruption for one."""
-    assert not issubclass(Interrupted, Exception)
-    assert issubclass(UserError, Exception)
-    with pytest.raises(UserError):
-        tokenize.tokenize_texts([], TokenizeConfig())

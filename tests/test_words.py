@@ -3,18 +3,7 @@
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import Gpt, make_text
-
-from gpt.config import TrainConfig
-from gpt.runs.record import Machine, RunRecord
-from gpt.training.resuming import Begun, same_compute
-from gpt.words import counted
-
-
-def test_counted() -> None:
-    assert [counted(n, "step") for n in (0, 1, 2, 2000)] == ["0 steps", "1 step", "2 steps", "2,000 steps"]
-    assert [counted(n, "process", "processes") for n in (1, 2)] == ["1 process", "2 processes"]
 
 
 def test_a_run_of_one_step(workdir: Path, gpt: Gpt) -> None:
@@ -29,18 +18,6 @@ def test_a_run_of_one_step(workdir: Path, gpt: Gpt) -> None:
     done = gpt("sample", "the", "-m", "run", "-n", "3", "--seed", "1", "--out", "texts.jsonl")
     assert "(1 sample)" in done.out
     assert "has 1 sample; completing it" in gpt("sample", "the", "-m", "run", "-n", "3", "--out", "texts.jsonl").err
-
-
-def test_one_thread_as_before() -> None:
-    record = RunRecord(compute=Machine("cpu", "float32", 1))
-    threads, heard = torch.get_num_threads(), list[str]()
-    torch.set_num_threads(2)
-    try:
-        same_compute(Begun(Path("run"), record, [], TrainConfig()), {}, 1, heard.append)
-        assert heard == ["1 thread, as before, instead of 2: sums depend on it"]
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("tokens", "said"), [("3767e6", ": 1 day on 1 h100"), ("7534e6", ": 2 days on 1 h100")])

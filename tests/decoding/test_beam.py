@@ -7,29 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from models import engine_of
+from models import CPU, engine_of, loud
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.config import GPTConfig
 from gpt.decoding.beam import Hypothesis, Search
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request, generate
-from gpt.device import Compute
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint
 from gpt.sample_config import SampleConfig
 
-CPU = Compute(torch.device("cpu"), torch.float32)
 EARLY = {"off": False, "on": True, "never": "never"}
 
 
 def pair(vocab_size: int, seed: int, spread: float = 0.5) -> tuple[GPT, GPT2LMHeadModel]:
     """The same random weights, here and in transformers; a larger spread makes likelier ids stand out."""
-    torch.manual_seed(seed)
     config = GPTConfig(vocab_size, 64, 2, 2, 16)
-    model = GPT(config).eval()
-    for parameter in model.parameters():
-        parameter.data += spread * torch.randn_like(parameter)
+    model = loud(config, seed, spread)
     theirs = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=vocab_size, n_positions=64, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
@@ -104,18 +99,6 @@ def test_equal_to_transformers(number: int, how: dict[str, Any]) -> None:
     assert agreed == expected[0]
 
 
-def test_those_cases_end_in_every_way() -> None:
-    """Texts that end early, at different lengths, and by length: else the test above would say little."""
-    reasons = set()
-    for number in range(60):
-        model, _ = pair(30, number, 0.3)
-        prompt = [random.Random(number).randrange(30) for _ in range(1 + number % 7)]
-        [(_, found)] = search(model, [prompt], number % 30, **case(number))
-        reasons |= {(each.reason, len(each.tokens) < 4) for each in found}
-    assert {reason for reason, _ in reasons} == {"eot", "length"}
-    assert len(reasons) == 4
-
-
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_so_many_beams_that_nothing_is_lost_equals_brute_force(seed: int, penalty: float) -> None:
@@ -166,10 +149,7 @@ def test_batched_equals_one_by_one(rows: int) -> None:
 @pytest.mark.parametrize(("arch", "positions"), [("gpt2", "learned"), ("modern", "rotary"), ("gpt2", "rotary")])
 def test_past_the_context(arch: str, positions: str) -> None:
     """A context of 8 against a search that computes each hypothesis by itself, without sharing rows."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig.of(arch, 20, 8, 2, 2, 16, positions=positions)).eval()  # type: ignore[arg-type]
-    for parameter in model.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
+    model = loud(GPTConfig.of(arch, 20, 8, 2, 2, 16, positions=positions))  # type: ignore[arg-type]
     [(_, found)] = search(model, [[1, 2, 3]], 0, beam=3, n_best=3, max_tokens=20, ignore_eot=True)
     assert len({tuple(each.ids) for each in found}) == 3
     for each in found:
@@ -204,27 +184,6 @@ def test_the_models_own_log_probability_is_kept_beside_the_score() -> None:
     assert not math.isclose(sum(own) / len(own), best.score, abs_tol=1e-3)
 
 
-def test_a_prompt_s_log_probabilities_are_of_what_the_context_keeps() -> None:
-    model, _ = pair(30, 3)
-    size = model.config.block_size
-    prompt = [at * at % 29 for at in range(size + 9)]
-    config = SampleConfig(beam=2, max_tokens=2, echo_logprobs=True)
-    told, *_ = engine_of(Context(model, CPU, 2), [Request(prompt)], config, eot=0).run()
-    assert told.prompt is not None
-    with torch.no_grad():
-        logprobs = model(torch.tensor([prompt[-size:]]))[0].log_softmax(-1)
-    assert [token.id for token in told.prompt] == prompt[-size:]
-    expected = [logprobs[at, id].item() for at, id in enumerate(prompt[-size:][1:])]
-    assert [token.logprob for token in told.prompt[1:]] == pytest.approx(expected, abs=1e-4)
-
-
-def test_what_is_excluded_is_no_way_on() -> None:
-    found = Search(SampleConfig(beam=3, max_tokens=3), ends={9})
-    logprobs = torch.zeros(1, 4).log_softmax(-1)
-    assert found.advance(logprobs, torch.tensor([[-1.0, -math.inf, -math.inf, -math.inf]])) == [0]
-    assert [each.ids for each in found.live] == [[0]]
-
-
 def test_what_cannot_become_better_than_what_has_ended_is_not_gone_on_with() -> None:
     even = torch.zeros(1, 2).log_softmax(-1)
     found = Search(SampleConfig(beam=2, max_tokens=9, length_penalty=0.0), ends={0})
@@ -232,21 +191,6 @@ def test_what_cannot_become_better_than_what_has_ended_is_not_gone_on_with() -> 
     assert not found.done
     found.advance(even, torch.tensor([[-1.0, -1.0]]))  # another ends at -1, and one lives at -1: no better
     assert found.done
-
-
-def test_under_a_penalty_below_0_length_is_no_hope() -> None:
-    """Scores are sums times lengths: the longest length would make what lives look hopeless."""
-    found = Search(SampleConfig(beam=2, max_tokens=9, length_penalty=-1.0, early_stopping="never"), ends={0})
-    even = torch.zeros(1, 2).log_softmax(-1)
-    found.advance(even, torch.tensor([[-1.0, 0.0]]))
-    found.advance(even, torch.tensor([[-0.45, -0.4]]))
-    assert [each.score for each in found.ended] == pytest.approx([-0.9, -1.0])
-    assert not found.done
-
-
-def test_nothing_is_asked_for() -> None:
-    model, _ = pair(30, 0)
-    assert search(model, [[1, 2]], 0, beam=2, max_tokens=0) == [([], [Hypothesis((), 0.0, 0.0, "length")])]
 
 
 @pytest.mark.parametrize("penalty", [100.0, -100.0])

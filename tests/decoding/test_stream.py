@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-import pytest
 from conftest import make_text
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gpt.decoding.stream import TextStream, first_stop
+from gpt.decoding.stream import TextStream
 from gpt.text import tokenizer
 from gpt.text.tokenizer import Tokenizer
 
@@ -67,11 +66,6 @@ def test_nothing_of_a_stop_text_is_shown(text: str, stops: list[str]) -> None:
         assert expected.startswith(shown)
 
 
-def test_of_stop_texts_in_one_token_the_first_to_be_whole_ends_the_text() -> None:
-    assert first_stop("xabab", ["abab", "b"]) == 2
-    assert first_stop("xabab", ["abab", "ab", "b"]) == 1
-
-
 @PATIENT
 @given(st.text("ab ", max_size=30), st.lists(st.text("ab ", min_size=1, max_size=5), max_size=3))
 def test_stop_texts_do_not_see_where_tokens_end(text: str, stops: list[str]) -> None:
@@ -84,8 +78,3 @@ def test_only_what_may_become_a_stop_is_held_back() -> None:
     assert [stream.push(byte) for byte in b"a\nbEN."] == ["a", "", "\nb", "", "", "EN."]
     assert [stream.push(byte) for byte in b"E\n"] == ["", "E"]
     assert (stream.push(ord("\n")), stream.stopped, stream.flush()) == ("", True, "")
-
-
-@pytest.mark.parametrize("cut", [b"\xf0\x9f", b"\xe4\xb8", b"\xff"])
-def test_a_character_that_is_cut_off_ends_as_a_replacement(cut: bytes) -> None:
-    assert "".join(streamed(list(b"a" + cut), ["x"])) == (b"a" + cut).decode("utf-8", "replace")

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from gpt.config import GPTConfig
 from gpt.decoding.context import Context
-from gpt.decoding.logits import Filters
 from gpt.decoding.token_step import next_tokens
 from gpt.decoding.weights import GPULinear, dtype_name, prepare, weight_bytes
 from gpt.device import Compute
@@ -18,10 +17,8 @@ from gpt.model.decoder import GPT
 from gpt.model.kernels import attend, attend_blocks
 from gpt.model.params import multiplied
 from gpt.model.quantize import round_matrices, to_int8
-from gpt.sample_config import SampleConfig
 
 GPU = Compute(torch.device("cuda"), torch.float32)
-GREEDY = Filters(SampleConfig(greedy=True), ())
 
 
 def model_of(arch: Any, rounded: bool = False) -> GPT:

@@ -4,6 +4,7 @@ import errno
 import getpass
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -24,12 +25,12 @@ from gpt import api, events
 from gpt.config import GPTConfig
 from gpt.errors import Interrupted, WorkError
 from gpt.evaluate import Evaluation
-from gpt.export_config import LICENSES, ExportConfig
+from gpt.export_config import ExportConfig
 from gpt.exporting import card as cards
 from gpt.exporting import provenance
 from gpt.exporting.card import Comparison, Facts, card
 from gpt.exporting.provenance import Ancestor, Provenance, Text, read_provenance, texts_of
-from gpt.exporting.source import SourceModel, open_source
+from gpt.exporting.source import SourceModel
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
 from gpt.text.tokenizer import bytes_tokenizer
@@ -70,13 +71,10 @@ def a_source(config: GPTConfig | None = None, **changes: Any) -> SourceModel:
 
 def test_the_card_of_a_run(run_folder: Path, chapter: Path) -> None:
     library.export(run_folder, "out", license="Apache-2.0", eval=str(chapter))
-    said = front(Path("out"))
-    assert said == {
-        "license": "apache-2.0",
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["gpt", "gpt2"],
-    }
+    said = huggingface_hub.ModelCard.load("out/README.md").data
+    assert (said.license, said.library_name, said.pipeline_tag, said.tags) == (
+        "apache-2.0", "transformers", "text-generation", ["gpt", "gpt2"],
+    )  # fmt: skip
     text = read_card(Path("out"))
     record = json.loads((run_folder / "run.json").read_text())
     (source,) = record["sources"]
@@ -99,13 +97,6 @@ def test_the_card_of_a_run(run_folder: Path, chapter: Path) -> None:
     assert "## Samples" not in text
 
 
-def test_huggingface_hub_reads_the_card(run_folder: Path) -> None:
-    library.export(run_folder, "out", dtype="int4")
-    data = huggingface_hub.ModelCard.load("out/README.md").data
-    assert (data.license, data.library_name, data.pipeline_tag) == ("unknown", "gpt", "text-generation")
-    assert data.tags == ["gpt", "gpt2", "int4"]
-
-
 def test_a_folder_without_a_run_says_that_it_does_not_know(run_folder: Path, workdir: Path) -> None:
     shutil.copytree(folder.find_checkpoint(str(run_folder)), "theirs")
     (workdir / "theirs" / "README.md").write_text('---\nlicense: "mit"  # of theirs\n---\n', encoding="utf-8")
@@ -118,43 +109,46 @@ def test_a_folder_without_a_run_says_that_it_does_not_know(run_folder: Path, wor
     assert "base_model" not in front(Path("out"))  # a name on this disk is none of the hub
 
 
-def test_control_characters_of_a_downloaded_record_do_not_reach_the_card() -> None:
-    evil = "\x1b]0;owned\x07`|<b>\n"
-    known = Provenance([Text(evil, 1, 5, evil)], 5, {evil: evil}, 1.0, 1.0)
-    text = card(a_source(provenance=known), Facts("it", "float32"))
-    assert not [char for char in text if not char.isprintable() and char != "\n"]
-    assert "\\<b\\>" in text  # the name of a setting is no Markdown
-
-
-@pytest.mark.parametrize("layout", ["gpt", "qwen3"])
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_the_card_names_programs_that_read_the_folder(layout: str, dtype: str) -> None:
-    config = GPTConfig(257, 32, 2, 2, 32, positions="rotary") if layout == "gpt" else GPTConfig.of(
-        "modern", 257, 32, 2, 2, 32
-    )  # fmt: skip
-    assert config.layout == layout
+@pytest.mark.parametrize(
+    ("config", "dtype", "in_transformers", "in_llama_cpp"),
+    [
+        (GPTConfig(257, 32, 2, 2, 32, positions="rotary"), "float32", False, False),
+        (GPTConfig.of("modern", 257, 32, 2, 2, 32), "float32", True, True),
+        (GPTConfig.of("modern", 257, 32, 2, 2, 32), "int8", False, True),
+        (GPTConfig.of("modern", 257, 32, 4, 2, 32, window=8), "float32", True, False),
+    ],
+)
+def test_the_card_names_programs_that_read_the_folder(
+    config: GPTConfig, dtype: str, in_transformers: bool, in_llama_cpp: bool
+) -> None:
     text = card(a_source(config), Facts("it", dtype))
-    in_transformers = (layout, dtype) == ("qwen3", "float32")
     assert ("AutoModelForCausalLM" in text) == in_transformers
     assert ("library_name: transformers" in text) == in_transformers
-    assert ("-o model.gguf" in text) == (layout == "qwen3")
-    assert ("transformers does not read these weights" in text) == ((layout, dtype) == ("qwen3", "int8"))
+    assert ("-o model.gguf" in text) == in_llama_cpp
+    assert ("| windows | 8 tokens in 2 of the layers |" in text) == (config.window == 8)
 
 
-def test_windows_are_told_and_not_for_llama_cpp() -> None:
-    config = GPTConfig.of("modern", 257, 32, 4, 2, 32, window=8)
-    text = card(a_source(config), Facts("it", "float32"))
-    assert "| windows | 8 tokens in 2 of the layers |" in text
-    assert "model.gguf" not in text
-
-
-HOSTILE = ["a\nlicense: mit", "a: b", "```", "`a`", "| x |", "---", "<script>", "[a](b)", "a\u202eb", "\udcff", " "]
+HOSTILE = [
+    "a\nlicense: mit",
+    "a: b",
+    "```",
+    "| x |",
+    "---",
+    "<script>",
+    "[a](b)",
+    "a\u202eb",
+    "\udcff",
+    "\x1b]0;a\x07`",
+]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_name_or_sample_ends_what_it_stands_in(name: str) -> None:
     known = Provenance(
-        [Text(name, 1, 3, "0" * 64, None)], 3, {"preset": name}, ancestors=[Ancestor(name, True, None), Ancestor(name)]
+        [Text(name, 1, 3, "0" * 64, None)],
+        3,
+        {"preset": name, name: name},
+        ancestors=[Ancestor(name, True, None), Ancestor(name)],
     )
     samples = [name, f"a\n````\n{name}\n```", "~~~\n# no title"]
     text = card(a_source(provenance=known), Facts(name, "float32", None, None, samples))
@@ -174,6 +168,7 @@ def test_no_name_or_sample_ends_what_it_stands_in(name: str) -> None:
     titles = [line for line in outside if line.startswith("#")]
     assert list(titles[1:]) == [f"## {title}" for title in ("Model", "Training", "Use", "Samples", "Limits")]
     text.encode()  # no half of a character
+    assert not [char for char in text if not char.isprintable() and char != "\n"]
 
 
 def test_samples_stand_in_the_card_only_where_they_are_asked_for(run_folder: Path) -> None:
@@ -226,30 +221,15 @@ def test_fine_tuned_from_a_folder_with_a_license(run_folder: Path, text: Path) -
     assert "It is fine-tuned from `base`." in read_card(Path("later"))
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        ("runs/book:best", "book"),
-        ("/home/me/runs/book/step-000500", "book"),
-        ("C:\\Users\\me\\book\\", "book"),
-        ("../..", ""),
-        (".", ""),
-    ],
-)
-def test_the_name_of_a_base_is_the_last_part_of_its_path(words: str, name: str) -> None:
-    assert provenance._own_name(words) == name
+def test_the_name_of_a_base_is_the_last_part_of_its_path() -> None:
+    some = ("runs/book:best", "/home/me/runs/book/step-000500", "C:\\Users\\me\\book\\")
+    assert {provenance._own_name(words) for words in some} == {"book"}
+    assert provenance._own_name("../..") == ""
 
 
-@pytest.mark.parametrize(
-    "said", ["no yaml", "---\nlicense: [a, b]\n---", "---\nlicense: a: b\n---", "---\n: \n", "\xff"]
-)
+@pytest.mark.parametrize("said", ["---\nlicense: [a, b]\n---", "---\n: \n", "\xff", "---\nlicense: /home/me/x\n---"])
 def test_a_card_of_others_that_says_no_license(tmp_path: Path, said: str) -> None:
     (tmp_path / "README.md").write_bytes(said.encode("latin-1"))
-    assert "license" not in provenance._front_matter(tmp_path)
-
-
-def test_a_license_that_is_a_path_is_none(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("---\nlicense: /home/me/LICENSE\n---\n", encoding="utf-8")
     assert provenance._line("base", tmp_path) == [Ancestor("base")]
 
 
@@ -281,14 +261,6 @@ def test_a_corpus_is_one_text_and_many_files_are_a_few_lines() -> None:
     assert len(many) == 21
     assert (many[-1].name, many[-1].files, many[-1].bytes) == ("30 more files", 30, 60)
     assert texts_of([{"name": "x", "sha256": "`"}])[0].sha256 is None
-
-
-def test_a_damaged_record_is_told(run_folder: Path, gpt: Gpt) -> None:
-    shutil.copytree(run_folder, "run")
-    Path("run/run.json").write_text("{")
-    done = gpt("export", "run", "-o", "out")
-    one_line_of_what_and_what_next(done, "run.json is damaged")
-    assert not Path("out").exists()
 
 
 def test_nothing_of_the_machine_is_in_the_folder(workdir: Path) -> None:
@@ -326,20 +298,15 @@ def test_nothing_of_the_machine_is_in_the_folder(workdir: Path) -> None:
     [
         (["-o", "out", "--type", "f16"], "--type is of .gguf files"),
         (["-o", "out.gguf", "--dtype", "int8"], "--dtype is of folders"),
-        (["-o", "out.GGUF", "--dtype", "int8"], "--dtype is of folders"),
         (["-o", "out.gguf", "--samples", "1"], "--samples stand in the card"),
         (["-o", "out", "--dtype", "int3"], 'there is no dtype "int3"'),
         (["-o", "out", "--license", "mti"], 'the hub knows no license "mti"'),
-        (["-o", "out", "--license", "a\nb: c"], "the hub knows no license"),
         (["-o", "out", "--samples", "-1"], "samples is -1"),
-        (["-o", "."], ". is there already"),
         (["-o", ""], "-o is empty"),
-        (["-o", "chapter.txt"], "chapter.txt is there already"),
         (["-o", "link"], "link is there already"),
         (["-o", "out", "--eval", "nowhere.txt"], "there is no file nowhere.txt"),
         (["-o", "out", "--eval", "empty.txt"], "empty"),
         (["-o", "out\udcff"], "is not UTF-8"),
-        ([], "Missing option"),
     ],
 )
 def test_what_cannot_be_meant(run_folder: Path, chapter: Path, gpt: Gpt, args: list[str], message: str) -> None:
@@ -355,8 +322,6 @@ def test_a_license_is_suggested_and_in_any_case(gpt: Gpt) -> None:
     assert "apache-2.0" in gpt("export", "x", "-o", "out", "--license", "apache").err.splitlines()[1]
     assert 'give "other"' in gpt("export", "x", "-o", "out", "--license", "???????").err.splitlines()[1]
     assert ExportConfig(license="MIT").license == "mit"
-    for license in LICENSES:
-        assert yaml.safe_load(f"license: {license}") == {"license": license}
 
 
 def test_places_that_are_a_runs_own(run_folder: Path, gpt: Gpt) -> None:
@@ -384,12 +349,7 @@ def test_what_is_printed(run_folder: Path, chapter: Path, gpt: Gpt) -> None:
     assert values["bytes"] == sum(file.stat().st_size for file in Path("a/b/out").iterdir())
     assert values["vocab_size"] == 400
     done = gpt("export", run_folder, "-o", "out", "--dtype", "int4", "--eval", chapter, "--quiet")
-    lines = done.out.splitlines()
-    assert lines[0].startswith("saved  out  (")
-    assert lines[0].endswith(" tensors, int4)")
-    assert lines[1].startswith("loss   ")
-    assert lines[1].endswith(" nats a token")
-    assert 'gpt sample "Once upon" -m out' in lines[2]
+    assert re.match(r"saved  out  \(.* tensors, int4\)\nloss   .* nats a token\n.*gpt sample .* -m out", done.out)
     assert done.err == ""
     done = gpt("export", run_folder, "-o", "b.GGUF")
     assert "llama-cli -m b.GGUF" in done.out
@@ -401,16 +361,6 @@ def test_the_license_of_a_gguf_file_stands_in_it(run_folder: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
     library.export(run_folder, "out.gguf", license="mit")
     assert gguf.GGUFReader("out.gguf").get_field("general.license").contents() == "mit"
-
-
-def test_progress_is_told(run_folder: Path, chapter: Path) -> None:
-    heard: list[Any] = []
-    library.export(run_folder, "out", dtype="int8", eval=str(chapter), listen=heard.append)
-    for what, unit in (("scored", "tokens"), ("written", "bytes")):
-        some = [each for each in heard if isinstance(each, events.Progress) and each.what == what]
-        assert some[-1].done == some[-1].total
-        assert {each.unit for each in some} == {unit}
-        assert [each.done for each in some] == sorted(each.done for each in some)
 
 
 # The folder as a model
@@ -452,17 +402,6 @@ def test_exported_again(run_folder: Path, chapter: Path) -> None:
     assert one == two == three
     assert one["bits"] == 4
     assert "loss_before" not in meta(Path("second"))["export"]
-    restored, exact = (open_source(Path(name)).weights for name in ("first", "second"))
-    for name in exact:
-        value = restored[name]()
-        assert torch.equal(exact[name](), value if isinstance(value, torch.Tensor) else value.dequantize())
-
-
-def test_training_starts_from_an_exported_folder(run_folder: Path, text: Path) -> None:
-    library.export(run_folder, "out", dtype="int8")
-    fast = {key: FAST[key] for key in ("batch_tokens", "sample_every", "dtype")}
-    result = library.train(text, init="out", steps=2, **fast)
-    assert json.loads((result.run / "run.json").read_text())["init"]["model"] == "out"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -489,9 +428,15 @@ def test_numbers_that_a_dtype_cannot_hold(gpt: Gpt) -> None:
 # Where it ends early
 
 
-@pytest.mark.parametrize("what", ["tokenized", "scored", "written"])
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("out", ["a/b/out", "a/b/out.gguf"])
+@pytest.mark.parametrize(
+    ("what", "signum", "code", "out"),
+    [
+        ("tokenized", signal.SIGINT, 130, "a/b/out"),
+        ("scored", signal.SIGTERM, 143, "a/b/out"),
+        ("written", signal.SIGINT, 130, "a/b/out"),
+        ("written", signal.SIGTERM, 143, "a/b/out.gguf"),
+    ],
+)
 def test_a_signal_leaves_nothing(run_folder: Path, chapter: Path, what: str, signum: int, code: int, out: str) -> None:
     def listen(event: Any) -> None:
         if isinstance(event, events.Progress) and event.what == what and event.done > event.total // 3:

@@ -1,7 +1,5 @@
 """GGUF files, read with the package gguf's own reader and compared with the model; refusals and faults."""
 
-import errno
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Gpt, one_line_of_what_and_what_next
-from models import source_of
+from models import loud, source_of
 from torch import Tensor
 
 from gpt import api
@@ -50,12 +48,8 @@ NAMES = {
 
 
 def model_of(family: str, **properties: Any) -> GPT:
-    """A model of 320 ids, of which the tokenizer has 257; none of its parameters has its initial value."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(320, 48, 2, 4, 64, **{**FAMILIES[family][2], **properties})).eval()
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return model
+    """A model of 320 ids, of which the tokenizer has 257."""
+    return loud(GPTConfig(320, 48, 2, 4, 64, **{**FAMILIES[family][2], **properties}), spread=0.1)
 
 
 def read(path: Path, config: GPTConfig) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -134,17 +128,11 @@ def test_metadata(tmp_path: Path) -> None:
         "attention.value_length": 24, "rope.dimension_count": 24, "rope.freq_base": 5e5,
     }  # fmt: skip
     general = {
-        "architecture": "llama",
-        "type": "model",
-        "name": "It",
-        "license": "mit",
-        "file_type": 2,
+        "architecture": "llama", "type": "model", "name": "It", "license": "mit", "file_type": 2,
         "quantization_version": 2,
-    }
-    assert found == {
-        **{f"general.{key}": value for key, value in general.items()},
-        **{f"llama.{key}": value for key, value in shape.items()},
-    }
+    }  # fmt: skip
+    expected = {f"general.{key}": value for key, value in general.items()}
+    assert found == expected | {f"llama.{key}": value for key, value in shape.items()}
     for kind, number in (("f32", 0), ("f16", 1), ("q8_0", 7)):
         gguf.write(tmp_path / kind, source_of(model_of("gpt2")), kind, "It")
         found = metadata(tmp_path / kind)
@@ -178,14 +166,11 @@ def test_rope_factors_are_llamas(tmp_path: Path) -> None:
 
 
 def test_bytes_follow_from_the_model(tmp_path: Path) -> None:
-    for family in ("gpt2", "llama"):
-        for at in ("one", "two"):
-            gguf.write(tmp_path / at, source_of(model_of(family)), "q8_0", "Name")
-        data = (tmp_path / "one").read_bytes()
-        assert data == (tmp_path / "two").read_bytes()
-        assert str(tmp_path).encode() not in data
-        (tmp_path / "one").unlink()
-        (tmp_path / "two").unlink()
+    for at in ("one", "two"):
+        gguf.write(tmp_path / at, source_of(model_of("llama")), "q8_0", "Name")
+    data = (tmp_path / "one").read_bytes()
+    assert data == (tmp_path / "two").read_bytes()
+    assert str(tmp_path).encode() not in data
 
 
 @pytest.mark.parametrize(
@@ -193,12 +178,9 @@ def test_bytes_follow_from_the_model(tmp_path: Path) -> None:
     [
         ("gpt2", {"window": 8}, "ignores windows"),
         ("gpt2", {"positions": "rotary"}, "no architecture of layernorm, gelu, rotary"),
-        ("gpt2", {"window": 48}, "ignores windows"),
         ("mistral", {"window": 47, "window_layers": (0, 1)}, "ignores windows"),
-        ("qwen2", {"window": 8}, "ignores windows"),
         ("qwen3", {"window": 8, "window_layers": (0,)}, "see 8 positions"),
         ("qwen2", {"rope_scaling": SCALING}, "no rope_scaling for qwen2"),
-        ("qwen3", {"rope_scaling": SCALING}, "no rope_scaling for qwen3"),
         ("gpt2", {"n_kv_head": 2}, "4 heads and 2"),
         ("qwen2", {"head_dim": 8}, "n_embd / n_head wide"),
         ("llama", {"n_layer": 513}, "512 layers"),
@@ -253,32 +235,6 @@ def at_tensor(source: SourceModel, number: int, do: Callable[[], None]) -> Sourc
     return replace(source, weights={**source.weights, name: read_and_do})
 
 
-@pytest.mark.parametrize("number", [0, 5, -1])
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "damaged")])
-def test_what_fails_leaves_nothing(tmp_path: Path, number: int, error: BaseException) -> None:
-    def fail() -> None:
-        raise error
-
-    with pytest.raises(type(error)):
-        gguf.write(tmp_path / "it", at_tensor(source_of(model_of("gpt2")), number, fail), "f16", "it")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("left", [0, 1])
-def test_full_disk(run_folder: Path, monkeypatch: pytest.MonkeyPatch, gpt: Gpt, left: int) -> None:
-    """At the sync of the file, and of the folder around it."""
-
-    def fills(descriptor: int) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fills)
-    one_line_of_what_and_what_next(gpt("export", run_folder, "-o", "m.gguf"), "No space left on device", 1)
-    assert not list(Path().glob("*m.gguf*"))
-
-
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "it"
     for appear in (lambda: path.write_text("there"), lambda: path.symlink_to("nowhere")):
@@ -294,14 +250,6 @@ def test_disk_that_gives_back_something_else(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(OSError, match="not what can be read"):
         gguf.write(tmp_path / "it", source_of(model_of("gpt2")), "f16", "it")
     assert not list(tmp_path.iterdir())
-
-
-def test_q4_0_is_nearer_than_the_reference_rounding() -> None:
-    kind, matrix = reading.GGMLQuantizationType.Q4_0, torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
-    theirs = torch.from_numpy(reading.dequantize(reading.quantize(matrix.numpy(), kind), kind))
-    config = replace(model_of("gpt2").config, n_embd=512)
-    ours = gguf.restored(config, "h.0.attn.c_proj.weight", matrix, "q4_0")
-    assert (ours - matrix).square().mean() < 0.9 * (theirs - matrix).square().mean()
 
 
 def test_int4_folder_is_not_rounded_anew(run_folder: Path, tmp_path: Path) -> None:
@@ -320,10 +268,3 @@ def test_int4_folder_is_not_rounded_anew(run_folder: Path, tmp_path: Path) -> No
     blocks = torch.from_numpy(tensors["blk.1.attn_qkv.weight"].data.copy()).view(*value.scales.shape, 18)
     assert torch.equal(blocks[..., :2].contiguous().view(torch.float16)[..., 0], value.scales)
     assert torch.equal(blocks[..., 2:].flatten(1), value.levels)
-
-
-def test_losses_are_those_of_the_file(run_folder: Path, text: Path, tmp_path: Path) -> None:
-    done = api.export(run_folder, tmp_path / "it.gguf", type="q4_0", eval=str(text))
-    assert done.format == "gguf" and done.type == "q4_0" and done.arch == "gpt2"
-    assert done.loss_before is not None and done.loss_after is not None
-    assert 0 < abs(done.loss_after - done.loss_before) < 0.1

@@ -44,14 +44,13 @@ def with_pattern(pattern: str, tokenizer: Tokenizer = LEARNT) -> Tokenizer:
     return replace(tokenizer, backend=replace(tokenizer.backend, pattern=pattern))
 
 
-@pytest.mark.parametrize("tokenizer", [LEARNT, learn_tokenizer([make_text(seed=1)], 300)])
-def test_the_merges_in_the_file_give_our_ids(tokenizer: Tokenizer) -> None:
-    said = written(tokenizer)
+def test_the_merges_in_the_file_give_our_ids() -> None:
+    said = written(LEARNT)
     vocab = {token: id for id, token in enumerate(said["tokens"])}
     theirs = tokenizers.Tokenizer(models.BPE(vocab, [tuple(pair.split(" ")) for pair in said["merges"]]))
     theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     text = make_text(500, seed=2)
-    assert theirs.encode(text).ids == tokenizer.encode(text).tolist()
+    assert theirs.encode(text).ids == LEARNT.encode(text).tolist()
 
 
 def test_a_file_says_of_each_id_what_it_is() -> None:
@@ -88,9 +87,6 @@ def test_no_two_ids_have_one_text() -> None:
         (GPT2_PATTERN, "gpt-2"),
         (OLD_GPT2_PATTERN, "gpt-2"),
         (LLAMA3_PATTERN, "llama-bpe"),
-        (vocabularies.LLAMA3, "llama-bpe"),
-        (vocabularies.QWEN, "qwen2"),
-        (MINBPE_PATTERN, "llama-bpe"),
         (MINBPE_PATTERN.replace(r"]?\p{L}", r"]?+\p{L}").replace("]+[", "]++["), "llama-bpe"),
         (MINBPE_PATTERN.replace("{1,3}", ""), "qwen2"),
     ],

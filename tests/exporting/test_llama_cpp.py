@@ -24,7 +24,6 @@ from gpt.text.tokenizer_files import find_tokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama.cpp")]  # one process learns and trains for all
 TEXTS = llama_cpp.texts(200)
 TEXT = "\n".join(pydoc_data.topics.topics.values())[:40_000]
-UNICODE_16 = "\U00013b88"  # a letter since Unicode 16, which llama.cpp does not know
 
 Serve = Callable[..., LlamaCpp]
 
@@ -73,13 +72,6 @@ def test_prompts_of_other_families_are_ours(form: str, served: Serve, tmp_path: 
     if tokenizer.chat_template is not None:
         said = server.post("/apply-template", messages=[{"role": "user", "content": "Hello"}])
         assert said["prompt"] == "<|im_start|>Hello<|im_end|>"
-
-
-def test_a_letter_that_llama_cpp_does_not_know_is_the_only_difference(served: Serve) -> None:
-    ranks = {bytes([byte]): byte for byte in range(256)} | {b"a\xf0": 256}
-    tokenizer = Tokenizer("bpe", llama_cpp.ByteBPE(llama_cpp.GPT2_PATTERN, ranks), 257)
-    some = [f"a{UNICODE_16}", "a\U00012000", "a🐕"]
-    assert llama_cpp.other_ids(tokenizer, served(tokenizer), some) == some[:1]
 
 
 def test_a_text_ends_where_ours_does(served: Serve) -> None:
@@ -155,12 +147,3 @@ def test_a_name_like_phi3_does_not_keep_a_file_from_being_read(
 ) -> None:
     with LlamaCpp(llama_cpp.exported(trained("bytes", **MODELS["bytes"]), tmp_path / "my-Phi3.gguf")) as server:
         assert server.ids("a") == [97]
-
-
-def test_a_damaged_file_ends_llama_cpp_and_not_us(trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
-    path = llama_cpp.exported(trained("bytes", **MODELS["bytes"]), tmp_path / "model.gguf", type="f16")
-    path.write_bytes(path.read_bytes()[:5000])
-    server = LlamaCpp(path)
-    with pytest.raises(RuntimeError, match="does not read"):
-        server.__enter__()
-    assert server.process.returncode not in (0, None)

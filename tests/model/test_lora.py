@@ -70,7 +70,7 @@ def scrambled(config: GPTConfig, rank: int, targets: str = "all") -> GPT:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("targets", ["all", "attention", "mlp"])
+@pytest.mark.parametrize("targets", ["all", "mlp"])
 def test_merged_weights_give_the_same_logits(family: str, targets: str) -> None:
     config = FAMILIES[family]
     model = scrambled(config, 3, targets)
@@ -84,37 +84,14 @@ def test_merged_weights_give_the_same_logits(family: str, targets: str) -> None:
         assert not torch.allclose(before, model(ids), atol=1e-2)
 
 
-TWO = (lora.AdaptedMatrix(("query",), 0, 3), lora.AdaptedMatrix(("value",), 5, 2))
-
-
-@pytest.mark.parametrize("matrices", [(lora.AdaptedMatrix(("up",), 0, 7),), TWO])
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_map_is_w_and_a_scaled_product(matrices: tuple[lora.AdaptedMatrix, ...], bias: bool) -> None:
-    """Forward and backward, against autograd through the weight that it stands for."""
-    linear = torch.nn.Linear(5, 7, bias).requires_grad_(False).double()
-    adapted = lora.LowRank(linear, 2, 0.5, matrices).double()
-    x = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(adapted(x), linear(x))  # B is 0 at first
-    adapted.b.data.normal_()
-
-    def naive(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        weight, at = linear.weight.clone(), 0
-        for number, each in enumerate(matrices):
-            rows = slice(each.start, each.start + each.rows)
-            weight[rows] = weight[rows] + 0.5 * b[at : at + each.rows] @ a[2 * number : 2 * number + 2]
-            at += each.rows
-        return torch.nn.functional.linear(x, weight, linear.bias)
-
-    assert torch.allclose(adapted(x), naive(x, adapted.a, adapted.b))
-    along = torch.randn(3, 4, 7, dtype=torch.float64)
-    ours = torch.autograd.grad((adapted(x) * along).sum(), (x, adapted.a, adapted.b))
-    theirs = torch.autograd.grad((naive(x, adapted.a, adapted.b) * along).sum(), (x, adapted.a, adapted.b))
-    assert all(torch.allclose(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_alone_train(family: str) -> None:
-    config = FAMILIES[family]
+    config, ids = FAMILIES[family], torch.arange(16)[None]
+    fresh = GPT(config).eval()
+    with torch.no_grad():
+        before = fresh(ids)
+        lora.adapt(fresh, 3, 6.0)
+        assert torch.equal(fresh(ids), before)  # B is 0 at first
     model = scrambled(config, 3)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == set(lora.adapters(model))
@@ -273,18 +250,12 @@ def test_a_folder_of_pefts_is_a_model(gpt: Gpt, workdir: Path, other: Path) -> N
     [
         ("peft_type", "LOHA"),
         ("use_dora", True),
-        ("rank_pattern", {"q_proj": 4}),
         ("alpha_pattern", {"q_proj": 4}),
         ("modules_to_save", ["lm_head"]),
         ("bias", "all"),
-        ("layers_to_transform", [0]),
         ("init_lora_weights", "pissa"),
-        ("trainable_token_indices", [1]),
-        ("lora_bias", True),
         ("a_later_feature", "on"),
         ("r", 2**30),
-        ("r", True),
-        ("lora_alpha", "8"),
         ("lora_alpha", float("inf")),
     ],
 )
@@ -303,42 +274,21 @@ def test_adapters_that_compute_something_else(gpt: Gpt, workdir: Path, key: str,
     assert named in done.err
 
 
-def test_adapters_beside_other_parts(gpt: Gpt, workdir: Path) -> None:
+def test_adapters_with_too_many_tensors_too_few_or_themselves_as_a_base(gpt: Gpt, workdir: Path) -> None:
     _, path = their_adapter(FAMILIES["mistral"], workdir, target_modules=["q_proj", "lm_head"])
     one_line_of_what_and_what_next(gpt("sample", "-m", path), "has a tensor base_model.model.lm_head.lora_A.weight")
-
-
-def test_a_missing_tensor(gpt: Gpt, workdir: Path) -> None:
-    _, path = their_adapter(FAMILIES["llama"], workdir)
+    (workdir / "other").mkdir()
+    _, path = their_adapter(FAMILIES["llama"], workdir / "other")
     arrays = load_file(path / "adapter_model.safetensors")
     del arrays["base_model.model.model.layers.1.self_attn.k_proj.lora_B.weight"]
     save_file(arrays, path / "adapter_model.safetensors")
     assert "layers.1.self_attn.k_proj.lora_B.weight is missing" in gpt("sample", "-m", path).err
-
-
-def test_a_base_of_itself(gpt: Gpt, workdir: Path) -> None:
-    _, path = their_adapter(FAMILIES["llama"], workdir)
     about = json.loads((path / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(path)}
     (path / "adapter_config.json").write_text(json.dumps(about))
     one_line_of_what_and_what_next(gpt("sample", "-m", path), "ends a chain of more than 100 adapters")
 
 
 # Roles
-
-
-@pytest.mark.parametrize(
-    ("family", "targets", "found"),
-    [
-        ("llama", "all", LORA_ROLES),
-        ("llama", "value,query", ("query", "value")),
-        ("qwen3", "attention,down", ("query", "key", "value", "output", "down")),
-        ("gpt2", "all", ("query", "key", "value", "output", "up", "down")),
-        ("gpt2", "mlp", ("up", "down")),
-        ("gpt2", "key,query,value", ("query", "key", "value")),
-    ],
-)
-def test_targets_by_role(family: str, targets: str, found: tuple[str, ...]) -> None:
-    assert lora.find_roles(targets, FAMILIES[family]) == found
 
 
 @pytest.mark.parametrize(
@@ -404,12 +354,6 @@ def test_a_run_of_adapters(base: Path, other: Path) -> None:
     with torch.no_grad():
         assert torch.allclose(tuned.model(ids), merged.model(ids), atol=1e-5)
         assert not torch.allclose(tuned.model(ids), library.load(base).model(ids), atol=1e-3)
-    weights = load_file(base / "model.safetensors")
-    a, b = (saved[f"base_model.model.transformer.h.0.mlp.c_fc.lora_{each}.weight"] for each in "AB")
-    by_hand = weights["transformer.h.0.mlp.c_fc.weight"] + 2 * (b @ a).T
-    assert torch.allclose(
-        load_file(result.run / "merged" / "model.safetensors")["transformer.h.0.mlp.c_fc.weight"], by_hand, atol=1e-6
-    )
 
 
 def test_the_merged_model_needs_no_base(gpt: Gpt, base: Path, other: Path) -> None:
@@ -439,15 +383,6 @@ def test_adapters_on_adapters_and_with_a_shorter_context(base: Path, other: Path
     ids = torch.arange(16)[None]
     with torch.no_grad():
         assert torch.allclose(library.load(whole.run).model(ids), model(ids), atol=1e-6)
-
-
-def test_adapters_of_before_pefts_layout(gpt: Gpt, base: Path, other: Path) -> None:
-    result = library.train(other, init=base, steps=1, **LORA)
-    (result.checkpoint / "adapter_model.safetensors").rename(result.checkpoint / "adapter.safetensors")
-    (result.checkpoint / "adapter_config.json").unlink()
-    (result.checkpoint / "checksums.json").unlink()
-    folder.write_checksums(result.checkpoint)
-    one_line_of_what_and_what_next(gpt("sample", "-m", result.run), "has adapters in the layout of a former version")
 
 
 def test_adapters_that_do_not_fit(gpt: Gpt, base: Path, other: Path) -> None:

@@ -1,4 +1,4 @@
-"""The decoder against transformers' GPT-2, and against the definitions."""
+"""The decoder against its definition, and its table of parameters against what is built."""
 
 import math
 from dataclasses import replace
@@ -9,9 +9,8 @@ import naive
 import pytest
 import torch
 import torch.nn.functional as F
-from models import ours_with
+from models import loud
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.config import PRESETS, GPTConfig, RopeScaling
 from gpt.errors import UserError
@@ -19,51 +18,10 @@ from gpt.model import decoder
 from gpt.model.cache import KVCache, Slots
 from gpt.model.decoder import GPT
 from gpt.model.loss import IGNORED, bits_per_byte, tied_cross_entropy, token_losses
-from gpt.model.params import SLACK, breakdown, cache_bytes, counts, named_parameters
+from gpt.model.params import breakdown, counts, named_parameters
 from gpt.model.positions import sine_table
-from gpt.runs import hf
 
 SMALL = GPTConfig(vocab_size=97, block_size=24, n_layer=3, n_head=4, n_embd=32)
-
-
-def theirs_of(config: GPTConfig) -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(GPT2Config.from_dict(hf.to_hf_config(config, 0, 0))).eval()
-
-
-@pytest.mark.parametrize("heads", [1, 4])
-def test_logits_equal_transformers(heads: int) -> None:
-    config = GPTConfig(vocab_size=97, block_size=24, n_layer=3, n_head=heads, n_embd=32)
-    torch.manual_seed(1)
-    theirs = theirs_of(config)
-    for parameter in theirs.parameters():  # biases and LayerNorms at their initial 0 and 1 would hide a mix-up
-        parameter.data += 0.3 * torch.randn_like(parameter)
-    idx = torch.randint(97, (2, 24))
-    with torch.no_grad():
-        assert torch.allclose(ours_with(theirs, config)(idx), theirs(idx).logits, atol=1e-4, rtol=0)
-
-
-def test_gradients_equal_transformers() -> None:
-    torch.manual_seed(2)
-    theirs = theirs_of(SMALL)
-    ours = ours_with(theirs, SMALL)
-    idx = torch.randint(97, (2, 24))
-    theirs(idx, labels=idx).loss.backward()
-    (tied_cross_entropy(ours.trunk(idx[:, :-1]), ours.wte.weight, idx[:, 1:]) / 46).backward()
-    # The tied embedding gets its gradient from both ends.
-    assert torch.allclose(ours.wte.weight.grad, theirs.transformer.wte.weight.grad, atol=1e-6)  # type: ignore
-    assert torch.allclose(ours.h[1].mlp.c_fc.weight.grad, theirs.transformer.h[1].mlp.c_fc.weight.grad.t(), atol=1e-6)
-
-
-def test_position_sees_only_what_came_before() -> None:
-    torch.manual_seed(3)
-    model = GPT(SMALL).eval()
-    idx = torch.randint(97, (1, 24))
-    changed = idx.clone()
-    changed[0, 10] = (changed[0, 10] + 1) % 97
-    with torch.no_grad():
-        before, after = model(idx), model(changed)
-    assert torch.equal(before[0, :10], after[0, :10])
-    assert not torch.allclose(before[0, 10:], after[0, 10:])
 
 
 SCALED = RopeScaling(8.0, 1.0, 4.0, 16)
@@ -83,18 +41,9 @@ KINDS["wide window"] = GPTConfig.of("modern", 97, 150, 2, 4, 32, window=70)
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
-def loud(config: GPTConfig) -> GPT:
-    """A model none of whose parameters has its initial value."""
-    torch.manual_seed(4)
-    model = GPT(config).eval()
-    for p in model.parameters():
-        p.data += 0.3 * torch.randn_like(p)
-    return model
-
-
 @EACH_KIND
 def test_logits_are_those_of_the_definition(kind: str) -> None:
-    model = loud(KINDS[kind])
+    model = loud(KINDS[kind], 4)
     idx = torch.randint(97, (1, 20))
     with torch.no_grad():
         expected = naive.logits(model, idx[0].tolist())
@@ -116,7 +65,7 @@ def patterns(model: GPT, idx: Tensor) -> list[Tensor]:
 @EACH_KIND
 @pytest.mark.parametrize("sizes", [(7, 1, 6, 1, 5, 90, 1, 1, 38), (67, 68, 1, 14)])
 def test_cache_equals_no_cache(kind: str, sizes: tuple[int, ...]) -> None:
-    model = loud(KINDS[kind])
+    model = loud(KINDS[kind], 4)
     idx = torch.randint(97, (2, 150))
     cache = KVCache(model.config, 2, torch.device("cpu"), torch.float32)
     # A prompt, one step, several at once, more than a window's columns have room for, and steps again.
@@ -134,7 +83,7 @@ def test_cache_equals_no_cache(kind: str, sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("fixed", [False, True])
 def test_rows_of_different_lengths_with_steps_taken_back(kind: str, fixed: bool) -> None:
     """Prompts padded to one length, guesses that are taken back, and a row that becomes a copy of another."""
-    model, lengths = loud(KINDS[kind]), [3, 80, 110]
+    model, lengths = loud(KINDS[kind], 4), [3, 80, 110]
     idx = torch.randint(97, (3, 150))
     cache = KVCache(model.config, 3, torch.device("cpu"), torch.float32)
 
@@ -166,23 +115,10 @@ def test_rows_of_different_lengths_with_steps_taken_back(kind: str, fixed: bool)
         assert torch.allclose(logits_after(own)[:, 0], expected, atol=1e-4)
 
 
-@EACH_KIND
-def test_a_cache_takes_what_its_table_says(kind: str) -> None:
-    for room in (20, 100, 150):
-        cache = KVCache(KINDS[kind], 2, torch.device("cpu"), torch.float32, room)
-        assert cache.nbytes == 2 * cache_bytes(KINDS[kind], room, 4)
-
-
-def test_a_window_keeps_memory_small() -> None:
-    config = GPTConfig.of("modern", 97, 4096, 2, 2, 16, window=10)
-    dense = GPTConfig.of("modern", 97, 4096, 2, 2, 16)
-    assert cache_bytes(config, 4096, 4) == cache_bytes(dense, 4096, 4) / 2 * (1 + (10 + SLACK) / 4096)
-
-
 def test_past_the_context_each_layer_sees_its_window() -> None:
     """Rotary positions run on: dense layers see the last block_size positions, windowed ones theirs."""
     config = GPTConfig.of("modern", 97, 16, 2, 2, 16, window=4)
-    model = loud(config)
+    model = loud(config, 4)
     longer = GPT(replace(config, block_size=60, window=4)).eval()
     longer.load_state_dict(model.state_dict())
     idx = torch.randint(97, (1, 60))
@@ -201,12 +137,6 @@ def test_sine_table_is_the_papers() -> None:
             angle = p / 10_000 ** (2 * i / 16)
             assert table[p, 2 * i] == pytest.approx(math.sin(angle), abs=1e-6)
             assert table[p, 2 * i + 1] == pytest.approx(math.cos(angle), abs=1e-6)
-
-
-def test_sine_table_is_fixed() -> None:
-    model = GPT(GPTConfig(97, 24, 1, 2, 32, positions="sinusoidal"))
-    assert not any("sine" in name or "wpe" in name for name, _ in model.named_parameters())
-    assert torch.allclose(model.position_table(), 0.02 * sine_table(24, 32))
 
 
 def test_initialization_is_gpt2s() -> None:
@@ -279,7 +209,6 @@ def test_loss_equals_its_definition() -> None:
         for b in range(2)
         for t in range(5)
     ]
-    assert tied_cross_entropy(logits, torch.eye(11), targets).item() == pytest.approx(sum(naive), rel=1e-5)
     assert token_losses(logits.flatten(0, 1), targets.flatten()).tolist() == pytest.approx(naive, rel=1e-4)
     targets[0, 0] = -100
     assert token_losses(logits[0], targets[0])[0] == 0
@@ -315,16 +244,6 @@ def test_the_table_is_the_built_model(name: str) -> None:
     assert parts.total_weights == sum(row.parameters for row in parts.rows)
 
 
-@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.model.layout == "gpt2"])
-def test_breakdown_equals_transformers_count(name: str) -> None:
-    """Every preset, 175B too: on the meta device nothing is allocated."""
-    config = PRESETS[name].model
-    with torch.device("meta"):
-        theirs = GPT2LMHeadModel(GPT2Config.from_dict(hf.to_hf_config(config, 0, 0)))
-        ours = GPT(config)
-    assert theirs.num_parameters() == breakdown(config).trainable == sum(p.numel() for p in ours.parameters())
-
-
 PAPER_TOTALS = {  # GPT-2's own counts; table 2.1 of the GPT-3 paper, in millions
     "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
     "gpt3-175b": 174_604_259_328,
@@ -343,31 +262,13 @@ def test_totals_are_the_papers() -> None:
     assert breakdown(PRESETS["gpt3-175b"].model).total_weights == 175_181_291_520
 
 
-def test_rows_are_the_gpt3_tables() -> None:
-    rows = {row.matrix: (row.dimensions, row.parameters) for row in breakdown(PRESETS["gpt3-175b"].model).rows}
-    assert rows == {
-        "Embedding": ("12,288 × 50,257", 617_558_016),
-        "Key": ("(128 × 12,288) × 96 × 96", 14_495_514_624),
-        "Query": ("(128 × 12,288) × 96 × 96", 14_495_514_624),
-        "Value-Up": ("(128 × 12,288) × 96 × 96", 14_495_514_624),
-        "Value-Down": ("(12,288 × 128) × 96 × 96", 14_495_514_624),
-        "Up-Projection": ("(49,152 × 12,288) × 96", 57_982_058_496),
-        "Down-Projection": ("(12,288 × 49,152) × 96", 57_982_058_496),
-        "Unembedding": ("50,257 × 12,288", 617_558_016),
-    }
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"n_embd": 33}, "n_embd 33 is not divisible by n_head 4"),
         ({"n_layer": 0}, "n_layer is 0"),
-        ({"n_layer": -1}, "n_layer is -1"),
-        ({"n_layer": True}, "n_layer is True"),
-        ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
         ({"block_size": 2.5}, "block_size is 2.5"),
         ({"dropout": 1.0}, "dropout is 1.0"),
-        ({"dropout": float("nan")}, "dropout is nan"),
         ({"positions": "rotery"}, "unknown positions"),
         ({"n_head": 1, "n_embd": 33, "positions": "sinusoidal"}, "even n_embd"),
     ],

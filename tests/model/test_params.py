@@ -3,22 +3,12 @@
 import json
 import random
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import Gpt, one_line_of_what_and_what_next
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)  # fmt: skip
 
 from gpt.config import PRESETS, GPTConfig
 from gpt.model.cache import KVCache
@@ -26,43 +16,17 @@ from gpt.model.decoder import GPT
 from gpt.model.params import SLACK, breakdown, cache_bytes, flops_per_token, flops_sampled
 
 # As their config.json says on the hub.
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "smollm2-135m": (
-        LlamaForCausalLM,
-        LlamaConfig(
-            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-            num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
-        ),
-    ),
-    "llama-3.2-1b": (
-        LlamaForCausalLM,
-        LlamaConfig(
-            vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-            num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, tie_word_embeddings=True,
-        ),
-    ),
-    "mistral-7b": (
-        MistralForCausalLM,
-        MistralConfig(
-            vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-            num_key_value_heads=8, max_position_embeddings=32768, sliding_window=4096, tie_word_embeddings=False,
-        ),
-    ),
-    "qwen2.5-0.5b": (
-        Qwen2ForCausalLM,
-        Qwen2Config(
-            vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-            num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True,
-        ),
-    ),
-    "qwen3-0.6b": (
-        Qwen3ForCausalLM,
-        Qwen3Config(
-            vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-            num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True,
-        ),
-    ),
-}  # fmt: skip
+COLUMNS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings", "tie_word_embeddings",
+)  # fmt: skip
+FAMILIES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+    "smollm2-135m": ("Llama", (49152, 576, 1536, 30, 9, 3, 8192, True), {}),
+    "llama-3.2-1b": ("Llama", (128256, 2048, 8192, 16, 32, 8, 131072, True), {"head_dim": 64}),
+    "mistral-7b": ("Mistral", (32000, 4096, 14336, 32, 32, 8, 32768, False), {"sliding_window": 4096}),
+    "qwen2.5-0.5b": ("Qwen2", (151936, 896, 4864, 24, 14, 2, 32768, True), {}),
+    "qwen3-0.6b": ("Qwen3", (151936, 1024, 3072, 28, 16, 8, 40960, True), {"head_dim": 128}),
+}
 
 
 def shapes(count: int) -> list[GPTConfig]:
@@ -94,9 +58,10 @@ def shapes(count: int) -> list[GPTConfig]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_counts_are_transformers(name: str) -> None:
-    kind, settings = FAMILIES[name]
+    family, values, more = FAMILIES[name]
+    settings = getattr(transformers, f"{family}Config")(**dict(zip(COLUMNS, values, strict=True)), **more)
     with torch.device("meta"):
-        theirs = kind(settings)
+        theirs = getattr(transformers, f"{family}ForCausalLM")(settings)
     parts = breakdown(PRESETS[name].model)
     assert parts.trainable == theirs.num_parameters()
     sizes = {row.matrix: row.parameters for row in parts.rows}
@@ -109,16 +74,6 @@ def test_counts_are_transformers(name: str) -> None:
         assert sizes[matrix] == sum(p.numel() for n, p in theirs.named_parameters() if ending in n), matrix
     assert parts.layer_norms == sum(p.numel() for n, p in theirs.named_parameters() if "norm" in n)
     assert parts.biases == sum(p.numel() for n, p in theirs.named_parameters() if n.endswith("bias"))
-
-
-def test_counts_are_the_built_models() -> None:
-    for config in [*(preset.model for preset in PRESETS.values()), *shapes(60)]:
-        with torch.device("meta"):
-            model = GPT(config)
-        parts = breakdown(config)
-        assert parts.trainable == sum(p.numel() for p in model.parameters()), config
-        assert parts.trainable == parts.total_weights - parts.tied + parts.positions + parts.biases + parts.layer_norms
-        assert parts.total_weights == sum(row.parameters for row in parts.rows)
 
 
 def multiplications(config: GPTConfig, T: int) -> int:
@@ -150,10 +105,7 @@ def test_a_window_costs_less(gpt: Gpt) -> None:
     assert dense["flops"]["trained_token"] - banded["flops"]["trained_token"] == 12 * 16 * 128 * saved
     columns = 14 * (8192 - 512 - SLACK)
     assert dense["memory"]["sampling"]["cache"] - banded["memory"]["sampling"]["cache"] == 2 * 2 * 8 * 128 * columns
-    out = gpt(*words[:-1], "--window", "512").out
-    assert "6 N + 12·S·H·D, T = 8,192, S = 121,856 positions that the layers see" in out
-    assert "6 N + 12·L·H·D·T, T = 8,192" in gpt(*words[:-1]).out
-    assert "6 N + 12·L·C·T, T = 1,024" in gpt("params", "gpt2", "--flops").out
+    assert "S = 121,856 positions that the layers see" in gpt(*words[:-1], "--window", "512").out
 
 
 # What is printed
@@ -166,10 +118,7 @@ def test_tables_of_families(gpt: Gpt) -> None:
         "not tied: the unembedding is a matrix of its own", "RMSNorms, γ", "the linear layers have none",
     ):  # fmt: skip
         assert words in out
-    assert "LayerNorm" not in out
     assert "biases of queries, keys and values" in gpt("params", "qwen2.5-0.5b").out
-    assert "LayerNorms, γ and β" in gpt("params", "gpt2").out
-    assert json.loads(gpt("params", "mistral-7b", "--json").out)["tied"] == 0
 
 
 @pytest.mark.parametrize("names", [("gpt2", "qwen3-0.6b"), ("mistral-7b", "gpt2")])
@@ -186,13 +135,6 @@ def test_rows_side_by_side_go_by_name(gpt: Gpt, names: tuple[str, str]) -> None:
         assert rows["norms"][at] == f"+{parts.layer_norms:,}"
 
 
-def test_the_list_says_what_is_of_which_family(gpt: Gpt) -> None:
-    rows = {line.split()[0]: line for line in gpt("params", "--list").out.splitlines() if line.strip()}
-    assert " 16 (8) " in rows["qwen3-0.6b"] and " qwen3 " in rows["qwen3-0.6b"]
-    assert " 12 " in rows["gpt2"] and "(" not in rows["gpt2"]
-    assert "for a book, on a laptop" in rows["modern-5m"]
-
-
 def test_a_shape_by_hand(gpt: Gpt) -> None:
     words = ["--n-layer", "3", "--n-head", "4", "--n-kv-head", "2", "--head-dim", "16", "--n-embd", "32"]
     words += ["--n-inner", "48", "--window", "9", "--block-size", "64", "--vocab-size", "99", "--arch", "modern"]
@@ -200,10 +142,7 @@ def test_a_shape_by_hand(gpt: Gpt) -> None:
     config = GPTConfig.of("modern", 99, 64, 3, 4, 32, n_kv_head=2, head_dim=16, n_inner=48, window=9)
     assert said["config"] == json.loads(json.dumps(asdict(config)))
     assert said["trainable"] == sum(p.numel() for p in GPT(config).parameters())
-
-
-def test_fewer_or_more_layers_keep_their_windows(gpt: Gpt) -> None:
-    for n_layer in (3, 40):
+    for n_layer in (3, 40):  # fewer or more layers keep their windows
         said = json.loads(gpt("params", "mistral-7b", "--n-layer", str(n_layer), "--json").out)["config"]
         assert said["window_layers"] == list(range(n_layer))
 
@@ -213,16 +152,9 @@ def test_fewer_or_more_layers_keep_their_windows(gpt: Gpt) -> None:
     [
         (["--n-kv-head", "5"], "n_head 12 is not divisible by n_kv_head 5"),
         (["--window", "0"], "window is 0; it must be a whole number from 1"),
-        (["--head-dim", "0"], "head_dim is 0"),
-        (["--n-inner", "-1"], "n_inner is -1"),
         (["--arch", "modern", "--positions", "learned"], "learned positions do not go with the modern architecture"),
         (["--n-kv-head", "4", "--devices", "8", "--tensor", "8"], "the model's 4 heads of keys and values cannot be"),
     ],
 )
 def test_shapes_that_cannot_be(gpt: Gpt, words: list[str], message: str) -> None:
     one_line_of_what_and_what_next(gpt("params", "gpt2", *words), message)
-
-
-def test_a_page_has_the_row_of_the_gate(gpt: Gpt, workdir: Path) -> None:
-    assert gpt("params", "gpt2", "qwen3-0.6b", "-o", "p.html").code == 0
-    assert "Gate-Projection" in Path("p.html").read_text(encoding="utf-8")

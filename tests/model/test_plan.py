@@ -14,22 +14,17 @@ from models import rank_parameters
 from gpt.config import PRESETS, TrainConfig
 from gpt.device import Compute
 from gpt.model import memory
-from gpt.model.cache import KVCache
 from gpt.model.memory import USABLE, Setup, training
-from gpt.model.params import breakdown, cache_bytes, flops_per_token, flops_sampled
+from gpt.model.params import breakdown, flops_per_token, flops_sampled
 from gpt.model.plan import plans, setups, step_rows
-from gpt.peaks import KINDS, find_kind
+from gpt.peaks import KINDS
 from gpt.plan_config import PlanConfig
 from gpt.training.recipe import resolve
 
-# Brown et al. 2020, table D.1: FLOPs of the training of all eight models, of 300 billion tokens each.
+# Brown et al. 2020, table D.1: FLOPs of the training of models, of 300 billion tokens each.
 TABLE_D1 = {
     "gpt3-125m": 2.25e20,
-    "gpt3-350m": 6.41e20,
-    "gpt3-760m": 1.37e21,
     "gpt3-1.3b": 2.38e21,
-    "gpt3-2.7b": 4.77e21,
-    "gpt3-6.7b": 1.20e22,
     "gpt3-13b": 2.31e22,
     "gpt3-175b": 3.14e23,
 }
@@ -90,13 +85,6 @@ def test_the_first_that_fits_is_taken(preset: str, kind: str) -> None:
     assert all(one.days >= more.days for one, more in pairwise(found) if one.days and more.days)
 
 
-def test_what_is_said_is_what_train_takes(gpt: Gpt) -> None:
-    asked = PlanConfig(devices=8, shard="full", tensor=2, micro_batch=2, recompute="on")
-    *_, plan = plans(PRESETS["gpt3-6.7b"].model, asked, 2**21)
-    said = gpt("train", "--preset", "gpt3-6.7b", "--nproc", "8", *plan.options.split(), "--print-config").out
-    assert all(line in said for line in ('shard = "full"', "tensor = 2", 'micro_batch = "2"', "recompute = true"))
-
-
 @pytest.mark.parametrize("preset", ["gpt3-350m", "gpt3-2.7b", "gpt3-6.7b"])
 @pytest.mark.parametrize("kind", ["h100-80gb", "t4-16gb", "cpu"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -151,12 +139,13 @@ def test_a_rank_holds_its_part(name: str, data: int, tensor: int) -> None:
     assert counted.optimizer == pytest.approx(8 * found, rel=0.01)
 
 
-def test_what_is_asked_for_is_kept() -> None:
+def test_what_is_asked_for_is_kept_and_train_takes_it(gpt: Gpt) -> None:
     config = PRESETS["gpt3-6.7b"].model
     asked = PlanConfig(devices=8, shard="full", tensor=2, micro_batch=2, recompute="on", optimizer="adamw")
     *_, plan = plans(config, asked, 2**21)
     assert plan.setup == Setup(2, True, "bfloat16", "adamw", True, 0, 4, True, 2)
-    assert plan.options == "--shard full --tensor 2 --micro-batch 2 --recompute"
+    said = gpt("train", "--preset", "gpt3-6.7b", "--nproc", "8", *plan.options.split(), "--print-config").out
+    assert all(line in said for line in ('shard = "full"', "tensor = 2", 'micro_batch = "2"', "recompute = true"))
     *_, plan = plans(config, PlanConfig(devices=2, shard="none", tensor=2, recompute="off"), 2**21)
     assert (plan.setup.shard, plan.setup.tensor, plan.setup.data, plan.setup.recompute) == (False, 2, 1, False)
 
@@ -178,42 +167,6 @@ def test_a_device_by_itself_shares_nothing_out() -> None:
         assert any(each.shard for each in setups(config, asked, 64, devices)) == (devices > tensor)
 
 
-def test_logits_are_not_computed_in_parts_where_that_makes_no_room() -> None:
-    for preset in ("gpt2", "gpt3-175b"):
-        setup = Setup()  # whose update needs more than its loss
-        assert memory.in_chunks(PRESETS[preset].model, setup, 10**8) == setup
-
-
-def test_more_ways_hold_less() -> None:
-    config = PRESETS["gpt3-13b"].model
-
-    def peak(**setup: Any) -> int:
-        return training(config, Setup(**setup)).peak
-
-    assert peak(data=8, shard=True) < peak(data=4, shard=True) < peak()
-    assert peak(tensor=8) < peak(tensor=2) < peak()
-    many = {"data": 64, "shard": True, "micro_batch": 4}
-    assert peak(**many, recompute=True) < peak(**many)
-    config = replace(config, n_layer=1, n_embd=640)
-    assert peak(micro_batch=8, loss_chunk=256) < peak(micro_batch=8)
-    assert training(config, Setup(optimizer="adamw")).optimizer > training(config, Setup()).optimizer
-    assert training(config, Setup(data=8)).gradients == training(config, Setup()).gradients
-
-
-def test_cache_is_the_caches() -> None:
-    config = replace(PRESETS["nano"].model, n_head=2)
-    cache = KVCache(config, 3, torch.device("cpu"), torch.bfloat16)
-    assert 3 * cache_bytes(config, config.block_size, 2) == cache.nbytes
-
-
-def test_every_kind_is_one_whose_peak_is_known() -> None:
-    for name, kind in KINDS.items():
-        assert kind.peak("float16")
-        assert name.endswith(f"-{kind.memory // 10**9}gb")
-    assert find_kind("cpu").peak("bfloat16") is None
-    assert KINDS["v100-16gb"].peak("bfloat16") is None
-
-
 def test_sections(gpt: Gpt) -> None:
     plain = json.loads(gpt("params", "gpt2", "--json").out)
     for flags, keys in {
@@ -227,10 +180,8 @@ def test_sections(gpt: Gpt) -> None:
         assert list(said) == [*plain, *keys]
         assert all(said[key] == plain[key] for key in plain)
     assert "not known" in gpt("params", "nano", "--time", "--kind", "cpu").out
-    assert "snapshot" in gpt("params", "nano", "--memory", "--kind", "cpu").out
     both = [json.loads(line) for line in gpt("params", "gpt2", "gpt2-xl", "--time", "--json").out.splitlines()]
     assert both[0]["time"]["days"] < both[1]["time"]["days"]
-    assert gpt("params", "gpt2", "gpt2-xl", "--time").out.count(" MFU: ") == 2
 
 
 def test_a_checkpoint_has_costs_too(gpt: Gpt, run_folder: Any) -> None:
@@ -241,18 +192,11 @@ def test_a_checkpoint_has_costs_too(gpt: Gpt, run_folder: Any) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--kind", "h100"], 'there is no kind of device "h100"'),
         (["--devices", "0"], "devices is 0"),
-        (["--devices", "-8"], "devices is -8"),
-        (["--tokens", "many"], "tokens"),
-        (["--tokens", "0"], "tokens is 0"),
         (["--tokens", "nan"], "tokens is nan; it must be 1 or more, and finite"),
-        (["--tokens", "1e19"], "tokens is 1e+19; it must be at most 1,000,000,000,000,000,000"),
         (["--batch-tokens", "1099511628800"], "batch-tokens is 1099511628800; it must lie between 1 and"),
         (["--list"], "--list shows all presets, and gpt2 asks for one shape"),
-        (["--mfu", "0"], "mfu is 0"),
         (["--mfu", "1.5"], "mfu is 1.5"),
-        (["--micro-batch", "0"], "micro-batch is 0; it must be 1 or more"),
         (["--micro-batch", "7"], "a micro-batch of 7 does not divide the 512 sequences of a rank"),
         (["--batch-tokens", "1000"], "batch-tokens 1,000 is not a multiple of the context, 1,024"),
         (["--devices", "16", "--tensor", "8"], "the model's 12 heads cannot be shared evenly by 8 ranks"),
@@ -267,11 +211,11 @@ def test_wrong_input_is_one_clear_line(gpt: Gpt, args: list[str], message: str) 
     one_line_of_what_and_what_next(gpt("params", "gpt2", *args), message)
 
 
-def test_suggestions(gpt: Gpt) -> None:
+def test_hints_can_be_typed_as_they_stand(gpt: Gpt) -> None:
     assert 'did you mean "h100-80gb"?' in gpt("params", "gpt2", "--kind", "h100-80").err
-    assert "take --batch-tokens 525312, or --devices 2" in gpt("params", "gpt2", "--devices", "3").err
-    assert "--memory is about" in gpt("params", "--list", "--memory").err
-    assert "--memory is about" in gpt("params", "--memory").err
+    hint = gpt("params", "gpt2", "--devices", "3").err.splitlines()[-1]
+    for words in hint.removeprefix("hint: take ").split(", or "):
+        assert gpt("params", "gpt2", "--devices", "3", *words.split()).code == 0, hint
 
 
 def test_the_table_in_the_docs_is_what_the_program_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,9 +230,3 @@ def test_a_batch_of_any_size_is_planned_at_once(gpt: Gpt) -> None:
     done = gpt("params", "gpt2", "--memory", "--batch-tokens", str(2**40), "--json")
     assert done.code == 0, done.err
     assert time.monotonic() - began < 30
-
-
-def test_hints_can_be_typed_as_they_stand(gpt: Gpt) -> None:
-    hint = gpt("params", "gpt2", "--devices", "3").err.splitlines()[-1]
-    for words in hint.removeprefix("hint: take ").split(", or "):
-        assert gpt("params", "gpt2", "--devices", "3", *words.split()).code == 0, hint

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Done, Gpt, curve, make_text, one_line_of_what_and_what_next, slow
+from models import loud
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,7 +23,6 @@ from gpt.config import ARCHITECTURES, GPTConfig
 from gpt.decoding.weights import Int4Linear, Int8Linear
 from gpt.device import Compute
 from gpt.errors import UserError
-from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
 from gpt.model.quantize import GROUP, Quantized, QuantizedEmbedding, to_int4, to_int8
 from gpt.runs import checkpoint, folder, hub
@@ -44,12 +44,8 @@ fast_int4 = Int4Linear.runs_on(torch.device("cpu"))
 
 def save(path: Path, **properties: Any) -> Path:
     """A checkpoint of random weights."""
-    torch.manual_seed(0)
-    model = GPT(
-        GPTConfig(**{"vocab_size": 257, "block_size": 48, "n_layer": 2, "n_head": 2, "n_embd": 64} | properties)
-    )
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
+    shape = {"vocab_size": 257, "block_size": 48, "n_layer": 2, "n_head": 2, "n_embd": 64}
+    model = loud(GPTConfig(**shape | properties), spread=0.1)
     checkpoint.save(path, model, checkpoint.TokenizerFiles(bytes_tokenizer(), model.config), {})
     return path
 
@@ -80,11 +76,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]
 Made = Callable[..., Path]
 
 
-def logits(path: Path, **how: Any) -> Tensor:
-    idx = torch.randint(257, (3, 40), generator=torch.Generator().manual_seed(0))
+def logits(path: Path, device: str = "cpu", **how: Any) -> Tensor:
+    idx = torch.randint(257, (3, 40), generator=torch.Generator().manual_seed(0)).to(device)
     with torch.inference_mode():
-        found: Tensor = library.load(path, device="cpu", **how).model(idx)
-        return found.float()
+        found: Tensor = library.load(path, device=device, **how).model(idx)
+        return found.float().cpu()
 
 
 # Rounding
@@ -244,17 +240,12 @@ def pair(run_folder: Path, workdir: Path) -> tuple[Path, Path]:
         "sample the -m MODEL -n 12 --beam 3 --json --dtype float32",
         "sample -m MODEL -n 12 --greedy --prompts prompts.jsonl --dtype float32",
         "sample the -m MODEL -n 20 --greedy --speculate 4 --dtype float32",
-        "sample -i -m MODEL -n 8 --seed 1 --dtype float32",
-        "sample the -m MODEL -n 12 --greedy --dtype int8",
         "sample the -m MODEL -n 12 --greedy --dtype bfloat16",
         "eval MODEL text.txt --json",
         "inspect attention -p the_cat -m MODEL --json",
         "inspect neighbors the -m MODEL --json",
-        "inspect analogy the - cat + dog -m MODEL --json",
-        "inspect positions -m MODEL --json",
         "inspect tokens the_cat -m MODEL --json",
         "params MODEL --memory --json",
-        "params MODEL --flops --json",
     ],
 )
 def test_commands(gpt: Gpt, pair: tuple[Path, Path], words: str) -> None:
@@ -262,7 +253,7 @@ def test_commands(gpt: Gpt, pair: tuple[Path, Path], words: str) -> None:
     Path("text.txt").write_bytes(make_text(300).encode())
 
     def said(model: Path) -> Done:
-        done = gpt(*words.replace("MODEL", "MODEL.").split(), stdin=b"the cat\n")
+        done = gpt(*words.replace("MODEL", "MODEL.").split())
         shutil.rmtree("MODEL.")
         return done
 
@@ -344,7 +335,7 @@ def status(key):
 
 gpt.api.load(sys.argv[1], device="cpu", sampling=SampleConfig()).generate("some text", max_tokens=4)  # what is lazy
 before = status("VmRSS")
-loaded = gpt.api.load(sys.argv[2], device="cpu", sampling=SampleConfig())
+loaded = gpt.api.load(sys.argv[2], device="cpu", dtype=sys.argv[3], sampling=SampleConfig())
 loaded.generate("some text", max_tokens=4)
 print(status("VmHWM") - before)
 """
@@ -352,14 +343,14 @@ print(status("VmHWM") - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_rounded_folder_is_in_memory_once(made: Made, tmp_path: Path, tied: bool, dtype: str) -> None:
+def test_weights_are_in_memory_once(made: Made, tmp_path: Path, tied: bool, dtype: str) -> None:
     if dtype == "int4" and not fast_int4:
         pytest.skip("the int4 kernel needs AVX2")
     large = save(tmp_path / "large", **MODERN, vocab_size=30_000, n_layer=8, n_head=8, n_embd=1024, tied=tied)
     rounded = export(large, dtype)
-    words = [sys.executable, "-c", PEAK, made("gpt2", f"float32-{dtype}"), rounded]
+    words = [sys.executable, "-c", PEAK, made("gpt2", f"float32-{dtype}"), rounded, dtype]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     # Besides, FBGEMM takes some 60 MB once. Twice in memory it is more.
     assert int(done.stdout) < 1.5 * (rounded / "model.safetensors").stat().st_size + 90e6
@@ -395,10 +386,8 @@ def filled(number: float) -> Callable[[Tensor], Tensor]:
 BITS = {"format": "gpt", "bits": 8, "group_size": 32}
 QKV, EMBEDDING = "h.1.attn.c_attn.weight", "wte.weight"
 CONFIGS: list[Any] = [
-    {"quant_method": "gptq", "bits": 4, "group_size": 128}, {"quant_method": "awq", "bits": 4, "zero_point": True},
-    {"quant_method": "bitsandbytes", "load_in_8bit": True}, {"quant_method": "fp8", "activation_scheme": "dynamic"},
-    {**BITS, "quant_method": "gpt"}, {**BITS, "bits": 3}, {**BITS, "bits": 10**30}, {**BITS, "bits": "8"},
-    {**BITS, "group_size": 64}, {**BITS, "format": "other"}, {"bits": 8}, {}, [], "int8", 8, True, {**BITS, "more": 1},
+    {"quant_method": "gptq", "bits": 4, "group_size": 128}, {**BITS, "quant_method": "gpt"}, {**BITS, "bits": 3},
+    {**BITS, "bits": "8"}, {**BITS, "group_size": 64}, {**BITS, "format": "other"}, {"bits": 8}, [], {**BITS, "more": 1},
 ]  # fmt: skip
 
 
@@ -413,27 +402,17 @@ def test_quantization_of_another_kind(gpt: Gpt, made: Made, tmp_path: Path, said
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "scales gone": ("int8", lambda c: tensors_of(c, lambda t: t.pop(f"{QKV}.scales")), f"{QKV}.scales is missing"),
     "scales of another shape": ("int8", lambda c: tensors_of(c, put(f"{QKV}.scales", lambda t: t[:-1])), "has the shape"),
-    "a column of scales": ("int8", lambda c: tensors_of(c, put(f"{QKV}.scales", lambda t: t[:, None])), "has the shape"),
     "scales of another dtype": ("int8", lambda c: tensors_of(c, put(f"{QKV}.scales", Tensor.half)), "is F16; F32"),
-    "int4's too": ("int4", lambda c: tensors_of(c, put(f"{QKV}.scales", Tensor.float)), "is F32; F16"),
     "nan": ("int8", lambda c: tensors_of(c, put(f"{QKV}.scales", filled(torch.nan))), "not all finite"),
-    "infinity": ("int4", lambda c: tensors_of(c, put(f"{QKV}.scales", filled(torch.inf))), "not all finite"),
     "embedding": ("int4", lambda c: tensors_of(c, put(f"{EMBEDDING}.scales", filled(-torch.inf))), "not all finite"),
     "float levels": ("int8", lambda c: tensors_of(c, put(QKV, Tensor.float)), "is F32; I8"),
-    "bytes": ("int8", lambda c: tensors_of(c, put(QKV, lambda t: t.view(torch.uint8))), "is U8; I8"),
-    "int8 in int4": ("int4", lambda c: tensors_of(c, put(QKV, lambda t: t.view(torch.int8))), "is I8; U8"),
     "transposed": ("int8", lambda c: tensors_of(c, put(QKV, Tensor.t)), "has the shape"),
     "a level too few": ("int4", lambda c: tensors_of(c, put(QKV, lambda t: t[:, 1:])), "has the shape"),
     "more": ("int8", lambda c: tensors_of(c, lambda t: t.update({"x": torch.ones(2)})), "no place for"),
-    "an unembedding": ("int8", lambda c: tensors_of(c, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()})), "no place for"),
-    "no unembedding": ("int8", lambda c: config_of(c, tie_word_embeddings=False), "lm_head.weight and 1 more is missing"),
     "float that says int8": ("float32", lambda c: config_of(c, quantization_config=BITS), "no place for"),
     "int8 that says float": ("int8", lambda c: config_of(c, quantization_config="gone"), "no place for|asks for"),
     "int8 that says int4": ("int8", lambda c: config_of(c, quantization_config={**BITS, "bits": 4}), "has the shape|is I8"),
-    "int4 that says int8": ("int4", lambda c: config_of(c, quantization_config=BITS), "asks for"),
     "larger": ("int8", lambda c: config_of(c, vocab_size=10**7), "asks for"),
-    "deeper": ("int4", lambda c: config_of(c, n_layer=3), "is missing|asks for"),
-    "cut": ("int4", lambda c: (c / "model.safetensors").write_bytes((c / "model.safetensors").read_bytes()[:-5]), "damaged"),
     "headless": ("int8", lambda c: (c / "model.safetensors").write_bytes(b"\xff" * 200_000), "header has"),
 }  # fmt: skip
 
@@ -452,36 +431,6 @@ def test_damage_is_refused(gpt: Gpt, made: Made, tmp_path: Path, case: str) -> N
     assert any(each in done.err for each in message.split("|")), done.err
     with pytest.raises(UserError):
         library.load(tmp_path / "c")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="the harness is POSIX only")
-def test_forged_headers_and_configs(made: Made, workdir: Path) -> None:
-    import random
-
-    from tests.stress.forged import forged, outcome
-
-    chance, seen = random.Random(0), []
-    for dtype in ("int8", "int4"):
-        rounded = made("modern", f"float32-{dtype}")
-        data = (rounded / "model.safetensors").read_bytes()
-        end = 8 + int.from_bytes(data[:8], "little")
-        for file, text in (("config.json", (rounded / "config.json").read_text()), ("header", data[8:end].decode())):
-            for number, case in zip(range(30), forged(text, False, chance), strict=False):
-                bad = Path(f"{dtype}-{file}-{number}")
-                shutil.copytree(rounded, bad)
-                if file == "header":
-                    header = case.text.encode()
-                    (bad / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
-                else:
-                    (bad / file).write_text(case.text)
-                signed(bad)
-                for command in ("sample x -n 2 --greedy -m", "params", "inspect tokens abc -m"):
-                    found = outcome([*command.split(), str(bad)])
-                    seen.append(found)
-                    assert found in ("works", "refused"), f"{bad} {case.where}, {command}: {found}"
-                shutil.rmtree(bad)
-    assert seen.count("refused") > 30
 
 
 # Others
@@ -515,19 +464,14 @@ def test_the_hub_s_files_are_fetched(made: Made) -> None:
     assert {name for name in names if any(fnmatch(name, pattern) for pattern in hub.FILES)} == names
 
 
-def disguised_logits(path: Path, **how: Any) -> Tensor:
-    idx = torch.randint(257, (3, 40), generator=torch.Generator().manual_seed(0)).to("cuda")
-    with torch.inference_mode():
-        return library.load(path, device="cuda", **how).model(idx).float().cpu()
-
-
 def test_on_a_gpu(made: Made, cuda: Any) -> None:
     """Products are of bfloat16 and int8; a folder gives what the option does, and nearly what is exact."""
     for shape in ("gpt2", "untied"):
         plain, rounded = made(shape), made(shape, "float32-int8")
-        expected = disguised_logits(plain, dtype="int8", sampling=SAMPLING)
-        assert torch.equal(disguised_logits(rounded, sampling=SAMPLING), expected)
-        exact = disguised_logits(rounded, dtype="float32")
+        expected = logits(plain, "cuda", dtype="int8", sampling=SAMPLING)
+        assert torch.equal(logits(rounded, "cuda", sampling=SAMPLING), expected)
+        exact = logits(rounded, "cuda", dtype="float32")
         assert (expected - exact).abs().max() < 0.1 * exact.abs().max()
-        assert torch.equal(disguised_logits(made(shape, "float32-int4"), dtype="float32", sampling=SAMPLING),
-                           disguised_logits(made(shape, "float32-int4-float32"), dtype="float32", sampling=SAMPLING))  # fmt: skip
+        int4, wide = made(shape, "float32-int4"), made(shape, "float32-int4-float32")
+        how = {"dtype": "float32", "sampling": SAMPLING}
+        assert torch.equal(logits(int4, "cuda", **how), logits(wide, "cuda", **how))

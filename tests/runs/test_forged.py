@@ -15,13 +15,10 @@ from conftest import Gpt, one_line_of_what_and_what_next, slow
 
 from gpt import events
 from gpt.errors import LONGEST, UserError
-from gpt.files import DEEPEST, LINE_LIMIT, file_sha256, open_regular, read_json, read_lines, read_regular
-from gpt.runs import folder, report, tensors
+from gpt.files import DEEPEST, LINE_LIMIT, open_regular, read_json, read_lines, read_regular
+from gpt.runs import folder, report
 from gpt.runs.record import RunRecord
 from gpt.settings import checked
-from gpt.text.shards import Shard
-from gpt.text.tokenizer_files import read_own
-from gpt.training.logs import Metrics
 from gpt.training.state import Saved
 from tests.stress import forged
 
@@ -70,13 +67,10 @@ def device(path: Path) -> None:
         ("metrics.jsonl", "train --resume run"),
         ("run.json", "report run"),
         ("tokens/manifest.json", "train --resume run"),
-        ("tokens/sources.jsonl", "train --resume run"),
-        ("tokens/train-00000-00000.ids", "train --resume run"),
         ("tokens/tokenizer.tiktoken", "train --resume run"),
         ("step-000008/gpt.json", "sample -m run:step-8"),
         ("step-000008/model.safetensors", "sample -m run:step-8"),
         ("theirs/model-00001-of-00001.safetensors", "sample -m theirs"),
-        ("theirs/tokenizer.json", "sample -m theirs"),
     ],
 )
 def test_no_pipe_is_waited_for_and_no_device_is_read(
@@ -90,21 +84,6 @@ def test_no_pipe_is_waited_for_and_no_device_is_read(
     assert done.code == 2, done
     assert len([line for line in done.err.splitlines() if line.startswith("error:")]) == 1
     assert "a fault" not in done.err
-
-
-@pytest.mark.parametrize("instead", [fifo, device])
-def test_what_reads_tells_a_file_from_what_is_none(tmp_path: Path, instead: Callable[[Path], None]) -> None:
-    path = tmp_path / "x"
-    instead(path)
-    readers: list[Callable[[], object]] = [
-        lambda: read_json(path), lambda: file_sha256(path), lambda: Shard(path), lambda: tensors.read([path], {}, "it"),
-        lambda: read_own(tmp_path, {}, "x"), lambda: Metrics(tmp_path, print),
-    ]  # fmt: skip
-    for name in ("tokenizer.tiktoken", "metrics.jsonl"):
-        path.with_name(name).symlink_to(path)
-    for read in readers:
-        with forged.in_time(), pytest.raises(UserError, match="is a pipe, a device or a socket"):
-            read()
 
 
 def test_a_link_to_a_regular_file_is_one(gpt: Gpt, run: Path) -> None:
@@ -148,13 +127,12 @@ def test_a_line_without_an_end_is_one_line(tmp_path: Path) -> None:
 
 def test_json_lies_only_so_deep(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    for depth, fine in ((DEEPEST - 1, True), (DEEPEST, False), (10**5, False)):
+    path.write_text('{"a": ' + (DEEPEST - 1) * "[" + (DEEPEST - 1) * "]" + "}")
+    assert "a" in read_json(path)
+    for depth in (DEEPEST, 10**5):
         path.write_text('{"a": ' + depth * "[" + depth * "]" + "}")
-        if fine:
-            assert "a" in read_json(path)
-        else:
-            with pytest.raises(UserError, match="is damaged"):
-                read_json(path)
+        with pytest.raises(UserError, match="is damaged"):
+            read_json(path)
 
 
 def test_a_message_is_never_longer_than_a_page() -> None:
@@ -204,23 +182,19 @@ STEP = {"event": "step", "step": 3, "tokens": 8, "seconds": 1.5, "loss": 2.5, "l
 
 
 @pytest.mark.parametrize("key", [key for key in STEP if key != "event"])
-@pytest.mark.parametrize("value", ['"text"', "true", "[]", "{}", "1e308", "NaN", "-Infinity", "1e999", '"\\ud800"'])
-def test_a_line_with_a_value_of_another_kind_is_no_event(key: str, value: str) -> None:
-    line = json.dumps(STEP | {key: "HERE"}).replace('"HERE"', value)
-    with pytest.raises(UserError):
-        events.from_json(line)
-
-
-@pytest.mark.parametrize("key", [key for key in STEP if key not in ("event", "mfu")])
-def test_null_stands_for_a_loss_alone(key: str) -> None:
-    line = json.dumps(STEP | {key: None})
-    if key in ("loss", "grad_norm"):
-        read = events.from_json(line)
-        assert getattr(read, key) != getattr(read, key)
-        assert events.to_json(read) == line
-    else:
+def test_a_value_of_another_kind_is_no_event_and_null_stands_for_a_loss_alone(key: str) -> None:
+    line = json.dumps(STEP | {key: "HERE"})
+    for value in ('"text"', "true", "[]", "1e308", "NaN", "1e999"):
         with pytest.raises(UserError):
-            events.from_json(line)
+            events.from_json(line.replace('"HERE"', value))
+    null = line.replace('"HERE"', "null")
+    if key in ("loss", "grad_norm"):
+        read = events.from_json(null)
+        assert getattr(read, key) != getattr(read, key)
+        assert events.to_json(read) == null
+    elif key != "mfu":
+        with pytest.raises(UserError):
+            events.from_json(null)
 
 
 def test_lines_that_nobody_can_read_are_counted(gpt: Gpt, run: Path) -> None:
@@ -263,11 +237,9 @@ def test_steps_that_always_go_back_take_no_longer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        ("recipe.lr", 1e308), ("recipe.lr", -1.0), ("recipe.clip", 1e17), ("recipe.weight_decay", 1e308),
-        ("recipe.steps", 0), ("recipe.steps", 2**60), ("recipe.eval_every", 0), ("recipe.keep", 0),
-        ("recipe.lora_rank", 2**40), ("recipe.tensor", 10**6), ("recipe.warmup", -1), ("state.rate_factor", 2.0),
-        ("state.step", -1), ("state.metrics_bytes", -1), ("state.best_loss", 1e308), ("draws.numpy_gauss", 1e308),
-        ("machine.device", "cuda\u001b[31m"), ("machine.device", "cpu:0\n"), ("machine.dtype", "int3"),
+        ("recipe.lr", 1e308), ("recipe.steps", 0), ("recipe.steps", 2**60), ("recipe.lora_rank", 2**40),
+        ("recipe.tensor", 10**6), ("state.rate_factor", 2.0), ("state.step", -1), ("state.best_loss", 1e308),
+        ("draws.numpy_gauss", 1e308), ("machine.device", "cuda\u001b[31m"), ("machine.dtype", "int3"),
     ],
 )  # fmt: skip
 def test_what_goes_on_is_within_bounds(gpt: Gpt, run: Path, place: str, value: Any) -> None:

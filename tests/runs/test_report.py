@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -69,27 +68,11 @@ def test_a_resumed_run_has_no_end_yet() -> None:
     assert history(step(1), end).end == end
 
 
-def test_an_evaluation_before_the_first_step_is_kept() -> None:
-    assert [each.step for each in history(held_out(0, 3.0), step(1), held_out(1, 2.0)).evals] == [0, 1]
-
-
 def write(run: Path, *lines: str) -> Path:
     run.mkdir(parents=True, exist_ok=True)
     (run / "run.json").write_text('{"format": 1, "texts": ["a"]}')
     (run / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
     return run
-
-
-def test_an_evaluation_that_is_done_again_counts_once() -> None:
-    """Of a run that was killed after it, and went on from before it."""
-    found = history(held_out(4, 3.0), held_out(8, 2.5), held_out(8, 2.0))
-    assert [(each.step, each.val_loss) for each in found.evals] == [(4, 3.0), (8, 2.0)]
-
-
-def test_lines_that_are_no_events_are_counted(tmp_path: Path) -> None:
-    run = write(tmp_path / "r", events.to_json(step(1)), '{"event": "of a later version", "step": 1}', '{"event": "st')
-    found = report.read_history(run)
-    assert (len(found.steps), found.unread) == (1, 2)
 
 
 def test_a_rate_without_mfu_and_a_loss_that_is_none(tmp_path: Path) -> None:
@@ -109,11 +92,6 @@ def test_thinned_curves_are_means() -> None:
     assert [row["step"] for row in rows] == [3, 6, 7]
     assert [row["loss"] for row in rows] == [1.5, 5.0, 7.0]
     assert [row["loss"] for row in report.thinned(steps[:2], 3)] == [1.0, 2.0]
-
-
-def test_settings_that_differ() -> None:
-    assert report.differing([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}]) == ["b", "c"]
-    assert report.differing([{"a": 1}]) == []
 
 
 # Copying
@@ -169,13 +147,6 @@ def test_equal_hashes_do_not_pass_for_equal_ids(monkeypatch: pytest.MonkeyPatch)
     training = list(range(100, 140))
     found = copying.find_copies([[*range(110, 120), 1, 2], list(range(12))], Ids(training))  # type: ignore[arg-type]
     assert [(each.longest, each.share) for each in found] == [(10, 3 / 5), (0, 0.0)]
-
-
-def test_the_longest_of_several_places_counts() -> None:
-    text = list(range(20))
-    for training in ([*text[:15], 99, *text[:9], 98], [*text[:9], 98, *text[:15], 99]):
-        [found] = copying.find_copies([text], Ids(training))  # type: ignore[arg-type]
-        assert (found.longest, found.start) == (15, 0)
 
 
 def test_only_the_beginning_of_a_huge_text_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +216,6 @@ def test_in_a_terminal(gpt: Gpt, two_runs: list[Path], monkeypatch: pytest.Monke
     for words in (
         "loss, nats per token",
         "held-out",
-        "learning rate",
         "gradient norm",
         "tokens per second",
         "n_embd",
@@ -260,16 +230,9 @@ def test_in_a_terminal(gpt: Gpt, two_runs: list[Path], monkeypatch: pytest.Monke
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert "\x1b[" in gpt("report", "one").out
     monkeypatch.delenv("FORCE_COLOR")
-    assert [json.loads(line)["name"] for line in gpt("report", "one", "two", "--json").out.splitlines()] == [
-        "one",
-        "two",
-    ]
-
-
-def test_the_newest_run_without_a_name(gpt: Gpt, two_runs: list[Path]) -> None:
     Path("runs").mkdir()
     Path("one").rename("runs/one")
-    assert json.loads(gpt("report", "--json").out)["name"] == "one"
+    assert json.loads(gpt("report", "--json").out)["name"] == "one"  # the newest run
 
 
 def test_what_is_refused(gpt: Gpt, two_runs: list[Path]) -> None:
@@ -297,65 +260,34 @@ POINT = '{"step": 250, "seconds": 12.5, "val_loss": 2.0, "bits_per_byte": 3.0}'
 
 def test_a_curve_of_another_program(tmp_path: Path) -> None:
     path = tmp_path / "nanogpt.jsonl"
-    path.write_text(POINT + '\n{"step": 500, "seconds": 12.5, "val_loss": 1.0, "bits_per_byte": 1.5}\n')
+    path.write_text(POINT + '\n{"step": 500, "seconds": 12.5, "val_loss": 1.0}\n')
     found = report.report(path)
     steps, evals = found.columns()
-    assert (found.name, found.is_run, found.bits_per_nat, found.settings, steps["step"]) == (
-        "nanogpt",
-        False,
-        1.5,
-        {},
-        [],
-    )
+    assert (found.name, found.is_run, found.settings, steps["step"]) == ("nanogpt", False, {}, [])
     assert evals == {"step": [250, 500], "tokens": [None] * 2, "seconds": [12.5, 12.5], "val_loss": [2.0, 1.0]}
+    assert found.bits_per_nat == 1.5  # as one line tells
+    assert found.history.end is not None and found.history.end.bits_per_byte == 1.5
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
         ("", "has no line"),
-        ("step 250: val loss 2.0", "line 1 of .* is no JSON"),
         ("[" * 100_000, "line 1 of .* is no JSON"),
         (POINT.replace("2.0", "NaN"), "line 1 of .* is damaged: val_loss is nan"),
-        (POINT.replace("12.5", "-1"), "line 1 of .* is damaged: seconds"),
         (POINT.replace("250", "1e3"), "line 1 of .* is damaged: step is 1000.0"),
-        (POINT.replace("seconds", "time"), "line 1 of .* is damaged: it has a key 'time'"),
         ('{"step": 1, "seconds": 1.0}', "line 1 of .* is damaged: .*val_loss"),
         (f"{POINT}\n{POINT}", "line 2 of .* is not after the line before it"),
-        (POINT + "\n" + POINT.replace("250", "251").replace("12.5", "12.4"), "line 2 of .* is not after"),
     ],
 )
-def test_a_curve_that_is_none(tmp_path: Path, lines: str, message: str) -> None:
+def test_a_curve_that_is_none(tmp_path: Path, lines: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "c.jsonl").write_text(lines)
     with pytest.raises(UserError, match=message) as error:
         report.report(tmp_path / "c.jsonl")
     assert error.value.hint
-
-
-def test_one_line_tells_what_a_nat_is_in_bits_per_byte(tmp_path: Path) -> None:
-    path = tmp_path / "c.jsonl"
-    path.write_text(
-        POINT + '\n{"step": 500, "seconds": 13, "val_loss": 1.0}\n{"step": 600, "seconds": 14, "val_loss": 1.25}\n'
-    )
-    found = report.report(path)
-    assert found.bits_per_nat == 1.5
-    assert found.history.end is not None and found.history.end.bits_per_byte == 1.5
-
-
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    from gpt_cli.views_report import report_page
-
-    paths = [str(tmp_path / name / "c.jsonl") for name in "ab"]
-    for path in map(Path, paths):
-        path.parent.mkdir()
-        path.write_text(POINT)
-    assert [run["name"] for run in report_page([report.report(Path(path)) for path in paths])["runs"]] == paths
-
-
-def test_a_curve_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "c.jsonl").write_text(POINT)
     monkeypatch.setattr(report, "CURVE_LIMIT", len(POINT) - 1)
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="has .* bytes"):
         report.report(tmp_path / "c.jsonl")
 
 
@@ -379,6 +311,10 @@ def test_losses_of_several_tokenizers_are_in_bits_per_byte(gpt: Gpt, two_runs: l
     assert theirs["evals"]["val_loss"] == [3.0]
     assert theirs["end"]["val_loss"] == 2.0
     assert "not comparable" in report_page([one, two, peer])["unit"]  # the second has not ended
+    Path("more").mkdir()
+    Path("more/peer.jsonl").write_text(POINT)
+    named = [replace(peer, path=Path(path)) for path in ("peer.jsonl", "more/peer.jsonl")]
+    assert [run["name"] for run in report_page(named)["runs"]] == ["peer.jsonl", "more/peer.jsonl"]
     Path("other.jsonl").write_text('{"step": 1, "seconds": 1, "val_loss": 1}')
     assert "not comparable" in report_page([peer, report.report(Path("other.jsonl"))])["unit"]
     other = one.record.tokenizer
@@ -393,8 +329,6 @@ def test_runs_and_curves_in_a_terminal(gpt: Gpt, two_runs: list[Path]) -> None:
     assert done.code == 0, done.err
     for words in ("another program", "held-out loss, bits per byte", "seconds", "peer", "sample at step 30", "n_embd"):
         assert words in done.out
-    assert "peer, sample" not in done.out
-    assert "held-out loss, nats per token" in gpt("report", "one", "two").out
     alone = gpt("report", "peer.jsonl").out
     assert "loss, nats per token" in alone and "settings" not in alone
     lines = [json.loads(line) for line in gpt("report", "one", "peer.jsonl", "--json").out.splitlines()]
@@ -403,27 +337,14 @@ def test_runs_and_curves_in_a_terminal(gpt: Gpt, two_runs: list[Path]) -> None:
     one_line_of_what_and_what_next(gpt("report", "one", "one/run.json"), "line 1 of one/run.json is")
 
 
-def test_curves_against_time_in_a_terminal(gpt: Gpt) -> None:
-    for name in ("a", "b"):
-        Path(f"{name}.jsonl").write_text(
-            POINT.replace("12.5", "600") + "\n" + POINT.replace("250, ", "500, ").replace("12.5", "1200")
-        )
-    out = gpt("report", "a.jsonl", "b.jsonl").out
-    assert re.search(r"a +500 +– +20 min", out)
-    assert re.search(r"minutes +10.* 20", out)
-
-
 def test_time_is_in_units_that_one_can_read() -> None:
     from gpt_cli.views_report import time_unit
 
     def run(seconds: float) -> report.Report:
         return report.Report(Path("r"), RunRecord(), history(replace(step(1), seconds=seconds)), None)
 
-    assert [time_unit([run(1.0), run(seconds)])[1] for seconds in (300.0, 301.0, 7201.0)] == [
-        "seconds",
-        "minutes",
-        "hours",
-    ]
+    found = [time_unit([run(1.0), run(seconds)])[1] for seconds in (300.0, 301.0, 7201.0)]
+    assert found == ["seconds", "minutes", "hours"]
 
 
 def test_a_curve_in_letters_and_in_dots() -> None:
@@ -438,14 +359,12 @@ def test_a_curve_in_letters_and_in_dots() -> None:
     assert places == sorted(places, reverse=True)
     assert [line[:11] for line in lines[1:10] if "+" in line] == [f"{y:10}+" for y in (10, 5, 0)]
     assert lines[9].startswith("         0+*")
-    assert lines[11].split() == ["x", "0", "2", "4", "6", "8"]
     assert all(len(line) <= 52 for line in lines)
     fine = Console(width=52, color_system="truecolor", force_terminal=True)
     if (fine.encoding or "").startswith("utf"):
         assert any(0x2800 < ord(mark) < 0x2900 for mark in chart("t", "x", [rising], fine).plain)
     assert "nothing was recorded" in chart("t", "x", [Series("", [(1.0, math.nan)])], plain).plain
-    flat = chart("t", "x", [Series("", [(1.0, 2.0)])], plain, height=5).plain  # one point
-    assert flat.count("*") == 1
+    assert chart("t", "x", [Series("", [(1.0, 2.0)])], plain, height=5).plain.count("*") == 1
 
 
 def test_curves_have_gaps_and_pale_ones_lie_below() -> None:
@@ -460,11 +379,6 @@ def test_curves_have_gaps_and_pale_ones_lie_below() -> None:
     both = chart("t", "x", [Series("", same), Series("", same, pale=True)], plain).plain
     assert "*" in both
     assert "." not in both
-    exploded = [(float(x), 10.0 ** (30 * x)) for x in range(11)]
-    lines = chart("t", "x", [Series("", exploded)], plain, logarithmic=True).plain.splitlines()
-    assert [line.split("+")[0].strip() for line in lines[1:14] if line[10] == "+"] == [
-        f"1e{n}" for n in range(300, -1, -50)
-    ]
 
 
 def test_a_smoothed_curve_is_the_mean_of_the_steps_around() -> None:
@@ -483,14 +397,3 @@ def test_a_smoothed_curve_is_the_mean_of_the_steps_around() -> None:
     holes: list[float | None] = [None if x == 50 else 2.0 for x in range(100)]
     assert smoothed(holes) == holes
     assert smoothed([1.7e308] * 40) == pytest.approx([1.7e308] * 40)
-
-
-def test_the_legend_says_how_a_curve_is_smoothed() -> None:
-    from gpt_cli.views_report import smoothing
-
-    def run(steps: int) -> report.Report:
-        return report.Report(Path("r"), {}, history(*(step(n) for n in range(1, steps + 1))), None)
-
-    assert smoothing([run(19)], 1000) == ("each step", None)
-    assert smoothing([run(400)], 1000) == ("each step", "mean of 17 steps")
-    assert smoothing([run(400), run(1)], 100) == ("mean of 1 to 4 steps", "mean of 1 to 20 steps")

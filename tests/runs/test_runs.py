@@ -38,32 +38,25 @@ PROMPTS = [
 ]  # fmt: skip
 
 
-def greedy_ids(loaded: gpt.LanguageModel, ids: list[int], count: int) -> list[int]:
-    config = SampleConfig(greedy=True, max_tokens=count, ignore_eot=True)
-    return [token.id for token in generate(Context(loaded.model, loaded.compute), ids, config, loaded.tokenizer.ends)]
-
-
-def assert_equal_to_transformers(path: Path) -> None:
+def assert_equal_to_transformers(path: Path, with_tokenizer: bool = True) -> None:
     """Ids of ten prompts, logits within 1e-4, and greedy continuations id for id."""
     ours = gpt.load(path, device="cpu", dtype="float32")
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    their_tokenizer = AutoTokenizer.from_pretrained(path)
+    their_tokenizer = AutoTokenizer.from_pretrained(path) if with_tokenizer else None
     for prompt in PROMPTS:
         ids = ours.tokenizer.encode(prompt).tolist()
-        assert their_tokenizer(prompt)["input_ids"] == ids
+        assert their_tokenizer is None or their_tokenizer(prompt)["input_ids"] == ids
         x = torch.tensor([ids])
         with torch.no_grad():
             assert torch.allclose(ours.model(x), theirs(x).logits, atol=1e-4, rtol=0)
         room = ours.model.config.block_size - len(ids)
         expected = theirs.generate(
-            x,
-            attention_mask=torch.ones_like(x),
-            max_new_tokens=room,
-            do_sample=False,
-            eos_token_id=None,
+            x, attention_mask=torch.ones_like(x), max_new_tokens=room, do_sample=False, eos_token_id=None,
             pad_token_id=0,
-        )
-        assert greedy_ids(ours, ids, room) == expected[0, len(ids) :].tolist()
+        )  # fmt: skip
+        config = SampleConfig(greedy=True, max_tokens=room, ignore_eot=True)
+        found = generate(Context(ours.model, ours.compute), ids, config, ours.tokenizer.ends)
+        assert [token.id for token in found] == expected[0, len(ids) :].tolist()
 
 
 def scrambled(model: torch.nn.Module) -> None:
@@ -123,10 +116,6 @@ def test_what_no_family_computes_says_so(tmp_path: Path, properties: dict[str, A
     assert error.value.hint == "train it anew"
 
 
-def test_a_trained_run_in_transformers(run_folder: Path) -> None:
-    assert_equal_to_transformers(folder.find_checkpoint(str(run_folder)))
-
-
 def test_checkpoint_holds_one_tied_tensor_and_no_pickle(run_folder: Path) -> None:
     path = folder.find_checkpoint(str(run_folder))
     names = set(load_file(path / "model.safetensors"))
@@ -152,18 +141,8 @@ def gpt2_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_ours_reads_transformers(gpt2_folder: Path) -> None:
-    ours = gpt.load(gpt2_folder, device="cpu")
-    assert ours.tokenizer.name == "gpt2"
-    theirs = GPT2LMHeadModel.from_pretrained(gpt2_folder).eval()
-    for prompt in PROMPTS:
-        ids = ours.tokenizer.encode(prompt).tolist()
-        x = torch.tensor([ids])
-        with torch.no_grad():
-            assert torch.allclose(ours.model(x), theirs(x).logits, atol=1e-4, rtol=0)
-        expected = theirs.generate(
-            x, attention_mask=torch.ones_like(x), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        assert greedy_ids(ours, ids, 20) == expected[0, len(ids) :].tolist()
+    assert gpt.load(gpt2_folder, device="cpu").tokenizer.name == "gpt2"
+    assert_equal_to_transformers(gpt2_folder, with_tokenizer=False)
 
 
 def test_transformers_folder_with_its_own_tokenizer(tmp_path: Path) -> None:
@@ -240,20 +219,14 @@ def test_a_single_file_counts_beside_an_index_of_an_earlier_save(gpt2_folder: Pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gemma"}, "type 'gemma'"),
         ({"model_type": "llama"}, "has no max_position_embeddings, num_hidden_layers"),
         ({"activation_function": "relu"}, "activation_function is 'relu'"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ({"tie_word_embeddings": False}, r"lm_head.weight is missing"),
         ({"n_inner": 7}, "config.json asks for"),
-        ({"n_layer": -3}, "n_layer is -3"),
         ({"n_layer": 10**9}, "n_layer is 1000000000"),
-        ({"n_layer": 9000}, "config.json asks for"),
-        ({"n_embd": "24"}, "n_embd is '24'"),
-        ({"n_embd": 48}, r"config.json asks for|has the shape"),
         ({"n_layer": 3}, "is missing from the weights|config.json asks for"),
         ({"n_layer": 1}, "that config.json has no place for"),
-        ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon is nan"),
         ({"vocab_size": 1000}, r"no tokenizer, and its 1,000|has the shape"),
     ],
 )
@@ -262,6 +235,18 @@ def test_other_kinds_and_hostile_numbers(gpt2_folder: Path, change: dict[str, ob
     (gpt2_folder / "config.json").write_text(json.dumps({**values, **change}))
     with pytest.raises(UserError, match=message):
         gpt.load(gpt2_folder, device="cpu")
+
+
+def test_damaged_weights_of_others_are_a_clear_error(gpt2_folder: Path) -> None:
+    path = gpt2_folder / "model.safetensors"
+    good, weights = path.read_bytes(), load_file(path)
+    for bad in (good[: len(good) // 2], b"\xff" * 64 + good):
+        path.write_bytes(bad)
+        with pytest.raises(UserError, match="damaged|config.json asks for"):
+            checkpoint.load(gpt2_folder, CPU)
+    save_file(weights | {"transformer.h.0.ln_1.bias": torch.zeros(24, dtype=torch.int32)}, path)
+    with pytest.raises(UserError, match="ln_1.bias is I32; F32, F16, BF16 can be read"):
+        checkpoint.load(gpt2_folder, CPU)
 
 
 def test_pickles_are_never_opened(tmp_path: Path) -> None:
@@ -301,28 +286,9 @@ def test_damage_is_refused(ours: Path, name: str, damage: str) -> None:
         checkpoint.load(ours, CPU)
 
 
-def test_damage_in_a_foreign_folder_is_a_clear_error(gpt2_folder: Path) -> None:
-    path = gpt2_folder / "model.safetensors"
-    good = path.read_bytes()
-    for bad in (good[:100], good[: len(good) // 2], b"", b"\xff" * 64 + good):
-        path.write_bytes(bad)
-        with pytest.raises(UserError, match="damaged|config.json asks for"):
-            checkpoint.load(gpt2_folder, CPU)
-
-
-def test_weights_that_are_no_floats_are_refused(gpt2_folder: Path) -> None:
-    path = gpt2_folder / "model.safetensors"
-    weights = load_file(path)
-    weights["transformer.h.0.ln_1.bias"] = weights["transformer.h.0.ln_1.bias"].to(torch.int32)
-    save_file(weights, path)
-    with pytest.raises(UserError, match="ln_1.bias is I32; F32, F16, BF16 can be read"):
-        checkpoint.load(gpt2_folder, CPU)
-
-
-@pytest.mark.parametrize("name", ["../../secret", "x" * 5000])
-def test_sums_cannot_name_files_elsewhere(ours: Path, name: str) -> None:
+def test_sums_cannot_name_files_elsewhere(ours: Path) -> None:
     record = json.loads((ours / "checksums.json").read_text())
-    record["sha256"][name] = "0"
+    record["sha256"]["../../secret"] = "0"
     record["self"] = folder._checksum_of(record["sha256"])
     (ours / "checksums.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match="names a file outside its folder"):
@@ -403,11 +369,8 @@ def test_pruning_keeps_the_newest_and_the_best(workdir: Path) -> None:
     folder.write_index(run)
     index = json.loads((run / "index.json").read_text())
     assert (index["best"], index["latest"]) == ("step-000002", "step-000005")
-
-
-def test_pruning_lets_go_of_what_lies_behind_the_newest(workdir: Path) -> None:
-    """A run that went on from before it: what is kept, and which is best, has nothing to do with that."""
-    run = fake_run(Path("r"), "", {1: 3.0, 2: 1.0, 3: 2.0, 4: 0.5, 5: 2.0})
+    # Of a run that went on from before the newest: what is kept, and which is best, has nothing to do with that.
+    run = fake_run(Path("again"), "", {1: 3.0, 2: 1.0, 3: 2.0, 4: 0.5, 5: 2.0})
     folder.prune(run, keep=1, newest=3)
     assert [entry.step for entry in folder.checkpoints(run)] == [2, 3]
 
