@@ -11,7 +11,6 @@ import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,7 +115,7 @@ def parquet(texts: list[str | None], kind: str = "string") -> bytes:
 
 FORMATS: dict[str, Callable[[list[str]], bytes]] = {
     "x.txt": lambda texts: "---\r\n".join(texts).encode(),
-    "x.jsonl": jsonl,
+    "x.jsonlines": jsonl,
     "X.NDJSON": jsonl,
     "x.csv": partial(table, delimiter=","),
     "x.json": lambda texts: json.dumps([{"n": n, "text": text} for n, text in enumerate(texts)], indent=1).encode(),
@@ -150,24 +149,15 @@ def test_kinds_of_strings_in_parquet(kind: str) -> None:
 
 
 def test_fields() -> None:
-    assert read(
-        "x.jsonl", b'\xef\xbb\xbf{"a.b": "one", "a": {"b": 2}}\n\n  \n{"a.b": ""}\n{"a.b": null}', field="a.b"
-    ) == ["one"]
+    lines = b'\xef\xbb\xbf{"a.b": "one", "a": {"b": 2}}\n\n  \n{"a.b": ""}\n{"a.b": null}'
+    assert read("x.jsonl", lines, field="a.b") == ["one"]
     assert read("x.csv", b'n,"a.b"\n\n1,"x ""y""\r\nz"\n2,\n3,t', field="a.b") == ['x "y"\r\nz', "t"]
-    for encoding in ("utf-16", "utf-32", "utf-16-le", "latin-1"):
-        assert read("x.jsonl", '{"text": "Zürich\\n"}\n{"text": "ä"}'.encode(encoding), encoding=encoding) == [
-            "Zürich\n",
-            "ä",
-        ]
-        assert read("x.csv", "text\nZürich\n".encode(encoding), encoding=encoding) == ["Zürich"]
 
 
-@pytest.mark.parametrize("name", ["x", "x.jsonl", "x.csv", "x.zip", "x.tar", "x.txt.gz", "x.parquet"])
-def test_nothing_in_it_is_no_document(name: str) -> None:
+def test_nothing_in_it_is_no_document() -> None:
     empty = {"x.zip": zipped(), "x.tar": tarred(), "x.txt.gz": gzip.compress(b""), "x.parquet": parquet([])}
-    assert read(name, empty.get(name, b"")) == []
-    if name == "x.csv":
-        assert read(name, b"text\n") == []
+    for name, data in {**empty, **dict.fromkeys(("x", "x.jsonl", "x.csv"), b""), "y.csv": b"text\n"}.items():
+        assert read(name, data) == [], name
 
 
 @given(
@@ -181,16 +171,20 @@ def test_decoding_is_exact_whatever_the_blocks(data: bytes, block: int) -> None:
         reader = Reader(ReadConfig(errors="replace"))
         assert "".join(documents(reader, source("x", data))) == unmarked(data.decode(errors="replace"))
         assert reader.replaced == data.decode(errors="replace").count("\ufffd") - data.count(b"\xef\xbf\xbd")
-        try:
-            expected = data.decode()
-        except UnicodeDecodeError as error:
-            line = data[: error.start].count(b"\n") + 1
-            with pytest.raises(
-                UserError, match=f"is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}, line {line}$"
-            ):
-                read("x", data)
-        else:
-            assert (reader.replaced, "".join(read("x", data))) == (0, unmarked(expected))
+        check_strict(data, "utf-8", "UTF-8")
+
+
+def check_strict(data: bytes, codec: str, name: str, **config: str) -> None:
+    """What is read is the text in this encoding, or the first byte that is not is named."""
+    try:
+        expected = data.decode(codec)
+    except UnicodeDecodeError as error:
+        start = error.start + 3 * (codec == "utf-8-sig")  # it counts from behind the mark
+        line = data[:start].decode(codec).count("\n") + 1
+        with pytest.raises(UserError, match=f"is not {name}: byte 0x{data[start]:02x} at offset {start}, line {line}$"):
+            read("x", data, **config)
+    else:
+        assert "".join(read("x", data, **config)) == unmarked(expected)
 
 
 @given(st.text(st.sampled_from("aé日\n🐕\ufeff"), max_size=30), st.binary(max_size=3), st.integers(1, 5),
@@ -198,24 +192,13 @@ def test_decoding_is_exact_whatever_the_blocks(data: bytes, block: int) -> None:
 @settings(max_examples=300)
 def test_other_encodings_are_decoded_as_python_does(text: str, tail: bytes, block: int, encoding: str) -> None:
     data = text.encode(encoding, "replace").replace(b"?", b"\n") + tail
-    if "\0" in data.decode(encoding, "replace"):
+    expected = data.decode(encoding, "replace")
+    if "\0" in expected:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "BLOCK", block)
-        assert "".join(read("x", data, encoding=encoding, errors="replace")) == unmarked(
-            data.decode(encoding, "replace")
-        )
-        try:
-            expected = data.decode(encoding)
-        except UnicodeDecodeError as error:
-            start = error.start + 3 * (encoding == "utf-8-sig")  # it counts from behind the mark
-            line = data[:start].decode(encoding).count("\n") + 1
-            with pytest.raises(
-                UserError, match=f"is not {encoding}: byte 0x{data[start]:02x} at offset {start}, line {line}$"
-            ):
-                read("x", data, encoding=encoding)
-        else:
-            assert "".join(read("x", data, encoding=encoding)) == unmarked(expected)
+        assert "".join(read("x", data, encoding=encoding, errors="replace")) == unmarked(expected)
+        check_strict(data, encoding, encoding, encoding=encoding)
 
 
 LINES = st.lists(
@@ -228,38 +211,32 @@ LINES = st.lists(
 def test_split_on_is_a_split_of_the_lines(
     lines: list[str], separator: str, block: int, head: int, skip_bad: bool
 ) -> None:
-    text = "\n".join(lines)
-    expected, document = [], ""
+    expected = [""]
     for line in [part + "\n" for part in lines[:-1]] + lines[-1:]:
-        if line and line.removesuffix("\n").removesuffix("\r") == separator.removesuffix("\r"):
-            expected.append(document)
-            document = ""
+        if line and line.removesuffix("\n").removesuffix("\r") == separator:
+            expected.append("")
         else:
-            document += line
-    expected.append(document)
+            expected[-1] += line
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "BLOCK", block)
         patch.setattr(reading, "HEAD", head)
         patch.setattr(reading, "LENGTH", 2 * head)
-        assert read("x", text.encode(), split_on=separator, skip_bad=skip_bad) == [d for d in expected if d]
+        found = read("x", "\n".join(lines).encode(), split_on=separator, skip_bad=skip_bad)
+        assert found == [document for document in expected if document]
 
 
 BAD: dict[str, tuple[str, bytes, str]] = {
     "latin-1": ("x.txt", b"caf\xe9 au lait", "x.txt is not UTF-8: byte 0xe9 at offset 3, line 1"),
-    "third line": ("x.txt", b"one\ntwo\nthr\xff", "x.txt is not UTF-8: byte 0xff at offset 11, line 3"),
     "cut in a character": ("x.txt", "né".encode()[:-1], "x.txt is not UTF-8: byte 0xc3 at offset 1, line 1"),
-    "a later block": ("x.txt", b"12345678\n" * 300_000 + b"\xff", r"at offset 2,700,000, line 300,001"),
     "binary": ("x.txt", b"PK\x03\x04\xff\x00", "x.txt is no text: it has a zero byte at offset 5"),
     "utf-16": ("x.txt", "hi".encode("utf-16"), "x.txt is UTF-16, not UTF-8"),
     "in gzip": ("x.gz", gzip.compress(b"\xff"), "x.gz is not UTF-8"),
     "no gzip": ("x.gz", b"hello", "x.gz is damaged: Not a gzipped file"),
     "gzip cut": ("x.gz", gzip.compress(b"hello")[:-9], "x.gz is damaged: .*ended before"),
     "gzip changed": ("x.gz", gzip.compress(b"hello")[:-8] + b"12345678", "x.gz is damaged: CRC check failed"),
-    "gzip data": ("x.gz", gzip.compress(b"")[:10] + b"\xff" * 9, "x.gz is damaged: Error -3"),
     "no zstd": ("x.zst", b"hello", "x.zst is damaged: "),
     "zstd cut": ("x.zst", zstd(b"hello" * 100)[:-3], "x.zst is damaged: it ends in the middle of a frame"),
     "no json": ("x.jsonl", b'{"text": "a"}\nhello', "x.jsonl, line 2: not JSON: Expecting value"),
-    "two objects": ("x.jsonl", b' {"text": "a"} {"text": "b"}\n', "x.jsonl, line 1: not JSON: there is more behind the object"),
     "no object": ("x.jsonl", b"[1]\n", "x.jsonl, line 1: not a JSON object"),
     "no field": ("x.jsonl", b'{"body": 1, "id": 2}\n', 'x.jsonl, line 1: no "text" in it; its keys: body, id'),
     "no string": ("x.jsonl", b'{"text": 5}\n', 'x.jsonl, line 1: "text" is not a string'),
@@ -267,31 +244,21 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "long number": ("x.jsonl", b"1" * 5000, "x.jsonl, line 1: not JSON: Exceeds the limit"),
     "surrogate": ("x.jsonl", b'{"text": "\\ud800"}', "x.jsonl, line 1: half a surrogate pair"),
     "jsonl latin-1": ("x.jsonl", b'{"text": ""}\n{"text": "\xe9"}', "x.jsonl is not UTF-8: byte 0xe9 at offset 23, line 2"),
-    "no column": ("x.csv", b"a,b\n1,2\n", 'x.csv, line 1: no "text" in it; its columns: a, b'),
-    "long row": ("x.csv", b"n,text\n1,Hello, world\n", 'x.csv, line 2: 3 fields, and the header has 2'),
-    "long row of one": ("x.csv", b"text\nHello, world\n", "x.csv, line 2: 2 fields, and the header has 1"),
     "long row after a quoted line break": ("x.csv.gz", gzip.compress(b'n,text\r\n1,"a\r\nb"\r\n\r\n2,c,d\r\n'), "x.csv.gz, line 5: 3 fields"),
-    "long row at its end": ("x.csv", b"n,text\n1,a,\n", "x.csv, line 2: 3 fields, and the header has 2"),
-    "quote after a space": ("x.csv", b'n,text\n1, "Hello, world"\n', "x.csv, line 2: 3 fields"),
-    "row cut by a line break": ("x.csv", b"n,text,lang\n1,Hello\n", "x.csv, line 2: 2 fields, and the header has 3"),
     "long tsv row": ("x.tsv", b"n\ttext\n1\ta\n2\ta\tb\n", "x.tsv, line 3: 3 fields, and the header has 2"),
     "short tsv row": ("x.tsv", b'n\ttext\n1\t"a\nb"\n', "x.tsv, line 3: 1 field, and the header has 2"),
     "two columns": ("x.csv", b"text,n,text\na,1,b\n", 'x.csv, line 1: it has 2 columns called "text"'),
     "semicolons": ("x.csv", b"n;text\n1;a\n", 'x.csv, line 1: no "text" in it; its columns: n;text'),
     "utf-32": ("x.txt", "hi".encode("utf-32"), "x.txt is UTF-32, not UTF-8"),
-    "json of strings": ("x.json", b'\n["a"]', "x.json, line 2: not a JSON object"),
     "json without": ("x.json", b'{"name": "x",\n"body": "y"}', 'x.json, line 1: no "text" in it; its keys: name, body'),
-    "json of columns": ("x.json", b'{"text": ["a", "b"]}', 'x.json, line 1: "text" is not a string'),
     "json of two lists": ("x.json", b'{"a": [{"text": "a"}], "b": [{"text": "b"}]}', 'x.json, line 1: no "text" in it; its keys: a, b'),
     "json line cut": ("x.json", b'{"text": "a"}\n{"text": "b\n{"text": "c"}', "x.json, line 2: not JSON: Invalid control character"),
     "json array cut": ("x.json", b'[{"text": "a"},\n{"text": "b"', "x.json, line 2: not JSON: Expecting ',' delimiter"),
     "json without comma": ("x.json", b'[{"text": "a"}\n{"text": "b"}]', "x.json, line 2: not JSON: Expecting ',' delimiter"),
     "json and more": ("x.json", b'[{"text": "a"}]\n[', "x.json, line 2: not JSON: there is more behind the array"),
     "json too deep": ("x.json", b"[" * 200_000, "x.json, line 1: not JSON: it is too deep"),
-    "json surrogate": ("x.json", b'[{"text": "\\ud800"}]', "x.json, line 1: half a surrogate pair"),
     "json latin-1": ("x.json", b'[{"text": "\xe9"}]', "x.json is not UTF-8: byte 0xe9 at offset 11, line 1"),
     "short row": ("x.csv", b'n,text\n1,"\n"\n2\n', 'x.csv, line 4: 1 field, and the header has 2'),
-    "csv latin-1": ("x.csv", b"n,text\n\xe9,a\n1,\xe9\n", "x.csv, line 3: not UTF-8: byte 0xe9"),
     "csv zero": ("x.csv", b"text\n\0\n", "x.csv, line 2: a zero byte"),
     "csv quote": ("x.csv", b'n,text\n1,a\n2,"b\n3,c\n', "x.csv, line 3: a quote is never closed"),
     "csv mac": ("x.csv", b"text\ra\rb", "x.csv, line 1: new-line character"),
@@ -300,7 +267,6 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "no parquet column": ("x.parquet.gz", gzip.compress(parquet(["a"]).replace(b"text", b"body")), 'x.parquet.gz: no "text" in it; its columns: n, body'),
     "parquet numbers": ("x.parquet", parquet([1], "int64"), 'x.parquet: "text" holds int64, not strings'),
     "no zip": ("x.zip", b"hello", "x.zip is damaged: File is not a zip file"),
-    "zip cut": ("x.zip", zipped(("a", b"hello"))[:-1], "x.zip is damaged: "),
     "zip member changed": ("x.zip", zipped(("a", b"hello"), method=0).replace(b"hello", b"HELLO"), "x.zip/a is damaged: Bad CRC-32"),
     "zip method": ("x.zip", zipped(("a", b"hello"), method=zipfile.ZIP_BZIP2), "x.zip/a is packed by method 12"),
     "zip encrypted": ("x.zip", zipped(("a", b"hello")).replace(b"PK\1\2\x14\x03\x14\0\0", b"PK\1\2\x14\x03\x14\0\1"), "x.zip/a is encrypted"),
@@ -311,7 +277,6 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "no tar": ("x.tar", b"hello", "x.tar is damaged: "),
     "tar header": ("x.tar", tarred(("a", b"a"), ("b", b"b")).replace(b"b\0\0", b"B\0\0"), "x.tar is damaged: bad checksum"),
     "tar cut": ("x.tar", tarred(("a", b"a" * 9999))[:4096], "x.tar is damaged: unexpected end of data"),
-    "tgz cut": ("x.tgz", gzip.compress(tarred(("a", b"a")))[:-4], "x.tgz is damaged: "),
     "tar long name": ("x.tar", tarred(("a" * 2_000_000, b"a")), "x.tar is damaged: a header of "),
     "wrapped": ("x" + ".gz" * 9, b"", "wrapped more than 8 times"),
 }  # fmt: skip
@@ -336,9 +301,7 @@ def test_what_is_bad_says_so_in_a_line_and_can_be_skipped(case: str) -> None:
     [
         ("x.txt", b"one\n---\ntwo\n---\nthr\xffee\n---\nfour", ["one\n", "two\n"], 1),
         ("x.txt", b"one\n---\n" + b"two\n" * 2**20 + b"---\nthr\xff", ["one\n", "two\n" * 2**20], 1),
-        ("x.txt", b"one\n---\n" + b"two\n" * 2**20 + b"\xff", ["one\n"], 1),
         ("x.jsonl", b'{"text": "a"}\n5\n{"text": "\xff"}\n{"text": "b"}', ["a", "b"], 2),
-        ("x.csv", b"n,text\n1,a\n2\n3,\xff\n4,b", ["a", "b"], 2),
         ("x.csv", b"n,text\n1,Hello, world\n2,good\n3,a,\n4,b", ["good", "b"], 2),
         ("x.tsv", b"n\ttext\n1\ta\tb\n2\tgood\n3\n", ["good"], 2),
         ("x.json", b'{"text": "a"}\n{"text": "b\n{"text": "c"}\n5\n{"text": "d"}', ["a", "c", "d"], 2),
@@ -347,7 +310,6 @@ def test_what_is_bad_says_so_in_a_line_and_can_be_skipped(case: str) -> None:
         ("x.zip", zipped(("a", b"a" * 2**18), ("b", b"a" * 2**18 + b"\xff"), ("c", b"c")), ["a" * 2**18, "c"], 1),
         ("x.tar", tarred(("a", b"a" * 2**18), ("b", b"a" * 2**18 + b"\xff"), ("c", b"c")), ["a" * 2**18, "c"], 1),
         ("x.tar", tarred(("a", b"a"), ("b", b"b" * 9999))[:4096], ["a"], 1),
-        ("x.tgz", gzip.compress(tarred(("a", b"a"), ("b", b"b")))[:-4], ["a", "b"], 1),
         ("x.jsonl.gz", gzip.compress(jsonl(["one"] * 50_000))[:-8], ["one"] * 50_000, 1),
         ("x.txt.zst", zstd(b"one\n---\ntwo") + zstd(b"\n---\nthree")[:-1], ["one\n", "two\n"], 1),
     ],
@@ -369,59 +331,40 @@ def test_tsv_has_no_quotes() -> None:
 
 
 MARK = "\ufeff".encode()
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "expected"),
-    [
-        ("x.txt", b"one\n", ["one\n"]),
-        ("x.txt.gz", gzip.compress(MARK + b"one\n") + gzip.compress(MARK + b"two"), ["one\ntwo"]),
-        ("x.jsonl", b'{"text": "one"}\n', ["one"]),
-        ("x.json", b'[{"text": "one"}]', ["one"]),
-        ("x.csv", b'"text",n\none,1\n', ["one"]),
-        ("x.tsv", b"text\tn\none\t1\n", ["one"]),
-        ("x.zip", zipped(("a.txt", MARK + b"one"), ("b.txt", MARK + b"two")), ["one", "two"]),
-    ],
-    ids=named,
-)
-@pytest.mark.parametrize("skip_bad", [False, True])
-def test_a_byte_order_mark_is_no_text(name: str, data: bytes, expected: list[str], skip_bad: bool) -> None:
-    if name.endswith((".gz", ".zip")):
-        assert read(name, data, skip_bad=skip_bad) == expected
-        return
-    assert read(name, MARK + data, skip_bad=skip_bad) == expected
-    twice = expected if name == "x.json" else expected * 2
-    found = read(name, MARK + data + (b"" if name == "x.json" else MARK + data), skip_bad=skip_bad)
-    assert "".join(found) == "".join(twice)
-    for encoding in ("utf-16", "utf-32", "utf-16-le", "utf-32-be"):
-        marked = data.decode() if encoding in ("utf-16", "utf-32") else "\ufeff" + data.decode()
-        assert read(name, marked.encode(encoding), encoding=encoding, skip_bad=skip_bad) == expected
-    assert read("x.txt", MARK, skip_bad=skip_bad) == []
-
-
 RECORD_FILES = {"x.txt": "é", "x.jsonl": '{"text": "é"}\n', "x.json": '[{"text": "é"}]', "x.csv": "text,n\né,1\n",
                 "x.tsv": "n\ttext\n1\té\n"}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RECORD_FILES)
-def test_marks_in_other_encodings(name: str) -> None:
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.json", "x.csv", "x.tsv"])
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_a_byte_order_mark_is_no_text(name: str, skip_bad: bool) -> None:
     text = RECORD_FILES[name]
-    for encoding in ("utf-8-sig", "latin-1", "cp1252"):  # editors put UTF-8's mark before what they take for UTF-8
-        data = MARK + text.encode("utf-8" if encoding == "utf-8-sig" else encoding)
-        assert read(name, data, encoding=encoding) == ["é"]
-    assert read(name, f"\ufeff{text}".encode("gb18030"), encoding="gb18030") == ["é"]
+    assert read(name, MARK + text.encode(), skip_bad=skip_bad) == ["é"]
+    if name != "x.json":  # files that were appended to one another
+        found = read(name, 2 * (MARK + text.encode() + b"\n"), skip_bad=skip_bad)
+        assert "".join(found).replace("\n", "") == "éé"
+    for encoding in ("utf-16", "utf-32", "utf-16-le", "utf-32-be"):
+        marked = text if encoding in ("utf-16", "utf-32") else f"\ufeff{text}"
+        assert read(name, marked.encode(encoding), encoding=encoding, skip_bad=skip_bad) == ["é"]
+    for encoding in ("latin-1", "cp1252", "gb18030"):  # editors put UTF-8's mark before what they take for UTF-8
+        mark = "\ufeff".encode(encoding) if encoding == "gb18030" else MARK
+        assert read(name, mark + text.encode(encoding), encoding=encoding, skip_bad=skip_bad) == ["é"]
+
+
+def test_byte_order_marks_of_members_are_no_text() -> None:
+    assert read("x.txt.gz", gzip.compress(MARK + b"one\n") + gzip.compress(MARK + b"two")) == ["one\ntwo"]
+    assert read("x.zip", zipped(("a.txt", MARK + b"one"), ("b.txt", MARK + b"two"))) == ["one", "two"]
+    assert read("x.txt", MARK) == read("x.txt", MARK, skip_bad=True) == []
+
+
+@pytest.mark.parametrize("name", RECORD_FILES)
+def test_wide_characters_are_noticed(name: str) -> None:
     for encoding in ("utf-16", "utf-32"):
-        data = text.encode(encoding)
-        assert read(name, data, encoding=encoding) == ["é"]
+        data = RECORD_FILES[name].encode(encoding)
         with pytest.raises(UserError, match=f"{name} is {encoding.upper()}, not UTF-8") as error:
             read(name, data)
         assert error.value.hint == f"add --encoding {encoding}"
         assert read(name, data, skip_bad=True) == []
-
-
-def test_json_lines_by_their_other_names() -> None:
-    for name in ("x.ndjson", "x.jsonlines", "x.JSONL"):
-        assert read(name, b'{"text": "one"}\n') == ["one"]
 
 
 @pytest.mark.parametrize("block", [1, 2, 7, 100])
@@ -494,18 +437,17 @@ def bomb(byte: bytes, mebibytes: int) -> bytes:
 @pytest.mark.parametrize("wrap", ["x.txt", "x.zip"])
 def test_bombs_are_streamed(ending: str, wrap: str) -> None:
     size = 200
-    packed = bomb(b"a", size) if ending == ".gz" else zstd(b"a" * 2**20) * size
-    data = packed if wrap == "x.txt" else zipped(("bomb" + ending, packed))
-    reader, length = Reader(ReadConfig()), 0
+    name, data = f"x.txt{ending}", bomb(b"a", size) if ending == ".gz" else zstd(b"a" * 2**20) * size
+    if wrap == "x.zip":
+        name, data = wrap, zipped((name, data))
     tracemalloc.start()
     try:
-        for chunk in reader.documents(source("x.txt" + ending if wrap == "x.txt" else wrap, data)):
-            length += len(chunk.text)
-            assert len(chunk.text) < 8 * 2**20
+        lengths = [len(chunk.text) for chunk in Reader(ReadConfig()).documents(source(name, data))]
         assert tracemalloc.get_traced_memory()[1] < 40 * 2**20
     finally:
         tracemalloc.stop()
-    assert length == size * 2**20
+    assert max(lengths) < 8 * 2**20
+    assert sum(lengths) == size * 2**20
 
 
 def test_bombs_of_zeros_and_of_one_line() -> None:
@@ -541,7 +483,7 @@ def test_packages_that_are_missing_are_named(name: str, module: str, monkeypatch
     assert error.value.hint.startswith("pip install 'gpt[")
 
 
-def test_what_the_system_says(tmp_path: Path) -> None:
+def test_what_the_system_says() -> None:
     def refuse() -> io.BytesIO:
         raise PermissionError(13, "Permission denied")
 
@@ -549,16 +491,9 @@ def test_what_the_system_says(tmp_path: Path) -> None:
         def read1(self, size: int | None = -1) -> bytes:
             raise OSError(5, "Input/output error")
 
-    for opens, message in (
-        (refuse, "cannot read x.txt: Permission denied"),
-        (Torn, "cannot read x.txt: Input/output error"),
-    ):
-        with pytest.raises(UserError, match=message):
+    for opens, why in ((refuse, "Permission denied"), (Torn, "Input/output error")):
+        with pytest.raises(UserError, match=f"cannot read x.txt: {why}"):
             list(Reader(ReadConfig()).documents(Source("x.txt", 1, 0, opens)))
         reader = Reader(ReadConfig(skip_bad=True))
         assert list(reader.documents(Source("x.txt", 1, 0, opens))) == []
-        assert reader.skipped.examples == [message]
-
-
-def test_the_ending_of_an_address_is_before_its_query() -> None:
-    assert read("https://host/x.jsonl?download=true", b'{"text": "a"}') == ["a"]
+        assert reader.skipped.examples == [f"cannot read x.txt: {why}"]

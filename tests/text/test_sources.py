@@ -155,40 +155,39 @@ def test_what_is_not_there(workdir: Path) -> None:
     assert sources.find([])[0].name.startswith("pydocs/")  # though there is a folder of that name
 
 
-def test_files_that_cannot_be_looked_at_are_counted(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree(workdir, "t/a", "t/b")
-    stat = Path.stat
-
-    def refuse(path: Path, **kwargs: bool) -> os.stat_result:
-        if path.name == "a" and sys._getframe(1).f_code.co_name == "_file":
-            raise PermissionError(13, "Permission denied")
-        return stat(path, **kwargs)
-
-    monkeypatch.setattr(Path, "stat", refuse)
-    with pytest.raises(UserError, match="cannot read t/a: Permission denied"):
-        sources.find(["t"])
-    skipped = Skipped()
-    assert [source.name for source in sources.find(["t"], skipped)] == ["t/b"]
-    assert (skipped.count, skipped.examples) == (1, ["cannot read t/a: Permission denied"])
-
-
-def test_folders_that_cannot_be_listed_are_counted(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("locked", "asked", "message"),
+    [
+        ("t/a", "t", "cannot read the folder t/a: Permission denied"),
+        ("t/a", "t/*", "cannot read the folder t/a: Permission denied"),
+        ("t/a/1", "t", "cannot read t/a/1: Permission denied"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_counted(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, locked: str, asked: str, message: str
+) -> None:
     tree(workdir, "t/a/1", "t/b/2")
-    scandir = os.scandir
+    scandir, stat = os.scandir, Path.stat
+    error = PermissionError(13, "Permission denied", locked)
 
-    def refuse(path: str) -> object:
-        if path.endswith("a"):
-            raise PermissionError(13, "Permission denied", path)
+    def refuse_list(path: str) -> object:
+        if path == locked:
+            raise error
         return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", refuse)
-    for text in ("t", "t/*"):
-        with pytest.raises(UserError, match="cannot read the folder t/a: Permission denied") as error:
-            sources.find([text])
-        assert "--skip-bad" in error.value.hint
-        skipped = Skipped()
-        assert [source.name for source in sources.find([text], skipped)] == ["t/b/2"]
-        assert skipped.count == 1
+    def refuse_stat(path: Path, **kwargs: bool) -> os.stat_result:
+        if str(path) == locked == "t/a/1" and sys._getframe(1).f_code.co_name == "_file":
+            raise error
+        return stat(path, **kwargs)
+
+    monkeypatch.setattr(os, "scandir", refuse_list)
+    monkeypatch.setattr(Path, "stat", refuse_stat)
+    with pytest.raises(UserError, match=message) as refused:
+        sources.find([asked])
+    assert "--skip-bad" in refused.value.hint
+    skipped = Skipped()
+    assert [source.name for source in sources.find([asked], skipped)] == ["t/b/2"]
+    assert (skipped.count, skipped.examples) == (1, [message])
 
 
 def test_names_of_runs(workdir: Path) -> None:
@@ -237,15 +236,10 @@ def test_short_reads_of_an_address_cut_no_text(monkeypatch: pytest.MonkeyPatch) 
         read1 = read
 
     try:
-        whole = [
-            chunk.text for chunk in documents.Reader(ReadConfig()).documents(sources.find(["memory://short.txt"])[0])
-        ]
+        whole = texts(sources.find(["memory://short.txt"]))
         monkeypatch.setattr(type(files), "open", lambda *args, **more: Short(text.encode()))
-        short = [
-            chunk.text for chunk in documents.Reader(ReadConfig()).documents(sources.find(["memory://short.txt"])[0])
-        ]
-        assert "".join(short) == text
-        assert short == whole
+        assert texts(sources.find(["memory://short.txt"])) == whole
+        assert "".join(whole) == text
     finally:
         files.rm("/short.txt")
 
@@ -309,10 +303,8 @@ def test_what_goes_wrong_on_the_web(web: str) -> None:
 
 
 def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WorkError) as error:
-        sources.find(["s3://bucket/x"])
-    assert error.value.hint == "pip install s3fs"
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(WorkError) as error:
-        sources.find(["https://host/x"])
-    assert error.value.hint == "pip install 'gpt[remote]'"
+    for address, hint in {"s3://bucket/x": "pip install s3fs", "https://host/x": "pip install 'gpt[remote]'"}.items():
+        with pytest.raises(WorkError) as error:
+            sources.find([address])
+        assert error.value.hint == hint

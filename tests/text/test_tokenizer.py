@@ -36,21 +36,13 @@ def hf_learnt(learnt: tokenizer.Tokenizer) -> HFTokenizer:
     return HFTokenizer.from_str(json.dumps(tokenizer_files.to_tokenizer_json(learnt)))
 
 
-@pytest.mark.parametrize("text", HARD)
-def test_round_trip_and_parity_on_hard_texts(text: str, learnt: tokenizer.Tokenizer, hf_learnt: HFTokenizer) -> None:
-    for each in (learnt, tokenizer.bytes_tokenizer()):
-        ids = each.encode(text)
-        assert each.decode(ids.tolist()) == text
-        assert each.eot not in ids
-    if "<|endoftext|>" not in text:  # which the tokenizers library takes for the special token
-        assert hf_learnt.encode(text).ids == learnt.encode(text).tolist()
-
-
 @settings(max_examples=300)
-@given(text=st.text(max_size=60))
+@given(text=st.sampled_from(HARD) | st.text(max_size=60))
 def test_round_trip_and_parity_on_any_text(text: str, learnt: tokenizer.Tokenizer, hf_learnt: HFTokenizer) -> None:
-    ids = learnt.encode(text).tolist()
-    assert learnt.decode(ids) == text
+    for each in (learnt, tokenizer.bytes_tokenizer()):
+        ids = each.encode(text).tolist()
+        assert each.decode(ids) == text
+        assert each.eot not in ids
     assert hf_learnt.encode(text).ids == learnt.encode(text, specials=True).tolist()
 
 
@@ -214,12 +206,13 @@ def test_a_token_that_no_merge_reaches(learnt: tokenizer.Tokenizer) -> None:
     ranks = {**learnt.backend.ranks, b"zqxj": len(learnt.backend.ranks)}
     ours = tokenizer.Tokenizer("test", ByteBPE(tokenizer.GPT2_PATTERN, ranks), len(ranks))
     values = tokenizer_files.to_tokenizer_json(ours)
-    assert HFTokenizer.from_str(json.dumps(values)).encode("zqxj").ids == ours.encode("zqxj").tolist()
+    theirs = lambda: HFTokenizer.from_str(json.dumps(values)).encode("zqxj").ids
+    assert theirs() == ours.encode("zqxj").tolist()
     assert tokenizer_files.from_tokenizer_json(values, "x").fingerprint == ours.fingerprint
     values["model"]["ignore_merges"] = False
     other = tokenizer_files.from_tokenizer_json(values, "x")
     assert isinstance(other.backend, Library)
-    assert other.encode("zqxj").tolist() == HFTokenizer.from_str(json.dumps(values)).encode("zqxj").ids != [399]
+    assert other.encode("zqxj").tolist() == theirs() != [399]
 
 
 # Special tokens, and a folder of one's own
@@ -274,11 +267,9 @@ def test_a_saved_folder_is_read_here_and_by_transformers(tmp_path: Path) -> None
         found = tokenizer_files.find_tokenizer(str(folder))
         assert (found.fingerprint, found.specials) == (made.fingerprint, made.specials)
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
-        for word, id in made.all_specials.items():
-            assert theirs.convert_tokens_to_ids(word) == id
+        assert all(theirs.convert_tokens_to_ids(word) == id for word, id in made.all_specials.items())
         for text in [*HARD, "<|user|> the cat's mat <|bot|>WE'LL SEE<|endoftext|>"]:
             assert theirs(text)["input_ids"] == made.encode(text, specials=True).tolist()
-    assert len(transformers.AutoTokenizer.from_pretrained(own)) == 400
     with pytest.raises(UserError, match="is there already"):
         tokenizer_files.save_tokenizer(learnt, own)
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["own"]
@@ -286,15 +277,15 @@ def test_a_saved_folder_is_read_here_and_by_transformers(tmp_path: Path) -> None
 
 def test_paths_that_hold_a_tokenizer(tmp_path: Path, learnt: tokenizer.Tokenizer) -> None:
     tokenizer_files.save_tokenizer(learnt, tmp_path / "own")
-    for name in ("manifest", "run/tokens", "other/step-000002", "vocab"):
+    for name in ("manifest", "run/tokens", "other/step-000002"):
         shutil.copytree(tmp_path / "own", tmp_path / name)
     for name in ("manifest", "run/tokens"):
         (tmp_path / name / "gpt.json").rename(tmp_path / name / "manifest.json")
         (tmp_path / name / "tokenizer.json").unlink()
     tokenizer_files.save_tokenizer(tokenizer.bytes_tokenizer(), tmp_path / "other" / "step-000001")
-    model = json.loads((tmp_path / "vocab" / "tokenizer.json").read_text())["model"]
-    for name in ("tokenizer.json", "tokenizer.tiktoken", "gpt.json"):
-        (tmp_path / "vocab" / name).unlink()
+    model = json.loads((tmp_path / "own" / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab").mkdir()
+    shutil.copy(tmp_path / "own" / "tokenizer_config.json", tmp_path / "vocab")
     (tmp_path / "vocab" / "vocab.json").write_text(json.dumps(model["vocab"]))
     (tmp_path / "vocab" / "merges.txt").write_text("#version: 0.2\n" + "\n".join(model["merges"]))
     files = ("own/tokenizer.tiktoken", "own/tokenizer.json")
@@ -303,20 +294,19 @@ def test_paths_that_hold_a_tokenizer(tmp_path: Path, learnt: tokenizer.Tokenizer
 
 
 def test_paths_that_hold_none(tmp_path: Path, learnt: tokenizer.Tokenizer) -> None:
-    with pytest.raises(UserError, match="holds no tokenizer"):
-        tokenizer_files.find_tokenizer(str(tmp_path))
-    with pytest.raises(UserError, match="there is no tokenizer at"):
-        tokenizer_files.find_tokenizer(str(tmp_path / "none"))
-    with pytest.raises(UserError, match='there is no tokenizer "gtp2"') as error:
-        tokenizer_files.find_tokenizer("gtp2")
-    assert error.value.hint == 'did you mean "gpt2"?'
-    tokenizer_files.save_tokenizer(learnt, tmp_path / "own")
-    file = tmp_path / "own" / "tokenizer.tiktoken"
-    whole = file.read_bytes()
-    file.write_bytes(whole[: whole.rindex(b"\n", 0, -1) + 1])
-    with pytest.raises(UserError, match="the fingerprint differs"):
-        tokenizer_files.find_tokenizer(str(tmp_path / "own"))
-    file.write_bytes(whole)
-    (tmp_path / "own" / "gpt.json").write_text('{"tokenizer": {"name": "x", "specials": [1]}}')
-    with pytest.raises(UserError, match="does not describe its tokenizer"):
-        tokenizer_files.find_tokenizer(str(tmp_path / "own"))
+    def refused(name: str | Path, message: str) -> str | None:
+        with pytest.raises(UserError, match=message) as error:
+            tokenizer_files.find_tokenizer(str(name))
+        return error.value.hint
+
+    refused(tmp_path, "holds no tokenizer")
+    refused(tmp_path / "none", "there is no tokenizer at")
+    assert refused("gtp2", 'there is no tokenizer "gtp2"') == 'did you mean "gpt2"?'
+    own = tmp_path / "own"
+    tokenizer_files.save_tokenizer(learnt, own)
+    whole = (own / "tokenizer.tiktoken").read_bytes()
+    (own / "tokenizer.tiktoken").write_bytes(whole[: whole.rindex(b"\n", 0, -1) + 1])
+    refused(own, "the fingerprint differs")
+    (own / "tokenizer.tiktoken").write_bytes(whole)
+    (own / "gpt.json").write_text('{"tokenizer": {"name": "x", "specials": [1]}}')
+    refused(own, "does not describe its tokenizer")

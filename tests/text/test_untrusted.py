@@ -62,22 +62,19 @@ def test_a_normalizer_that_lengthens_a_text_is_refused(normalizer: dict[str, Any
     [
         ({"normalizer": sequence(*[{"type": "Lowercase"}] * 1000)}, "a normalizer of 1,000 steps"),
         ({"decoder": {"type": "Sequence", "decoders": [replaces("a", "aa")] * 60}}, "a decoder that may make a text"),
-        ({"model": {"end_of_word_suffix": "#" * 1000}}, "an end_of_word_suffix of 1,000 characters"),
+        ({"model": {"end_of_word_suffix": "#" * 1000}}, "a end_of_word_suffix of 1,000 characters"),
     ],
 )
 def test_parts_of_unreasonable_size_are_refused(parts: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=says):
         _ = a_tokenizer(**parts).pieces
-    assert says.replace("an ", "a ") in error.value.message
 
 
 @pytest.mark.parametrize(
     "normalizer",
     [
         None,
-        {"type": "NFC"},
         sequence({"type": "Prepend", "prepend": "\u2581"}, replaces(" ", "\u2581")),  # Llama's, Mistral's
-        replaces(" ", "\u2581"),  # Gemma's
         sequence(replaces("``", '"'), {"type": "NFKD"}, {"type": "StripAccents"}, {"type": "Lowercase"}),  # ALBERT's
         replaces(" {2,}", " ", "Regex"),
     ],
