@@ -231,13 +231,3 @@ def test_white_space_before_a_digit_is_a_piece() -> None:
     spaces = " " * 12_000
     for text in (f"{spaces}7", f"{spaces}x", f"a{spaces}٣x", f"{spaces}7{spaces}!", f"x{spaces}"):
         assert each.encode(text, {}, False, False)[0].tolist() == each._encoding.encode_ordinary(text)
-
-
-def test_cuts_cost_next_to_nothing() -> None:
-    text = make_text(400_000)
-    each = Tokenizer("test", ByteBPE(GPT2_PATTERN, BYTES), 256)
-    started = time.perf_counter()
-    each.encode(text)
-    encoded = time.perf_counter()
-    assert cuts(text, GPT2_PATTERN) == ([], 0)
-    assert time.perf_counter() - encoded < 0.1 * (encoded - started)

@@ -89,22 +89,14 @@ class Site:
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    site = Site()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            site.answer(self)
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    class Server(http.server.ThreadingHTTPServer):
-        def handle_error(self, *args: object) -> None:
-            pass  # clients of these tests go away in the middle
-
-    with Server(("127.0.0.1", 0), Handler) as httpd:
+    site, quiet = Site(), lambda *args: None  # clients of these tests go away in the middle
+    methods = {"do_GET": lambda request: site.answer(request), "log_message": quiet}
+    handler = type("Handler", (http.server.BaseHTTPRequestHandler,), methods)
+    with type("Server", (http.server.ThreadingHTTPServer,), {"handle_error": quiet})(
+        ("127.0.0.1", 0), handler
+    ) as httpd:
         site.url = f"http://127.0.0.1:{httpd.server_address[1]}"
-        thread = threading.Thread(target=lambda: httpd.serve_forever(0.01), daemon=True)
+        thread = threading.Thread(target=httpd.serve_forever, args=[0.01], daemon=True)
         thread.start()
         yield site
         httpd.shutdown()

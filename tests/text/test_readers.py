@@ -10,7 +10,7 @@ import tarfile
 import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import pytest
@@ -142,7 +142,7 @@ def test_every_format_in_every_wrapping(name: str, ending: str, pack: Callable[[
     assert (reader.skipped.count, reader.replaced) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+@pytest.mark.parametrize("kind", ["large_string", "string_view", "dictionary"])
 def test_kinds_of_strings_in_parquet(kind: str) -> None:
     assert read("x.parquet", parquet(["one", None, "", "zwölf"] * 50, kind)) == ["one", "zwölf"] * 50
     assert read("x.parquet", parquet([None, None], "null")) == []
@@ -229,14 +229,15 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "latin-1": ("x.txt", b"caf\xe9 au lait", "x.txt is not UTF-8: byte 0xe9 at offset 3, line 1"),
     "cut in a character": ("x.txt", "né".encode()[:-1], "x.txt is not UTF-8: byte 0xc3 at offset 1, line 1"),
     "binary": ("x.txt", b"PK\x03\x04\xff\x00", "x.txt is no text: it has a zero byte at offset 5"),
-    "utf-16": ("x.txt", "hi".encode("utf-16"), "x.txt is UTF-16, not UTF-8"),
     "in gzip": ("x.gz", gzip.compress(b"\xff"), "x.gz is not UTF-8"),
     "no gzip": ("x.gz", b"hello", "x.gz is damaged: Not a gzipped file"),
     "gzip cut": ("x.gz", gzip.compress(b"hello")[:-9], "x.gz is damaged: .*ended before"),
     "gzip changed": ("x.gz", gzip.compress(b"hello")[:-8] + b"12345678", "x.gz is damaged: CRC check failed"),
+    "gzip data": ("x.gz", gzip.compress(b"")[:10] + b"\xff" * 9, "x.gz is damaged: Error -3"),
     "no zstd": ("x.zst", b"hello", "x.zst is damaged: "),
     "zstd cut": ("x.zst", zstd(b"hello" * 100)[:-3], "x.zst is damaged: it ends in the middle of a frame"),
     "no json": ("x.jsonl", b'{"text": "a"}\nhello', "x.jsonl, line 2: not JSON: Expecting value"),
+    "two objects": ("x.jsonl", b' {"text": "a"} {"text": "b"}\n', "x.jsonl, line 1: not JSON: there is more behind the object"),
     "no object": ("x.jsonl", b"[1]\n", "x.jsonl, line 1: not a JSON object"),
     "no field": ("x.jsonl", b'{"body": 1, "id": 2}\n', 'x.jsonl, line 1: no "text" in it; its keys: body, id'),
     "no string": ("x.jsonl", b'{"text": 5}\n', 'x.jsonl, line 1: "text" is not a string'),
@@ -249,16 +250,15 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "short tsv row": ("x.tsv", b'n\ttext\n1\t"a\nb"\n', "x.tsv, line 3: 1 field, and the header has 2"),
     "two columns": ("x.csv", b"text,n,text\na,1,b\n", 'x.csv, line 1: it has 2 columns called "text"'),
     "semicolons": ("x.csv", b"n;text\n1;a\n", 'x.csv, line 1: no "text" in it; its columns: n;text'),
-    "utf-32": ("x.txt", "hi".encode("utf-32"), "x.txt is UTF-32, not UTF-8"),
     "json without": ("x.json", b'{"name": "x",\n"body": "y"}', 'x.json, line 1: no "text" in it; its keys: name, body'),
     "json of two lists": ("x.json", b'{"a": [{"text": "a"}], "b": [{"text": "b"}]}', 'x.json, line 1: no "text" in it; its keys: a, b'),
     "json line cut": ("x.json", b'{"text": "a"}\n{"text": "b\n{"text": "c"}', "x.json, line 2: not JSON: Invalid control character"),
     "json array cut": ("x.json", b'[{"text": "a"},\n{"text": "b"', "x.json, line 2: not JSON: Expecting ',' delimiter"),
-    "json without comma": ("x.json", b'[{"text": "a"}\n{"text": "b"}]', "x.json, line 2: not JSON: Expecting ',' delimiter"),
     "json and more": ("x.json", b'[{"text": "a"}]\n[', "x.json, line 2: not JSON: there is more behind the array"),
     "json too deep": ("x.json", b"[" * 200_000, "x.json, line 1: not JSON: it is too deep"),
     "json latin-1": ("x.json", b'[{"text": "\xe9"}]', "x.json is not UTF-8: byte 0xe9 at offset 11, line 1"),
     "short row": ("x.csv", b'n,text\n1,"\n"\n2\n', 'x.csv, line 4: 1 field, and the header has 2'),
+    "csv latin-1": ("x.csv", b"n,text\n\xe9,a\n1,\xe9\n", "x.csv, line 3: not UTF-8: byte 0xe9"),
     "csv zero": ("x.csv", b"text\n\0\n", "x.csv, line 2: a zero byte"),
     "csv quote": ("x.csv", b'n,text\n1,a\n2,"b\n3,c\n', "x.csv, line 3: a quote is never closed"),
     "csv mac": ("x.csv", b"text\ra\rb", "x.csv, line 1: new-line character"),
@@ -277,7 +277,9 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "no tar": ("x.tar", b"hello", "x.tar is damaged: "),
     "tar header": ("x.tar", tarred(("a", b"a"), ("b", b"b")).replace(b"b\0\0", b"B\0\0"), "x.tar is damaged: bad checksum"),
     "tar cut": ("x.tar", tarred(("a", b"a" * 9999))[:4096], "x.tar is damaged: unexpected end of data"),
+    "tgz cut": ("x.tgz", gzip.compress(tarred(("a", b"a")))[:-4], "x.tgz is damaged: "),
     "tar long name": ("x.tar", tarred(("a" * 2_000_000, b"a")), "x.tar is damaged: a header of "),
+    "nested": ("x.zip", reduce(lambda data, _: zipped(("x.zip", data)), range(12), zipped(("a.txt", b"a"))), "wrapped more than 8 times"),
     "wrapped": ("x" + ".gz" * 9, b"", "wrapped more than 8 times"),
 }  # fmt: skip
 
@@ -374,7 +376,6 @@ def test_wide_characters_are_noticed(name: str) -> None:
         '[{"text": "one"}, {"text": "zwölf\\n"}]',
         '\r\n{"text": "one"}\r\n\r\n{"n": 1.5e3, "text": "zwölf\\n"}\r\n',
         '{"text":"one"}{"text":"zwölf\\n"}',
-        '{\n  "n": [{"a": []}],\n  "text": "one"\n}\n{\n  "text": "zwölf\\n"\n}',
         '{"version": "1", "ids": [1], "data": [{"text": "one"}, {"text": "zwölf\\n"}]}',
         ' [ ]\n',
         "",
@@ -455,14 +456,6 @@ def test_bombs_of_zeros_and_of_one_line() -> None:
         read("x.gz", bomb(b"\0", 100))
     with pytest.raises(UserError, match="line 1: longer than 67,108,864 bytes"):
         read("x.jsonl.gz", bomb(b" ", 100))
-
-
-def test_archives_that_hold_themselves_end() -> None:
-    data = zipped(("a.txt", b"a"))
-    for _ in range(12):
-        data = zipped(("x.zip", data))
-    with pytest.raises(UserError, match="wrapped more than 8 times"):
-        read("x.zip", data)
 
 
 def test_settings_that_cannot_be() -> None:

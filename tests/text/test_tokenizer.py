@@ -181,8 +181,7 @@ def foreign(name: str) -> tuple[tokenizer.Tokenizer, HFTokenizer]:
 @pytest.mark.parametrize("name", ["cl100k_base", "o200k_base", "odd"])
 def test_parity_under_other_patterns(name: str, text: str) -> None:
     ours, theirs = foreign(name)
-    ids = ours.encode(text).tolist()
-    assert ours.decode(ids) == text
+    assert ours.decode(ours.encode(text).tolist()) == text
     assert theirs.encode(text).ids == ours.encode(text, specials=True).tolist()
 
 
@@ -299,8 +298,6 @@ def test_paths_that_hold_none(tmp_path: Path, learnt: tokenizer.Tokenizer) -> No
             tokenizer_files.find_tokenizer(str(name))
         return error.value.hint
 
-    refused(tmp_path, "holds no tokenizer")
-    refused(tmp_path / "none", "there is no tokenizer at")
     assert refused("gtp2", 'there is no tokenizer "gtp2"') == 'did you mean "gpt2"?'
     own = tmp_path / "own"
     tokenizer_files.save_tokenizer(learnt, own)
