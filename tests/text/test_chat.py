@@ -1,6 +1,7 @@
 """Conversations: chat templates give transformers' texts and ids, answers alone count, models learn to answer."""
 
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +126,13 @@ def both(folder: Path, form: str, template: str) -> tuple[Tokenizer, Any]:
 
 def read(name: str, **config: Any) -> list[Conversation]:
     return read_examples([name], TextConfig(val_fraction=0, **config), Conversation).train
+
+
+def reread(messages: list[Any]) -> Conversation:
+    """A conversation, from a file."""
+    Path("one.jsonl").write_text(jsonl([messages]))
+    (found,) = read("one.jsonl")
+    return found
 
 
 def jsonl(chats: list[Any]) -> str:
@@ -269,35 +277,26 @@ def test_no_template_and_ones_that_cannot_be_learnt_from() -> None:
         chat.answers(with_chat_template(bytes_tokenizer(), chat.CHATML), CHAT)
 
 
-def encoded(block_size: int, messages: list[dict[str, str]]) -> tuple[str, str, ChatEncoder]:
-    """What is left of a conversation in a context, and what of it counts."""
-    encoder = ChatEncoder(bytes_tokenizer(), block_size, skip_bad=False)
-    rows = encoder.rows(Conversation(messages, "line 1"))
-    if not rows:
-        return "", "", encoder
-    (row,) = rows
-    tokenizer = encoder.tokenizer
-    assert row.bytes == len(tokenizer.decode(row.ids[row.counts].tolist()).replace("<|im_end|>", "").encode())
-    return tokenizer.decode(row.ids.tolist()), tokenizer.decode(row.ids[row.counts].tolist()), encoder
-
-
 def test_a_long_conversation_is_cut_at_a_turn() -> None:
     messages = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
     turn = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"
     whole = f"{turn}\n{turn.replace('a<', 'c<').replace('b<', 'd<')}\n"
-    length = lambda text: len(bytes_tokenizer().encode(text.replace("<|im_start|>", "s").replace("<|im_end|>", "e")))
-    text, counts, encoder = encoded(length(whole) - 1, messages)
-    assert (text, counts, list(encoder.notes())) == (whole, "b<|im_end|>d<|im_end|>", [])
-    for block_size in (length(whole) - 3, length(turn), length(turn) - 1):  # of the second turn a part fits, or nothing
-        text, counts, encoder = encoded(block_size, messages)
-        assert (text, counts) == (turn, "b<|im_end|>")
-        assert "1 cut after the last answer" in next(encoder.notes())
-    text, counts, encoder = encoded(length(turn) - 2, messages)
-    assert (text, counts) == (turn.removesuffix("<|im_end|>"), "b")
-    assert "1 within the first" in next(encoder.notes())
-    text, counts, encoder = encoded(length(turn) - 3, messages)
-    assert text == ""
-    assert "1 left out" in next(encoder.notes())
+    long, short = (len(re.sub(r"<\|\w+\|>", "s", text)) for text in (whole, turn))  # in tokens
+    both, one = "b<|im_end|>d<|im_end|>", "b<|im_end|>"
+    for size, text, counts, note in (
+        (long - 1, whole, both, ""),
+        (long - 3, turn, one, "1 cut after the last answer"),  # of the second turn a part fits, or nothing
+        (short - 1, turn, one, "1 cut after the last answer"),
+        (short - 2, turn.removesuffix("<|im_end|>"), "b", "1 within the first"),
+        (short - 3, "", "", "1 left out"),
+    ):
+        encoder = ChatEncoder(bytes_tokenizer(), size, skip_bad=False)
+        rows = encoder.rows(Conversation(messages, "line 1"))
+        texts = [encoder.tokenizer.decode(row.ids.tolist()) for row in rows]
+        counted = [encoder.tokenizer.decode(row.ids[row.counts].tolist()) for row in rows]
+        assert ("".join(texts), "".join(counted), len(rows)) == (text, counts, bool(text)), size
+        assert [row.bytes for row in rows] == [len(each.replace("<|im_end|>", "")) for each in counted]
+        assert note in next(encoder.notes(), "") and bool(note) == any(encoder.notes())
 
 
 WORDS = ["zero", "one", "two", "three", "four", "five"]
@@ -452,8 +451,7 @@ def test_conversations_as_other_tools_write_them(workdir: Path) -> None:
 
 @pytest.mark.parametrize("template", [chat.CHATML, TAGGED, QWEN3])
 def test_answers_of_weight_0_are_not_learned(template: str, workdir: Path) -> None:
-    Path("chats.jsonl").write_text(jsonl([[CHAT[0], {**CHAT[1], "weight": 0}, CHAT[2], {**CHAT[3], "weight": 1}]]))
-    (found,) = read("chats.jsonl")
+    found = reread([CHAT[0], {**CHAT[1], "weight": 0}, CHAT[2], {**CHAT[3], "weight": 1}])
     assert (found.messages, found.context) == (CHAT, [1])
     tokenizer = with_chat_template(chat.with_template(bytes_tokenizer()), template)
     every, _ = chat.answers(tokenizer, CHAT)
@@ -467,16 +465,13 @@ def test_templates_get_the_reasoning_of_a_message(workdir: Path) -> None:
     thinking = chat.CHATML.replace("message['content']", "message.get('reasoning_content', '') + message['content']")
     tokenizer = with_chat_template(chat.with_template(bytes_tokenizer()), thinking)
     for name in ("reasoning_content", "thinking", "reasoning"):
-        Path("chats.jsonl").write_text(jsonl([[CHAT[0], {**CHAT[1], name: "Two, two: "}]]))
-        (found,) = read("chats.jsonl")
+        found = reread([CHAT[0], {**CHAT[1], name: "Two, two: "}])
         (((text, ((start, end),)),), _) = chat.answers(tokenizer, found.messages)
         assert text[start:end] == "Two, two: It is 4.\n\nSure!<|im_end|>"
 
 
 def test_the_developer_is_the_system_to_a_template_without_one(workdir: Path) -> None:
-    developer = {**SYSTEM, "role": "developer"}
-    Path("chats.jsonl").write_text(jsonl([[developer, *CHAT]]))
-    (found,) = read("chats.jsonl")
+    found = reread([{**SYSTEM, "role": "developer"}, *CHAT])
     tokenizer = chat.with_template(bytes_tokenizer())
     assert chat.render(tokenizer, found.messages) == chat.render(tokenizer, [SYSTEM, *CHAT])
     own = with_chat_template(tokenizer, "{# developer #}" + chat.CHATML)

@@ -1,5 +1,6 @@
 """From sources to documents: every format, every wrapping, every way to be bad."""
 
+import contextlib
 import csv
 import gzip
 import io
@@ -51,6 +52,17 @@ def documents(reader: Reader, source: Source, on_bytes: Callable[[int], None] = 
         yield "".join(held)
 
 
+@contextlib.contextmanager
+def at_most(mebibytes: int) -> Iterator[None]:
+    """No more memory is taken."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < mebibytes * 2**20
+    finally:
+        tracemalloc.stop()
+
+
 def read(name: str, data: bytes, **config: Any) -> list[str]:
     return list(documents(Reader(ReadConfig(**config)), source(name, data)))
 
@@ -58,11 +70,6 @@ def read(name: str, data: bytes, **config: Any) -> list[str]:
 def unmarked(text: str) -> str:
     """A text without byte-order marks: at its start, and of files that were appended to it."""
     return re.sub("(?m)^\ufeff+", "", text)
-
-
-def named(value: object) -> str:
-    """The name of a case: not its bytes, in which gzip writes the time."""
-    return value if isinstance(value, str) else type(value).__name__
 
 
 def zipped(*members: tuple[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
@@ -315,7 +322,7 @@ def test_what_is_bad_says_so_in_a_line_and_can_be_skipped(case: str) -> None:
         ("x.jsonl.gz", gzip.compress(jsonl(["one"] * 50_000))[:-8], ["one"] * 50_000, 1),
         ("x.txt.zst", zstd(b"one\n---\ntwo") + zstd(b"\n---\nthree")[:-1], ["one\n", "two\n"], 1),
     ],
-    ids=named,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # not the bytes: gzip writes the time
 )  # fmt: skip
 def test_what_was_whole_before_stays(name: str, data: bytes, expected: list[str], skipped: int) -> None:
     reader = Reader(ReadConfig(skip_bad=True, split_on="---"))
@@ -390,12 +397,8 @@ def test_json_files(text: str, block: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_long_json_files_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     data = json.dumps([{"text": "long é\n" * 1000}] * 3000).encode()
-    tracemalloc.start()
-    try:
+    with at_most(10):
         assert sum(1 for _ in documents(Reader(ReadConfig()), source("x.json", data))) == 3000
-        assert tracemalloc.get_traced_memory()[1] < 10 * 2**20
-    finally:
-        tracemalloc.stop()
     monkeypatch.setattr(formats, "MAX_RECORD", 1000)
     monkeypatch.setattr(formats, "BLOCK", 100)
     with pytest.raises(UserError, match="x.json, line 2: longer than 1,000 bytes"):
@@ -441,12 +444,8 @@ def test_bombs_are_streamed(ending: str, wrap: str) -> None:
     name, data = f"x.txt{ending}", bomb(b"a", size) if ending == ".gz" else zstd(b"a" * 2**20) * size
     if wrap == "x.zip":
         name, data = wrap, zipped((name, data))
-    tracemalloc.start()
-    try:
+    with at_most(40):
         lengths = [len(chunk.text) for chunk in Reader(ReadConfig()).documents(source(name, data))]
-        assert tracemalloc.get_traced_memory()[1] < 40 * 2**20
-    finally:
-        tracemalloc.stop()
     assert max(lengths) < 8 * 2**20
     assert sum(lengths) == size * 2**20
 

@@ -8,8 +8,10 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -153,35 +155,26 @@ def test_what_is_not_there(workdir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("locked", "asked", "message"),
-    [
-        ("t/a", "t", "cannot read the folder t/a: Permission denied"),
-        ("t/a", "t/*", "cannot read the folder t/a: Permission denied"),
-        ("t/a/1", "t", "cannot read t/a/1: Permission denied"),
-    ],
+    ("locked", "asked", "what"),
+    [("t/a", "t", "the folder t/a"), ("t/a", "t/*", "the folder t/a"), ("t/a/1", "t", "t/a/1")],
 )
 def test_what_cannot_be_looked_at_is_counted(
-    workdir: Path, monkeypatch: pytest.MonkeyPatch, locked: str, asked: str, message: str
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, locked: str, asked: str, what: str
 ) -> None:
     tree(workdir, "t/a/1", "t/b/2")
     scandir, stat = os.scandir, Path.stat
-    error = PermissionError(13, "Permission denied", locked)
 
-    def refuse_list(path: str) -> object:
-        if path == locked:
-            raise error
-        return scandir(path)
+    def refuse(real: Callable[..., Any], path: str | Path, **kwargs: bool) -> Any:
+        if str(path) == locked and (real is scandir or sys._getframe(2).f_code.co_name == "_file"):
+            raise PermissionError(13, "Permission denied", locked)
+        return real(path, **kwargs)
 
-    def refuse_stat(path: Path, **kwargs: bool) -> os.stat_result:
-        if str(path) == locked == "t/a/1" and sys._getframe(1).f_code.co_name == "_file":
-            raise error
-        return stat(path, **kwargs)
-
-    monkeypatch.setattr(os, "scandir", refuse_list)
-    monkeypatch.setattr(Path, "stat", refuse_stat)
-    with pytest.raises(UserError, match=message) as refused:
+    monkeypatch.setattr(os, "scandir", lambda path: refuse(scandir, path))
+    monkeypatch.setattr(Path, "stat", lambda path, **kwargs: refuse(stat, path, **kwargs))
+    message = f"cannot read {what}: Permission denied"
+    with pytest.raises(UserError, match=message) as error:
         sources.find([asked])
-    assert "--skip-bad" in refused.value.hint
+    assert "--skip-bad" in error.value.hint
     skipped = Skipped()
     assert [source.name for source in sources.find([asked], skipped)] == ["t/b/2"]
     assert (skipped.count, skipped.examples) == (1, [message])
@@ -271,8 +264,6 @@ def web(tmp_path: Path) -> Iterator[str]:
 
 
 def test_addresses_on_the_web(tmp_path: Path, web: str) -> None:
-    import zipfile
-
     tree(tmp_path, "t/a.txt", "t/b.txt", "t/s/c.txt")
     (tmp_path / "d.jsonl").write_text('{"text": "one"}\n' * 500_000)
     with zipfile.ZipFile(tmp_path / "e.zip", "w") as archive:
@@ -281,8 +272,8 @@ def test_addresses_on_the_web(tmp_path: Path, web: str) -> None:
     assert (one.name, one.size) == (f"{web}/t/a.txt", 13)
     assert one.time // 10**9 == int((tmp_path / "t/a.txt").stat().st_mtime)
     assert texts([one, one]) == ["text of a.txt"] * 2
-    assert texts(sources.find([f"{web}/t/"])) == ["text of a.txt", "text of b.txt", "text of c.txt"]
-    assert texts(sources.find([f"{web}/t/*.txt"])) == ["text of a.txt", "text of b.txt"]
+    for asked, names in {"t/": "abc", "t/*.txt": "ab"}.items():
+        assert texts(sources.find([f"{web}/{asked}"])) == [f"text of {name}.txt" for name in names]
     assert len(texts(sources.find([f"{web}/d.jsonl?x=y"]))) == 500_000
     assert texts(sources.find([f"{web}/e.zip"])) == ["zipped"]
 

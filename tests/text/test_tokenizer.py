@@ -60,13 +60,6 @@ def test_gpt2_is_tiktokens_and_transformers(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(tokenizer_files.merging_pairs(ours.backend.ranks)) == 50_000
 
 
-def test_learning_is_deterministic(learnt: tokenizer.Tokenizer) -> None:
-    again = tokenizer.learn_tokenizer([make_text()], 400)
-    assert again.backend.ranks == learnt.backend.ranks
-    assert again.fingerprint == learnt.fingerprint
-    assert tokenizer.learn_tokenizer([make_text(seed=1)], 400).fingerprint != learnt.fingerprint
-
-
 def test_vocabulary_larger_than_the_text_supports() -> None:
     with pytest.raises(UserError, match=r"supports a vocabulary of \d+ ids at most, not 5,000") as error:
         vocabulary.make_tokenizer("auto", 5000, ["a tiny text"], 11)

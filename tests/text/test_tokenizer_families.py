@@ -415,32 +415,6 @@ def test_both_regex_engines_know_the_same_characters() -> None:
             assert found == [each.ids for each in theirs.encode_batch(texts)]
 
 
-def test_fine_tuned_it_is_still_the_familys(folders: dict[str, Path], gpt: Gpt, workdir: Path) -> None:
-    """A tiny Llama with its own tokenizer, through ``gpt train --init`` into a folder of transformers'."""
-    transformers = pytest.importorskip("transformers")
-    shutil.copytree(folders["llama3"], "llama")
-    before = transformers.AutoTokenizer.from_pretrained("llama")
-    ends = {"bos_token_id": before.bos_token_id, "eos_token_id": before.eos_token_id}
-    config = transformers.LlamaConfig(
-        vocab_size=len(before) + 7, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True, **ends,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained("llama")
-    pairs = [{"prompt": f"<|begin_of_text|>what is {i}?", "completion": f" it is {i}."} for i in range(40)]
-    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    done = gpt("train", "pairs.jsonl", "--pairs", "--init", "llama", "--steps", "1", "-o", "run", "--quiet")
-    assert done.code == 0, done.err
-    [step] = Path("run").glob("step-*")
-    after = transformers.AutoTokenizer.from_pretrained(step)
-    assert before.get_vocab() == after.get_vocab()
-    assert before.special_tokens_map == after.special_tokens_map
-    assert before.chat_template == after.chat_template
-    assert [before(text).input_ids for text in TEXTS] == [after(text).input_ids for text in TEXTS]
-    assert json.loads((step / "generation_config.json").read_text()) == ends
-    line = json.loads(gpt("sample", "what is 7?", "-m", "run", "-n", "5", "-t", "3", "--json").out)
-    assert isinstance(line["text"], str)
-
-
 @pytest.mark.parametrize("ends", ["", "b", "e", "be"])
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizer", "GPT2Tokenizer"])
 def test_the_beginning_is_what_autotokenizer_puts_there(
