@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt.text.batches import Batches, Ramp, permute
+from gpt.text.batches import Batches, Ramp
 
 
 class Ring:
@@ -22,18 +22,6 @@ class Ring:
         return np.arange(start, start + length) % self.length
 
 
-@given(n=st.integers(1, 300), key=st.integers(0, 2**63 - 1))
-def test_permutation_is_one(n: int, key: int) -> None:
-    assert sorted(permute(np.arange(n), n, key).tolist()) == list(range(n))
-
-
-def test_permutation_of_a_trillion() -> None:
-    some = np.arange(10**12, 10**12 + 1000)
-    images = permute(some, 10**13, 5)
-    assert len(set(images.tolist())) == 1000
-    assert 0 <= images.min() <= images.max() < 10**13
-
-
 def test_each_epoch_has_an_order_of_its_own() -> None:
     """Whatever the place where the ring is cut."""
     batches = Batches(Ring(8 * 50), 8, 50, 1)
@@ -43,7 +31,7 @@ def test_each_epoch_has_an_order_of_its_own() -> None:
 
 
 @settings(deadline=None)
-@given(length=st.integers(8, 200), rows=st.integers(1, 9), seed=st.integers(0, 99))
+@given(length=st.integers(8, 1000), rows=st.integers(1, 9), seed=st.integers(0, 99))
 def test_an_epoch_sees_every_token_once(length: int, rows: int, seed: int) -> None:
     ids = Ring(length)
     batches = Batches(ids, 8, rows, seed)
@@ -65,8 +53,8 @@ def test_batches_are_a_function_of_seed_and_step() -> None:
         one.global_batch(step)
     assert np.array_equal(one.global_batch(1000)[0], same.global_batch(1000)[0])
     assert not np.array_equal(one.global_batch(1000)[0], other.global_batch(1000)[0])
-    epoch = batches_per_epoch = one.windows // 4
-    first = {int(x) for step in range(batches_per_epoch) for x in one.global_batch(step)[0][:, 0]}
+    epoch = one.windows // 4
+    first = {int(x) for step in range(epoch) for x in one.global_batch(step)[0][:, 0]}
     second = {int(x) for step in range(epoch, 2 * epoch) for x in one.global_batch(step)[0][:, 0]}
     assert {x % 16 for x in first if x < 9000} != {x % 16 for x in second if x < 9000}  # the cuts shift
 
@@ -81,11 +69,11 @@ def test_ranks_are_disjoint_and_together_the_batch(length: int, each: int, ranks
     assert np.array_equal(np.concatenate([part[1] for part in parts]), y)
 
 
-def test_a_trillion_ids_cost_what_a_thousand_do() -> None:
-    batches = Batches(Ring(10**12), 1024, 64, 0)
+def test_trillions_of_ids_cost_what_a_thousand_do() -> None:
+    batches = Batches(Ring(10**13), 8, 1000, 0)  # more windows than 32 bits count
     x, _ = batches.global_batch(10**9)  # epochs later, at once
-    assert x.shape == (64, 1024)
-    assert len(set(x[:, 0].tolist())) == 64
+    assert x.shape == (1000, 8)
+    assert len(set(x[:, 0].tolist())) == 1000
 
 
 @given(
@@ -108,17 +96,10 @@ def test_a_batch_grows_along_its_line(rows: int, first: int, over: int, unit: in
 
 
 def test_a_growing_batch_leaves_no_token_out() -> None:
-    ring = Ring(8 * 97)
-    batches = Batches(ring, 8, 10, 5, Ramp(10, 1, 60, 2))
-    seen: list[int] = []
-    step = 0
-    while len(seen) < 97:
-        x, _ = batches.global_batch(step)
-        seen += x[:, 0].tolist()
-        step += 1
-    assert len(set(seen[:97])) == 97
-    assert len(batches.global_batch(0)[0]) == 1
-    assert np.shape(batches.global_batch(step)[0]) == (10, 8)
+    batches = Batches(Ring(8 * 97), 8, 10, 5, Ramp(10, 1, 60, 2))
+    rows = [batches.global_batch(step)[0] for step in range(97)]
+    assert len({int(x) for x in np.concatenate(rows)[:97, 0]}) == 97
+    assert (rows[0].shape, rows[-1].shape) == ((1, 8), (10, 8))
 
 
 def test_a_batch_that_grows_for_ages_is_known_at_once() -> None:

@@ -4,7 +4,6 @@ import errno
 import hashlib
 import http.server
 import io
-import json
 import os
 import random
 import re
@@ -17,8 +16,9 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,22 +89,14 @@ class Site:
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    site = Site()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            site.answer(self)
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    class Server(http.server.ThreadingHTTPServer):
-        def handle_error(self, *args: object) -> None:
-            pass  # clients of these tests go away in the middle
-
-    with Server(("127.0.0.1", 0), Handler) as httpd:
+    site, quiet = Site(), lambda *args: None  # clients of these tests go away in the middle
+    methods = {"do_GET": lambda request: site.answer(request), "log_message": quiet}
+    handler = type("Handler", (http.server.BaseHTTPRequestHandler,), methods)
+    with type("Server", (http.server.ThreadingHTTPServer,), {"handle_error": quiet})(
+        ("127.0.0.1", 0), handler
+    ) as httpd:
         site.url = f"http://127.0.0.1:{httpd.server_address[1]}"
-        thread = threading.Thread(target=lambda: httpd.serve_forever(0.01), daemon=True)
+        thread = threading.Thread(target=httpd.serve_forever, args=[0.01], daemon=True)
         thread.start()
         yield site
         httpd.shutdown()
@@ -114,10 +106,6 @@ def site() -> Iterator[Site]:
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     return tmp_path / "cache" / "x.bin"
-
-
-def beside(target: Path, ending: str) -> list[Path]:
-    return [path for path in target.parent.iterdir() if path.name.endswith(ending)]
 
 
 # One file
@@ -158,34 +146,25 @@ def test_no_network_is_said_at_once(target: Path) -> None:
     assert str(target) in error.value.hint
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_cut_connections_are_continued(site: Site, target: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    site.cuts = [rng.randrange(1, 150_000) for _ in range(5)]
-    ends = [sum(site.cuts[: n + 1]) for n in range(5)]
+def test_cut_connections_are_continued(site: Site, target: Path) -> None:
+    site.cuts = [1, 100_000, 123_457, 10, 299_999]
+    ends = list(accumulate(site.cuts))
     assert fetch(site.url + "/x", target, SUM, len(DATA), waits=AT_ONCE).read_bytes() == DATA
     assert site.sent == len(DATA)  # nothing twice
     assert [asked for asked, _, _ in site.log] == [None, *(f"bytes={end}-" for end in ends)]
     assert {status for _, status, _ in site.log[1:]} == {206}
 
 
-def test_a_few_tries_without_progress_are_enough(site: Site, target: Path) -> None:
-    site.cuts = [1000, 0, 0]
+def test_a_few_tries_without_progress_are_enough(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(download, "time", SimpleNamespace(sleep=waited.append))  # other threads sleep too
+    site.cuts = [0, 0, 1000, 0, 0]
     with pytest.raises(WorkError, match="was cut after 1,000 of 1,000,000 bytes"):
-        fetch(site.url + "/x", target, SUM, waits=AT_ONCE)
-    assert len(site.log) == 3
+        fetch(site.url + "/x", target, SUM, waits=(1, 2))
+    assert [seconds for seconds in waited if seconds] == [1, 2, 1, 2]
     assert not target.exists()
     assert fetch(site.url + "/x", target, SUM).read_bytes() == DATA  # the next time
     assert site.log[-1] == ("bytes=1000-", 206, len(DATA) - 1000)
-
-
-def test_waits_grow(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(download, "time", SimpleNamespace(sleep=waited.append))  # other threads sleep too
-    site.cuts = [0, 0, 10, 0, 0]
-    with pytest.raises(WorkError):
-        fetch(site.url + "/x", target, waits=(1, 2))
-    assert [seconds for seconds in waited if seconds] == [1, 2, 1, 2]
 
 
 @pytest.mark.parametrize("lack", ["ranges", "tags"])
@@ -196,21 +175,26 @@ def test_a_server_that_cannot_continue_begins_anew(site: Site, target: Path, lac
     assert [sent for _, _, sent in site.log] == [300_000, len(DATA)]
 
 
-@pytest.mark.parametrize("honest", [True, False])
-def test_a_file_that_changed_in_between(site: Site, target: Path, honest: bool) -> None:
-    site.cuts, site.honest = [300_000], honest
+@pytest.mark.parametrize(
+    ("manners", "then", "statuses"),
+    [
+        ({}, DATA[::-1], [200, 200]),  # it changed
+        ({"honest": False}, DATA[::-1], [200, 206, 200]),
+        ({"honest": False}, DATA[:1000], [200, 416, 200]),  # it shrank
+        ({"offset": 5}, DATA, [200, 206, 200]),  # the answer is from another place
+    ],
+    ids=["changed", "unsaid", "shrank", "elsewhere"],
+)
+def test_what_is_no_continuation_is_fetched_anew(
+    site: Site, target: Path, manners: dict[str, Any], then: bytes, statuses: list[int]
+) -> None:
+    site.__dict__.update(manners)
+    site.cuts = [300_000]
     with pytest.raises(WorkError):
         fetch(site.url + "/x", target, waits=())
-    site.files["/x"] = DATA[::-1]
-    assert fetch(site.url + "/x", target, waits=()).read_bytes() == DATA[::-1]
-
-
-def test_an_answer_from_another_place(site: Site, target: Path) -> None:
-    site.cuts, site.offset = [300_000], 5
-    with pytest.raises(WorkError):
-        fetch(site.url + "/x", target, waits=())
-    assert fetch(site.url + "/x", target, waits=()).read_bytes() == DATA
-    assert [status for _, status, _ in site.log] == [200, 206, 200]
+    site.files["/x"] = then
+    assert fetch(site.url + "/x", target, waits=()).read_bytes() == then
+    assert [status for _, status, _ in site.log] == statuses
 
 
 def test_what_names_a_version() -> None:
@@ -223,15 +207,6 @@ def test_what_names_a_version() -> None:
     assert download._version(message) == '"1"'
 
 
-def test_a_file_that_shrank_in_between(site: Site, target: Path) -> None:
-    site.cuts, site.honest = [300_000], False
-    with pytest.raises(WorkError):
-        fetch(site.url + "/x", target, waits=())
-    site.files["/x"] = DATA[:1000]
-    assert fetch(site.url + "/x", target, waits=()).read_bytes() == DATA[:1000]
-    assert [status for _, status, _ in site.log] == [200, 416, 200]
-
-
 def test_a_wrong_sum_leaves_nothing(site: Site, target: Path) -> None:
     site.files["/x"] = b"x" + DATA[1:]
     with pytest.raises(WorkError, match=r"1,000,000 bytes that are not what was published: their sha256 is \w{16}…"):
@@ -241,14 +216,10 @@ def test_a_wrong_sum_leaves_nothing(site: Site, target: Path) -> None:
     assert fetch(site.url + "/x", target, SUM, len(DATA)).read_bytes() == DATA
 
 
-def test_a_wrong_size_is_not_even_fetched(site: Site, target: Path) -> None:
+def test_wrong_sizes(site: Site, target: Path) -> None:
     with pytest.raises(WorkError, match="has 1,000,000 bytes, not the 999 that were published"):
         fetch(site.url + "/x", target, None, 999)
-    assert not target.exists()
-    assert not beside(target, ".part")
-
-
-def test_a_server_that_does_not_say_how_long(site: Site, target: Path) -> None:
+    assert not [path for path in target.parent.iterdir() if path.suffix in (".part", ".bin")]  # not even fetched
     site.lengths = False
     assert fetch(site.url + "/x", target).read_bytes() == DATA
     target.unlink()
@@ -275,17 +246,17 @@ def test_redirects_never_leave_https(site: Site, target: Path) -> None:
     assert site.log[-1] == ("bytes=400000-", 206, 600_000)  # what was asked for goes with the redirect
 
 
-def test_no_room_is_seen_before(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=999_999))
-    with pytest.raises(WorkError, match=r"no room for 1,000,000 bytes in .*cache: 999,999 are free"):
-        fetch(site.url + "/x", target)
-    assert not beside(target, ".part")
-
-
-def test_no_room_after_all(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(WorkError, match=r"no room for 1,000,000 bytes in .*: 999,999 are"),
+    ):
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=999_999))
+        fetch(site.url + "/x", target)
+    assert not [path for path in target.parent.iterdir() if path.suffix == ".part"]
     monkeypatch.setattr(download.os, "fsync", full)
     with pytest.raises(WorkError, match="cannot keep .*No space left on device; [0-9,]+ bytes are free there"):
         fetch(site.url + "/x", target)
@@ -299,14 +270,11 @@ def test_interrupted_and_continued(site: Site, target: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         fetch(site.url + "/x", target, SUM, len(DATA), interrupt)
     assert not target.exists()
-    (part,) = beside(target, ".part")
-    here = part.stat().st_size
-    assert here > 500_000
     seen: list[int] = []
     fetch(site.url + "/x", target, SUM, len(DATA), lambda done, total: seen.append(done))
     assert target.read_bytes() == DATA
-    assert seen[0] == here
-    assert site.log[-1] == (f"bytes={here}-", 206, len(DATA) - here)
+    assert seen[0] > 500_000
+    assert site.log[-1] == (f"bytes={seen[0]}-", 206, len(DATA) - seen[0])
 
 
 def test_whole_but_not_yet_renamed(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,19 +288,10 @@ def test_whole_but_not_yet_renamed(site: Site, target: Path, monkeypatch: pytest
 
 def test_two_at_once_fetch_it_once(site: Site, target: Path) -> None:
     site.pause = 0.03
-    results: list[bytes] = []
     seen: list[set[int]] = [set() for _ in range(4)]
-
-    def run(own: set[int]) -> None:
-        path = fetch(site.url + "/x", target, SUM, len(DATA), lambda done, total: own.add(done))
-        results.append(path.read_bytes())
-
-    threads = [threading.Thread(target=run, args=[own]) for own in seen]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [DATA] * 4
+    with ThreadPoolExecutor(4) as pool:
+        run = lambda own: fetch(site.url + "/x", target, SUM, len(DATA), lambda done, total: own.add(done)).read_bytes()
+        assert list(pool.map(run, seen)) == [DATA] * 4
     assert site.sent == len(DATA)
     assert all(any(0 < done < len(DATA) for done in own) for own in seen)  # who waits sees how far it is
     assert {path.name for path in target.parent.iterdir()} == {"x.bin", ".x.bin.ok"}
@@ -376,25 +335,18 @@ def content(source: Source) -> bytes:
         return stream.read()
 
 
-def test_pydocs_and_stdlib() -> None:
-    pydocs = catalogue.sources("pydocs")
-    assert len(pydocs) > 70
-    assert 400_000 < sum(source.size for source in pydocs) < 700_000
-    stdlib = catalogue.sources("stdlib")
-    assert sum(source.size for source in stdlib) > 5_000_000
-    assert "stdlib/json/decoder.py" in {source.name for source in stdlib}
-    assert not any("/test/" in source.name or "site-packages" in source.name for source in stdlib)
-
-
-@pytest.mark.parametrize("name", ["pydocs", "stdlib"])
-def test_sources_say_how_large_they_are(name: str) -> None:
+@pytest.mark.parametrize(("name", "least", "most"), [("pydocs", 400_000, 700_000), ("stdlib", 5_000_000, 100_000_000)])
+def test_corpora_of_pythons_own(name: str, least: int, most: int) -> None:
     sources = catalogue.sources(name)
+    assert len(sources) > 70
+    assert least < sum(source.size for source in sources) < most
     for source in random.Random(0).sample(sources, 20):
         for _ in range(2):  # each time from the first byte
             assert len(content(source)) == source.size
     assert all((source.time > 0) == (name == "stdlib") for source in sources)
-    assert catalogue.val_sources(name) == []
-    assert catalogue.fetch(name) == []
+    assert ("stdlib/json/decoder.py" in {source.name for source in sources}) == (name == "stdlib")
+    assert not any("/test/" in source.name or "site-packages" in source.name for source in sources)
+    assert catalogue.val_sources(name) == catalogue.fetch(name) == []
 
 
 def test_modules_in_another_encoding_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,30 +391,20 @@ def test_fetched_corpora(site: Site, toy: dict[str, Any], tmp_path: Path) -> Non
     assert (val.name, content(val)) == ("wikitext-2/v.txt", b"to be?")
     site.files.clear()
     assert [path.name for path in catalogue.fetch("wikitext-2")] == ["a.txt", "b.txt", "v.txt"]
-    assert {source.name: content(source) for source in catalogue.sources("wikitext-2")}[
-        "wikitext-2/b.txt"
-    ] == b"or not "
+    assert [content(source) for source in catalogue.sources("wikitext-2")] == [b"to be " * 1000, b"or not "]
 
 
-def test_progress_is_over_all_files(toy: dict[str, Any]) -> None:
+def test_progress_and_room_are_over_all_files(site: Site, toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     toy["source"]["size"] = 6013
     catalogue.val_sources("wikitext-2")
-    seen: list[tuple[int, int | None]] = []
-    catalogue.fetch("wikitext-2", lambda *pair: seen.append(pair))
-    assert seen[0] == (0, 6013)
-    assert seen[-1][0] == 6007  # the last file was here, so nothing was to be told
-    assert all(a <= b for (a, _), (b, _) in pairwise(seen))
-
-
-def test_room_for_all_is_seen_before_the_first(
-    site: Site, toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    toy["source"]["size"] = 6013
-    catalogue.val_sources("wikitext-2")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=6006))
-    with pytest.raises(WorkError, match="no room for 6,007 bytes"):
+    with monkeypatch.context() as patch, pytest.raises(WorkError, match="no room for 6,007 bytes"):
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=6006))
         catalogue.fetch("wikitext-2")
-    assert len(site.log) == 1
+    assert len(site.log) == 1  # it is seen before the first of them
+    seen: list[int] = []
+    catalogue.fetch("wikitext-2", lambda done, total: seen.append(done) if total == 6013 else seen.append(-1))
+    assert (seen[0], seen[-1]) == (0, 6007)  # the last file was here, so nothing was to be told
+    assert seen == sorted(seen)
 
 
 def test_rows_that_are_lines_and_a_published_held_out_text(
@@ -471,29 +413,26 @@ def test_rows_that_are_lines_and_a_published_held_out_text(
     parquet = pytest.importorskip("pyarrow.parquet")
     pa = pytest.importorskip("pyarrow")
 
-    def rows(*lines: str) -> bytes:
-        stream = io.BytesIO()
-        parquet.write_table(pa.table({"text": list(lines)}), stream)
-        return stream.getvalue()
-
-    site.files |= {"/a.parquet": rows(" = Title = \n", "", " To be . \n"), "/v.parquet": rows(" Or not . \n")}
+    for name, lines in {"a": [" = Title = \n", "", " To be . \n"], "v": [" Or not . \n"]}.items():
+        parquet.write_table(pa.table({"text": lines}), stream := io.BytesIO())
+        site.files[f"/{name}.parquet"] = stream.getvalue()
     toy |= {"rows": "lines", "field": "text"}
     toy["source"] |= {"files": [{"url": "a.parquet"}], "val": [{"url": "v.parquet"}]}
-    args = ["--tokenizer", "bytes", "--json", "-q"]
-    done = gpt("tokenize", "wikitext-2", "-o", "published", *args)
-    assert done.code == 0, done.err
-    assert json.loads(done.out)["documents"] == 2  # a file is one document, though it has three rows
-    folder = TokenFolder("published")
-    texts = {
-        side: bytes(id for id in folder.stream(side).take(0, len(folder.stream(side))) if id < 256).decode()
-        for side in ("train", "val")
-    }
-    assert texts == {"train": " = Title = \n \n To be . \n", "val": " Or not . \n"}
+
+    def tokenized(out: str, *args: str) -> TokenFolder:
+        done = gpt("tokenize", "wikitext-2", "-o", out, "--tokenizer", "bytes", "-q", *args)
+        assert done.code == 0, done.err
+        return TokenFolder(out)
+
+    folder = tokenized("published")
+    assert folder.documents == 2  # a file is one document, though it has three rows
+    streams = (folder.stream(side) for side in ("train", "val"))
+    texts = [bytes(id for id in stream.take(0, len(stream)) if id < 256).decode() for stream in streams]
+    assert texts == [" = Title = \n \n To be . \n", " Or not . \n"]
     assert folder.manifest["split"]["by"] == "text"
-    for other in (["--val-fraction", "0.2"], ["--val-text", "book.txt"]):  # what was asked for beats it
-        Path("book.txt").write_text("Mine.")
-        assert gpt("tokenize", "wikitext-2", "-o", other[0], *other, *args).code == 0
-        assert TokenFolder(other[0]).manifest["sources"]["count"] == (1 if other[0] == "--val-fraction" else 2)
+    Path("book.txt").write_text("Mine.")  # what was asked for beats it
+    assert tokenized("fraction", "--val-fraction", "0.2").manifest["sources"]["count"] == 1
+    assert tokenized("text", "--val-text", "book.txt").manifest["sources"]["count"] == 2
 
 
 def test_unknown_names_are_not_files(tmp_path: Path) -> None:
@@ -501,25 +440,6 @@ def test_unknown_names_are_not_files(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="there is no corpus") as error:
             catalogue.corpus(name)
         assert hint in error.value.hint
-
-
-def test_a_broken_entry_is_our_fault(toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    source = toy["source"]
-    for wrong in (
-        {"source": {**source, "python": "stdlib"}},
-        {"source": {}},
-        {"source": {**source, "files": [{"url": "a.txt", "sha256": "abc"}]}},
-        {"source": {**source, "files": [{"url": "a.parquet"}]}},
-        {"source": {**source, "files": [{"url": "a/a.txt"}, {"url": "b/a.txt"}]}},
-        {"rows": "paragraphs"},
-    ):
-        monkeypatch.setattr(catalogue, "describe", lambda name, wrong=wrong: toy | wrong)
-        with pytest.raises(AssertionError):
-            catalogue.corpus("wikitext-2")
-    for wrong in ({"licence": "MIT"}, {"source": {**source, "file": []}}):
-        monkeypatch.setattr(catalogue, "describe", lambda name, wrong=wrong: toy | wrong)
-        with pytest.raises(TypeError, match="unexpected keyword"):
-            catalogue.corpus("wikitext-2")
 
 
 ROW = re.compile(r"\| `(?P<name>[^`]+)` \| [^|]+ \| (?P<size>[^|]+) \| (?P<license>[^|]+) \| [^|]+ \|")
@@ -544,12 +464,6 @@ def test_every_entry_is_whole_and_in_the_table() -> None:
             assert all(file.size for file in corpus.all_files)
     revisions = [file.url for name in catalogue.names() for file in catalogue.corpus(name).all_files]
     assert all(re.search(r"/resolve/[0-9a-f]{40}/", url) for url in revisions if "huggingface" in url)
-
-
-def test_sizes_in_words() -> None:
-    sizes = {7: "7 bytes", 460_000: "460 kB", 7_014_752: "7 MB", 1_115_394: "1.1 MB", 28_518_193_415: "28.5 GB"}
-    assert {size: size_in_words(size) for size in sizes} == sizes
-    assert [size_in_words(size) for size in (999_499, 999_501, None)] == ["999 kB", "1 MB", ""]
 
 
 @needs_shared

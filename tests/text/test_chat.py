@@ -1,15 +1,18 @@
 """Conversations: chat templates give transformers' texts and ids, answers alone count, models learn to answer."""
 
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 import vocabularies
 from conftest import TINY, Gpt, one_line_of_what_and_what_next
+from pyarrow import parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gpt as library
@@ -43,25 +46,6 @@ LLAMA3 = (
     "{{- message['content'] | trim + '<|eot_id|>' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
 )
-QWEN = """\
-{%- set ns = namespace(last=messages|length - 1, seen=false) %}
-{%- for message in messages[::-1] %}
-    {%- if message.role == "user" and not ns.seen %}
-        {%- set ns.seen = true %}
-        {%- set ns.last = messages|length - loop.index %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- if loop.first and message.role != "system" %}
-        {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}
-    {%- endif %}
-    {%- if message.content is string %}{% set text = message.content %}{% else %}{% set text = '' %}{% endif %}
-    {{- '<|im_start|>' ~ message.role ~ '\\n' ~ text ~ '<|im_end|>' ~ '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 ZEPHYR = """\
 {% for message in messages %}
     {% if message['role'] == 'user' %}
@@ -90,10 +74,6 @@ TAGGED = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 TOOLS = "{% for m in messages %}{{ m | tojson }}{{ m.content | tojson(indent=2) }}{% if loop.index > 1 %}{% break %}{% endif %}{% endfor %}"
-TEMPLATES = {
-    "llama3": ("llama3", LLAMA3), "qwen": ("qwen", QWEN), "zephyr": ("mistral", ZEPHYR), "mistral": ("llama2", MISTRAL),
-    "chatml": ("smollm2", chat.CHATML), "tagged": ("qwen", TAGGED), "unigram": ("unigram", ZEPHYR), "tools": ("gpt2", TOOLS),
-}  # fmt: skip
 
 
 # Templates that rewrite earlier messages, or begin an answer as they do not write it, with the ends of others' turns.
@@ -127,6 +107,12 @@ R1 = (
 )
 
 
+TEMPLATES = {
+    "llama3": ("llama3", LLAMA3), "qwen": ("qwen", QWEN3), "zephyr": ("mistral", ZEPHYR), "mistral": ("llama2", MISTRAL),
+    "chatml": ("smollm2", chat.CHATML), "tagged": ("qwen", TAGGED), "unigram": ("unigram", ZEPHYR), "tools": ("gpt2", TOOLS),
+}  # fmt: skip
+
+
 def with_chat_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
     return replace(tokenizer, files={**tokenizer.files, CHAT_TEMPLATE: template.encode()})
 
@@ -136,6 +122,17 @@ def both(folder: Path, form: str, template: str) -> tuple[Tokenizer, Any]:
     vocabularies.write(form, folder)
     (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
     return find_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+
+
+def read(name: str, **config: Any) -> list[Conversation]:
+    return read_examples([name], TextConfig(val_fraction=0, **config), Conversation).train
+
+
+def reread(messages: list[Any]) -> Conversation:
+    """A conversation, from a file."""
+    Path("one.jsonl").write_text(jsonl([messages]))
+    (found,) = read("one.jsonl")
+    return found
 
 
 def jsonl(chats: list[Any]) -> str:
@@ -154,12 +151,9 @@ def test_texts_and_ids_are_those_of_transformers(name: str, tmp_path: Path) -> N
         assert chat.render(ours, messages) == wanted
         ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert chat.prompt(ours, messages) == ids
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_an_open_end_is_that_of_transformers(name: str, tmp_path: Path) -> None:
-    ours, theirs = both(tmp_path / "form", *TEMPLATES[name])
-    for last in ("  5", "The answer is ", "\n", "", "CONTINUE_FINAL_MESSAGE_TAG"):
+    wanted = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=False)
+    assert chat.render(ours, CHAT, answer=False) == wanted
+    for last in ("  5", "The answer is ", "\n", "", "CONTINUE_FINAL_MESSAGE_TAG"):  # an answer that goes on
         messages = [*QUESTION, {"role": "assistant", "content": last}]
         try:
             wanted = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
@@ -168,8 +162,6 @@ def test_an_open_end_is_that_of_transformers(name: str, tmp_path: Path) -> None:
                 chat.render(ours, messages, answer=False, open_end=True)
             continue
         assert chat.render(ours, messages, answer=False, open_end=True) == wanted
-    wanted = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=False)
-    assert chat.render(ours, CHAT, answer=False) == wanted
 
 
 def test_variables_of_a_template_are_those_of_transformers(tmp_path: Path) -> None:
@@ -244,10 +236,8 @@ def test_a_template_that_rewrites_messages_gives_a_row_per_answer(
     [
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ namespace(__init__=1) }}", "no member"),
-        ("{% set ns = namespace() %}{% set ns._x = 1 %}", "no member"),
         ("{{ 'x' * 10 ** 7 }}", "more than 4,194,304 characters"),
         ("{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}", "refuses|longer"),
-        ("{{ 'x' * 10 ** 11 }}", "refuses|longer"),
         ("{% for m in messages %}", "Unexpected end"),
         ("{{ messages[9].content.x }}", "no element 9"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
@@ -287,35 +277,26 @@ def test_no_template_and_ones_that_cannot_be_learnt_from() -> None:
         chat.answers(with_chat_template(bytes_tokenizer(), chat.CHATML), CHAT)
 
 
-def encoded(block_size: int, messages: list[dict[str, str]]) -> tuple[str, str, ChatEncoder]:
-    """What is left of a conversation in a context, and what of it counts."""
-    encoder = ChatEncoder(bytes_tokenizer(), block_size, skip_bad=False)
-    rows = encoder.rows(Conversation(messages, "line 1"))
-    if not rows:
-        return "", "", encoder
-    (row,) = rows
-    tokenizer = encoder.tokenizer
-    assert row.bytes == len(tokenizer.decode(row.ids[row.counts].tolist()).replace("<|im_end|>", "").encode())
-    return tokenizer.decode(row.ids.tolist()), tokenizer.decode(row.ids[row.counts].tolist()), encoder
-
-
 def test_a_long_conversation_is_cut_at_a_turn() -> None:
     messages = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
     turn = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"
     whole = f"{turn}\n{turn.replace('a<', 'c<').replace('b<', 'd<')}\n"
-    length = lambda text: len(bytes_tokenizer().encode(text.replace("<|im_start|>", "s").replace("<|im_end|>", "e")))
-    text, counts, encoder = encoded(length(whole) - 1, messages)
-    assert (text, counts, list(encoder.notes())) == (whole, "b<|im_end|>d<|im_end|>", [])
-    for block_size in (length(whole) - 3, length(turn), length(turn) - 1):  # of the second turn a part fits, or nothing
-        text, counts, encoder = encoded(block_size, messages)
-        assert (text, counts) == (turn, "b<|im_end|>")
-        assert "1 cut after the last answer" in next(encoder.notes())
-    text, counts, encoder = encoded(length(turn) - 2, messages)
-    assert (text, counts) == (turn.removesuffix("<|im_end|>"), "b")
-    assert "1 within the first" in next(encoder.notes())
-    text, counts, encoder = encoded(length(turn) - 3, messages)
-    assert text == ""
-    assert "1 left out" in next(encoder.notes())
+    long, short = (len(re.sub(r"<\|\w+\|>", "s", text)) for text in (whole, turn))  # in tokens
+    both, one = "b<|im_end|>d<|im_end|>", "b<|im_end|>"
+    for size, text, counts, note in (
+        (long - 1, whole, both, ""),
+        (long - 3, turn, one, "1 cut after the last answer"),  # of the second turn a part fits, or nothing
+        (short - 1, turn, one, "1 cut after the last answer"),
+        (short - 2, turn.removesuffix("<|im_end|>"), "b", "1 within the first"),
+        (short - 3, "", "", "1 left out"),
+    ):
+        encoder = ChatEncoder(bytes_tokenizer(), size, skip_bad=False)
+        rows = encoder.rows(Conversation(messages, "line 1"))
+        texts = [encoder.tokenizer.decode(row.ids.tolist()) for row in rows]
+        counted = [encoder.tokenizer.decode(row.ids[row.counts].tolist()) for row in rows]
+        assert ("".join(texts), "".join(counted), len(rows)) == (text, counts, bool(text)), size
+        assert [row.bytes for row in rows] == [len(each.replace("<|im_end|>", "")) for each in counted]
+        assert note in next(encoder.notes(), "") and bool(note) == any(encoder.notes())
 
 
 WORDS = ["zero", "one", "two", "three", "four", "five"]
@@ -325,14 +306,7 @@ CHATS = [
      {"role": "assistant", "content": f"{WORDS[5 - number]}."}]
     for number, word in enumerate(WORDS)
 ] * 4  # fmt: skip
-SHORT: dict[str, Any] = {
-    **TINY,
-    "chat": True,
-    "block_size": 128,
-    "batch_tokens": 256,
-    "dtype": "float32",
-    "sample_every": 0,
-}
+SHORT: dict[str, Any] = {**TINY, "chat": True, "block_size": 128, "dtype": "float32"}
 
 
 @pytest.fixture
@@ -359,22 +333,9 @@ def same_in_transformers(folder: Path) -> None:
 
 def test_a_model_learns_from_nothing_and_transformers_reads_it(file: Path) -> None:
     result = library.train(file, steps=3, **SHORT)
-    model = library.load(result.run)
-    assert {"<|im_start|>", "<|im_end|>"} <= model.tokenizer.all_specials.keys()
+    assert {"<|im_start|>", "<|im_end|>"} <= library.load(result.run).tokenizer.all_specials.keys()
     assert result.val_loss is not None
     same_in_transformers(result.checkpoint)
-    rows = ChatEncoder(model.tokenizer, 128, skip_bad=False).encode(
-        [Conversation(CHATS[-1], ""), Conversation(CHATS[-2], "")]
-    )
-    total, count, size = 0.0, 0, 0
-    for row in rows:  # the two that are held out
-        with torch.no_grad():
-            logs = model.model(torch.from_numpy(row.ids)[None, :-1])[0].log_softmax(-1)
-        places = row.counts[1:].nonzero()[0]
-        total -= sum(float(logs[at, row.ids[at + 1]]) for at in places)
-        count, size = count + len(places), size + row.bytes
-    assert result.val_loss == pytest.approx(total / count, rel=1e-5)
-    assert size == sum(len(m["content"]) for messages in CHATS[-2:] for m in messages if m["role"] == "assistant")
 
 
 def test_a_model_without_the_special_tokens_gets_rows_for_them(run_folder: Path, workdir: Path) -> None:
@@ -403,63 +364,53 @@ def test_a_model_without_the_special_tokens_gets_rows_for_them(run_folder: Path,
     [
         ({"messages": []}, "no message is the assistant's"),
         ({"messages": "hi"}, 'no list of objects "messages"'),
-        ({"prompt": "a"}, 'no list of objects "messages"'),
         ({"messages": [{"role": "user"}]}, 'no "content" in it'),
-        ({"messages": [{"role": "user", "content": 5}]}, '"content" is not a string'),
-        ({"messages": [{"role": "critic", "content": "x"}]}, "there is no role 'critic'"),
         ({"messages": [*CHAT[:1], {"role": "assistant", "content": None}]}, '"content" is not a string'),
-        *(
-            ({"messages": [*CHAT[:1], message, *CHAT[1:2]]}, "it uses tools, which are not supported")
-            for message in (
-                {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {}}]},
-                {"role": "assistant", "content": "Let me see.", "tool_calls": [{"type": "function"}]},
-                {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
-                {"role": "tool", "content": "x", "tool_call_id": "1"},
-                {"role": "function", "name": "f", "content": "x"},
-            )
-        ),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "there is no role 'critic'"),
+        ({"messages": [*CHAT[:2], {"role": "assistant", "content": "Let me see.", "tool_calls": [{}]}]}, "it uses tools"),
+        ({"messages": [*CHAT[:2], {"role": "assistant", "content": None, "function_call": {"name": "f"}}]}, "it uses tools"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}, *CHAT]}, "it uses tools, which are not supported"),
         ({"messages": CHAT[:2], "tools": [{"type": "function"}]}, "it uses tools, which are not supported"),
-        ({"messages": CHATS[0][:1]}, "no message is the assistant's"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, *CHAT]}, '"content" has a part that is no text'),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, '"weight" is 0.5, not 0 or 1'),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "each of the assistant's has .*: there is nothing to learn"),
+        ({"conversations": [{"from": "observation", "value": "5"}, {"from": "gpt", "value": "5"}]}, "it uses tools"),
     ],
-)
-def test_a_wrong_line_is_named_or_left_out(gpt: Gpt, workdir: Path, line: Any, said: str) -> None:
+)  # fmt: skip
+def test_a_wrong_line_is_named_or_left_out(workdir: Path, line: Any, said: str) -> None:
     Path("chats.jsonl").write_text(jsonl(CHATS[:1]) + json.dumps(line) + "\n")
-    one_line_of_what_and_what_next(gpt("train", "chats.jsonl", "--chat"), f"chats.jsonl, line 2: {said}")
+    with pytest.raises(UserError, match=f"^chats.jsonl, line 2: {said}"):
+        read("chats.jsonl")
+    assert [each.messages for each in read("chats.jsonl", skip_bad=True)] == CHATS[:1]
+
+
+def test_conversations_are_trained_on_without_the_wrong_ones(gpt: Gpt, workdir: Path) -> None:
+    Path("chats.jsonl").write_text(jsonl([CHATS[0], []]))
+    message = "chats.jsonl, line 2: no message is the assistant's"
+    one_line_of_what_and_what_next(gpt("train", "chats.jsonl", "--chat"), message)
     done = gpt("train", "chats.jsonl", "--chat", "--skip-bad", "--val-fraction", "0", "--steps", "1")
     assert done.code == 0, done.err
     assert "gpt sample -i -m" in done.out
 
 
 def test_conversations_in_parquet_and_json(workdir: Path) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
     rows = [{"id": n, "messages": messages} for n, messages in enumerate(CHATS)]
     parquet.write_table(pa.Table.from_pylist(rows), "chats.parquet", row_group_size=5)
     Path("chats.json").write_text(json.dumps(rows, indent=1), encoding="utf-8-sig")
     for name in ("chats.parquet", "chats.json"):
-        found = read_examples([name], TextConfig(val_fraction=0), Conversation).train
-        assert [each.messages for each in found] == CHATS
-    assert found[1].where.startswith("chats.json, line ")
-    for column, message in {
-        "text": 'x.parquet: no "messages" in it; its columns: text',
-        "messages": 'x.parquet, row 1: no list of objects "messages" in it',
-    }.items():
-        parquet.write_table(pa.table({column: ["x"]}), "x.parquet")
-        with pytest.raises(UserError, match=message):
-            read_examples(["x.parquet"], TextConfig(val_fraction=0), Conversation)
+        assert [each.messages for each in read(name)] == CHATS
+    assert read("chats.json")[1].where.startswith("chats.json, line ")
     called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
-    parquet.write_table(pa.Table.from_pylist([*rows[:2], {"id": 9, "messages": [*CHAT[:1], called]}]), "x.parquet")
-    with pytest.raises(UserError, match="x.parquet, row 3: it uses tools"):
-        read_examples(["x.parquet"], TextConfig(val_fraction=0), Conversation)
-    assert len(read_examples(["x.parquet"], TextConfig(val_fraction=0, skip_bad=True), Conversation).train) == 2
-
-
-def test_empty_lists_of_tools_are_none(workdir: Path) -> None:
-    messages = [{**message, "tool_calls": None, "name": "x"} for message in CHAT]
-    Path("chats.jsonl").write_text(json.dumps({"messages": messages, "tools": []}))
-    (found,) = read_examples(["chats.jsonl"], TextConfig(val_fraction=0), Conversation).train
-    assert found.messages == CHAT
+    for table, message in (
+        (pa.table({"text": ["x"]}), 'x.parquet: no "messages" in it; its columns: text'),
+        (pa.table({"messages": ["x"]}), 'x.parquet, row 1: no list of objects "messages" in it'),
+        (pa.table({"messages": [CHAT], "tools": [json.dumps([{"type": "function"}])]}), "row 1: it uses tools"),
+        (pa.table({"messages": [CHAT, CHAT, [CHAT[0], called]]}), "x.parquet, row 3: it uses tools"),
+    ):
+        parquet.write_table(table, "x.parquet")
+        with pytest.raises(UserError, match=message):
+            read("x.parquet")
+    assert len(read("x.parquet", skip_bad=True)) == 2
 
 
 def test_a_conversation_at_the_prompt(gpt: Gpt, file: Path) -> None:
@@ -477,91 +428,64 @@ def test_a_conversation_at_the_prompt(gpt: Gpt, file: Path) -> None:
 
 
 def test_conversations_as_other_tools_write_them(workdir: Path) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    def read(name: str) -> list[Conversation]:
-        return read_examples([name], TextConfig(val_fraction=0), Conversation).train
-
-    names = {"system": "system", "user": "human", "assistant": "gpt"}
-    sharegpt = [{"from": names[each["role"]], "value": each["content"]} for each in [SYSTEM, *CHAT]]
+    names, plain = {"system": "system", "user": "human", "assistant": "gpt"}, [SYSTEM, *CHAT]
+    sharegpt = {"conversations": [{"from": names[each["role"]], "value": each["content"]} for each in plain]}
     parts = [{**each, "content": [{"type": "text", "text": part} for part in each["content"]]} for each in CHAT]
-    plain = [SYSTEM, *CHAT]
     lines: list[Any] = [
-        {"id": "1", "conversations": sharegpt},
+        sharegpt,
         {"conversation": plain, "tools": "[]"},
         {"messages": json.dumps(plain)},
         {"messages": parts, "system": SYSTEM["content"]},
+        {"messages": [{**each, "tool_calls": None, "name": "x"} for each in plain], "tools": []},
     ]
     Path("chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [each.messages for each in read("chats.jsonl")] == [plain] * len(lines)
-    Path("chats.json").write_text(json.dumps({"version": 1, "data": lines[:1]}))
-    parquet.write_table(pa.Table.from_pylist(lines[:1]), "one.parquet")
+    Path("chats.json").write_text(json.dumps({"version": 1, "data": [sharegpt]}))
+    parquet.write_table(pa.Table.from_pylist([sharegpt]), "one.parquet")
     parquet.write_table(pa.table({"messages": [json.dumps(plain)], "tools": [None]}), "two.parquet")
     quoted = json.dumps(plain).replace('"', '""')
     Path("chats.csv").write_text(f'messages\n"{quoted}"\n')
-    for name in ("chats.json", "one.parquet", "two.parquet", "chats.csv"):
-        assert [each.messages for each in read(name)] == [plain], name
-    parquet.write_table(pa.table({"messages": [plain], "tools": [json.dumps([{"type": "function"}])]}), "tools.parquet")
-    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, *CHAT]
-    observed = [*sharegpt, {"from": "observation", "value": "5"}, sharegpt[-1]]
-    for record, said in {
-        "image": (image, '"content" has a part that is no text'),
-        "tool": (observed, "it uses tools"),
-        "weight": ([CHAT[0], {**CHAT[1], "weight": 0.5}], '"weight" is 0.5, not 0 or 1'),
-        "nothing": ([CHAT[0], {**CHAT[1], "weight": 0}], "there is nothing to learn"),
-    }.values():
-        Path("chats.jsonl").write_text(jsonl([record]))
-        with pytest.raises(UserError, match=said):
-            read("chats.jsonl")
-    with pytest.raises(UserError, match="row 1: it uses tools"):
-        read("tools.parquet")
+    for name in ("chats.jsonl", "chats.json", "one.parquet", "two.parquet", "chats.csv"):
+        found = read(name)
+        assert [each.messages for each in found] == [plain] * (len(lines) if name == "chats.jsonl" else 1), name
 
 
 @pytest.mark.parametrize("template", [chat.CHATML, TAGGED, QWEN3])
 def test_answers_of_weight_0_are_not_learned(template: str, workdir: Path) -> None:
-    Path("chats.jsonl").write_text(jsonl([[CHAT[0], {**CHAT[1], "weight": 0}, CHAT[2], {**CHAT[3], "weight": 1}]]))
-    (found,) = read_examples(["chats.jsonl"], TextConfig(val_fraction=0), Conversation).train
+    found = reread([CHAT[0], {**CHAT[1], "weight": 0}, CHAT[2], {**CHAT[3], "weight": 1}])
     assert (found.messages, found.context) == (CHAT, [1])
     tokenizer = with_chat_template(chat.with_template(bytes_tokenizer()), template)
     every, _ = chat.answers(tokenizer, CHAT)
     some, _ = chat.answers(tokenizer, found.messages, found.context)
     assert some[-1][0] == every[-1][0]
-    assert [text[start:end] for text, spans in some for start, end in spans] == [
-        text[start:end] for text, spans in every for start, end in spans
-    ][1:]
+    learned = [[text[start:end] for text, spans in rows for start, end in spans] for rows in (every, some)]
+    assert learned[1] == learned[0][1:]
 
 
 def test_templates_get_the_reasoning_of_a_message(workdir: Path) -> None:
     thinking = chat.CHATML.replace("message['content']", "message.get('reasoning_content', '') + message['content']")
     tokenizer = with_chat_template(chat.with_template(bytes_tokenizer()), thinking)
     for name in ("reasoning_content", "thinking", "reasoning"):
-        Path("chats.jsonl").write_text(jsonl([[CHAT[0], {**CHAT[1], name: "Two, two: "}]]))
-        (found,) = read_examples(["chats.jsonl"], TextConfig(val_fraction=0), Conversation).train
+        found = reread([CHAT[0], {**CHAT[1], name: "Two, two: "}])
         (((text, ((start, end),)),), _) = chat.answers(tokenizer, found.messages)
         assert text[start:end] == "Two, two: It is 4.\n\nSure!<|im_end|>"
 
 
 def test_the_developer_is_the_system_to_a_template_without_one(workdir: Path) -> None:
-    developer = {**SYSTEM, "role": "developer"}
-    Path("chats.jsonl").write_text(jsonl([[developer, *CHAT]]))
-    (found,) = read_examples(["chats.jsonl"], TextConfig(val_fraction=0), Conversation).train
+    found = reread([{**SYSTEM, "role": "developer"}, *CHAT])
     tokenizer = chat.with_template(bytes_tokenizer())
     assert chat.render(tokenizer, found.messages) == chat.render(tokenizer, [SYSTEM, *CHAT])
     own = with_chat_template(tokenizer, "{# developer #}" + chat.CHATML)
     assert chat.render(own, found.messages).startswith("<|im_start|>developer\n")
 
 
-def test_a_conversation_that_the_assistant_begins(workdir: Path) -> None:
+def test_a_conversation_that_the_assistant_begins() -> None:
     needs_one = "{% if messages[0].role == 'system' %}!{% endif %}"
     messages = [{"role": "assistant", "content": "im_end"}, *CHAT]
     for template in (chat.CHATML, QWEN3):
         tokenizer = with_chat_template(chat.with_template(bytes_tokenizer()), needs_one + template)
         rows, _ = chat.answers(tokenizer, messages)
         learned = [text[start:end] for text, spans in rows for start, end in spans]
-        assert [each.rpartition("</think>\n\n")[2] for each in learned] == [
-            f"{each['content']}<|im_end|>" for each in messages if each["role"] == "assistant"
-        ]
-        assert (
-            ChatEncoder(tokenizer, 64, skip_bad=False).prompt(Conversation(messages[:1], ""))[0].count("im_start") > 1
-        )
+        said = [f"{each['content']}<|im_end|>" for each in messages if each["role"] == "assistant"]
+        assert [each.rpartition("</think>\n\n")[2] for each in learned] == said
+        prompt, *_ = ChatEncoder(tokenizer, 64, skip_bad=False).prompt(Conversation(messages[:1], ""))
+        assert prompt.count("im_start") > 1

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, Gpt, one_line_of_what_and_what_next, slow
+from conftest import TINY, Gpt, losses, one_line_of_what_and_what_next, slow
 
 import gpt as library
-from gpt import events
 from gpt.config import TextConfig
 from gpt.errors import UserError
 from gpt.model.loss import IGNORED
@@ -44,18 +43,6 @@ def file(workdir: Path) -> Path:
     path = workdir / "pairs.jsonl"
     path.write_text(jsonl(BY_HEART))
     return path
-
-
-@pytest.mark.slow
-def test_translations_are_learnt_by_heart_and_sampled_greedily(gpt: Gpt, file: Path) -> None:
-    done = gpt("train", file, "--pairs", "--val-fraction", "0", "--epochs", "60", "--dtype", "float32", "--json",
-               "--n-layer", "2", "--n-head", "2", "--n-embd", "64", "--block-size", "32", "--dropout", "0")  # fmt: skip
-    assert done.code == 0, done.err
-    assert json.loads(done.out)["val_loss"] is None
-    for pair in BY_HEART[::7]:
-        line = json.loads(gpt("sample", pair["prompt"], "--greedy", "--json").out)
-        assert (line["text"], line["finish_reason"]) == (pair["completion"], "eot")
-    assert gpt("sample", "I love you =>", "--greedy").out == "I love you => ti amo\n"
 
 
 def test_what_is_said_and_measured(gpt: Gpt, file: Path) -> None:
@@ -94,15 +81,12 @@ def test_rows_and_targets() -> None:
     pairs = rows_of(("ab", "cde"), ("", "x"), ("pqr", ""))
     x, y = RowBatches(pairs, 3, seed=1).global_batch(0)
     assert x.shape == y.shape == (3, 5)
-    rows = {bytes(row[row > 0].astype("u1")): target for row, target in zip(x, y, strict=True)}
-    a, b, c = (
-        rows[b"abcde"],
-        rows[b"\0x"] if b"\0x" in rows else next(t for r, t in zip(x, y, strict=True) if r[0] == EOT),
-        rows[b"pqr"],
-    )
-    assert a.tolist() == [IGNORED, *b"cde", EOT]
-    assert b.tolist() == [ord("x"), EOT, *[IGNORED] * 3]
-    assert c.tolist() == [IGNORED, IGNORED, EOT, IGNORED, IGNORED]
+    targets = {chr(row[0] % EOT): target.tolist() for row, target in zip(x, y, strict=True)}
+    assert targets == {
+        "a": [IGNORED, *b"cde", EOT],
+        "\0": [ord("x"), EOT, *[IGNORED] * 3],  # an empty prompt: the end of text is before it
+        "p": [IGNORED, IGNORED, EOT, IGNORED, IGNORED],
+    }
     assert pairs.targets == 4 + 2 + 1 == int((y != IGNORED).sum())
 
 
@@ -121,22 +105,15 @@ def test_batches_are_a_function_of_seed_and_step() -> None:
 def test_accumulation_counts_every_target_alike(file: Path) -> None:
     """Parts of a batch hold different numbers of targets; together they weigh as in one."""
 
-    def losses(micro_batch: str) -> list[float]:
+    def run(micro_batch: str) -> tuple[Any, list[float]]:
+        settings = {**TINY, "batch_tokens": 150, "pairs": True, "steps": 6, "dtype": "float32", "tokenizer": "bytes"}
         heard: list[Any] = []
-        library.train(
-            file, pairs=True, steps=6, dtype="float32", tokenizer="bytes", micro_batch=micro_batch, listen=heard.append,
-            **{**TINY, "batch_tokens": 150},
-        )  # fmt: skip
-        return [event.loss for event in heard if isinstance(event, events.StepEvent)]
+        result = library.train(file, micro_batch=micro_batch, listen=heard.append, **settings)
+        return json.loads((result.run / "run.json").read_text())["resolved"]["rows"], losses(heard)
 
-    rows = json.loads(
-        (
-            library.train(file, pairs=True, steps=1, tokenizer="bytes", **{**TINY, "batch_tokens": 150}).run
-            / "run.json"
-        ).read_text()
-    )["resolved"]["rows"]
+    rows, one_by_one = run("1")
     assert rows > 1
-    assert losses("1") == pytest.approx(losses(str(rows)), rel=1e-4)
+    assert one_by_one == pytest.approx(run(str(rows))[1], rel=1e-4)
 
 
 def test_pairs_in_whatever_they_are_packed(workdir: Path) -> None:
@@ -197,14 +174,6 @@ def test_a_held_out_file_of_its_own(file: Path) -> None:
     assert (len(found.train), len(found.held_out)) == (65, 3)
 
 
-def test_pairs_go_on_from_a_model(run_folder: Path, file: Path) -> None:
-    heard: list[Any] = []
-    result = library.train(file, pairs=True, init=run_folder, steps=20, lr=2e-3, dtype="float32", listen=heard.append)
-    evals = [event.val_loss for event in heard if isinstance(event, events.EvalEvent)]
-    assert result.val_loss < evals[0] - 0.5
-    assert library.load(result.run).tokenizer.fingerprint == library.load(run_folder).tokenizer.fingerprint
-
-
 @pytest.fixture(scope="module")
 def model_to_tune(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model that has read the words of the pairs in another order."""
@@ -225,17 +194,17 @@ def model_to_tune(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("options", "least"), [slow([], 38), (["--lora-rank", "8", "--lr", "0.004", "--epochs", "40"], 36)]
 )
 def test_pairs_are_given_back(gpt: Gpt, model_to_tune: Path, file: Path, options: list[str], least: int) -> None:
-    file.write_text(jsonl(BY_HEART[:40]))
+    pairs = BY_HEART[:40]
+    file.write_text(jsonl(pairs))
     done = gpt("train", file, "--pairs", "--val-fraction", "0", "--init", model_to_tune, *options, "--dtype", "float32")
     assert done.code == 0, done.err
     said = re.search(r"answered exactly \(greedy\): (\d+) of 40$", done.out, re.MULTILINE)
     assert said is not None
     assert int(said[1]) >= least
-    prompts = [pair["prompt"] for pair in BY_HEART[:40]]
-    pieces = library.load("runs/pairs").write_all(prompts, SampleConfig(greedy=True, max_tokens=20))
-    samples = [piece.sample for piece in pieces if piece.sample is not None]
-    answers = [(sample.text, sample.finish_reason) for sample in samples]
-    assert sum(answer == (p["completion"], "eot") for answer, p in zip(answers, BY_HEART, strict=False)) == int(said[1])
+    config = SampleConfig(greedy=True, max_tokens=20)
+    pieces = library.load("runs/pairs").write_all([pair["prompt"] for pair in pairs], config)
+    answers = [(each.sample.text, each.sample.finish_reason) for each in pieces if each.sample is not None]
+    assert sum(answer == (p["completion"], "eot") for answer, p in zip(answers, pairs, strict=True)) == int(said[1])
 
 
 def test_both_sides_are_asked_and_of_many_pairs_a_sample(gpt: Gpt, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,13 +223,11 @@ def test_both_sides_are_asked_and_of_many_pairs_a_sample(gpt: Gpt, file: Path, m
     [
         ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], [], 'pairs.jsonl, line 2: no "completion" in it; its keys: prompt'),
         ([{"prompt": 1, "completion": "b"}], [], 'pairs.jsonl, line 1: "prompt" is not a string'),
-        ([{"prompt": "a", "completion": None}], [], 'pairs.jsonl, line 1: "completion" is not a string'),
         (["text"], [], "pairs.jsonl, line 1: not a JSON object"),
         ([{"prompt": "\ud800", "completion": "b"}], [], "pairs.jsonl, line 1: half a surrogate pair is no character"),
         ([], [], "pairs.jsonl is empty: 0 pairs"),
         ([{"prompt": "a", "completion": "b"}], [], "too few pairs to hold 0.1 of them out: 1"),
         ([{"prompt": "a" * 30, "completion": "b" * 40}] * 3, ["--tokenizer", "bytes"], "line 1: the pair has 70 tokens; the context holds 64"),
-        ([{"prompt": "a", "completion": "b"}] * 3, ["--n-head", "3"], "n_embd 128 is not divisible"),
     ],
 )  # fmt: skip
 def test_wrong_pairs_are_one_clear_line(

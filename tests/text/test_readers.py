@@ -1,5 +1,6 @@
 """From sources to documents: every format, every wrapping, every way to be bad."""
 
+import contextlib
 import csv
 import gzip
 import io
@@ -10,8 +11,7 @@ import tarfile
 import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
+from functools import partial, reduce
 from typing import Any
 
 import pytest
@@ -52,6 +52,17 @@ def documents(reader: Reader, source: Source, on_bytes: Callable[[int], None] = 
         yield "".join(held)
 
 
+@contextlib.contextmanager
+def at_most(mebibytes: int) -> Iterator[None]:
+    """No more memory is taken."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < mebibytes * 2**20
+    finally:
+        tracemalloc.stop()
+
+
 def read(name: str, data: bytes, **config: Any) -> list[str]:
     return list(documents(Reader(ReadConfig(**config)), source(name, data)))
 
@@ -59,11 +70,6 @@ def read(name: str, data: bytes, **config: Any) -> list[str]:
 def unmarked(text: str) -> str:
     """A text without byte-order marks: at its start, and of files that were appended to it."""
     return re.sub("(?m)^\ufeff+", "", text)
-
-
-def named(value: object) -> str:
-    """The name of a case: not its bytes, in which gzip writes the time."""
-    return value if isinstance(value, str) else type(value).__name__
 
 
 def zipped(*members: tuple[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
@@ -116,7 +122,7 @@ def parquet(texts: list[str | None], kind: str = "string") -> bytes:
 
 FORMATS: dict[str, Callable[[list[str]], bytes]] = {
     "x.txt": lambda texts: "---\r\n".join(texts).encode(),
-    "x.jsonl": jsonl,
+    "x.jsonlines": jsonl,
     "X.NDJSON": jsonl,
     "x.csv": partial(table, delimiter=","),
     "x.json": lambda texts: json.dumps([{"n": n, "text": text} for n, text in enumerate(texts)], indent=1).encode(),
@@ -143,31 +149,22 @@ def test_every_format_in_every_wrapping(name: str, ending: str, pack: Callable[[
     assert (reader.skipped.count, reader.replaced) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+@pytest.mark.parametrize("kind", ["large_string", "string_view", "dictionary"])
 def test_kinds_of_strings_in_parquet(kind: str) -> None:
     assert read("x.parquet", parquet(["one", None, "", "zwölf"] * 50, kind)) == ["one", "zwölf"] * 50
     assert read("x.parquet", parquet([None, None], "null")) == []
 
 
 def test_fields() -> None:
-    assert read(
-        "x.jsonl", b'\xef\xbb\xbf{"a.b": "one", "a": {"b": 2}}\n\n  \n{"a.b": ""}\n{"a.b": null}', field="a.b"
-    ) == ["one"]
+    lines = b'\xef\xbb\xbf{"a.b": "one", "a": {"b": 2}}\n\n  \n{"a.b": ""}\n{"a.b": null}'
+    assert read("x.jsonl", lines, field="a.b") == ["one"]
     assert read("x.csv", b'n,"a.b"\n\n1,"x ""y""\r\nz"\n2,\n3,t', field="a.b") == ['x "y"\r\nz', "t"]
-    for encoding in ("utf-16", "utf-32", "utf-16-le", "latin-1"):
-        assert read("x.jsonl", '{"text": "Zürich\\n"}\n{"text": "ä"}'.encode(encoding), encoding=encoding) == [
-            "Zürich\n",
-            "ä",
-        ]
-        assert read("x.csv", "text\nZürich\n".encode(encoding), encoding=encoding) == ["Zürich"]
 
 
-@pytest.mark.parametrize("name", ["x", "x.jsonl", "x.csv", "x.zip", "x.tar", "x.txt.gz", "x.parquet"])
-def test_nothing_in_it_is_no_document(name: str) -> None:
+def test_nothing_in_it_is_no_document() -> None:
     empty = {"x.zip": zipped(), "x.tar": tarred(), "x.txt.gz": gzip.compress(b""), "x.parquet": parquet([])}
-    assert read(name, empty.get(name, b"")) == []
-    if name == "x.csv":
-        assert read(name, b"text\n") == []
+    for name, data in {**empty, **dict.fromkeys(("x", "x.jsonl", "x.csv"), b""), "y.csv": b"text\n"}.items():
+        assert read(name, data) == [], name
 
 
 @given(
@@ -181,16 +178,20 @@ def test_decoding_is_exact_whatever_the_blocks(data: bytes, block: int) -> None:
         reader = Reader(ReadConfig(errors="replace"))
         assert "".join(documents(reader, source("x", data))) == unmarked(data.decode(errors="replace"))
         assert reader.replaced == data.decode(errors="replace").count("\ufffd") - data.count(b"\xef\xbf\xbd")
-        try:
-            expected = data.decode()
-        except UnicodeDecodeError as error:
-            line = data[: error.start].count(b"\n") + 1
-            with pytest.raises(
-                UserError, match=f"is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}, line {line}$"
-            ):
-                read("x", data)
-        else:
-            assert (reader.replaced, "".join(read("x", data))) == (0, unmarked(expected))
+        check_strict(data, "utf-8", "UTF-8")
+
+
+def check_strict(data: bytes, codec: str, name: str, **config: str) -> None:
+    """What is read is the text in this encoding, or the first byte that is not is named."""
+    try:
+        expected = data.decode(codec)
+    except UnicodeDecodeError as error:
+        start = error.start + 3 * (codec == "utf-8-sig")  # it counts from behind the mark
+        line = data[:start].decode(codec).count("\n") + 1
+        with pytest.raises(UserError, match=f"is not {name}: byte 0x{data[start]:02x} at offset {start}, line {line}$"):
+            read("x", data, **config)
+    else:
+        assert "".join(read("x", data, **config)) == unmarked(expected)
 
 
 @given(st.text(st.sampled_from("aé日\n🐕\ufeff"), max_size=30), st.binary(max_size=3), st.integers(1, 5),
@@ -198,24 +199,13 @@ def test_decoding_is_exact_whatever_the_blocks(data: bytes, block: int) -> None:
 @settings(max_examples=300)
 def test_other_encodings_are_decoded_as_python_does(text: str, tail: bytes, block: int, encoding: str) -> None:
     data = text.encode(encoding, "replace").replace(b"?", b"\n") + tail
-    if "\0" in data.decode(encoding, "replace"):
+    expected = data.decode(encoding, "replace")
+    if "\0" in expected:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "BLOCK", block)
-        assert "".join(read("x", data, encoding=encoding, errors="replace")) == unmarked(
-            data.decode(encoding, "replace")
-        )
-        try:
-            expected = data.decode(encoding)
-        except UnicodeDecodeError as error:
-            start = error.start + 3 * (encoding == "utf-8-sig")  # it counts from behind the mark
-            line = data[:start].decode(encoding).count("\n") + 1
-            with pytest.raises(
-                UserError, match=f"is not {encoding}: byte 0x{data[start]:02x} at offset {start}, line {line}$"
-            ):
-                read("x", data, encoding=encoding)
-        else:
-            assert "".join(read("x", data, encoding=encoding)) == unmarked(expected)
+        assert "".join(read("x", data, encoding=encoding, errors="replace")) == unmarked(expected)
+        check_strict(data, encoding, encoding, encoding=encoding)
 
 
 LINES = st.lists(
@@ -228,29 +218,24 @@ LINES = st.lists(
 def test_split_on_is_a_split_of_the_lines(
     lines: list[str], separator: str, block: int, head: int, skip_bad: bool
 ) -> None:
-    text = "\n".join(lines)
-    expected, document = [], ""
+    expected = [""]
     for line in [part + "\n" for part in lines[:-1]] + lines[-1:]:
-        if line and line.removesuffix("\n").removesuffix("\r") == separator.removesuffix("\r"):
-            expected.append(document)
-            document = ""
+        if line and line.removesuffix("\n").removesuffix("\r") == separator:
+            expected.append("")
         else:
-            document += line
-    expected.append(document)
+            expected[-1] += line
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "BLOCK", block)
         patch.setattr(reading, "HEAD", head)
         patch.setattr(reading, "LENGTH", 2 * head)
-        assert read("x", text.encode(), split_on=separator, skip_bad=skip_bad) == [d for d in expected if d]
+        found = read("x", "\n".join(lines).encode(), split_on=separator, skip_bad=skip_bad)
+        assert found == [document for document in expected if document]
 
 
 BAD: dict[str, tuple[str, bytes, str]] = {
     "latin-1": ("x.txt", b"caf\xe9 au lait", "x.txt is not UTF-8: byte 0xe9 at offset 3, line 1"),
-    "third line": ("x.txt", b"one\ntwo\nthr\xff", "x.txt is not UTF-8: byte 0xff at offset 11, line 3"),
     "cut in a character": ("x.txt", "né".encode()[:-1], "x.txt is not UTF-8: byte 0xc3 at offset 1, line 1"),
-    "a later block": ("x.txt", b"12345678\n" * 300_000 + b"\xff", r"at offset 2,700,000, line 300,001"),
     "binary": ("x.txt", b"PK\x03\x04\xff\x00", "x.txt is no text: it has a zero byte at offset 5"),
-    "utf-16": ("x.txt", "hi".encode("utf-16"), "x.txt is UTF-16, not UTF-8"),
     "in gzip": ("x.gz", gzip.compress(b"\xff"), "x.gz is not UTF-8"),
     "no gzip": ("x.gz", b"hello", "x.gz is damaged: Not a gzipped file"),
     "gzip cut": ("x.gz", gzip.compress(b"hello")[:-9], "x.gz is damaged: .*ended before"),
@@ -267,28 +252,17 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "long number": ("x.jsonl", b"1" * 5000, "x.jsonl, line 1: not JSON: Exceeds the limit"),
     "surrogate": ("x.jsonl", b'{"text": "\\ud800"}', "x.jsonl, line 1: half a surrogate pair"),
     "jsonl latin-1": ("x.jsonl", b'{"text": ""}\n{"text": "\xe9"}', "x.jsonl is not UTF-8: byte 0xe9 at offset 23, line 2"),
-    "no column": ("x.csv", b"a,b\n1,2\n", 'x.csv, line 1: no "text" in it; its columns: a, b'),
-    "long row": ("x.csv", b"n,text\n1,Hello, world\n", 'x.csv, line 2: 3 fields, and the header has 2'),
-    "long row of one": ("x.csv", b"text\nHello, world\n", "x.csv, line 2: 2 fields, and the header has 1"),
     "long row after a quoted line break": ("x.csv.gz", gzip.compress(b'n,text\r\n1,"a\r\nb"\r\n\r\n2,c,d\r\n'), "x.csv.gz, line 5: 3 fields"),
-    "long row at its end": ("x.csv", b"n,text\n1,a,\n", "x.csv, line 2: 3 fields, and the header has 2"),
-    "quote after a space": ("x.csv", b'n,text\n1, "Hello, world"\n', "x.csv, line 2: 3 fields"),
-    "row cut by a line break": ("x.csv", b"n,text,lang\n1,Hello\n", "x.csv, line 2: 2 fields, and the header has 3"),
     "long tsv row": ("x.tsv", b"n\ttext\n1\ta\n2\ta\tb\n", "x.tsv, line 3: 3 fields, and the header has 2"),
     "short tsv row": ("x.tsv", b'n\ttext\n1\t"a\nb"\n', "x.tsv, line 3: 1 field, and the header has 2"),
     "two columns": ("x.csv", b"text,n,text\na,1,b\n", 'x.csv, line 1: it has 2 columns called "text"'),
     "semicolons": ("x.csv", b"n;text\n1;a\n", 'x.csv, line 1: no "text" in it; its columns: n;text'),
-    "utf-32": ("x.txt", "hi".encode("utf-32"), "x.txt is UTF-32, not UTF-8"),
-    "json of strings": ("x.json", b'\n["a"]', "x.json, line 2: not a JSON object"),
     "json without": ("x.json", b'{"name": "x",\n"body": "y"}', 'x.json, line 1: no "text" in it; its keys: name, body'),
-    "json of columns": ("x.json", b'{"text": ["a", "b"]}', 'x.json, line 1: "text" is not a string'),
     "json of two lists": ("x.json", b'{"a": [{"text": "a"}], "b": [{"text": "b"}]}', 'x.json, line 1: no "text" in it; its keys: a, b'),
     "json line cut": ("x.json", b'{"text": "a"}\n{"text": "b\n{"text": "c"}', "x.json, line 2: not JSON: Invalid control character"),
     "json array cut": ("x.json", b'[{"text": "a"},\n{"text": "b"', "x.json, line 2: not JSON: Expecting ',' delimiter"),
-    "json without comma": ("x.json", b'[{"text": "a"}\n{"text": "b"}]', "x.json, line 2: not JSON: Expecting ',' delimiter"),
     "json and more": ("x.json", b'[{"text": "a"}]\n[', "x.json, line 2: not JSON: there is more behind the array"),
     "json too deep": ("x.json", b"[" * 200_000, "x.json, line 1: not JSON: it is too deep"),
-    "json surrogate": ("x.json", b'[{"text": "\\ud800"}]', "x.json, line 1: half a surrogate pair"),
     "json latin-1": ("x.json", b'[{"text": "\xe9"}]', "x.json is not UTF-8: byte 0xe9 at offset 11, line 1"),
     "short row": ("x.csv", b'n,text\n1,"\n"\n2\n', 'x.csv, line 4: 1 field, and the header has 2'),
     "csv latin-1": ("x.csv", b"n,text\n\xe9,a\n1,\xe9\n", "x.csv, line 3: not UTF-8: byte 0xe9"),
@@ -300,7 +274,6 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "no parquet column": ("x.parquet.gz", gzip.compress(parquet(["a"]).replace(b"text", b"body")), 'x.parquet.gz: no "text" in it; its columns: n, body'),
     "parquet numbers": ("x.parquet", parquet([1], "int64"), 'x.parquet: "text" holds int64, not strings'),
     "no zip": ("x.zip", b"hello", "x.zip is damaged: File is not a zip file"),
-    "zip cut": ("x.zip", zipped(("a", b"hello"))[:-1], "x.zip is damaged: "),
     "zip member changed": ("x.zip", zipped(("a", b"hello"), method=0).replace(b"hello", b"HELLO"), "x.zip/a is damaged: Bad CRC-32"),
     "zip method": ("x.zip", zipped(("a", b"hello"), method=zipfile.ZIP_BZIP2), "x.zip/a is packed by method 12"),
     "zip encrypted": ("x.zip", zipped(("a", b"hello")).replace(b"PK\1\2\x14\x03\x14\0\0", b"PK\1\2\x14\x03\x14\0\1"), "x.zip/a is encrypted"),
@@ -313,6 +286,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "tar cut": ("x.tar", tarred(("a", b"a" * 9999))[:4096], "x.tar is damaged: unexpected end of data"),
     "tgz cut": ("x.tgz", gzip.compress(tarred(("a", b"a")))[:-4], "x.tgz is damaged: "),
     "tar long name": ("x.tar", tarred(("a" * 2_000_000, b"a")), "x.tar is damaged: a header of "),
+    "nested": ("x.zip", reduce(lambda data, _: zipped(("x.zip", data)), range(12), zipped(("a.txt", b"a"))), "wrapped more than 8 times"),
     "wrapped": ("x" + ".gz" * 9, b"", "wrapped more than 8 times"),
 }  # fmt: skip
 
@@ -336,9 +310,7 @@ def test_what_is_bad_says_so_in_a_line_and_can_be_skipped(case: str) -> None:
     [
         ("x.txt", b"one\n---\ntwo\n---\nthr\xffee\n---\nfour", ["one\n", "two\n"], 1),
         ("x.txt", b"one\n---\n" + b"two\n" * 2**20 + b"---\nthr\xff", ["one\n", "two\n" * 2**20], 1),
-        ("x.txt", b"one\n---\n" + b"two\n" * 2**20 + b"\xff", ["one\n"], 1),
         ("x.jsonl", b'{"text": "a"}\n5\n{"text": "\xff"}\n{"text": "b"}', ["a", "b"], 2),
-        ("x.csv", b"n,text\n1,a\n2\n3,\xff\n4,b", ["a", "b"], 2),
         ("x.csv", b"n,text\n1,Hello, world\n2,good\n3,a,\n4,b", ["good", "b"], 2),
         ("x.tsv", b"n\ttext\n1\ta\tb\n2\tgood\n3\n", ["good"], 2),
         ("x.json", b'{"text": "a"}\n{"text": "b\n{"text": "c"}\n5\n{"text": "d"}', ["a", "c", "d"], 2),
@@ -347,11 +319,10 @@ def test_what_is_bad_says_so_in_a_line_and_can_be_skipped(case: str) -> None:
         ("x.zip", zipped(("a", b"a" * 2**18), ("b", b"a" * 2**18 + b"\xff"), ("c", b"c")), ["a" * 2**18, "c"], 1),
         ("x.tar", tarred(("a", b"a" * 2**18), ("b", b"a" * 2**18 + b"\xff"), ("c", b"c")), ["a" * 2**18, "c"], 1),
         ("x.tar", tarred(("a", b"a"), ("b", b"b" * 9999))[:4096], ["a"], 1),
-        ("x.tgz", gzip.compress(tarred(("a", b"a"), ("b", b"b")))[:-4], ["a", "b"], 1),
         ("x.jsonl.gz", gzip.compress(jsonl(["one"] * 50_000))[:-8], ["one"] * 50_000, 1),
         ("x.txt.zst", zstd(b"one\n---\ntwo") + zstd(b"\n---\nthree")[:-1], ["one\n", "two\n"], 1),
     ],
-    ids=named,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # not the bytes: gzip writes the time
 )  # fmt: skip
 def test_what_was_whole_before_stays(name: str, data: bytes, expected: list[str], skipped: int) -> None:
     reader = Reader(ReadConfig(skip_bad=True, split_on="---"))
@@ -369,59 +340,40 @@ def test_tsv_has_no_quotes() -> None:
 
 
 MARK = "\ufeff".encode()
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "expected"),
-    [
-        ("x.txt", b"one\n", ["one\n"]),
-        ("x.txt.gz", gzip.compress(MARK + b"one\n") + gzip.compress(MARK + b"two"), ["one\ntwo"]),
-        ("x.jsonl", b'{"text": "one"}\n', ["one"]),
-        ("x.json", b'[{"text": "one"}]', ["one"]),
-        ("x.csv", b'"text",n\none,1\n', ["one"]),
-        ("x.tsv", b"text\tn\none\t1\n", ["one"]),
-        ("x.zip", zipped(("a.txt", MARK + b"one"), ("b.txt", MARK + b"two")), ["one", "two"]),
-    ],
-    ids=named,
-)
-@pytest.mark.parametrize("skip_bad", [False, True])
-def test_a_byte_order_mark_is_no_text(name: str, data: bytes, expected: list[str], skip_bad: bool) -> None:
-    if name.endswith((".gz", ".zip")):
-        assert read(name, data, skip_bad=skip_bad) == expected
-        return
-    assert read(name, MARK + data, skip_bad=skip_bad) == expected
-    twice = expected if name == "x.json" else expected * 2
-    found = read(name, MARK + data + (b"" if name == "x.json" else MARK + data), skip_bad=skip_bad)
-    assert "".join(found) == "".join(twice)
-    for encoding in ("utf-16", "utf-32", "utf-16-le", "utf-32-be"):
-        marked = data.decode() if encoding in ("utf-16", "utf-32") else "\ufeff" + data.decode()
-        assert read(name, marked.encode(encoding), encoding=encoding, skip_bad=skip_bad) == expected
-    assert read("x.txt", MARK, skip_bad=skip_bad) == []
-
-
 RECORD_FILES = {"x.txt": "é", "x.jsonl": '{"text": "é"}\n', "x.json": '[{"text": "é"}]', "x.csv": "text,n\né,1\n",
                 "x.tsv": "n\ttext\n1\té\n"}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RECORD_FILES)
-def test_marks_in_other_encodings(name: str) -> None:
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.json", "x.csv", "x.tsv"])
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_a_byte_order_mark_is_no_text(name: str, skip_bad: bool) -> None:
     text = RECORD_FILES[name]
-    for encoding in ("utf-8-sig", "latin-1", "cp1252"):  # editors put UTF-8's mark before what they take for UTF-8
-        data = MARK + text.encode("utf-8" if encoding == "utf-8-sig" else encoding)
-        assert read(name, data, encoding=encoding) == ["é"]
-    assert read(name, f"\ufeff{text}".encode("gb18030"), encoding="gb18030") == ["é"]
+    assert read(name, MARK + text.encode(), skip_bad=skip_bad) == ["é"]
+    if name != "x.json":  # files that were appended to one another
+        found = read(name, 2 * (MARK + text.encode() + b"\n"), skip_bad=skip_bad)
+        assert "".join(found).replace("\n", "") == "éé"
+    for encoding in ("utf-16", "utf-32", "utf-16-le", "utf-32-be"):
+        marked = text if encoding in ("utf-16", "utf-32") else f"\ufeff{text}"
+        assert read(name, marked.encode(encoding), encoding=encoding, skip_bad=skip_bad) == ["é"]
+    for encoding in ("latin-1", "cp1252", "gb18030"):  # editors put UTF-8's mark before what they take for UTF-8
+        mark = "\ufeff".encode(encoding) if encoding == "gb18030" else MARK
+        assert read(name, mark + text.encode(encoding), encoding=encoding, skip_bad=skip_bad) == ["é"]
+
+
+def test_byte_order_marks_of_members_are_no_text() -> None:
+    assert read("x.txt.gz", gzip.compress(MARK + b"one\n") + gzip.compress(MARK + b"two")) == ["one\ntwo"]
+    assert read("x.zip", zipped(("a.txt", MARK + b"one"), ("b.txt", MARK + b"two"))) == ["one", "two"]
+    assert read("x.txt", MARK) == read("x.txt", MARK, skip_bad=True) == []
+
+
+@pytest.mark.parametrize("name", RECORD_FILES)
+def test_wide_characters_are_noticed(name: str) -> None:
     for encoding in ("utf-16", "utf-32"):
-        data = text.encode(encoding)
-        assert read(name, data, encoding=encoding) == ["é"]
+        data = RECORD_FILES[name].encode(encoding)
         with pytest.raises(UserError, match=f"{name} is {encoding.upper()}, not UTF-8") as error:
             read(name, data)
         assert error.value.hint == f"add --encoding {encoding}"
         assert read(name, data, skip_bad=True) == []
-
-
-def test_json_lines_by_their_other_names() -> None:
-    for name in ("x.ndjson", "x.jsonlines", "x.JSONL"):
-        assert read(name, b'{"text": "one"}\n') == ["one"]
 
 
 @pytest.mark.parametrize("block", [1, 2, 7, 100])
@@ -431,7 +383,6 @@ def test_json_lines_by_their_other_names() -> None:
         '[{"text": "one"}, {"text": "zwölf\\n"}]',
         '\r\n{"text": "one"}\r\n\r\n{"n": 1.5e3, "text": "zwölf\\n"}\r\n',
         '{"text":"one"}{"text":"zwölf\\n"}',
-        '{\n  "n": [{"a": []}],\n  "text": "one"\n}\n{\n  "text": "zwölf\\n"\n}',
         '{"version": "1", "ids": [1], "data": [{"text": "one"}, {"text": "zwölf\\n"}]}',
         ' [ ]\n',
         "",
@@ -446,12 +397,8 @@ def test_json_files(text: str, block: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_long_json_files_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     data = json.dumps([{"text": "long é\n" * 1000}] * 3000).encode()
-    tracemalloc.start()
-    try:
+    with at_most(10):
         assert sum(1 for _ in documents(Reader(ReadConfig()), source("x.json", data))) == 3000
-        assert tracemalloc.get_traced_memory()[1] < 10 * 2**20
-    finally:
-        tracemalloc.stop()
     monkeypatch.setattr(formats, "MAX_RECORD", 1000)
     monkeypatch.setattr(formats, "BLOCK", 100)
     with pytest.raises(UserError, match="x.json, line 2: longer than 1,000 bytes"):
@@ -494,18 +441,13 @@ def bomb(byte: bytes, mebibytes: int) -> bytes:
 @pytest.mark.parametrize("wrap", ["x.txt", "x.zip"])
 def test_bombs_are_streamed(ending: str, wrap: str) -> None:
     size = 200
-    packed = bomb(b"a", size) if ending == ".gz" else zstd(b"a" * 2**20) * size
-    data = packed if wrap == "x.txt" else zipped(("bomb" + ending, packed))
-    reader, length = Reader(ReadConfig()), 0
-    tracemalloc.start()
-    try:
-        for chunk in reader.documents(source("x.txt" + ending if wrap == "x.txt" else wrap, data)):
-            length += len(chunk.text)
-            assert len(chunk.text) < 8 * 2**20
-        assert tracemalloc.get_traced_memory()[1] < 40 * 2**20
-    finally:
-        tracemalloc.stop()
-    assert length == size * 2**20
+    name, data = f"x.txt{ending}", bomb(b"a", size) if ending == ".gz" else zstd(b"a" * 2**20) * size
+    if wrap == "x.zip":
+        name, data = wrap, zipped((name, data))
+    with at_most(40):
+        lengths = [len(chunk.text) for chunk in Reader(ReadConfig()).documents(source(name, data))]
+    assert max(lengths) < 8 * 2**20
+    assert sum(lengths) == size * 2**20
 
 
 def test_bombs_of_zeros_and_of_one_line() -> None:
@@ -513,14 +455,6 @@ def test_bombs_of_zeros_and_of_one_line() -> None:
         read("x.gz", bomb(b"\0", 100))
     with pytest.raises(UserError, match="line 1: longer than 67,108,864 bytes"):
         read("x.jsonl.gz", bomb(b" ", 100))
-
-
-def test_archives_that_hold_themselves_end() -> None:
-    data = zipped(("a.txt", b"a"))
-    for _ in range(12):
-        data = zipped(("x.zip", data))
-    with pytest.raises(UserError, match="wrapped more than 8 times"):
-        read("x.zip", data)
 
 
 def test_settings_that_cannot_be() -> None:
@@ -541,7 +475,7 @@ def test_packages_that_are_missing_are_named(name: str, module: str, monkeypatch
     assert error.value.hint.startswith("pip install 'gpt[")
 
 
-def test_what_the_system_says(tmp_path: Path) -> None:
+def test_what_the_system_says() -> None:
     def refuse() -> io.BytesIO:
         raise PermissionError(13, "Permission denied")
 
@@ -549,16 +483,9 @@ def test_what_the_system_says(tmp_path: Path) -> None:
         def read1(self, size: int | None = -1) -> bytes:
             raise OSError(5, "Input/output error")
 
-    for opens, message in (
-        (refuse, "cannot read x.txt: Permission denied"),
-        (Torn, "cannot read x.txt: Input/output error"),
-    ):
-        with pytest.raises(UserError, match=message):
+    for opens, why in ((refuse, "Permission denied"), (Torn, "Input/output error")):
+        with pytest.raises(UserError, match=f"cannot read x.txt: {why}"):
             list(Reader(ReadConfig()).documents(Source("x.txt", 1, 0, opens)))
         reader = Reader(ReadConfig(skip_bad=True))
         assert list(reader.documents(Source("x.txt", 1, 0, opens))) == []
-        assert reader.skipped.examples == [message]
-
-
-def test_the_ending_of_an_address_is_before_its_query() -> None:
-    assert read("https://host/x.jsonl?download=true", b'{"text": "a"}') == ["a"]
+        assert reader.skipped.examples == [f"cannot read x.txt: {why}"]

@@ -8,8 +8,10 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,9 +92,6 @@ def test_folders_of_tokens_are_left_out(workdir: Path) -> None:
     tree(workdir, "runs/a/tokens/progress.jsonl", "runs/a/tokens/tokenizer.tiktoken", "runs/a/run.json")
     names = ["a.txt", "runs/a/run.json", "site/manifest.json"]
     assert [source.name for source in sources.find(["."])] == names
-    with pytest.raises(UserError, match="whole is tokenized already") as error:
-        sources.find(["whole"])
-    assert "gpt train whole" in error.value.hint
 
 
 def test_patterns(workdir: Path) -> None:
@@ -155,40 +154,30 @@ def test_what_is_not_there(workdir: Path) -> None:
     assert sources.find([])[0].name.startswith("pydocs/")  # though there is a folder of that name
 
 
-def test_files_that_cannot_be_looked_at_are_counted(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree(workdir, "t/a", "t/b")
-    stat = Path.stat
-
-    def refuse(path: Path, **kwargs: bool) -> os.stat_result:
-        if path.name == "a" and sys._getframe(1).f_code.co_name == "_file":
-            raise PermissionError(13, "Permission denied")
-        return stat(path, **kwargs)
-
-    monkeypatch.setattr(Path, "stat", refuse)
-    with pytest.raises(UserError, match="cannot read t/a: Permission denied"):
-        sources.find(["t"])
-    skipped = Skipped()
-    assert [source.name for source in sources.find(["t"], skipped)] == ["t/b"]
-    assert (skipped.count, skipped.examples) == (1, ["cannot read t/a: Permission denied"])
-
-
-def test_folders_that_cannot_be_listed_are_counted(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("locked", "asked", "what"),
+    [("t/a", "t", "the folder t/a"), ("t/a", "t/*", "the folder t/a"), ("t/a/1", "t", "t/a/1")],
+)
+def test_what_cannot_be_looked_at_is_counted(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, locked: str, asked: str, what: str
+) -> None:
     tree(workdir, "t/a/1", "t/b/2")
-    scandir = os.scandir
+    scandir, stat = os.scandir, Path.stat
 
-    def refuse(path: str) -> object:
-        if path.endswith("a"):
-            raise PermissionError(13, "Permission denied", path)
-        return scandir(path)
+    def refuse(real: Callable[..., Any], path: str | Path, **kwargs: bool) -> Any:
+        if str(path) == locked and (real is scandir or sys._getframe(2).f_code.co_name == "_file"):
+            raise PermissionError(13, "Permission denied", locked)
+        return real(path, **kwargs)
 
-    monkeypatch.setattr(os, "scandir", refuse)
-    for text in ("t", "t/*"):
-        with pytest.raises(UserError, match="cannot read the folder t/a: Permission denied") as error:
-            sources.find([text])
-        assert "--skip-bad" in error.value.hint
-        skipped = Skipped()
-        assert [source.name for source in sources.find([text], skipped)] == ["t/b/2"]
-        assert skipped.count == 1
+    monkeypatch.setattr(os, "scandir", lambda path: refuse(scandir, path))
+    monkeypatch.setattr(Path, "stat", lambda path, **kwargs: refuse(stat, path, **kwargs))
+    message = f"cannot read {what}: Permission denied"
+    with pytest.raises(UserError, match=message) as error:
+        sources.find([asked])
+    assert "--skip-bad" in error.value.hint
+    skipped = Skipped()
+    assert [source.name for source in sources.find([asked], skipped)] == ["t/b/2"]
+    assert (skipped.count, skipped.examples) == (1, [message])
 
 
 def test_names_of_runs(workdir: Path) -> None:
@@ -237,15 +226,10 @@ def test_short_reads_of_an_address_cut_no_text(monkeypatch: pytest.MonkeyPatch) 
         read1 = read
 
     try:
-        whole = [
-            chunk.text for chunk in documents.Reader(ReadConfig()).documents(sources.find(["memory://short.txt"])[0])
-        ]
+        whole = texts(sources.find(["memory://short.txt"]))
         monkeypatch.setattr(type(files), "open", lambda *args, **more: Short(text.encode()))
-        short = [
-            chunk.text for chunk in documents.Reader(ReadConfig()).documents(sources.find(["memory://short.txt"])[0])
-        ]
-        assert "".join(short) == text
-        assert short == whole
+        assert texts(sources.find(["memory://short.txt"])) == whole
+        assert "".join(whole) == text
     finally:
         files.rm("/short.txt")
 
@@ -280,8 +264,6 @@ def web(tmp_path: Path) -> Iterator[str]:
 
 
 def test_addresses_on_the_web(tmp_path: Path, web: str) -> None:
-    import zipfile
-
     tree(tmp_path, "t/a.txt", "t/b.txt", "t/s/c.txt")
     (tmp_path / "d.jsonl").write_text('{"text": "one"}\n' * 500_000)
     with zipfile.ZipFile(tmp_path / "e.zip", "w") as archive:
@@ -290,29 +272,27 @@ def test_addresses_on_the_web(tmp_path: Path, web: str) -> None:
     assert (one.name, one.size) == (f"{web}/t/a.txt", 13)
     assert one.time // 10**9 == int((tmp_path / "t/a.txt").stat().st_mtime)
     assert texts([one, one]) == ["text of a.txt"] * 2
-    assert texts(sources.find([f"{web}/t/"])) == ["text of a.txt", "text of b.txt", "text of c.txt"]
-    assert texts(sources.find([f"{web}/t/*.txt"])) == ["text of a.txt", "text of b.txt"]
+    for asked, names in {"t/": "abc", "t/*.txt": "ab"}.items():
+        assert texts(sources.find([f"{web}/{asked}"])) == [f"text of {name}.txt" for name in names]
     assert len(texts(sources.find([f"{web}/d.jsonl?x=y"]))) == 500_000
     assert texts(sources.find([f"{web}/e.zip"])) == ["zipped"]
 
 
 def test_what_goes_wrong_on_the_web(web: str) -> None:
-    with pytest.raises(UserError, match=f"there is no {web}/nothing"):
-        sources.find([f"{web}/nothing"])
-    with pytest.raises(WorkError, match="cannot read .*/secret: 403 Forbidden"):
-        sources.find([f"{web}/secret"])
-    with pytest.raises(WorkError, match=r"cannot read http://127.0.0.1:9/x: .*Connect"):
-        sources.find(["http://127.0.0.1:9/x"])
-    with pytest.raises(WorkError, match="cannot read .*/broken: ") as error:
-        texts(sources.find([f"{web}/broken"]))
-    assert "\n" not in error.value.message
+    for address, kind, message in (
+        (f"{web}/nothing", UserError, f"there is no {web}/nothing"),
+        (f"{web}/secret", WorkError, "cannot read .*/secret: 403 Forbidden"),
+        ("http://127.0.0.1:9/x", WorkError, r"cannot read http://127.0.0.1:9/x: .*Connect"),
+        (f"{web}/broken", WorkError, "cannot read .*/broken: "),
+    ):
+        with pytest.raises(kind, match=message) as error:
+            texts(sources.find([address]))
+        assert "\n" not in error.value.message
 
 
 def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WorkError) as error:
-        sources.find(["s3://bucket/x"])
-    assert error.value.hint == "pip install s3fs"
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(WorkError) as error:
-        sources.find(["https://host/x"])
-    assert error.value.hint == "pip install 'gpt[remote]'"
+    for address, hint in {"s3://bucket/x": "pip install s3fs", "https://host/x": "pip install 'gpt[remote]'"}.items():
+        with pytest.raises(WorkError) as error:
+            sources.find([address])
+        assert error.value.hint == hint

@@ -6,7 +6,6 @@ import shutil
 import time
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiktoken
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
 
 from gpt.errors import UserError, WorkError
-from gpt.text import boundaries, tokenizer, tokenizer_files, vocabulary
+from gpt.text import tokenizer, tokenizer_files, vocabulary
 from gpt.text.backends import ByteBPE, Library
 
 HARD = [
@@ -37,21 +36,13 @@ def hf_learnt(learnt: tokenizer.Tokenizer) -> HFTokenizer:
     return HFTokenizer.from_str(json.dumps(tokenizer_files.to_tokenizer_json(learnt)))
 
 
-@pytest.mark.parametrize("text", HARD)
-def test_round_trip_and_parity_on_hard_texts(text: str, learnt: tokenizer.Tokenizer, hf_learnt: HFTokenizer) -> None:
-    for each in (learnt, tokenizer.bytes_tokenizer()):
-        ids = each.encode(text)
-        assert each.decode(ids.tolist()) == text
-        assert each.eot not in ids
-    if "<|endoftext|>" not in text:  # which the tokenizers library takes for the special token
-        assert hf_learnt.encode(text).ids == learnt.encode(text).tolist()
-
-
 @settings(max_examples=300)
-@given(text=st.text(max_size=60))
+@given(text=st.sampled_from(HARD) | st.text(max_size=60))
 def test_round_trip_and_parity_on_any_text(text: str, learnt: tokenizer.Tokenizer, hf_learnt: HFTokenizer) -> None:
-    ids = learnt.encode(text).tolist()
-    assert learnt.decode(ids) == text
+    for each in (learnt, tokenizer.bytes_tokenizer()):
+        ids = each.encode(text).tolist()
+        assert each.decode(ids) == text
+        assert each.eot not in ids
     assert hf_learnt.encode(text).ids == learnt.encode(text, specials=True).tolist()
 
 
@@ -67,32 +58,6 @@ def test_gpt2_is_tiktokens_and_transformers(monkeypatch: pytest.MonkeyPatch) -> 
         if "<|endoftext|>" not in text:
             assert theirs.encode(text).ids == ours.encode(text).tolist()
     assert len(tokenizer_files.merging_pairs(ours.backend.ranks)) == 50_000
-
-
-def test_gpt2_offline_says_what_goes_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
-    monkeypatch.setenv("GPT_CACHE_DIR", str(tmp_path))
-
-    def offline(*args: object, **kwargs: object) -> None:
-        raise OSError("no network")
-
-    monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", offline)
-    with pytest.raises(WorkError, match="could not be fetched") as error:
-        tokenizer.gpt2_tokenizer()
-    assert "r50k_base.tiktoken" in error.value.hint
-    assert str(tmp_path / "tiktoken" / "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4") in error.value.hint
-
-
-def test_vocabulary_size_counts_end_of_text(learnt: tokenizer.Tokenizer) -> None:
-    assert (learnt.vocab_size, learnt.eot) == (400, 399)
-    assert (tokenizer.bytes_tokenizer().vocab_size, tokenizer.bytes_tokenizer().eot) == (257, 256)
-
-
-def test_learning_is_deterministic(learnt: tokenizer.Tokenizer) -> None:
-    again = tokenizer.learn_tokenizer([make_text()], 400)
-    assert again.backend.ranks == learnt.backend.ranks
-    assert again.fingerprint == learnt.fingerprint
-    assert tokenizer.learn_tokenizer([make_text(seed=1)], 400).fingerprint != learnt.fingerprint
 
 
 def test_vocabulary_larger_than_the_text_supports() -> None:
@@ -111,50 +76,13 @@ def test_ids_outside_the_vocabulary(learnt: tokenizer.Tokenizer) -> None:
     assert learnt.decode([ord("a"), 400, 2**40]) == "a"  # of a model that has more ids
 
 
-@pytest.mark.parametrize("run", [" " * 1_000_000, "\n" * 1_000_000, "a" * 1_500_000, "^" * 1_500_000, "7" * 1_500_000])
-def test_long_runs_neither_panic_nor_take_quadratic_time(run: str, learnt: tokenizer.Tokenizer) -> None:
-    started = time.monotonic()
-    for text in (run, run + "z", "z" + run + " z"):
-        assert learnt.decode(learnt.encode(text).tolist()) == text
-    assert tokenizer.learn_tokenizer_up_to([run + "z"], 300).vocab_size <= 300
-    assert time.monotonic() - started < 30  # quadratic time would take hours
-
-
-@pytest.fixture(scope="module")
-def spacious() -> tokenizer.Tokenizer:
-    """With tokens of many spaces and line ends, which a wrong cut would break up."""
-    text = "".join(f"{space * length}x" for space in " \n" for length in range(1, 40)) * 3
-    return tokenizer.learn_tokenizer_up_to([text], 600)
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    before=st.text(max_size=5),
-    space=st.sampled_from(" \n\t\r\u00a0\u3000"),
-    length=st.integers(9_995, 10_010),
-    after=st.sampled_from(["", "z", " z", "\n", "\nz", "9", "!", "\x1c"]),
-)
-def test_cuts_in_long_white_space_change_no_id(
-    before: str, space: str, length: int, after: str, spacious: tokenizer.Tokenizer
-) -> None:
-    assert max(map(len, spacious.backend.ranks)) > 8
-    text = before + space * length + after
-    assert spacious.encode(text).tolist() == spacious.backend._encoding.encode_ordinary(text)
-
-
 def test_no_token_is_learnt_that_would_take_long_to_take_apart() -> None:
     text = "=" * 200_000 + " " * 200_000 + "ab1½" * 50_000 + "é\u0301" * 50_000
+    started = time.monotonic()
     ruler = tokenizer.learn_tokenizer_up_to([text], 5000)
     assert max(len(token.decode("utf-8", "replace")) for token in ruler.backend.ranks) <= tokenizer.LONGEST_LEARNT
-    started = time.monotonic()
     tokenizer_files.to_tokenizer_json(ruler)
     assert time.monotonic() - started < 20  # a token of 100,000 bytes would take many minutes
-
-
-def test_a_piece_over_the_limit_is_cut_and_counted(learnt: tokenizer.Tokenizer) -> None:
-    assert learnt.encode_counted("a" * 2**20 + " " + "b" * (2**20 - 1))[1] == 0
-    assert learnt.encode_counted("a" * (2**21 + 1))[1] == 2
-    assert boundaries.cuts("a" * (2**21 + 1), learnt.pattern) == ([2**20, 2**21], 2)
 
 
 # Tiktoken's encodings, with ranks of our own in the place of those that would be fetched
@@ -169,21 +97,13 @@ def offline_encodings(learnt: tokenizer.Tokenizer, monkeypatch: pytest.MonkeyPat
         fetched.append(url)
         return dict(learnt.backend.ranks)
 
-    def data_gym(*args: str, **urls: str) -> dict[bytes, int]:
-        raise AssertionError("our gpt2 is r50k_base")
-
+    init = tiktoken.Encoding.__init__
+    uncounted = lambda self, name, *, explicit_n_vocab=None, **kwargs: init(self, name, **kwargs)
     monkeypatch.setattr(openai, "load_tiktoken_bpe", load)
-    monkeypatch.setattr(openai, "data_gym_to_mergeable_bpe_ranks", data_gym)
-    monkeypatch.setattr(tiktoken.Encoding, "__init__", _without_counting(tiktoken.Encoding.__init__))
+    monkeypatch.delattr(openai, "data_gym_to_mergeable_bpe_ranks")  # our gpt2 is r50k_base
+    monkeypatch.setattr(tiktoken.Encoding, "__init__", uncounted)
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     return fetched
-
-
-def _without_counting(init: Any) -> Any:
-    def made(self: object, name: str, *, explicit_n_vocab: object = None, **kwargs: object) -> None:
-        init(self, name, **kwargs)
-
-    return made
 
 
 def test_every_name_of_tiktokens(offline_encodings: list[str]) -> None:
@@ -213,7 +133,7 @@ def test_holes_in_ids_and_special_tokens(offline_encodings: list[str]) -> None:
     assert len(set(tokenizer_files.find_tokenizer("o200k_harmony").all_specials.values())) == 1090
 
 
-@pytest.mark.parametrize("name", ["cl100k_base", "o200k_base"])
+@pytest.mark.parametrize("name", ["gpt2", "cl100k_base"])
 def test_offline_says_what_goes_where(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import requests
 
@@ -222,12 +142,18 @@ def test_offline_says_what_goes_where(name: str, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(requests, "get", no_network)
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    with pytest.raises(WorkError, match=f"the vocabulary {name} is not on this machine") as error:
+    if name == "gpt2":
+        monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
+        monkeypatch.setenv("GPT_CACHE_DIR", str(tmp_path))
+        what, file, folder = "GPT-2's vocabulary", "r50k_base", tmp_path / "tiktoken"
+    else:
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+        what, file, folder = f"the vocabulary {name}", name, tmp_path
+    with pytest.raises(WorkError, match=f"{what} is not on this machine and could not be fetched") as error:
         tokenizer_files.find_tokenizer(name)
-    url = f"https://openaipublic.blob.core.windows.net/encodings/{name}.tiktoken"
+    url = f"https://openaipublic.blob.core.windows.net/encodings/{file}.tiktoken"
     assert url in error.value.hint
-    assert str(tmp_path / hashlib.sha1(url.encode()).hexdigest()) in error.value.hint
+    assert str(folder / hashlib.sha1(url.encode()).hexdigest()) in error.value.hint
 
 
 @lru_cache
@@ -244,16 +170,11 @@ def foreign(name: str) -> tuple[tokenizer.Tokenizer, HFTokenizer]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    text=st.one_of(
-        st.text(max_size=50), st.text(st.sampled_from(" \n\r\t'/sSlLtdm19.!-aBか。\u0301é\u00a0"), max_size=40)
-    )
-)
+@given(text=st.text(max_size=50) | st.text(st.sampled_from(" \n\r\t'/sSlLtdm19.!-aBか。\u0301é\u00a0"), max_size=40))
 @pytest.mark.parametrize("name", ["cl100k_base", "o200k_base", "odd"])
 def test_parity_under_other_patterns(name: str, text: str) -> None:
     ours, theirs = foreign(name)
-    ids = ours.encode(text).tolist()
-    assert ours.decode(ids) == text
+    assert ours.decode(ours.encode(text).tolist()) == text
     assert theirs.encode(text).ids == ours.encode(text, specials=True).tolist()
 
 
@@ -277,12 +198,13 @@ def test_a_token_that_no_merge_reaches(learnt: tokenizer.Tokenizer) -> None:
     ranks = {**learnt.backend.ranks, b"zqxj": len(learnt.backend.ranks)}
     ours = tokenizer.Tokenizer("test", ByteBPE(tokenizer.GPT2_PATTERN, ranks), len(ranks))
     values = tokenizer_files.to_tokenizer_json(ours)
-    assert HFTokenizer.from_str(json.dumps(values)).encode("zqxj").ids == ours.encode("zqxj").tolist()
+    theirs = lambda: HFTokenizer.from_str(json.dumps(values)).encode("zqxj").ids
+    assert theirs() == ours.encode("zqxj").tolist()
     assert tokenizer_files.from_tokenizer_json(values, "x").fingerprint == ours.fingerprint
     values["model"]["ignore_merges"] = False
     other = tokenizer_files.from_tokenizer_json(values, "x")
     assert isinstance(other.backend, Library)
-    assert other.encode("zqxj").tolist() == HFTokenizer.from_str(json.dumps(values)).encode("zqxj").ids != [399]
+    assert other.encode("zqxj").tolist() == theirs() != [399]
 
 
 # Special tokens, and a folder of one's own
@@ -299,10 +221,14 @@ def test_learnt_special_tokens_come_last_and_count(learnt: tokenizer.Tokenizer) 
             tokenizer.learn_tokenizer([make_text()], 400, bad)
 
 
+def of_bytes(**specials: int) -> tokenizer.Tokenizer:
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    return tokenizer.Tokenizer("test", ByteBPE(tokenizer.GPT2_PATTERN, ranks), 256, specials=specials)
+
+
 @pytest.mark.parametrize(
     ("specials", "message"),
     [
-        ({"<|user|>": 5}, "has 258 tokens and 257 ids"),
         ({"<|user|>": 256}, "has 258 tokens and 257 ids"),
         ({"<|user|>": -1}, "are not numbers from 0"),
         ({"<|user|>": 2**40}, "are not numbers from 0"),
@@ -310,99 +236,67 @@ def test_learnt_special_tokens_come_last_and_count(learnt: tokenizer.Tokenizer) 
     ],
 )
 def test_ids_that_cannot_be(specials: dict[str, int], message: str) -> None:
-    ranks = {bytes([byte]): byte for byte in range(256)}
     with pytest.raises(UserError, match=message):
-        tokenizer.Tokenizer("test", ByteBPE(tokenizer.GPT2_PATTERN, ranks), 256, specials=specials)
+        of_bytes(**specials)
 
 
-def test_fingerprints_take_special_tokens_in_and_stay_as_they_were(learnt: tokenizer.Tokenizer) -> None:
-    plain = tokenizer.bytes_tokenizer()
-    assert plain.fingerprint == "49d8b8f9301fe869454211d3a0086614920cd5fcab2f8e47e0be0ad54d280fdd"
-    prints = {
-        tokenizer.Tokenizer("test", ByteBPE(plain.pattern, plain.backend.ranks), 256, specials=specials).fingerprint
-        for specials in ({}, {"a": 257}, {"a": 258}, {"b": 257})
-    }
-    assert len(prints) == 4
-    assert plain.fingerprint in prints
+def test_fingerprints_take_special_tokens_in_and_stay_as_they_were() -> None:
+    plain = tokenizer.bytes_tokenizer().fingerprint
+    assert plain == "49d8b8f9301fe869454211d3a0086614920cd5fcab2f8e47e0be0ad54d280fdd"
+    assert len({plain, *(of_bytes(**each).fingerprint for each in ({}, {"a": 257}, {"a": 258}, {"b": 257}))}) == 4
 
 
 def test_a_special_token_inside_another_is_not_found_there() -> None:
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    made = tokenizer.Tokenizer(
-        "test", ByteBPE(tokenizer.GPT2_PATTERN, ranks), 256, specials={"<a>": 257, "<a><b>": 258}
-    )
+    made = of_bytes(**{"<a>": 257, "<a><b>": 258})
     assert made.encode("<a><b><a>x", specials=True).tolist() == [258, 257, ord("x")]
 
 
 def test_a_saved_folder_is_read_here_and_by_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    made = tokenizer.learn_tokenizer([make_text()], 400, ["<|user|>", "<|bot|>"])
-    tokenizer_files.save_tokenizer(made, tmp_path / "a" / "own")
-    found = tokenizer_files.find_tokenizer(str(tmp_path / "a" / "own"))
-    assert (found.fingerprint, found.specials) == (made.fingerprint, made.specials)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "a" / "own")
-    assert len(theirs) == 400
-    for word, id in made.all_specials.items():
-        assert theirs.convert_tokens_to_ids(word) == id
-    text = "<|user|> the cat's mat <|bot|>WE'LL SEE<|endoftext|>"
-    assert theirs(text)["input_ids"] == made.encode(text, specials=True).tolist()
+    learnt, own = tokenizer.learn_tokenizer([make_text()], 400, ["<|user|>", "<|bot|>"]), tmp_path / "a" / "own"
+    for made, folder in ((learnt, own), (foreign("cl100k_base")[0], tmp_path / "foreign")):
+        tokenizer_files.save_tokenizer(made, folder)
+        found = tokenizer_files.find_tokenizer(str(folder))
+        assert (found.fingerprint, found.specials) == (made.fingerprint, made.specials)
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        assert all(theirs.convert_tokens_to_ids(word) == id for word, id in made.all_specials.items())
+        for text in [*HARD, "<|user|> the cat's mat <|bot|>WE'LL SEE<|endoftext|>"]:
+            assert theirs(text)["input_ids"] == made.encode(text, specials=True).tolist()
     with pytest.raises(UserError, match="is there already"):
-        tokenizer_files.save_tokenizer(made, tmp_path / "a" / "own")
+        tokenizer_files.save_tokenizer(learnt, own)
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["own"]
-
-
-def test_a_saved_foreign_pattern_is_read_by_transformers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    ours, _ = foreign("cl100k_base")
-    tokenizer_files.save_tokenizer(ours, tmp_path / "own")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "own")
-    for text in HARD:
-        if "<|endoftext|>" not in text:
-            assert theirs(text)["input_ids"] == ours.encode(text).tolist()
-    assert theirs.convert_tokens_to_ids("<|endofprompt|>") == 100_276
 
 
 def test_paths_that_hold_a_tokenizer(tmp_path: Path, learnt: tokenizer.Tokenizer) -> None:
     tokenizer_files.save_tokenizer(learnt, tmp_path / "own")
-    for name in ("manifest", "run/tokens", "other/step-000002", "vocab"):
+    for name in ("manifest", "run/tokens", "other/step-000002"):
         shutil.copytree(tmp_path / "own", tmp_path / name)
     for name in ("manifest", "run/tokens"):
         (tmp_path / name / "gpt.json").rename(tmp_path / name / "manifest.json")
         (tmp_path / name / "tokenizer.json").unlink()
     tokenizer_files.save_tokenizer(tokenizer.bytes_tokenizer(), tmp_path / "other" / "step-000001")
-    model = json.loads((tmp_path / "vocab" / "tokenizer.json").read_text())["model"]
-    for name in ("tokenizer.json", "tokenizer.tiktoken", "gpt.json"):
-        (tmp_path / "vocab" / name).unlink()
+    model = json.loads((tmp_path / "own" / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab").mkdir()
+    shutil.copy(tmp_path / "own" / "tokenizer_config.json", tmp_path / "vocab")
     (tmp_path / "vocab" / "vocab.json").write_text(json.dumps(model["vocab"]))
     (tmp_path / "vocab" / "merges.txt").write_text("#version: 0.2\n" + "\n".join(model["merges"]))
-    for name in (
-        "own",
-        "manifest",
-        "run",
-        "run/tokens",
-        "other",
-        "vocab",
-        "own/tokenizer.tiktoken",
-        "own/tokenizer.json",
-    ):
+    files = ("own/tokenizer.tiktoken", "own/tokenizer.json")
+    for name in ("own", "manifest", "run", "run/tokens", "other", "vocab", *files):
         assert tokenizer_files.find_tokenizer(str(tmp_path / name)).fingerprint == learnt.fingerprint, name
 
 
 def test_paths_that_hold_none(tmp_path: Path, learnt: tokenizer.Tokenizer) -> None:
-    with pytest.raises(UserError, match="holds no tokenizer"):
-        tokenizer_files.find_tokenizer(str(tmp_path))
-    with pytest.raises(UserError, match="there is no tokenizer at"):
-        tokenizer_files.find_tokenizer(str(tmp_path / "none"))
-    with pytest.raises(UserError, match='there is no tokenizer "gtp2"') as error:
-        tokenizer_files.find_tokenizer("gtp2")
-    assert error.value.hint == 'did you mean "gpt2"?'
-    tokenizer_files.save_tokenizer(learnt, tmp_path / "own")
-    file = tmp_path / "own" / "tokenizer.tiktoken"
-    whole = file.read_bytes()
-    file.write_bytes(whole[: whole.rindex(b"\n", 0, -1) + 1])
-    with pytest.raises(UserError, match="the fingerprint differs"):
-        tokenizer_files.find_tokenizer(str(tmp_path / "own"))
-    file.write_bytes(whole)
-    (tmp_path / "own" / "gpt.json").write_text('{"tokenizer": {"name": "x", "specials": [1]}}')
-    with pytest.raises(UserError, match="does not describe its tokenizer"):
-        tokenizer_files.find_tokenizer(str(tmp_path / "own"))
+    def refused(name: str | Path, message: str) -> str | None:
+        with pytest.raises(UserError, match=message) as error:
+            tokenizer_files.find_tokenizer(str(name))
+        return error.value.hint
+
+    assert refused("gtp2", 'there is no tokenizer "gtp2"') == 'did you mean "gpt2"?'
+    own = tmp_path / "own"
+    tokenizer_files.save_tokenizer(learnt, own)
+    whole = (own / "tokenizer.tiktoken").read_bytes()
+    (own / "tokenizer.tiktoken").write_bytes(whole[: whole.rindex(b"\n", 0, -1) + 1])
+    refused(own, "the fingerprint differs")
+    (own / "tokenizer.tiktoken").write_bytes(whole)
+    (own / "gpt.json").write_text('{"tokenizer": {"name": "x", "specials": [1]}}')
+    refused(own, "does not describe its tokenizer")

@@ -33,11 +33,26 @@ TEXTS = [
     "🐕‍🦺 👩‍👩‍👧", "e\u0301 A\u030a \u1100\u1161 \u212b \u2126", "\u00a0\u2003 \u3000x", "\x00\x1f\ufffd", "   7", "x   7  y", "▁under▁", "<0x41>",
     "don't\u2019s", "ſ'ſ ß", "\U0001f9ff\U00011de0 \u0378", "(a)[b]{c}", "end \n", "\n 5", "'s 'S 'T",
 ]  # fmt: skip
-ANY = st.one_of(
-    st.text(max_size=40), st.text(st.sampled_from(" \n\r\t'sStTlL12.-!é\u0301\u1100\u1161日▁<>\u00a0"), max_size=30)
-)
+HARD = st.text(st.sampled_from(" \n\r\t'sStTlL12.-!é\u0301\u1100\u1161日▁<>\u00a0"), max_size=30)
+ANY = st.text(max_size=40) | HARD
 
 Both = Callable[[str], tuple[Tokenizer, HFTokenizer]]
+
+
+def changed(folder: Path, place: Path, **changes: Any) -> Path:
+    """A copy of a tokenizer, with other values in its tokenizer.json."""
+    shutil.copytree(folder, place)
+    values = json.loads((place / "tokenizer.json").read_text(encoding="utf-8")) | changes
+    (place / "tokenizer.json").write_text(json.dumps(values), encoding="utf-8")
+    return place
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text of a stream of ids, which is the text of all of them."""
+    stream = TextStream(tokenizer)
+    text = "".join(map(stream.push, ids)) + stream.flush()
+    assert text == tokenizer.decode(ids)
+    return text
 
 
 @pytest.fixture(scope="session")
@@ -57,11 +72,6 @@ def both(folders: dict[str, Path]) -> Both:
 
 
 every_form = pytest.mark.parametrize("form", vocabularies.FORMS)
-
-
-@every_form
-def test_tiktoken_runs_vocabularies_like_ours_only(form: str, both: Both) -> None:
-    assert isinstance(both(form)[0].backend, ByteBPE) == (form == "gpt2")
 
 
 @every_form
@@ -90,10 +100,7 @@ def test_ids_are_those_of_transformers(form: str, folders: dict[str, Path], both
 def test_streams_join_to_the_whole_text(form: str, text: str, both: Both) -> None:
     ours, theirs = both(form)
     ids = ours.encode(text).tolist()
-    stream = TextStream(ours)
-    whole = "".join(map(stream.push, ids)) + stream.flush()
-    assert whole == ours.decode(ids)
-    decoded = theirs.decode(ids, skip_special_tokens=False)
+    whole, decoded = streamed(ours, ids), theirs.decode(ids, skip_special_tokens=False)
     assert whole in (decoded, f" {decoded}")  # the library takes the space before a whole text away
     if form in ("gpt2", "llama3", "smollm2"):
         assert whole == text
@@ -126,16 +133,11 @@ def test_added_tokens_are_decoded_as_the_library_does(
 ) -> None:
     theirs = HFTokenizer.from_file(str(folders[form] / "tokenizer.json"))
     theirs.add_tokens(words)
-    shutil.copytree(folders[form], tmp_path / "added")
-    theirs.save(str(tmp_path / "added" / "tokenizer.json"))
-    ours = tokenizer_files.find_tokenizer(str(tmp_path / "added"))
+    ours = tokenizer_files.find_tokenizer(str(changed(folders[form], tmp_path / "a", **json.loads(theirs.to_str()))))
     ids = ours.encode(text).tolist()
     assert max(ids) == ours.vocab_size - 1  # an added one is among them
-    stream = TextStream(ours)
-    whole = "".join(map(stream.push, ids)) + stream.flush()
     decoded = theirs.decode(ids, skip_special_tokens=False)
-    assert whole == ours.decode(ids)
-    assert whole in (decoded, f" {decoded}")
+    assert streamed(ours, ids) in (decoded, f" {decoded}")
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta"])
@@ -144,21 +146,18 @@ def test_older_post_processors_begin_a_text_too(kind: str, folders: dict[str, Pa
 
     theirs = HFTokenizer.from_file(str(folders["wordpiece"] / "tokenizer.json"))
     theirs.add_special_tokens(["[CLS]", "[SEP]"])
-    end, begin = (("[SEP]", theirs.token_to_id("[SEP]")), ("[CLS]", theirs.token_to_id("[CLS]")))
+    begin, end = ((word, theirs.token_to_id(word)) for word in ("[CLS]", "[SEP]"))
     theirs.post_processor = getattr(processors, f"{kind}Processing")(end, begin)
-    shutil.copytree(folders["wordpiece"], tmp_path / "begun")
-    theirs.save(str(tmp_path / "begun" / "tokenizer.json"))
-    ours = tokenizer_files.find_tokenizer(str(tmp_path / "begun"))
-    expected = AutoTokenizer.from_pretrained(tmp_path / "begun")("a word").input_ids
-    assert [*ours.prompt("a word"), theirs.token_to_id("[SEP]")] == expected
+    folder = changed(folders["wordpiece"], tmp_path / "begun", **json.loads(theirs.to_str()))
+    expected = AutoTokenizer.from_pretrained(folder)("a word").input_ids
+    assert [*tokenizer_files.find_tokenizer(str(folder)).prompt("a word"), end[1]] == expected
 
 
 def test_several_tokens_before_a_text_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    values = json.loads((folders["llama2"] / "tokenizer.json").read_text(encoding="utf-8"))
-    values["post_processor"]["single"].insert(0, {"SpecialToken": {"id": "<s>", "type_id": 0}})
-    (tmp_path / "tokenizer.json").write_text(json.dumps(values), encoding="utf-8")
+    post = json.loads((folders["llama2"] / "tokenizer.json").read_text(encoding="utf-8"))["post_processor"]
+    post["single"].insert(0, {"SpecialToken": {"id": "<s>", "type_id": 0}})
     with pytest.raises(UserError, match="begins a text with 2 special tokens"):
-        tokenizer_files.find_tokenizer(str(tmp_path))
+        tokenizer_files.find_tokenizer(str(changed(folders["llama2"], tmp_path / "a", post_processor=post)))
 
 
 def test_the_end_may_stand_in_the_map_of_special_tokens(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -168,22 +167,11 @@ def test_the_end_may_stand_in_the_map_of_special_tokens(folders: dict[str, Path]
 
 
 def test_without_a_decoder_byte_level_pieces_are_bytes(folders: dict[str, Path], tmp_path: Path) -> None:
-    """As tiktoken decodes them, where the library runs the tokenizer because of its pattern."""
-    values = json.loads((folders["gpt2"] / "tokenizer.json").read_text(encoding="utf-8"))
-    values |= {"decoder": None, "normalizer": {"type": "Lowercase"}}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(values), encoding="utf-8")
-    ours = tokenizer_files.find_tokenizer(str(tmp_path))
+    """As tiktoken decodes them, where the library runs the tokenizer because of its normalizer."""
+    folder = changed(folders["gpt2"], tmp_path / "a", decoder=None, normalizer={"type": "Lowercase"})
+    ours = tokenizer_files.find_tokenizer(str(folder))
     assert not isinstance(ours.backend, ByteBPE)
     assert ours.decode(ours.encode("Zürich 日本 12").tolist()) == "zürich 日本 12"
-
-
-def test_an_ordinary_token_may_end_a_text_beside_an_added_one(tmp_path: Path) -> None:
-    path = vocabularies.write("gpt2", tmp_path / "gpt2")
-    eot = tokenizer_files.find_tokenizer(str(path)).eot
-    for said, ends in (([eot, 5], {eot, 5}), ([5, 10**6, eot], {eot, 5}), ([5], {eot}), (5, {eot})):
-        (path / "generation_config.json").write_text(json.dumps({"eos_token_id": said}), encoding="utf-8")
-        ours = tokenizer_files.find_tokenizer(str(path))
-        assert (ours.eot, ours.ends) == (eot, ends)
 
 
 @pytest.mark.parametrize("said", [None, True, False])
@@ -192,18 +180,16 @@ def test_an_ordinary_token_may_end_a_text_beside_an_added_one(tmp_path: Path) ->
     ("form", "kind"), [("gpt2", "GPT2Tokenizer"), ("gpt2", "PreTrainedTokenizerFast"), ("qwen", "Qwen2TokenizerFast")]
 )
 def test_a_space_before_a_text_is_transformers(
-    form: str, kind: str, in_file: bool, said: bool | None, tmp_path: Path
+    form: str, kind: str, in_file: bool, said: bool | None, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    path = vocabularies.write(form, tmp_path / form)
-    for name, change in (("tokenizer.json", {}), ("tokenizer_config.json", {"tokenizer_class": kind})):
-        values = json.loads((path / name).read_text(encoding="utf-8")) | change
-        if name == "tokenizer.json":
-            pre = values["pre_tokenizer"]
-            pre.get("pretokenizers", [pre])[-1]["add_prefix_space"] = in_file
-        elif said is not None:
-            values["add_prefix_space"] = said
-        (path / name).write_text(json.dumps(values), encoding="utf-8")
+    pre = json.loads((folders[form] / "tokenizer.json").read_text(encoding="utf-8"))["pre_tokenizer"]
+    pre.get("pretokenizers", [pre])[-1]["add_prefix_space"] = in_file
+    path = changed(folders[form], tmp_path / form, pre_tokenizer=pre)
+    config = json.loads((path / "tokenizer_config.json").read_text()) | {"tokenizer_class": kind}
+    if said is not None:
+        config["add_prefix_space"] = said
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
     ours, theirs = tokenizer_files.find_tokenizer(str(path)), transformers.AutoTokenizer.from_pretrained(path)
     assert ours.prompt("cat it's word") == theirs("cat it's word").input_ids
 
@@ -232,7 +218,7 @@ def test_a_text_that_continues_gets_no_space(form: str, text: str, both: Both) -
 
 @every_form
 def test_what_begins_and_ends_a_text(form: str, both: Both) -> None:
-    ours, _ = both(form)
+    ours = both(form)[0]
     begin = {"llama3": "<|begin_of_text|>", "llama2": "<s>", "mistral": "<s>"}.get(form)
     assert ours.bos == (None if begin is None else ours.all_specials[begin])
     end = {"llama3": "<|eot_id|>", "qwen": "<|im_end|>", "llama2": "</s>", "mistral": "</s>", "unigram": "</s>"}
@@ -246,35 +232,30 @@ def test_generation_config_names_all_ends(folders: dict[str, Path], tmp_path: Pa
     plain = tokenizer_files.find_tokenizer(str(tmp_path / "a"))
     end, im_end = plain.all_specials["<|endoftext|>"], plain.all_specials["<|im_end|>"]
     assert (plain.ends, plain.eot) == ({im_end}, im_end)
-    config = tmp_path / "a" / "generation_config.json"
-    config.write_text(json.dumps({"eos_token_id": [im_end, end]}))
-    found = tokenizer_files.find_tokenizer(str(tmp_path / "a"))
-    assert (found.ends, found.eot) == ({im_end, end}, end)
-    config.write_text(json.dumps({"eos_token_id": [50256, 5]}))  # no added tokens: tokenizer_config.json says it
-    assert tokenizer_files.find_tokenizer(str(tmp_path / "a")).ends == {im_end}
+    for said, ends, eot in (
+        ([im_end, end], {im_end, end}, end),
+        ([5, 10**6, im_end], {im_end, 5}, im_end),  # an ordinary token beside an added one
+        ([50256, 5], {im_end}, im_end),  # no added tokens: tokenizer_config.json says it
+        (5, {im_end}, im_end),
+    ):
+        (tmp_path / "a" / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
+        found = tokenizer_files.find_tokenizer(str(tmp_path / "a"))
+        assert (found.ends, found.eot) == (ends, eot), said
     for bad in ([-1], "x", 2**40, [[1]]):
-        config.write_text(json.dumps({"eos_token_id": bad}))
+        (tmp_path / "a" / "generation_config.json").write_text(json.dumps({"eos_token_id": bad}))
         with pytest.raises(UserError, match="which is no id"):
             tokenizer_files.find_tokenizer(str(tmp_path / "a"))
 
 
 @every_form
 def test_saved_again_they_are_what_they_were(form: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     first = tokenizer_files.find_tokenizer(str(folders[form]))
     tokenizer_files.save_tokenizer(first, tmp_path / "own")
     found = tokenizer_files.find_tokenizer(str(tmp_path / "own"))
     assert found == first
     assert found.fingerprint == first.fingerprint
-    shutil.copy(folders[form] / "config.json", tmp_path / "own")
-    before, after = (transformers.AutoTokenizer.from_pretrained(each) for each in (folders[form], tmp_path / "own"))
-    assert before.get_vocab() == after.get_vocab()
-    assert before.special_tokens_map == after.special_tokens_map
-    assert [before(text).input_ids for text in TEXTS] == [after(text).input_ids for text in TEXTS]
-    if first.chat_template:
-        chat = [{"role": "user", "content": "hi"}]
-        texts = [each.apply_chat_template(chat, tokenize=False) for each in (before, after)]
-        assert texts[0] == texts[1] == "<|im_start|>hi<|im_end|>"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "own" / name).read_bytes() == (folders[form] / name).read_bytes()
 
 
 @every_form
@@ -286,14 +267,6 @@ def test_they_travel_to_other_processes(form: str, both: Both) -> None:
     assert [again.encode(text, {}, False, False)[0].tolist() for text in TEXTS] == [
         ours.backend.encode(text, {}, False, False)[0].tolist() for text in TEXTS
     ]
-
-
-def test_chat_template_in_a_file_of_its_own(folders: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copytree(folders["llama2"], tmp_path / "a")
-    (tmp_path / "a" / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
-    found = tokenizer_files.find_tokenizer(str(tmp_path / "a"))
-    assert found.chat_template == "{{ messages }}"
-    assert tokenizer_files.tokenizer_files(found)["chat_template.jinja"] == b"{{ messages }}"
 
 
 @pytest.mark.parametrize("form", ["llama3", "qwen", "smollm2", "gaps"])
@@ -320,76 +293,58 @@ def test_a_tokenizer_that_tiktoken_ran_in_older_versions_is_read(both: Both, tmp
 
 
 @pytest.mark.parametrize("form", ["llama3", "mistral"])
-def test_a_run_keeps_the_files_of_its_tokenizer(
-    form: str, folders: dict[str, Path], both: Both, gpt: Gpt, workdir: Path
-) -> None:
+def test_a_run_keeps_the_files_of_its_tokenizer(form: str, folders: dict[str, Path], both: Both, gpt: Gpt) -> None:
     """From ``gpt tokenize`` to a checkpoint, whose prompts are transformers' and whose documents begin as the family's."""
     transformers = pytest.importorskip("transformers")
     ours = both(form)[0]
-    lines = [f"document {i}: it's 2024,  {WORDS} </s>" for i, WORDS in enumerate(make_text(60).split("."))]
+    lines = [f"document {i}: it's 2024,  {words} </s>" for i, words in enumerate(make_text(60).split("."))]
     Path("a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines * 30), encoding="utf-8")
-    for jobs in ("1", "2"):
-        done = gpt("tokenize", "a.jsonl", "--tokenizer", folders[form], "-o", f"tokens{jobs}", "--jobs", jobs)
-        assert done.code == 0, done.err
-    for path in Path("tokens1").iterdir():
-        assert path.read_bytes() == Path("tokens2", path.name).read_bytes(), path.name
-    documents = list(TokenFolder("tokens1").stream("train").documents)
+    done = gpt("tokenize", "a.jsonl", "--tokenizer", folders[form], "-o", "tokens", "--jobs", "2")
+    assert done.code == 0, done.err
+    documents = list(TokenFolder("tokens").stream("train").documents)
     assert documents[0][:].tolist() == ours.document(lines[0]).tolist()
     assert documents[0][:1].tolist() == [ours.bos]
-    step = train(Path("tokens1"), steps=1, out="run", vocab_size=None)[0].checkpoint
+    step = train(Path("tokens"), steps=1, out="run", vocab_size=None)[0].checkpoint
     for name, data in ours.files.items():
         assert (step / name).read_bytes() == (folders[form] / name).read_bytes() == data
     theirs = transformers.AutoTokenizer.from_pretrained(step)
-    model = load(str(step), device="cpu")
     prompts = ["document 7", "", f"{ours.eot_token} x"]
     config = SampleConfig(greedy=True, max_tokens=3, echo_logprobs=True, logprobs=0)
-    for piece in model.write_all(prompts, config):
+    for piece in load(str(step), device="cpu").write_all(prompts, config):
         if piece.sample is not None:
             assert piece.sample.prompt_logprobs is not None
             fed = [token.id for token in piece.sample.prompt_logprobs]
             assert fed == theirs(prompts[piece.prompt]).input_ids
 
 
-def test_a_text_ends_with_any_of_its_ends() -> None:
-    model = tiny_model()
-    wanted = Request([1], SampleConfig(max_tokens=30), bias=((7, 100.0),))
-    engine = Engine(Context(model, CPU), {EOT, 7})
-    engine.add(wanted)
-    assert [(update.reason, [token.id for token in update.tokens]) for update in engine.run()] == [("eot", [7])]
-    config = SampleConfig(max_tokens=30, min_tokens=4)
-    engine.add(Request([1], config, bias=((7, 100.0), (EOT, 90.0), (8, 80.0))))
-    found = [token.id for update in engine.run() for token in update.tokens]
-    assert found == [8, 8, 8, 8, 7]
-    config = SampleConfig(max_tokens=30, beam=2)
-    engine = Engine(Context(model, CPU, 2), {EOT, 7})
-    engine.add(Request([1], config, bias=((7, 100.0),)))
-    assert list(engine.run())[-1].best[0].ids == [7]
+@pytest.mark.parametrize(
+    ("settings", "bias", "written"),
+    [
+        ({}, {7: 100.0}, [7]),
+        ({"min_tokens": 4}, {7: 100.0, EOT: 90.0, 8: 80.0}, [8, 8, 8, 8, 7]),
+        ({"beam": 2}, {7: 100.0}, [7]),
+    ],
+)
+def test_a_text_ends_with_any_of_its_ends(settings: dict[str, Any], bias: dict[int, float], written: list[int]) -> None:
+    engine = Engine(Context(tiny_model(), CPU, 2), {EOT, 7})
+    engine.add(Request([1], SampleConfig(max_tokens=30, **settings), bias=tuple(bias.items())))
+    updates = list(engine.run())
+    ids = updates[-1].best[0].ids if "beam" in settings else [token.id for each in updates for token in each.tokens]
+    assert ids == written
 
 
 def test_show_says_what_begins_and_ends_a_text(folders: dict[str, Path], both: Both, gpt: Gpt) -> None:
-    shown = json.loads(gpt("tokenizer", "show", folders["mistral"], "--json").out)
-    ours = both("mistral")[0]
+    ours, folder = both("mistral")[0], folders["mistral"]
+    shown = json.loads(gpt("tokenizer", "show", folder, "--json").out)
     assert (shown["bos"], shown["ends"], shown["pattern"]) == (ours.bos, sorted(ours.ends), "")
-    assert "tokenizers library" in gpt("tokenizer", "show", folders["mistral"]).out
+    assert "tokenizers library" in gpt("tokenizer", "show", folder).out
     assert "tiktoken" in gpt("tokenizer", "show", folders["gpt2"]).out
-    assert gpt("tokenizer", "encode", "it is", "--tokenizer", folders["mistral"]).out.split() == [
-        str(id) for id in ours.encode("it is")
-    ]
-    pieces = json.loads(gpt("tokenizer", "encode", "it's é☃", "--tokenizer", folders["mistral"], "--json").out)[
-        "pieces"
-    ]
-    assert len(pieces) == len(ours.encode("it's é☃"))
+    encoded = json.loads(gpt("tokenizer", "encode", "it's é☃", "--tokenizer", folder, "--json").out)
+    assert encoded["tokens"] == ours.encode("it's é☃").tolist()
+    assert len(encoded["pieces"]) == len(encoded["tokens"])
 
 
 # What is refused
-
-
-def test_a_document_that_the_library_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boundaries, "MOST_WHOLE", 1000)
-    assert list(boundaries.parts(["some words "] * 90, "", 100)) == [("some words " * 90, False)]
-    with pytest.raises(UserError, match="1,001 characters without a place to cut it") as error:
-        list(boundaries.parts(["some words "] * 100, "", 100))
-    assert "--split-on" in error.value.hint
 
 
 def test_sentencepiece_alone_is_refused_with_what_to_do(gpt: Gpt, workdir: Path) -> None:
@@ -404,8 +359,7 @@ def test_the_older_pair_of_another_family_is_refused(folders: dict[str, Path], t
     model = json.loads((folders["gpt2"] / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"] | {"<|endoftext|>": 900}))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
-    found = tokenizer_files.find_tokenizer(str(tmp_path))
-    assert (found.eot, sorted(found.files)) == (900, ["merges.txt", "tokenizer.json", "vocab.json"])
+    assert tokenizer_files.find_tokenizer(str(tmp_path)).eot == 900
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     with pytest.raises(UserError, match="do not say how Qwen2Tokenizer cuts a text into words"):
         tokenizer_files.find_tokenizer(str(tmp_path))
@@ -415,22 +369,16 @@ def test_the_older_pair_of_another_family_is_refused(folders: dict[str, Path], t
     ("change", "message"),
     [
         ({"model": {"type": "BPE", "vocab": {"a": "b"}, "merges": []}}, "is no tokenizer of the tokenizers library"),
-        (
-            {"decoder": {"type": "Replace", "pattern": {"Regex": "a"}, "content": ""}},
-            "decoder .*Regex.* is not one that can be run here",
-        ),
+        ({"decoder": {"type": "Replace", "pattern": {"Regex": "a"}, "content": ""}}, "decoder .*Regex.* is not one that"),
         ({"added_tokens": [{"content": "</s>"}]}, "is no tokenizer of the tokenizers library"),
         ({"added_tokens": 5}, "is no tokenizer of the tokenizers library"),
-        ({"model": None}, "is no tokenizer of the tokenizers library"),
         ({"normalizer": {"type": "Nothing"}}, "cannot read the tokenizer.json"),
     ],
-)
+)  # fmt: skip
 def test_forged_files(change: dict[str, Any], message: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copytree(folders["llama2"], tmp_path / "a")
-    file = tmp_path / "a" / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | change), encoding="utf-8")
+    folder = changed(folders["llama2"], tmp_path / "a", **change)
     with pytest.raises(UserError, match=message):
-        tokenizer_files.find_tokenizer(str(tmp_path / "a"))
+        tokenizer_files.find_tokenizer(str(folder))
 
 
 def test_a_saved_folder_whose_files_are_changed_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -444,37 +392,22 @@ def test_a_saved_folder_whose_files_are_changed_is_refused(folders: dict[str, Pa
 # Why the tokenizers library gives the same ids for a tokenizer.json of ours
 
 
-def _distinguishing() -> tuple[dict[bytes, int], list[tuple[str, str]]]:
-    """A vocabulary whose tokens tell whether a character shares a piece with the one before it."""
-    characters = backends.byte_characters()
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    for first in b"a1 !\n'":
-        for second in range(256):
-            ranks[bytes([first, second])] = len(ranks)
-    return ranks, [(characters[token[0]], characters[token[1]]) for token in ranks if len(token) == 2]
-
-
 @pytest.mark.slow
 def test_both_regex_engines_know_the_same_characters() -> None:
-    """Every character, in places that tell letters, numbers, white space and contractions apart."""
-    ranks, merges = _distinguishing()
+    """Every character, in places that tell letters, numbers, white space and contractions apart: some tokens tell whether
+    a character shares a piece with the one before it."""
     characters = backends.byte_characters()
+    pairs = [bytes([first, second]) for first in b"a1 !\n'" for second in range(256)]
+    ranks = {token: id for id, token in enumerate([*(bytes([byte]) for byte in range(256)), *pairs])}
     vocab = {"".join(characters[byte] for byte in token): id for token, id in ranks.items()}
-    theirs = HFTokenizer(models.BPE(vocab=vocab, merges=merges))
+    theirs = HFTokenizer(models.BPE(vocab=vocab, merges=[(characters[a], characters[b]) for a, b in pairs]))
     theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     ours = ByteBPE(boundaries.GPT2_PATTERN, ranks)
-    codes = {
-        *range(0x3400),
-        *range(0x9FF0, 0xAC10),
-        *range(0xD790, 0xD800),
-        *range(0xE000, 0xE010),  # the first for private use, of 6,400 alike
-        *range(0xF8F0, 0x12000),
-        *range(0x13440, 0x14410),
-        *range(0x16000, 0x17000),
-        *range(0x18D00, 0x18E00),
-        *range(0x1AFF0, 0x20000),
-    }
-    every = list(map(chr, sorted(codes)))  # scripts of a thousand like characters and more are left out
+    codes = {  # scripts of a thousand like characters and more are left out, and all but the first for private use
+        *range(0x3400), *range(0x9FF0, 0xAC10), *range(0xD790, 0xD800), *range(0xE000, 0xE010), *range(0xF8F0, 0x12000),
+        *range(0x13440, 0x14410), *range(0x16000, 0x17000), *range(0x18D00, 0x18E00), *range(0x1AFF0, 0x20000),
+    }  # fmt: skip
+    every = list(map(chr, sorted(codes)))
     for form_ in ("a{}", " {}", "1{}", "'{}l"):
         for start in range(0, len(every), 10_000):
             texts = [form_.format(character) + "!" for character in every[start : start + 10_000]]
@@ -482,69 +415,23 @@ def test_both_regex_engines_know_the_same_characters() -> None:
             assert found == [each.ids for each in theirs.encode_batch(texts)]
 
 
-def test_fine_tuned_it_is_still_the_familys(folders: dict[str, Path], gpt: Gpt, workdir: Path) -> None:
-    """A tiny Llama with its own tokenizer, through ``gpt train --init`` into a folder of transformers'."""
-    transformers = pytest.importorskip("transformers")
-    shutil.copytree(folders["llama3"], "llama")
-    before = transformers.AutoTokenizer.from_pretrained("llama")
-    config = transformers.LlamaConfig(
-        vocab_size=len(before) + 7, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True,
-        bos_token_id=before.bos_token_id, eos_token_id=before.eos_token_id,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained("llama")
-    pairs = [{"prompt": f"<|begin_of_text|>what is {i}?", "completion": f" it is {i}."} for i in range(40)]
-    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    done = gpt(
-        "train", "pairs.jsonl", "--pairs", "--init", "llama", "--steps", "1", "-o", "run", "--device", "cpu", "--quiet"
-    )
-    assert done.code == 0, done.err
-    [step] = Path("run").glob("step-*")
-    after = transformers.AutoTokenizer.from_pretrained(step)
-    assert before.get_vocab() == after.get_vocab()
-    assert before.special_tokens_map == after.special_tokens_map
-    assert [before(text).input_ids for text in TEXTS] == [after(text).input_ids for text in TEXTS]
-    chat = [{"role": "user", "content": "hi"}]
-    assert before.apply_chat_template(chat, tokenize=False) == after.apply_chat_template(chat, tokenize=False)
-    assert json.loads((step / "generation_config.json").read_text()) == {
-        "bos_token_id": before.bos_token_id, "eos_token_id": before.eos_token_id
-    }  # fmt: skip
-    line = json.loads(gpt("sample", "what is 7?", "-m", "run", "-n", "5", "-t", "3", "--json", "--device", "cpu").out)
-    assert isinstance(line["text"], str)
-
-
 @pytest.mark.parametrize("ends", ["", "b", "e", "be"])
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizer", "GPT2Tokenizer"])
-def test_the_beginning_is_what_autotokenizer_puts_there(tmp_path: Path, ends: str, kind: str) -> None:
+def test_the_beginning_is_what_autotokenizer_puts_there(
+    folders: dict[str, Path], tmp_path: Path, ends: str, kind: str
+) -> None:
     """Whatever ``add_bos_token`` and ``add_eos_token`` are: absent, null, true or false."""
     from transformers import AutoTokenizer
 
-    vocab = {word: id for id, word in enumerate(["<unk>", "<s>", "</s>", *map(chr, range(32, 127))])}
-    sides = {side: [{"SpecialToken": {"id": word, "type_id": 0}}] for side, word in (("b", "<s>"), ("e", "</s>"))}
-    single = [*(sides["b"] if "b" in ends else []), {"Sequence": {"id": "A", "type_id": 0}}]
-    single += sides["e"] if "e" in ends else []
-    words = {word: {"id": word, "ids": [vocab[word]], "tokens": [word]} for word in ("<s>", "</s>")}
-    template = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": words}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    values = {
-        "version": "1.0",
-        "added_tokens": [{"id": vocab[word], "content": word, **flags} for word in ("<unk>", "<s>", "</s>")],
-        "post_processor": template if ends else None,
-        "decoder": {"type": "Fuse"},
-        "model": {"type": "BPE", "vocab": vocab, "merges": [], "unk_token": "<unk>"},
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": len(vocab)}))
+    special = lambda word: [{"SpecialToken": {"id": word, "type_id": 0}}]
+    template = json.loads((folders["llama2"] / "tokenizer.json").read_text(encoding="utf-8"))["post_processor"]
+    text = [{"Sequence": {"id": "A", "type_id": 0}}]
+    template["single"] = template["pair"] = special("<s>") * ("b" in ends) + text + special("</s>") * ("e" in ends)
+    template["special_tokens"] = {w: {"id": w, "ids": [id], "tokens": [w]} for id, w in ((1, "<s>"), (2, "</s>"))}
+    folder = changed(folders["llama2"], tmp_path / "a", post_processor=template if ends else None)
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": kind}
-    for said in (
-        {},
-        {"add_eos_token": False},
-        {"add_bos_token": True},
-        {"add_bos_token": False},
-        {"add_bos_token": None},
-    ):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, **said}))
-        expected = AutoTokenizer.from_pretrained(str(tmp_path))("ab")["input_ids"]
-        ours = tokenizer_files.read_transformers(tmp_path)
-        assert ours is not None
-        assert ours.prompt("ab") == [id for id in expected if id != vocab["</s>"]], said
+    for key, value in ((None, 0), ("add_eos_token", False), *(("add_bos_token", each) for each in (True, False, None))):
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, **({key: value} if key else {})}))
+        expected = AutoTokenizer.from_pretrained(str(folder))("ab")["input_ids"]
+        found = tokenizer_files.find_tokenizer(str(folder)).prompt("ab")
+        assert [id == 1 for id in found[:2]] == [id == 1 for id in expected[:2]], (key, value)
