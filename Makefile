@@ -1,4 +1,4 @@
-# demo, test, test-all, test-gpu, lint, fix, bench, docs: each makes the environment it needs first.
+# demo, test, test-all, test-more, test-gpu, lint, fix, bench, docs: each makes the environment it needs first.
 PYTHON ?= python3
 VENV := .venv
 ifeq ($(OS),Windows_NT)
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 endif
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all test-gpu lint fix bench docs clean
+.PHONY: demo test test-all test-more test-gpu lint fix bench docs clean
 
 # The main job on the embedded corpus, then a sample: bold enough to stay with what some minutes have taught.
 demo: $(VENV)/.made
@@ -19,10 +19,17 @@ demo: $(VENV)/.made
 # wheel, the site, README pages, browsers. CI runs test-all. A single test: .venv/bin/python -m pytest tests/test_x.py -k name
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 test: $(VENV)/.made-dev
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not more"
 
 test-all: $(VENV)/.made-interop
-	$(PYTEST)
+	$(PYTEST) -m "not more"
+
+# What takes long and seldom finds anything: random shapes, forged files, faults and hostile command lines by the hundred.
+test-more: $(VENV)/.made-interop
+	$(PYTEST) -m more
+	$(BIN)/python -m tests.stress.faults --quick
+	$(BIN)/python -m tests.stress.hostile --cases 300
+	$(BIN)/python -m tests.stress.forged
 
 # What needs a GPU; the other tests don't look at one.
 test-gpu: $(VENV)/.made-dev

@@ -85,6 +85,7 @@ class Done:
 
 Gpt = Callable[..., Done]
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # a case of a parametrized test
+more = functools.partial(pytest.param, marks=pytest.mark.more)  # one that `make test-more` alone runs
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Gpt, one_line_of_what_and_what_next, slow
+from conftest import Gpt, more, one_line_of_what_and_what_next
 
 from gpt import events
 from gpt.errors import LONGEST, UserError
@@ -40,7 +40,7 @@ def run(made: Path, workdir: Path) -> Path:
     return Path("run")
 
 
-@pytest.mark.parametrize("count", [15, slow(60)])
+@pytest.mark.parametrize("count", [15, more(60)])
 def test_a_forged_value_is_read_or_refused(made: Path, count: int) -> None:
     outcomes, wrong = forged.tried(made, count)
     assert not wrong
