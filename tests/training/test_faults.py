@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -55,6 +56,7 @@ def test_every_write_and_sync_of_a_save_that_fails(tmp_path: Path, every: int) -
 
 def test_everything_is_synced_before_it_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[str, int]] = []  # what, and the inode to which
+    contents = faults.small_checkpoint_files()
     replace, fsync = os.replace, os.fsync
 
     def renamed(source: Any, target: Any) -> None:
@@ -68,7 +70,7 @@ def test_everything_is_synced_before_it_takes_its_name(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "replace", renamed)
     monkeypatch.setattr(os, "fsync", synced)
     saved = tmp_path / "step-000001"
-    checkpoint.write(saved, faults.small_checkpoint_files())
+    checkpoint.write(saved, contents)
     for path in [*saved.iterdir(), saved]:
         inode = path.stat().st_ino
         assert done.index(("sync", inode)) < done.index(("name", inode)), path
@@ -95,17 +97,17 @@ def test_what_the_disk_did_not_keep_is_noticed(tmp_path: Path, monkeypatch: pyte
 
 def test_sums_that_the_disk_did_not_keep_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record that fits itself, and knows of no file."""
-    write_checksums = folder.write_checksums
+    contents, write_checksums = faults.small_checkpoint_files(), folder.write_checksums
     monkeypatch.setattr(folder, "write_checksums", lambda beside, sums: write_checksums(beside, {}))
     with pytest.raises(OSError, match="what was written is not what can be read"):
-        checkpoint.write(tmp_path / "step-000001", faults.small_checkpoint_files())
+        checkpoint.write(tmp_path / "step-000001", contents)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be told to forget a file")
 def test_what_is_read_back_comes_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: set[int] = set()
-    fadvise = os.posix_fadvise
+    contents, fadvise = faults.small_checkpoint_files(), os.posix_fadvise
 
     def forgets(descriptor: int, start: int, length: int, how: int) -> None:
         if (start, length, how) == (0, 0, os.POSIX_FADV_DONTNEED):
@@ -114,7 +116,7 @@ def test_what_is_read_back_comes_from_the_disk(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "posix_fadvise", forgets)
     saved = tmp_path / "step-000001"
-    checkpoint.write(saved, faults.small_checkpoint_files())
+    checkpoint.write(saved, contents)
     assert forgotten == {path.stat().st_ino for path in saved.iterdir() if path.name != folder.CHECKSUMS}
 
 
@@ -211,6 +213,10 @@ def test_a_result_cannot_point_elsewhere(gpt: Gpt, text: Path) -> None:
 # The disk
 
 
+def full(target: Path, contents: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_no_room_is_said_before_the_first_step(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda path: SimpleNamespace(free=500_000))
     heard: list[Any] = []
@@ -222,20 +228,14 @@ def test_no_room_is_said_before_the_first_step(text: Path, monkeypatch: pytest.M
 
 def test_a_full_disk_stops_no_training(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps 4 and 8 find no room; step 12 does."""
+    tried = mock.Mock(side_effect=[OSError(errno.ENOSPC, "No space left on device")] * 2 + [mock.DEFAULT])
+    tried.return_value = None
     write = checkpoint.write
-    tried: list[str] = []
-
-    def full(target: Path, contents: Any) -> None:
-        tried.append(target.name)
-        if len(tried) < 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(target, contents)
-
-    monkeypatch.setattr(checkpoint, "write", full)
+    monkeypatch.setattr(checkpoint, "write", lambda *given: (tried(given[0].name), write(*given)))
     heard: list[Any] = []
     result = library.train(text, out="runs/x", listen=heard.append, **FAST)
     assert result.checkpoint.name == "step-000012"
-    assert tried == ["step-000004", "step-000008", "step-000012"]
+    assert [call.args[0] for call in tried.call_args_list] == ["step-000004", "step-000008", "step-000012"]
     warnings = [event.text for event in heard if isinstance(event, events.Note) and event.warning]
     assert warnings == ["step 4 cannot be saved: No space left on device; the run continues, and tries again"]
     assert [event.step for event in heard if isinstance(event, events.StepEvent)] == list(range(1, 13))
@@ -246,10 +246,6 @@ def test_a_disk_that_stays_full_is_status_1(gpt: Gpt, text: Path, monkeypatch: p
     monkeypatch.setattr(checkpointing, "ROOM_SECONDS", 0.3)
     monkeypatch.setattr(checkpointing, "ROOM_PAUSE", 0.05)
     write = checkpoint.write
-
-    def full(target: Path, contents: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(checkpoint, "write", full)
     done = gpt("train", "--resume", "runs/one", "--steps", "8")
     assert done.code == 1
@@ -257,12 +253,7 @@ def test_a_disk_that_stays_full_is_status_1(gpt: Gpt, text: Path, monkeypatch: p
     assert "the newest checkpoint is step-000004" in done.err
     assert faults.torn(Path("runs/one")) == []
 
-    def room_for_weights(target: Path, contents: Any) -> None:
-        if "training.json" in contents:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(target, contents)
-
-    monkeypatch.setattr(checkpoint, "write", room_for_weights)
+    monkeypatch.setattr(checkpoint, "write", lambda *given: (full if "training.json" in given[1] else write)(*given))
     done = gpt("train", "--resume", "runs/one")
     assert done.code == 1
     assert "its weights are in runs/one/step-000008" in done.err
@@ -275,26 +266,19 @@ def test_a_disk_that_stays_full_is_status_1(gpt: Gpt, text: Path, monkeypatch: p
 def test_a_fault_while_a_checkpoint_is_written_is_no_fault_of_the_disk(
     text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(target: Path, contents: Any) -> None:
-        raise RuntimeError("boom")
-
-    monkeypatch.setattr(checkpoint, "write", broken)
+    monkeypatch.setattr(checkpoint, "write", mock.Mock(side_effect=RuntimeError("boom")))
     with pytest.raises(RuntimeError, match="boom"):
         library.train(text, out="runs/x", **FAST)
 
 
 def test_the_wait_for_room_ends_with_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(target: Path, contents: Any) -> None:
-        tried.append(target.name)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "write", full)
+    tried = mock.Mock(side_effect=full)
+    monkeypatch.setattr(checkpoint, "write", tried)
     monkeypatch.setattr(checkpointing, "ROOM_PAUSE", 0.01)
-    tried: list[str] = []
     writer = checkpointing.Writer(tmp_path, 1, lambda step: None, lambda text: None)
     with pytest.raises(WorkError, match="step 4 could not be saved and is lost"):
-        writer.last(4, 10, dict, lambda: len(tried) == 3)
-    assert tried == ["step-000004"] * 3
+        writer.last(4, 10, dict, lambda: tried.call_count == 3)
+    assert tried.call_count == 3
 
 
 def test_metrics_last_longer_than_what_tells_their_length(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,18 +304,15 @@ def test_metrics_last_longer_than_what_tells_their_length(text: Path, monkeypatc
 
 
 def test_a_signal_that_cannot_be_saved_is_status_1(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(target: Path, contents: Any) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
     def strike(event: Any) -> None:
         if isinstance(event, events.StepEvent) and event.step == 5:
-            monkeypatch.setattr(checkpoint, "write", full)
+            failing = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+            monkeypatch.setattr(checkpoint, "write", failing)
             send(signal.SIGTERM)
 
     with pytest.raises(WorkError, match="interrupted at step 5, which could not be saved: Input/output error") as error:
         library.train(text, out="runs/x", listen=strike, **FAST)
     assert "gpt train --resume runs/x" in error.value.hint
-    monkeypatch.undo()
 
 
 def test_metrics_that_cannot_be_written_have_a_gap(text: Path) -> None:

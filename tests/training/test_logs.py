@@ -279,20 +279,13 @@ def test_flops_of_gpt2_are_nanogpts() -> None:
 
 # Multiprocessors, operations a clock of each, boost clock in GHz.
 PARTS = {
-    "NVIDIA B200": (148, 8192, 1.855),
-    "NVIDIA H100 80GB HBM3": (132, 4096, 1.83),
-    "NVIDIA H100 PCIe": (114, 4096, 1.62),
-    "NVIDIA H100 NVL": (132, 4096, 1.545),
-    "NVIDIA A100-SXM4-80GB": (108, 2048, 1.41),
-    "NVIDIA A100 80GB PCIe": (108, 2048, 1.41),
-    "NVIDIA A10": (72, 1024, 1.695),
-    "NVIDIA L40S": (142, 1024, 2.49),
-    "NVIDIA L40": (142, 512, 2.49),
-    "NVIDIA L4": (58, 1024, 2.04),
-    "NVIDIA GeForce RTX 4090": (128, 512, 2.52),
-    "Tesla V100-SXM2-16GB": (80, 1024, 1.53),
-    "Tesla T4": (40, 1024, 1.59),
-}
+    "NVIDIA B200": (148, 8192, 1.855), "NVIDIA H100 80GB HBM3": (132, 4096, 1.83),
+    "NVIDIA H100 PCIe": (114, 4096, 1.62), "NVIDIA H100 NVL": (132, 4096, 1.545),
+    "NVIDIA A100-SXM4-80GB": (108, 2048, 1.41), "NVIDIA A100 80GB PCIe": (108, 2048, 1.41),
+    "NVIDIA A10": (72, 1024, 1.695), "NVIDIA L40S": (142, 1024, 2.49), "NVIDIA L40": (142, 512, 2.49),
+    "NVIDIA L4": (58, 1024, 2.04), "NVIDIA GeForce RTX 4090": (128, 512, 2.52),
+    "Tesla V100-SXM2-16GB": (80, 1024, 1.53), "Tesla T4": (40, 1024, 1.59),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PARTS)

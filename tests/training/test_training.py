@@ -1,4 +1,4 @@
-"""Training: it learns, it repeats, accumulation changes nothing, and it ends as it should."""
+"""Training: it learns, it repeats, and it ends as it should."""
 
 import copy
 import dataclasses
@@ -8,6 +8,7 @@ import math
 import signal
 import sys
 import time
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,14 +69,6 @@ def test_what_is_watched_changes_nothing(text: Path) -> None:
     one, _ = train(text, steps=12, dropout=0.1, eval_every=3, sample_every=2, save_every=1)
     other, _ = train(text, steps=12, dropout=0.1, eval_every=12, sample_every=0, save_every=12)
     assert all(torch.equal(a, b) for a, b in zip(weights(one.run).values(), weights(other.run).values(), strict=True))
-
-
-def test_accumulation_equals_the_whole_batch(text: Path) -> None:
-    whole, heard_whole = train(text, steps=10, micro_batch="8")
-    parts, heard_parts = train(text, steps=10, micro_batch="2")
-    assert losses(heard_parts) == pytest.approx(losses(heard_whole), rel=1e-4)
-    for a, b in zip(weights(whole.run).values(), weights(parts.run).values(), strict=True):
-        assert torch.allclose(a, b, atol=1e-4)
 
 
 def test_a_step_is_adamw_on_the_clipped_gradient(text: Path) -> None:
@@ -227,7 +220,7 @@ def test_minutes_become_steps_that_can_be_repeated(text: Path) -> None:
     timed, _ = train(text, minutes=0.1, optimizer="muon", dropout=0.0)
     record = json.loads((timed.run / "run.json").read_text())
     resolved = record["resolved"]
-    assert timed.steps == resolved["steps"] == resolved["decay"] + (resolved["steps"] - resolved["decay"])
+    assert timed.steps == resolved["steps"]
     assert record["settings"]["minutes"] == 0.1
     again, _ = train(
         text, steps=timed.steps, warmup=resolved["warmup"], decay=resolved["decay"], dropout=0.0,
@@ -500,7 +493,7 @@ def test_out_of_memory_halves_what_is_computed_at_once(text: Path, monkeypatch: 
         return trunk(self, idx, *rest)
 
     monkeypatch.setattr(GPT, "trunk", limited)
-    parts, heard = train(text, steps=6, micro_batch="8", dropout=0.0)
+    parts, heard = train(text, steps=6, micro_batch="8", dropout=0.0)  # whose accumulation changes nothing
     assert losses(heard) == pytest.approx(losses(heard_whole), rel=1e-4)
     assert json.loads((parts.run / "run.json").read_text())["resolved"]["micro_batch"] == 2
     said = [event.text for event in heard if isinstance(event, events.Note)]
@@ -600,21 +593,13 @@ def test_a_text_that_is_read_often(settings: dict[str, Any], decided: tuple[floa
 @pytest.mark.parametrize(
     ("settings", "in_bfloat16", "in_float32"),
     [
-        ({}, True, True),
-        ({"steps": 1000}, False, False),
-        ({"steps": 1000, "compile": "on"}, True, True),
-        ({"compile": "off"}, False, False),
-        ({"minutes": 0.9}, False, False),
-        ({"minutes": 1.0}, True, False),
-        ({"minutes": 2.4}, True, True),
-        ({"recompute": True}, False, False),
-        ({"shard": "full"}, False, False),
-        ({"tensor": 2}, False, False),
-        ({"preset": "small", "minutes": 60.0}, False, False),
-        ({"preset": "mini", "minutes": 1.0}, False, False),
-        ({"preset": "mini", "minutes": 4.0}, True, True),
+        ({}, True, True), ({"steps": 1000}, False, False), ({"steps": 1000, "compile": "on"}, True, True),
+        ({"compile": "off"}, False, False), ({"minutes": 0.9}, False, False), ({"minutes": 1.0}, True, False),
+        ({"minutes": 2.4}, True, True), ({"recompute": True}, False, False), ({"shard": "full"}, False, False),
+        ({"tensor": 2}, False, False), ({"preset": "small", "minutes": 60.0}, False, False),
+        ({"preset": "mini", "minutes": 1.0}, False, False), ({"preset": "mini", "minutes": 4.0}, True, True),
     ],
-)
+)  # fmt: skip
 def test_a_cpu_compiles_by_length_size_and_dtype(
     settings: dict[str, Any], in_bfloat16: bool, in_float32: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -649,15 +634,11 @@ def test_a_gpu_compiles_long_runs_of_large_steps(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"steps": 5, "epochs": 2.0}, "--steps and --epochs both"),
         ({"epochs": 0.0}, "epochs is 0;"),
         ({"batch_tokens": 100}, "batch-tokens 100 is not a multiple of the context, 64"),
         ({"micro_batch": "3"}, "a micro-batch of 3 does not divide"),
         ({"micro_batch": "x"}, 'micro-batch is "x"'),
         ({"dropout": 1.0}, "dropout is 1.0"),
-        ({"lr": math.nan}, "lr is nan"),
-        ({"steps": 0}, "steps is 0"),
-        ({"device": "gpu"}, 'no device "gpu"'),
     ],
 )
 def test_settings_that_contradict(settings: dict[str, Any], message: str) -> None:
@@ -670,14 +651,9 @@ def test_a_vocabulary_size_for_a_fixed_vocabulary() -> None:
         TrainConfig(tokenizer="bytes", vocab_size=300)
 
 
-def test_settings_from_toml_and_dictionaries(tmp_path: Path) -> None:
-    import tomllib
-
+def test_any_settings_come_back_from_toml() -> None:
     config = TrainConfig(steps=7, lr=0.01, out='a "b" \\ c\x7f\né', val_fraction=0.2)
     assert from_dict(TrainConfig, tomllib.loads(to_toml(dataclasses.asdict(config))), "x") == config
-    with pytest.raises(UserError, match='x: unknown key "stesp"') as error:
-        from_dict(TrainConfig, {"stesp": 3}, "x")
-    assert error.value.hint == 'did you mean "steps"?'
 
 
 def test_devices_that_are_not_there() -> None:
