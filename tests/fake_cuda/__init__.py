@@ -8,7 +8,7 @@ so that training and decoding give what they give on the CPU. Beyond that:
 - every operator that would launch a kernel is counted (`Device.launches`), views not;
 - a copy to pinned memory that nobody waits for leaves NaN (99 in whole numbers) in its buffer, until an event that was
   recorded on its device, or the device itself, has been waited for;
-- a device can be made to run out of memory (`Device.most`) or to be lost (`Device.lost`).
+- a device can be lost (`Device.lost`).
 
 What it cannot show: kernels' numerics, and which attention kernel CUDA would choose; whether an operator has a kernel
 for CUDA; CUDA graphs and what `torch.compile` makes for a GPU (``torch.compile`` must be patched away); races between

@@ -3,7 +3,7 @@
 import contextlib
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -88,7 +88,6 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current = 0
         self.waits: list[tuple[str, str]] = []  # each wait of the host for the device: of what kind, and where
         self.launches: Counter[str] = Counter()  # operators that launch a kernel at least, and copies
-        self.most: int | None = None  # bytes of a tensor; a larger one does not fit
         self.lost = ""  # what CUDA says of everything from now on
         # By address, and kept: memory that was freed may come back as a tensor that is not pinned.
         self._pinned: dict[int, torch.UntypedStorage] = {}
@@ -169,9 +168,6 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def wrap(self, inner: Tensor, index: int) -> Disguised:
-        """A tensor on the device. Raises as CUDA does where it does not fit."""
-        if self.most is not None and inner.nbytes > self.most:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {inner.nbytes} bytes.")
         return Disguised(inner, self, index)
 
     def _index(self, asked: torch.device | None) -> int:
@@ -244,9 +240,9 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 each.buffer.copy_(each.numbers)
         self._arriving = [each for each in self._arriving if not any(each is one for one in copies)]
 
-    def kinds(self, waits: Iterable[tuple[str, str]] | None = None) -> Mapping[str, int]:
+    def kinds(self) -> Counter[str]:
         """How many waits there were of each kind."""
-        return Counter(kind for kind, _ in (self.waits if waits is None else waits))
+        return Counter(kind for kind, _ in self.waits)
 
 
 def _is_made_of_others(func: Any) -> bool:

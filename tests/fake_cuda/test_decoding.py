@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import Gpt, slow
+from conftest import TINY, Gpt, make_text, slow
 from models import CPU, EOT, PROMPTS, tiny_model
 
 import gpt
@@ -47,8 +47,6 @@ REQUESTS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A run of each arch."""
-    from conftest import TINY, make_text
-
     place = tmp_path_factory.mktemp("models")
     (place / "text.txt").write_bytes(make_text().encode())
     settings: dict[str, Any] = {**TINY, "steps": 8, "dtype": "float32", "vocab_size": 300}
@@ -76,43 +74,34 @@ def test_texts_are_the_same(models: dict[str, Path], disguise: Disguise, setting
     assert [value for _, value in there] == pytest.approx([value for _, value in here], abs=1e-4)
 
 
-RUNNING_AHEAD: list[dict[str, Any]] = [
+ALL_KINDS: list[dict[str, Any]] = [
     {}, {"greedy": True}, {"logprobs": 2}, {"top_k": 5, "top_p": 0.9}, {"min_tokens": 4}, {"max_tokens": 1},
+    {"presence_penalty": 1.0}, {"beam": 2},
 ]  # fmt: skip
 
 
-def requests(rng: random.Random, settings: list[dict[str, Any]]) -> Iterator[Request]:
+def requests(rng: random.Random) -> Iterator[Request]:
     for n in range(60):
-        config = SampleConfig(**{"max_tokens": rng.randint(2, 20), **rng.choice(settings)})
+        config = SampleConfig(**{"max_tokens": rng.randint(2, 20), **rng.choice(ALL_KINDS)})
         bias = rng.choice([(), (), ((EOT, 2.0),)])
         yield Request(rng.choice([*PROMPTS, [*range(20), n % 47]]), config, rng.randrange(3), n, bias)
 
 
-ALL_KINDS = [*RUNNING_AHEAD, {"presence_penalty": 1.0}, {"beam": 2}]
-
-
-@pytest.mark.parametrize(
-    ("settings", "fixed"),
-    [(ALL_KINDS, True), slow(ALL_KINDS, False), slow(RUNNING_AHEAD, True), slow(RUNNING_AHEAD, False)],
-)
+@pytest.mark.parametrize("fixed", [True, slow(False)])
 def test_requests_that_come_and_go_are_as_on_the_cpu(
-    disguise: Disguise, fixed: bool, settings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    disguise: Disguise, fixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Most steps are launched before the last one's tokens are read. Rows end, are cancelled and given to others, whose
     prompts begin as theirs did."""
     monkeypatch.setattr("gpt.decoding.engine.REUSED_FROM", 1)
     rng = random.Random(1)
-    wanted = list(requests(rng, settings))
+    wanted = list(requests(rng))
     expected = [told(alone(request)) for request in wanted]
     with disguise() as device:
         model = tiny_model(24).to("cuda")
         compute = Compute(torch.device("cuda"), torch.float32)
-        engine = Engine(
-            Context(model, compute, 4, step=functools.partial(next_tokens, model) if fixed else None),
-            {EOT},
-            8,
-            reuse=True,
-        )
+        context = Context(model, compute, 4, step=functools.partial(next_tokens, model) if fixed else None)
+        engine = Engine(context, {EOT}, 8, reuse=True)
         events: list[list[Update]] = [[] for _ in wanted]
         cancelled, steps, left = set(), 0, deque(wanted)
         while left or engine.busy:
@@ -188,29 +177,22 @@ def test_narrow_weights_write(models: dict[str, Path], disguise: Disguise, dtype
     assert writing.sample.logprob == pytest.approx(whole, abs=1.5)
 
 
-def test_a_text_has_the_same_loss(models: dict[str, Path], disguise: Disguise) -> None:
-    text = ["the cat sat on the mat while dogs chased cats, " * 3]
-    here = gpt.load(models["modern"], device="cpu", dtype="float32").evaluate(text, stride=8)
-    with disguise():
-        there = gpt.load(models["modern"], device="cuda", dtype="float32").evaluate(text, stride=8)
-    assert there.loss == pytest.approx(here.loss, abs=1e-5)
-    assert there.tokens == here.tokens
-
-
-def test_what_goes_on_inside_is_the_same(models: dict[str, Path], disguise: Disguise) -> None:
+def test_the_loss_of_a_text_and_what_goes_on_inside_are_the_same(models: dict[str, Path], disguise: Disguise) -> None:
     def look(device: str) -> Any:
         model = gpt.load(models["gpt2"], device=device, dtype="float32")
+        loss = model.evaluate(["the cat sat on the mat while dogs chased cats, " * 3], stride=8).loss
         found = inspect.look(model.model, model.tokenizer.encode("the cat sat"), model.tokenizer)
         near = inspect.Embeddings(model.model, model.tokenizer)
-        return found, near.neighbors(near.find("cat"), 3), inspect.positions(model.model)
+        return loss, found, near.neighbors(near.find("cat"), 3), inspect.positions(model.model)
 
     here = look("cpu")
     with disguise():
         there = look("cuda")
-    assert np.allclose(there[0].patterns, here[0].patterns, atol=1e-5)
-    assert np.allclose(there[0].logits, here[0].logits, atol=1e-4)
-    assert [each.id for each in there[1]] == [each.id for each in here[1]]
-    assert np.allclose(there[2].similarity, here[2].similarity, atol=1e-5)
+    assert there[0] == pytest.approx(here[0], abs=1e-5)
+    assert np.allclose(there[1].patterns, here[1].patterns, atol=1e-5)
+    assert np.allclose(there[1].logits, here[1].logits, atol=1e-4)
+    assert [each.id for each in there[2]] == [each.id for each in here[2]]
+    assert np.allclose(there[3].similarity, here[3].similarity, atol=1e-5)
 
 
 def test_bench_measures(models: dict[str, Path], disguise: Disguise, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,9 +217,7 @@ class Captures:
     of a step and each place in memory of keys and values."""
 
     def __init__(self) -> None:
-        self.compiled = 0
-        self.captured = 0
-        self.steps = 0
+        self.compiled = self.captured = self.steps = 0
         self.places: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __call__(self, stack: Callable[..., Any], **how: Any) -> Callable[..., Any]:
@@ -281,9 +261,12 @@ def test_later_calls_capture_nothing(models: dict[str, Path], disguise: Disguise
     assert found == tomllib.loads(COUNTS.read_text(encoding="utf-8"))["calls"]
 
 
-def test_contexts_are_bounded_in_number(models: dict[str, Path], disguise: Disguise, captures: Captures) -> None:
+def test_contexts_are_bounded_in_number_and_memory(
+    models: dict[str, Path], disguise: Disguise, captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for seven rows, of contexts of three, two and four rows the oldest goes."""
     with disguise():
-        model = gpt.load(models["modern"], device="cuda", dtype="float32", sampling=COMPILED)
+        model = gpt.load(models["gpt2"], device="cuda", dtype="float32", sampling=COMPILED)
         for count in range(1, KEPT + 3):
             written(model, count)
         assert (captures.compiled, captures.captured, len(captures.places)) == (1, KEPT + 2, KEPT)
@@ -292,47 +275,34 @@ def test_contexts_are_bounded_in_number(models: dict[str, Path], disguise: Disgu
         assert captures.captured == KEPT + 2
         written(model, 1)  # freed long ago
         assert (captures.captured, len(captures.places)) == (KEPT + 3, KEPT)
-
-
-def test_contexts_are_bounded_in_memory(
-    models: dict[str, Path], disguise: Disguise, captures: Captures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Room for seven rows: of contexts of three, two and four rows the oldest goes."""
-    row = cache_bytes(gpt.load(models["gpt2"]).model.config, 32, 4)
-    monkeypatch.setattr(Compute, "memory", lambda self: int(7.5 * row / CACHE_SHARE))
-    with disguise():
+        captures.places.clear()
+        room = int(7.5 * cache_bytes(model.model.config, 32, 4) / CACHE_SHARE)
+        monkeypatch.setattr(Compute, "memory", lambda self: room)
         model = gpt.load(models["gpt2"], device="cuda", dtype="float32", sampling=COMPILED)
         for count, kept in ((3, [3]), (2, [3, 2]), (4, [2, 4]), (7, [7])):
             written(model, count)
             assert sorted(len(cache.lengths) for cache in captures.places) == sorted(kept)
 
 
-def test_calls_at_the_same_time_have_contexts_of_their_own(
-    models: dict[str, Path], disguise: Disguise, captures: Captures
+def test_texts_that_are_written_at_the_same_time_or_ended_early_share_no_context(
+    models: dict[str, Path], disguise: Disguise, captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One that is ended early gives its context back; an error does not."""
     with disguise():
         model = gpt.load(models["gpt2"], device="cuda", dtype="float32", sampling=COMPILED)
         alone = ["".join(model.write(prompt, COMPILED)) for prompt in ("a", "b")]
         both = [model.write(prompt, COMPILED) for prompt in ("a", "b")]
         assert ["".join(pieces) for pieces in zip(*zip(*both, strict=True), strict=True)] == alone
         assert captures.captured == 2
-        "".join(model.write("a", COMPILED))
-        assert captures.captured == 2
-
-
-def test_a_text_that_is_ended_early_gives_its_context_back_and_an_error_does_not(
-    models: dict[str, Path], disguise: Disguise, captures: Captures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with disguise():
-        model = gpt.load(models["gpt2"], device="cuda", dtype="float32", sampling=COMPILED)
-        text = written(model)
         begun = model.write_all(["dogs"], COMPILED)
         next(begun)
         begun.close()
-        assert written(model) == text
-        assert captures.captured == 1
-        with monkeypatch.context() as patched, pytest.raises(NotANumber):
-            patched.setattr(Context, "logits", lambda self, x: x.new_full((*x.shape[:-1], 300), math.nan))
-            written(model)
-        assert written(model) == text
+        assert "".join(model.write("a", COMPILED)) == alone[0]
         assert captures.captured == 2
+        with monkeypatch.context() as patched:
+            patched.setattr(Context, "logits", lambda self, x: x.new_full((*x.shape[:-1], 300), math.nan))
+            for _ in both:
+                with pytest.raises(NotANumber):
+                    "".join(model.write("a", COMPILED))
+        assert "".join(model.write("a", COMPILED)) == alone[0]
+        assert captures.captured == 3

@@ -1,34 +1,25 @@
-"""The disguise itself: it computes, it refuses what CUDA refuses, it tells waits, and nothing of it stays."""
+"""The disguise itself: it refuses what CUDA refuses, it tells waits, and nothing of it stays. Else others prove nothing."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Gpt
-
-from fake_cuda import shim
 
 Disguise = Callable[..., Any]
 
 
 def test_nothing_of_it_stays(disguise: Disguise) -> None:
-    before = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
+    before = vars(torch.cuda).copy()
     with disguise():
-        assert torch.cuda.is_available()
         assert torch.ones(2, device="cuda").sum().item() == 2
-    after = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
-    assert {name for name in before if before[name] is not after.get(name)} == set()
-    assert not torch.cuda.is_available()
+    assert all(getattr(torch.cuda, name) is each for name, each in before.items())
     assert torch.accelerator.current_accelerator() is None
     with pytest.raises((AssertionError, RuntimeError), match=r"CUDA"):
         torch.ones(1, device="cuda")
     x = torch.ones(3, requires_grad=True)
     (2 * x).sum().backward()
     assert x.grad is not None
-    assert x.grad.tolist() == [2, 2, 2]
-    assert torch.nn.Linear(2, 2).to(torch.float64).weight.dtype == torch.float64
 
 
 def test_tensors_of_several_devices_do_not_meet(disguise: Disguise) -> None:
@@ -66,18 +57,8 @@ def test_every_wait_is_told(disguise: Disguise) -> None:
         assert (kind, where.split(":")[0]) == ("_local_scalar_dense", "test_disguise.py")
 
 
-def test_memory_once_pinned_does_not_make_a_new_tensor_pinned(disguise: Disguise) -> None:
-    with disguise() as device:
-        for _ in range(50):
-            torch.ones(2).pin_memory().to("cuda", non_blocking=True)
-            assert device.waits == []
-            torch.ones(2).to("cuda", non_blocking=True)
-            assert len(device.waits) == 1
-            device.waits.clear()
-
-
 def test_what_was_not_waited_for_has_not_come(disguise: Disguise) -> None:
-    with disguise(2) as device:
+    with disguise(2):
         buffers = []
         for index in range(2):
             x = torch.full((2,), 7.0, device=f"cuda:{index}")
@@ -91,66 +72,3 @@ def test_what_was_not_waited_for_has_not_come(disguise: Disguise) -> None:
         assert buffers[1].tolist() == [7, 7]
         torch.cuda.synchronize()  # of the current device, the first
         assert buffers[0].tolist() == [7, 7]
-        assert device.sent_by(0) == device.sent_by(1) == []
-        count = torch.empty(1, dtype=torch.long, pin_memory=True)
-        count.copy_(torch.ones(1, dtype=torch.long, device="cuda"), non_blocking=True)
-        assert count.item() == 99
-
-
-def test_kernels_are_counted_and_views_are_not(disguise: Disguise) -> None:
-    with disguise() as device:
-        x = torch.empty(4, 4, device="cuda")
-        x.view(16)[2:].unsqueeze(0).detach().T.expand(14, 3)
-        assert not device.launches
-        x.zero_().add_(1)
-        x.float().exp()  # it is float32 already
-        assert device.launches == {"zero_": 1, "add_": 1, "exp": 1}
-
-
-def test_memory_and_device_can_fail(disguise: Disguise) -> None:
-    with disguise() as device:
-        device.most = 64
-        torch.ones(16, device="cuda")
-        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
-            torch.ones(17, device="cuda")
-        x = torch.ones(1, device="cuda")
-        device.lost = "CUDA error: unspecified launch failure"
-        for work in (lambda: x + 1, lambda: torch.cuda.synchronize(), lambda: x.item()):
-            with pytest.raises(torch.AcceleratorError, match="unspecified launch failure"):
-                work()
-
-
-def test_why_it_cannot_be_worn(disguise: Disguise, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert shim.why_not() is None
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "__version__", "2.14.1+cpu")
-        assert shim.why_not() == "the disguise is written for torch 2.13; this is 2.14.1+cpu"
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.version, "cuda", "13.0")
-        assert "builds of torch without CUDA" in (shim.why_not() or "")
-    with monkeypatch.context() as patch:
-        patch.setenv("PATH", str(tmp_path))
-        patch.delenv("CXX", raising=False)
-        reason = "the disguise needs a C++ compiler: none of c++, g++, clang++ is there, and CXX names none"
-        assert shim.why_not() == reason
-        with pytest.raises(shim.Unavailable, match="needs a C"):
-            shim.build(tmp_path)
-    broken = tmp_path / "cxx"
-    broken.write_text("#!/bin/sh\necho 'no such header' >&2\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
-    with pytest.raises(shim.Unavailable, match=r"does not compile here: no such header"):
-        shim.build(tmp_path)
-    assert list(tmp_path.glob("*.so")) == []
-
-
-def test_a_build_with_cuda_and_no_device_is_refused(gpt: Gpt, workdir: Path) -> None:
-    """Whatever the build: what counts is whether there is a device."""
-    if torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
-    Path("book.txt").write_text("a text " * 100)
-    done = gpt("train", "book.txt", "--device", "cuda")
-    assert (done.code, done.out) == (2, "")
-    assert done.err.splitlines()[-2:] == [
-        'error: this machine (or this build of torch) has no device "cuda"', "hint: present: cpu",
-    ]  # fmt: skip

@@ -8,6 +8,7 @@ Every run that was killed or interrupted is resumed and must end in the same sta
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -36,6 +37,7 @@ from gpt.runs import folder
 
 COUNTS = {"kills": 200, "signals": 50, "ranks": 10, "damage": 5000}
 QUICK = {"kills": 20, "signals": 10, "ranks": 10, "damage": 500}
+PARTS = ["kills", "signals", "ranks", "disk", "damage", "price"]
 TINY = [
     "--n-layer", "2", "--n-head", "2", "--n-embd", "64", "--block-size", "32", "--batch-tokens", "256", "--dtype",
     "float32", "--dropout", "0.1", "--steps", "120", "--eval-every", "10", "--save-every", "5", "--sample-every",
@@ -48,7 +50,6 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES)
 
 
 def write_text(path: Path, count: int = 12_000) -> Path:
-    """Writes a text of ``count`` words with something to learn."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(300)]
     path.write_text(" ".join(rng.choice(words) for _ in range(count)), encoding="utf-8")
@@ -56,24 +57,15 @@ def write_text(path: Path, count: int = 12_000) -> Path:
 
 
 def start(*words: str, cwd: Path) -> "subprocess.Popen[str]":
-    """Starts ``gpt`` with one thread."""
-    return subprocess.Popen(
-        [str(Path(sys.executable).with_name("gpt")), *words],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    command = [str(Path(sys.executable).with_name("gpt")), *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=cwd, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
 
 
 def state_sum(run: Path) -> str:
-    """Returns a checksum of the state in a run's newest checkpoint."""
     path = run / folder.checkpoints(run)[-1].name
-    return hashlib.sha256(b"".join((path / name).read_bytes() for name in STATE_FILES)).hexdigest()
-
-
-STATE_FILES = ("model.safetensors", "training.safetensors")
+    names = ("model.safetensors", "training.safetensors")
+    return hashlib.sha256(b"".join((path / name).read_bytes() for name in names)).hexdigest()
 
 
 def torn(run: Path) -> list[str]:
@@ -99,21 +91,33 @@ def in_a_save(run: Path, process: "subprocess.Popen[str]", rng: random.Random) -
 
 
 def at_a_step(run: Path, process: "subprocess.Popen[str]", rng: random.Random) -> None:
-    """Waits for a random step, or one soon after it."""
     wanted = rng.randint(1, 110)
     while process.poll() is None and (not (run / "metrics.jsonl").exists() or len(_steps(run)) < wanted):
         time.sleep(rng.random() * 0.02)
 
 
-def go_on(place: Path, run: Path, words: list[str]) -> str | None:
-    """Resumes a run until its end; returns what went wrong, or None."""
+def go_on(place: Path, run: Path, words: list[str], expected: str) -> str | None:
+    """Resumes a run until its end, and deletes it; returns what went wrong, or None."""
     process = start(*words, cwd=place)
     _, err = process.communicate(timeout=600)
     if process.returncode:
         return f"exit {process.returncode}: {err.strip()[-300:]}"
     if "Traceback" in err:
         return err
-    return None if not torn(run) else f"torn: {torn(run)}"
+    if torn(run):
+        return f"torn: {torn(run)}"
+    if state_sum(run) != expected:
+        return "another state than that of a run that went through"
+    shutil.rmtree(run, ignore_errors=True)
+    return None
+
+
+def resuming(run: Path) -> list[str]:
+    """The words that resume a run; none where it had not begun, and what there is of it is deleted."""
+    if folder.is_run(run):
+        return ["train", "--resume", str(run), "--quiet"]
+    shutil.rmtree(run, ignore_errors=True)
+    return []
 
 
 def killed(place: Path, text: Path, number: int, seconds: float, expected: str) -> str:
@@ -139,14 +143,7 @@ def killed(place: Path, text: Path, number: int, seconds: float, expected: str) 
         when = "within a save" if any(run.glob(".tmp-step-*")) else "training" if any(run.glob("step-*")) else "begun"
         if torn(run):
             return f"torn after the kill: {torn(run)}"
-    words = ["train", "--resume", str(run), "--quiet"] if folder.is_run(run) else train
-    if not folder.is_run(run):
-        shutil.rmtree(run, ignore_errors=True)
-    wrong = go_on(place, run, words)
-    if wrong is None and state_sum(run) != expected:
-        wrong = "another state than that of a run that was not killed"
-    shutil.rmtree(run, ignore_errors=True)
-    return wrong or when
+    return go_on(place, run, resuming(run) or train, expected) or when
 
 
 def stopped(place: Path, text: Path, number: int, seconds: float, expected: str) -> str:
@@ -167,15 +164,10 @@ def stopped(place: Path, text: Path, number: int, seconds: float, expected: str)
         return "finished"  # it came while Python ended
     if command is None:
         return "before the first step" if not folder.is_run(run) else f"no command: {err}"
-    wrong = go_on(place, run, [*shlex.split(command[1]), "--quiet"])
-    if wrong is None and state_sum(run) != expected:
-        wrong = "another state than that of a run that was not interrupted"
-    shutil.rmtree(run, ignore_errors=True)
-    return wrong or "saved and gone on with"
+    return go_on(place, run, [*shlex.split(command[1]), "--quiet"], expected) or "saved and gone on with"
 
 
 def process_of(launcher: int, rank: int) -> int | None:
-    """Returns the process id of a rank, or None before it started. Linux only."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
@@ -210,17 +202,10 @@ def rank_killed(place: Path, text: Path, number: int, expected: str, took: list[
     if process.returncode != 1 or not lines[0].startswith(f"error: process {rank} of 2 was ended by SIGKILL"):
         return f"exit {process.returncode}: {err}"
     when = "while training" if any(run.glob("step-*")) else "before the first checkpoint"
-    if not folder.is_run(run):
-        shutil.rmtree(run, ignore_errors=True)
-    words = ["train", "--resume", str(run), "--quiet"] if run.exists() else train
-    wrong = go_on(place, run, words)
-    if wrong is None and state_sum(run) != expected:
-        wrong = "another state than that of a run that was not killed"
-    return wrong or f"same state, rank {rank} killed {when}"
+    return go_on(place, run, resuming(run) or train, expected) or f"same state, rank {rank} killed {when}"
 
 
 def ranks(count: int, place: Path) -> str:
-    """Returns a line about ``count`` runs of two processes, one of which was killed."""
     text, whole, took = write_text(place / "text.txt"), place / "whole", [0.0]
     _, err = start("train", str(text), "-o", str(whole), *TINY, "--nproc", "2", cwd=place).communicate(timeout=600)
     assert folder.checkpoints(whole), err
@@ -306,8 +291,6 @@ class FailingDisk:
 
 
 class _File:
-    """A file whose writes may fail, as its `FailingDisk` decides."""
-
     def __init__(self, file: Any, disk: FailingDisk, name: str) -> None:
         self._file, self._disk, self._name = file, disk, name
 
@@ -370,46 +353,27 @@ def _after_failure(run: Path, before: dict[Path, bytes], failed: OSError | None,
 # Damage
 
 
-def small_checkpoint_files(n_embd: int = 64) -> dict[str, Any]:
+@functools.cache
+def small_checkpoint_files() -> dict[str, Any]:
     """Returns the files of a small model's checkpoint after three steps, training state included."""
-    import torch
-
-    from gpt.config import GPTConfig, TrainConfig
-    from gpt.device import Compute
-    from gpt.model.decoder import GPT
+    import gpt
     from gpt.runs import checkpoint
-    from gpt.text.tokenizer import bytes_tokenizer
-    from gpt.training import recipe
-    from gpt.training.optim import make_optimizer
-    from gpt.training.parallel import WEIGHT, Single
-    from gpt.training.state import STATE, TENSORS, Machine, Snapshot, TrainState
-    from gpt.training.step import Stepper
 
-    tokenizer = bytes_tokenizer()
-    compute = Compute(torch.device("cpu"), torch.float32)
-    asked = TrainConfig(n_layer=2, n_head=2, n_embd=n_embd, block_size=32, batch_tokens=64, steps=9)
-    found = recipe.resolve(asked, compute, 9999, 9999, tokenizer.vocab_size, True, lambda note: None)
-    assert isinstance(found.model, GPTConfig)
-    torch.manual_seed(0)
-    model = GPT(found.model)
-    parallel = Single(model, make_optimizer(model, "muon", 0.1), compute)
-    stepper = Stepper(parallel, found, lambda size: None)
-    for _ in range(3):
-        idx = torch.randint(257, (2, 33)).numpy()
-        stepper.step(idx[:, :-1], idx[:, 1:], 1e-3)
-    snapshot = Snapshot()
-    snapshot.take(parallel, stepper.scaler, TrainState(step=3, settled_step=3, windows=1))
-    weights = {name.removeprefix(WEIGHT): t for name, t in snapshot.tensors.items() if name.startswith(WEIGHT)}
-    rest = {name: t.numpy() for name, t in snapshot.tensors.items() if not name.startswith(WEIGHT)}
-    contents = checkpoint.contents(
-        found.model, weights, checkpoint.TokenizerFiles(tokenizer, found.model), {"step": 3, "val_loss": 2.0}
-    )
-    about = snapshot.about(found, Machine("cpu", "float32", torch.get_num_threads()), None)
-    return {**contents, STATE: about, TENSORS: rest}
+    kept: list[dict[str, Any]] = []
+    write = checkpoint.write
+
+    def keep(target: Path, contents: Any) -> None:
+        kept.append(dict(contents))
+        write(target, contents)
+
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "batch_tokens": 64, "tokenizer": "bytes"}
+    with tempfile.TemporaryDirectory() as place, mock.patch.object(checkpoint, "write", keep):
+        text = write_text(Path(place) / "text.txt", 500)
+        gpt.train(text, out=f"{place}/run", steps=3, dtype="float32", sample_every=0, **shape)
+    return kept[-1]
 
 
 def read_all(path: Path) -> None:
-    """Reads a checkpoint as a resumed run does."""
     import torch
 
     from gpt.device import Compute
@@ -445,7 +409,6 @@ HOSTILE_NAMES = ["../../etc/passwd", "/etc/passwd", "a\0b", "x" * 10_000, "model
 
 
 def damages(good: Path, rng: random.Random) -> Iterator[Damaged]:
-    """Yields damage to the files of a checkpoint, endlessly."""
     names = sorted(path.name for path in good.iterdir())
     while True:
         name = rng.choice(names)
@@ -478,16 +441,14 @@ def _hostile(good: Path, name: str, data: bytes, rng: random.Random) -> Iterator
         tensor = rng.choice([key for key in header if key != "__metadata__"])
         kind = rng.choice(["length", "shape", "offsets", "dtype", "name", "nested", "many"])
         if kind == "length":
-            yield Damaged(
-                name, kind, struct.pack("<Q", rng.choice([0, 2**63, 2**64 - 1, length * 2, 10**8])) + data[8:], True
-            )
+            forged = rng.choice([0, 2**63, 2**64 - 1, length * 2, 10**8])
+            yield Damaged(name, kind, struct.pack("<Q", forged) + data[8:], signed=True)
             return
         if kind == "nested":
             text = b'{"a":' * 50_000
         elif kind == "many":
-            text = json.dumps(
-                {f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(20_000)}
-            ).encode()
+            empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+            text = json.dumps({f"t{i}": empty for i in range(20_000)}).encode()
         else:
             change: dict[str, Any] = {
                 "shape": {"shape": rng.choice([[2**62, 4], [-1], [2**31, 2**31], [0], "x"])},
@@ -504,18 +465,16 @@ def _hostile(good: Path, name: str, data: bytes, rng: random.Random) -> Iterator
         record["self"] = folder._checksum_of(record["sha256"])
         yield Damaged(name, "names", json.dumps(record).encode(), signed=False)
     elif name in ("config.json", "training.json", "gpt.json"):
-        record = json.loads(data)
-        nested = rng.random() < 0.1
-        if nested:
+        if rng.random() < 0.1:
             yield Damaged(name, "nested", b"[" * 200_000, signed=True)
             return
-        at: Any = record
+        at = record = json.loads(data)
         key = rng.choice(sorted(at))
         while isinstance(at[key], dict) and at[key] and rng.random() < 0.9:
             at = at[key]
             key = rng.choice(sorted(at))
         value = rng.choice(HOSTILE_NUMBERS)
-        if harmless(key, at[key], value):
+        if value == at[key] or key in FREE:
             return
         at[key] = value
         yield Damaged(name, f"{key} = {str(value)[:20]}", json.dumps(record).encode(), signed=True)
@@ -534,11 +493,6 @@ FREE = {
 }  # fmt: skip
 
 
-def harmless(key: str, old: Any, new: Any) -> bool:
-    """Whether a genuine file might hold the forged value."""
-    return new == old or key in FREE
-
-
 @dataclass
 class Tried:
     """Outcomes of reading damaged copies, and the most memory that one took, in multiples of the copy's size."""
@@ -548,7 +502,6 @@ class Tried:
 
 
 def damaged_copies(place: Path, count: int) -> Tried:
-    """Reads ``count`` damaged and forged copies of a checkpoint."""
     from gpt.runs import checkpoint
 
     good = place / folder.step_name(3)
@@ -580,7 +533,6 @@ def damaged_tokens(place: Path, count: int) -> Tried:
 
 
 def read_tokens(path: Path) -> str:
-    """Verifies a folder of tokens and returns a checksum of its ids."""
     from gpt.text.token_folder import SIDES, TokenFolder
 
     tokens = TokenFolder(path)
@@ -639,19 +591,14 @@ def peak_memory(reset: bool = False) -> int:
 # The price
 
 
-def price(quick: bool) -> list[str]:
-    """Measures what saving costs a run of GPT-2 (124 M parameters), and how long resuming it takes."""
-    place = Path(tempfile.mkdtemp(prefix="gpt-faults-"))
+def price(place: Path, quick: bool) -> list[str]:
     text = write_text(place / "text.txt")
     shape = ["--n-layer", "2", "--n-embd", "96", "--tokenizer", "bytes"] if quick else ["--tokenizer", "gpt2"]
     words = [
         "train", str(text), "--preset", "gpt2", *shape, "--block-size", "256",
         "--batch-tokens", "256", "--sample-every", "0", "--val-fraction", "0", "--optimizer", "adamw",
     ]  # fmt: skip
-    try:
-        return [*_saving(place, words), *_going_on(place, words)]
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+    return [*_saving(place, words), *_going_on(place, words)]
 
 
 def _steps(run: Path) -> list[tuple[int, float]]:
@@ -660,7 +607,6 @@ def _steps(run: Path) -> list[tuple[int, float]]:
 
 
 def _saving(place: Path, words: list[str]) -> list[str]:
-    """Compares the steps after a save with the others."""
     run = place / "saving"
     process = start(*words, "-o", str(run), "--steps", "40", "--save-every", "20", "--eval-every", "1000", cwd=place)
     _, err = process.communicate(timeout=3000)
@@ -702,11 +648,12 @@ def _going_on(place: Path, words: list[str]) -> list[str]:
 
 
 def main(words: list[str]) -> None:
-    """Runs the parts that are named, or all, and writes the section of RESULTS.md unless ``--quick``."""
     from benchmarks.results import machine, write_section
 
     quick = "--quick" in words
-    parts = [word for word in words if word != "--quick"] or ["kills", "signals", "ranks", "disk", "damage", "price"]
+    parts = [word for word in words if word != "--quick"] or PARTS
+    if unknown := {*parts} - {*PARTS}:
+        raise SystemExit(f"no part {unknown}")
     counts = QUICK if quick else COUNTS
     lines = machine(f"python -m tests.stress.faults {' '.join(words)}".strip())
     for part in parts:
@@ -728,10 +675,8 @@ def main(words: list[str]) -> None:
                     f"{tried.memory:.2f} times its size in memory"
                 )
                 print(lines[-1], flush=True)
-        elif part == "price":
-            lines += price(quick)
         else:
-            raise SystemExit(f"no part {part}")
+            lines += price(place, quick)
         shutil.rmtree(place, ignore_errors=True)
         print(f"{lines[-1]}  ({time.monotonic() - began:.0f} s)", flush=True)
     if not quick:
@@ -739,7 +684,6 @@ def main(words: list[str]) -> None:
 
 
 def said(outcomes: Counter[str]) -> str:
-    """Returns outcomes with their counts, in words."""
     return ", ".join(f"{outcome}: {count}" for outcome, count in outcomes.most_common())
 
 

@@ -34,36 +34,15 @@ GONE = "(gone)"  # the key itself is deleted
 DEEP = 100_000
 VALUES = {
     GONE: "",
-    "null": "null",
-    "true": "true",
-    "-1": "-1",
-    "0": "0",
-    "0.5": "0.5",
-    "7": "7",
-    "2**40": str(2**40),
-    "10**18": str(10**18),
-    "10**30": str(10**30),
-    "10**5000": "1" + 5000 * "0",
-    "1e38": "1e38",
-    "1e308": "1e308",
-    "NaN": "NaN",
-    "-Infinity": "-Infinity",
-    "empty text": '""',
-    "escape": r'"\u001b[31m\u0007"',
-    "half a pair": r'"\ud800"',
-    "zero byte": r'"a\u0000b"',
-    "dots": '"../.."',
-    "device": '"/dev/zero"',
-    "hub": '"hf:"',
-    "long text": '"' + 300_000 * "x" + '"',
-    "long path": '"' + 3000 * "x/" + '"',
-    "list": "[]",
-    "object": "{}",
-    "list of null": "[null]",
-    "object of lists": '{"a": [1, {"b": "c"}]}',
-    "900 deep": 900 * "[" + 900 * "]",
-    "too deep": DEEP * "[" + DEEP * "]",
-}
+    **{each: each for each in ("null", "true", "-1", "0", "0.5", "7")},
+    "2**40": str(2**40), "10**18": str(10**18), "10**30": str(10**30), "10**5000": "1" + 5000 * "0",
+    **{each: each for each in ("1e38", "1e308", "NaN", "-Infinity")},
+    "empty text": '""', "escape": r'"\u001b[31m\u0007"', "half a pair": r'"\ud800"', "zero byte": r'"a\u0000b"',
+    "dots": '"../.."', "device": '"/dev/zero"', "hub": '"hf:"',
+    "long text": '"' + 300_000 * "x" + '"', "long path": '"' + 3000 * "x/" + '"',
+    "list": "[]", "object": "{}", "list of null": "[null]", "object of lists": '{"a": [1, {"b": "c"}]}',
+    "900 deep": 900 * "[" + 900 * "]", "too deep": DEEP * "[" + DEEP * "]",
+}  # fmt: skip
 TINY: dict[str, Any] = {
     "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "batch_tokens": 64, "vocab_size": 300,
     "dtype": "float32", "steps": 12, "eval_every": 4, "save_every": 4, "sample_every": 4, "warmup": 2,
@@ -72,12 +51,12 @@ Step = str | int
 Place = tuple[Step, ...]
 
 
-class Enough(BaseException):
-    """Raised when a run has been trained for `STEPS` steps."""
+class Enough(BaseException):  # raised when a run has been trained for `STEPS` steps
+    pass
 
 
 class TooLong(BaseException):
-    """Raised in a command that takes too long."""
+    pass
 
 
 @dataclass(frozen=True)
@@ -91,7 +70,6 @@ class Subject:
 
 
 def make(place: Path) -> None:
-    """Makes the folders that are forged: runs, a transformers folder, folders of tokens."""
     text = write_text(place / "text.txt", 3000)
     gpt.train(text, out=str(place / "run"), **TINY)
     gpt.train(text, out=str(place / "lora"), init=str(place / "run"), lora_rank=2, **{**_SHORT, "merge_lora": True})
@@ -122,7 +100,6 @@ _SHORT = {key: TINY[key] for key in ("batch_tokens", "dtype", "steps", "eval_eve
 
 
 def _cut(run: Path, copy: Path) -> None:
-    """Copies a run to what it was if it had been killed before its end."""
     shutil.copytree(run, copy)
     shutil.rmtree(copy / folder.step_name(12))
     record = json.loads((copy / "run.json").read_text())
@@ -152,11 +129,8 @@ def _sign_sources(bad: Path) -> None:
 LAST, MIDDLE = folder.step_name(12), folder.step_name(8)
 SAMPLE = "sample ab -m BAD -n 2 --greedy"
 REPORTS = (
-    ("report BAD", 1),
-    ("report BAD --json", 1),
-    ("report BAD GOOD -o report.html", 1),
-    ("report BAD -o r.png", 20),
-)
+    ("report BAD", 1), ("report BAD --json", 1), ("report BAD GOOD -o report.html", 1), ("report BAD -o r.png", 20),
+)  # fmt: skip
 EXPORT = ("export BAD -o new", 2)
 RESUME = ("train --resume BAD --quiet", 1)
 LOOKS = (
@@ -194,9 +168,7 @@ SUBJECTS = (
 
 @dataclass(frozen=True)
 class Forged:
-    """A forged file: where which value was put, and the file's text."""
-
-    where: str
+    where: str  # and which value was put there
     text: str
 
 
@@ -216,11 +188,7 @@ def forged(text: str, lines: bool, rng: random.Random) -> Iterator[Forged]:
 def _places(value: Any, at: Place = ()) -> Iterator[Place]:
     """Yields the path to every value inside a JSON value; in long lists and objects, to the first and last two."""
     yield at
-    inside: list[tuple[Step, Any]] = []
-    if isinstance(value, dict):
-        inside = list(value.items())
-    elif isinstance(value, list):
-        inside = list(enumerate(value))
+    inside = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
     if len(inside) > 40:
         inside = inside[:2] + inside[-2:]
     for step, each in inside:
@@ -228,7 +196,6 @@ def _places(value: Any, at: Place = ()) -> Iterator[Place]:
 
 
 def _with(value: Any, place: Place, what: str) -> str:
-    """Returns the JSON of ``value`` with the value at ``place`` replaced by ``VALUES[what]``."""
     mark = "THE PLACE OF A FORGED VALUE"
     if not place:
         return VALUES[what]
@@ -287,7 +254,6 @@ def in_time() -> Iterator[None]:
 
 
 def attempt(place: Path, subject: Subject, case: Forged, rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Runs a subject's commands on a forged file; yields each with its outcome."""
     for command, one_in in subject.commands:
         if rng.randrange(one_in):
             continue
@@ -345,7 +311,6 @@ def tried(place: Path, count: int, only: tuple[str, ...] = (), seed: int = 0) ->
 
 
 def main(words: list[str]) -> None:
-    """Tries the number of cases that the first word says, on all files or those named; fails where any is wrong."""
     count = int(words[0]) if words else 5000
     with tempfile.TemporaryDirectory(prefix="gpt-forged-") as name:
         make(Path(name))

@@ -97,8 +97,6 @@ BAD_TOML = ["= 3", "a", "[[", "steps = ", "steps = 1\nsteps = 2", "\udcff = 1", 
 
 @dataclass
 class Case:
-    """A command line with its environment, stdin and TOML file."""
-
     words: list[str]
     env: dict[str, str] = field(default_factory=dict)
     toml: str = ""
@@ -114,8 +112,6 @@ class Case:
 
 @dataclass
 class Ended:
-    """How a case ended: exit status, output, seconds, and whether it was interrupted."""
-
     status: int
     out: str
     err: str
@@ -133,7 +129,6 @@ def warm() -> None:
 
 
 def commands() -> dict[tuple[str, ...], Any]:
-    """Returns every command of the parser by its words."""
     root: Any = typer.main.get_command(cli.make_app())
     found: dict[tuple[str, ...], Any] = {}
     for name, command in root.commands.items():
@@ -172,7 +167,6 @@ def draw(rng: random.Random, known: dict[tuple[str, ...], Any]) -> Case:
 
 
 def give(rng: random.Random, case: Case, path: tuple[str, ...], option: Any) -> None:
-    """Adds an option with a value to the command line, or its twin to the environment."""
     flag, twin = rng.choice(option.opts), "_".join(["GPT", *path, option.name]).upper()
     if option.is_flag:
         if rng.random() < 0.7:
@@ -190,7 +184,6 @@ def give(rng: random.Random, case: Case, path: tuple[str, ...], option: Any) -> 
 
 
 def value(rng: random.Random, param: Any) -> str:
-    """Draws a value for a parameter: a valid one, or nonsense."""
     kind = param.type_descriptor.annotation
     if param.name in BOUNDED:
         return rng.choice(BOUNDED[param.name])
@@ -205,7 +198,6 @@ def value(rng: random.Random, param: Any) -> str:
 
 
 def toml(rng: random.Random) -> str:
-    """Draws a TOML file of settings, some of them unknown or of the wrong type."""
     if rng.random() < 0.2:
         return rng.choice(BAD_TOML)
     names = [*TrainConfig.__dataclass_fields__, "stesp", "\x1b[31m", ""]
@@ -214,7 +206,6 @@ def toml(rng: random.Random) -> str:
 
 
 def stdin(rng: random.Random) -> bytes:
-    """Draws the bytes on stdin."""
     return rng.choice(
         [
             b"", b"the cat\n", b"/set temperature nan\n/retry\nthe\n/model missing\n/more\n/quit\n", b"\xff\xfe\x00",
@@ -225,7 +216,6 @@ def stdin(rng: random.Random) -> bytes:
 
 
 def prepare(place: Path) -> None:
-    """Makes the user's files: texts, prompts, a finished run and a folder of tokens."""
     place.mkdir()
     (place / "text.txt").write_text(EXAMPLE)
     (place / "latin.txt").write_bytes("é\n".encode("latin-1") * 20)
@@ -257,9 +247,8 @@ def run(case: Case, cwd: Path, beside: Path, apart: bool = False, patience: floa
         files = (given.fileno(), out.fileno(), err.fileno())
         if apart:
             command = [sys.executable, "-m", "gpt_cli", *map(os.fsencode, case.words)]
-            process = subprocess.Popen(
-                command, cwd=cwd, env=env, stdin=given, stdout=out, stderr=err, start_new_session=True
-            )
+            streams = {"stdin": given, "stdout": out, "stderr": err}
+            process = subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True, **streams)
             pid = process.pid
         else:
             sys.stdout.flush()
@@ -274,7 +263,6 @@ def run(case: Case, cwd: Path, beside: Path, apart: bool = False, patience: floa
 
 
 def _child(case: Case, cwd: Path, files: tuple[int, int, int], env: dict[str, str], patience: float) -> None:
-    """Runs the command in the forked process, and exits it."""
     status = 99
     try:
         os.setsid()
@@ -324,7 +312,6 @@ def _wait(pid: int, started: float, patience: float) -> tuple[int, bool]:
 
 
 def judge(case: Case, ended: Ended, cwd: Path, beside: Path, before: dict[str, Any]) -> Iterator[str]:
-    """Yields what is wrong with how a case ended."""
     if ended.status not in STATUSES:
         yield f"status {ended.status}"
     if ended.status in (130, 143) and not ended.interrupted:
@@ -354,12 +341,8 @@ def judge(case: Case, ended: Ended, cwd: Path, beside: Path, before: dict[str, A
 
 def is_json(line: str) -> bool:
     """Whether a line is JSON; NaN is not."""
-
-    def refuse(word: str) -> None:
-        raise ValueError(word)
-
     try:
-        json.loads(line, parse_constant=refuse)
+        json.loads(line, parse_constant=int)  # which refuses them
     except (ValueError, RecursionError):
         return False
     return True
@@ -367,13 +350,11 @@ def is_json(line: str) -> bool:
 
 def tree(place: Path) -> dict[str, Any]:
     """Returns every path below a folder with its mode, size and modification time."""
-    found = {}
-    for path in place.rglob("*"):
-        about = path.lstat()
-        size = (about.st_size, about.st_mtime_ns) if path.is_file() else 0
-        if path.name != ".lock":
-            found[str(path.relative_to(place))] = (about.st_mode, size)
-    return found
+    return {
+        str(path.relative_to(place)): (about.st_mode, (about.st_size, about.st_mtime_ns) if path.is_file() else 0)
+        for path in place.rglob("*")
+        if (about := path.lstat()) and path.name != ".lock"
+    }
 
 
 def one(seed: int, number: int, place: Path, known: dict[tuple[str, ...], Any], each: int) -> tuple[Any, ...]:
@@ -390,7 +371,6 @@ def one(seed: int, number: int, place: Path, known: dict[tuple[str, ...], Any], 
 
 
 def main(words: list[str]) -> None:
-    """Runs the cases, prints those with faults, and counts outcomes."""
     parser = argparse.ArgumentParser(prog="python -m tests.stress.hostile")
     parser.add_argument("--cases", type=int, default=3000)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case, to run them in parts")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Done
+from conftest import FAST, TINY, Done
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,8 +27,6 @@ from gpt.peaks import peak_flops
 from gpt.runs import folder
 from gpt.training import logs
 from gpt.training.run import resume
-
-FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400}
 
 
 def metrics(run: Path, kind: str) -> list[Any]:
@@ -53,32 +51,12 @@ def test_tensorboard_reads_what_the_metrics_say(text: Path) -> None:
     assert held_out == [(event.step, pytest.approx(event.val_loss)) for event in metrics(result.run, "eval")]
     assert [each.value for each in board.Scalars("end/bits_per_byte")] == [pytest.approx(result.bits_per_byte)]
     assert "step/mfu" not in board.Tags()["scalars"]  # a CPU's peak is not known
-    samples = {
-        each.step: each.tensor_proto.string_val[0].decode() for each in board.Tensors("sample/text/text_summary")
-    }
-    assert sorted(samples) == [3, 6]
-    assert [line.removeprefix("    ") for line in samples[6].split("\n")] == result.sample.splitlines()
+    first, last = board.Tensors("sample/text/text_summary")
+    assert (first.step, last.step) == (3, 6)
+    told = last.tensor_proto.string_val[0].decode()
+    assert [line.removeprefix("    ") for line in told.split("\n")] == result.sample.splitlines()
     (settings,) = board.Tensors("settings/text_summary")
     assert json.loads(settings.tensor_proto.string_val[0])["model"]["n_embd"] == 32
-
-
-def test_steps_that_come_again_replace_those_of_the_process_before(workdir: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    def tell(start: int, end: int, loss: float) -> None:
-        log = logs.Logs("tensorboard", Path("run"), {"resolved": {}}, pytest.fail, start)
-        for step in range(start + 1, end + 1):
-            log(events.StepEvent(step, step, 1.0, loss=loss, lr=0.1, grad_norm=1.0, tokens_per_second=1.0))
-        log.close()
-
-    tell(0, 5, loss=1.0)
-    time.sleep(1.1)  # files are ordered by the second that their names hold
-    tell(3, 6, loss=2.0)
-    board = EventAccumulator("run/tensorboard")
-    board.Reload()
-    told = [(each.step, each.value) for each in board.Scalars("step/loss")]
-    assert told == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0)]
 
 
 def test_a_resumed_run_goes_on_in_its_curves(text: Path) -> None:
@@ -172,22 +150,19 @@ def test_wandb_hears_what_the_metrics_say(text: Path, wandb: StandIn) -> None:
     assert wandb.ended == [0]
 
 
-def test_a_run_that_is_cut_off_ends_as_failed(text: Path, wandb: StandIn) -> None:
+def test_a_run_that_is_resumed_may_be_logged_from_then_on_and_ends_as_failed_if_cut_off(
+    text: Path, wandb: StandIn
+) -> None:
     def strike(event: Any) -> None:
-        if isinstance(event, events.StepEvent) and event.step == 2:
+        if isinstance(event, events.StepEvent) and event.step == 6:
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(gpt.Interrupted):
-        gpt.train(text, listen=strike, steps=5, log="wandb", **FAST)
-    assert wandb.ended == [1]
-
-
-def test_a_run_that_is_resumed_may_be_logged_from_then_on(text: Path, wandb: StandIn) -> None:
-    result = gpt.train(text, steps=4, **FAST)
+    run = gpt.train(text, steps=4, **FAST).run
     assert wandb.begun == {}
-    resume(str(result.run), {"steps": 6, "log": "wandb"})
+    with pytest.raises(gpt.Interrupted):
+        resume(str(run), {"steps": 8, "log": "wandb"}, listen=strike)
     assert [each["step"] for each in wandb.told if "step/loss" in each] == [5, 6]
-    assert wandb.ended == [0]
+    assert wandb.ended == [1]
 
 
 def test_the_same_run_has_the_same_name_at_wandb_and_another_has_not(wandb: StandIn) -> None:
@@ -304,34 +279,13 @@ def test_flops_of_gpt2_are_nanogpts() -> None:
 
 # Multiprocessors, operations a clock of each, boost clock in GHz.
 PARTS = {
-    "NVIDIA B200": (148, 8192, 1.855),
-    "NVIDIA GH200 480GB": (132, 4096, 1.83),
-    "NVIDIA H200": (132, 4096, 1.83),
-    "NVIDIA H200 NVL": (132, 4096, 1.545),
-    "NVIDIA H100 80GB HBM3": (132, 4096, 1.83),
-    "NVIDIA H100 PCIe": (114, 4096, 1.62),
-    "NVIDIA H100 NVL": (132, 4096, 1.545),
-    "NVIDIA A100-SXM4-40GB": (108, 2048, 1.41),
-    "NVIDIA A100-SXM4-80GB": (108, 2048, 1.41),
-    "NVIDIA A100-PCIE-40GB": (108, 2048, 1.41),
-    "NVIDIA A100 80GB PCIe": (108, 2048, 1.41),
-    "NVIDIA A40": (84, 1024, 1.74),
-    "NVIDIA A30": (56, 2048, 1.44),
-    "NVIDIA A10": (72, 1024, 1.695),
-    "NVIDIA RTX A6000": (84, 1024, 1.80),
-    "NVIDIA L40S": (142, 1024, 2.49),
-    "NVIDIA L40": (142, 512, 2.49),
-    "NVIDIA L4": (58, 1024, 2.04),
-    "NVIDIA RTX 6000 Ada Generation": (142, 1024, 2.505),
-    "NVIDIA GeForce RTX 5090": (170, 512, 2.407),
-    "NVIDIA GeForce RTX 4090": (128, 512, 2.52),
-    "NVIDIA GeForce RTX 3090": (82, 512, 1.695),
-    "Tesla V100-SXM2-16GB": (80, 1024, 1.53),
-    "Tesla V100-SXM2-32GB": (80, 1024, 1.53),
-    "Tesla V100-PCIE-16GB": (80, 1024, 1.38),
-    "Tesla V100S-PCIE-32GB": (80, 1024, 1.597),
-    "Tesla T4": (40, 1024, 1.59),
-}
+    "NVIDIA B200": (148, 8192, 1.855), "NVIDIA H100 80GB HBM3": (132, 4096, 1.83),
+    "NVIDIA H100 PCIe": (114, 4096, 1.62), "NVIDIA H100 NVL": (132, 4096, 1.545),
+    "NVIDIA A100-SXM4-80GB": (108, 2048, 1.41), "NVIDIA A100 80GB PCIe": (108, 2048, 1.41),
+    "NVIDIA A10": (72, 1024, 1.695), "NVIDIA L40S": (142, 1024, 2.49), "NVIDIA L40": (142, 512, 2.49),
+    "NVIDIA L4": (58, 1024, 2.04), "NVIDIA GeForce RTX 4090": (128, 512, 2.52),
+    "Tesla V100-SXM2-16GB": (80, 1024, 1.53), "Tesla T4": (40, 1024, 1.59),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -343,19 +297,7 @@ def test_a_peak_is_what_the_parts_add_up_to(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "cpu",
-        "mps",
-        "",
-        "NVIDIA A10G",
-        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA GeForce RTX 3090 Ti",
-        "AMD Instinct MI300X",
-    ],
+    "name", ["", "cpu", "NVIDIA A10G", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU"]
 )
 def test_a_peak_that_is_not_known(name: str) -> None:
     assert peak_flops(name, "bfloat16") is None
@@ -376,14 +318,11 @@ def test_mfu_where_the_peak_is_known(text: Path, gpt: Callable[..., Done], monke
     shown = f"tokens/s ({steps[-1].mfu:.1%} MFU)"
     assert shown in done.out
     assert shown in done.err
+    monkeypatch.setattr(logs, "peak_flops", lambda name, dtype: None)
     done = gpt("train", text, "--steps", "5", "--json", *options)
+    assert "MFU" not in done.err
     assert "mfu" not in json.loads(done.out)  # of what scripts depend on
-
-
-def test_no_mfu_where_no_peak_is_known(text: Path, gpt: Callable[..., Done]) -> None:
-    done = gpt("train", text, "--steps", "2", "--preset", "nano")
-    assert "MFU" not in done.out + done.err
-    assert {step.mfu for step in metrics(Path("runs/book"), "step")} == {None}
+    assert {step.mfu for step in metrics(Path("runs/book-2"), "step")} == {None}
 
 
 def test_metrics_from_before_mfu_are_read() -> None:

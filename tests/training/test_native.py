@@ -118,8 +118,6 @@ def damage(path: Path, how: str) -> None:
         data[middle] ^= 1
     elif how == "truncated":
         del data[middle:]
-    elif how == "empty":
-        data.clear()
     path.write_bytes(data)
     if how == "another's checksum":
         path.rename(path.with_stem(path.stem[:-64] + "0" * 64))
@@ -146,10 +144,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     return lambda name: programs.find(name, lambda: name, lambda text: None, "it")  # type: ignore[arg-type, return-value]
 
 
-DAMAGE = ["zero pages", "flipped bit", "truncated", "empty", "another's checksum", "no checksum"]
-
-
-@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("how", ["flipped bit", "truncated", "another's checksum", "no checksum"])
 def test_a_damaged_program_is_compiled_again(how: str, stand_ins: Callable[[str], str], place: Path) -> None:
     assert stand_ins("a") == "a"
     whole = next(place.iterdir())
@@ -179,9 +174,9 @@ def test_a_program_that_this_system_cannot_load_is_compiled_again(
 
 
 @pytest.mark.parametrize(
-    ("platform", "there", "unasked"), [("linux", "g++", True), ("linux", "cl", False), ("win32", "cl", True),
-    ("win32", "g++", False), ("darwin", "clang++", False)],
-)  # fmt: skip
+    ("platform", "there", "unasked"),
+    [("linux", "g++", True), ("linux", "cl", False), ("win32", "cl", True), ("darwin", "clang++", False)],
+)
 def test_programs_are_compiled_unasked(
     platform: str, there: str, unasked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Training: it learns, it repeats, accumulation changes nothing, and it ends as it should."""
+"""Training: it learns, it repeats, and it ends as it should."""
 
 import copy
 import dataclasses
@@ -8,13 +8,14 @@ import math
 import signal
 import sys
 import time
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, TINY, losses, make_text, resolved, slow, spawn, train, weights
+from conftest import FAST, TINY, Gpt, losses, make_text, one_line_of_what_and_what_next, resolved, spawn, train, weights
 
 import gpt
 from gpt import events, programs
@@ -29,7 +30,7 @@ from gpt.text.batches import Batches
 from gpt.text.token_folder import TokenFolder
 from gpt.training import recipe
 from gpt.training import step as stepping
-from gpt.training.optim import Muon, make_optimizer, orthogonalize
+from gpt.training.optim import Muon, make_optimizer
 from gpt.training.pace import Costs, TimeBudget
 from gpt.training.recipe import Recipe
 
@@ -70,14 +71,6 @@ def test_what_is_watched_changes_nothing(text: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(one.run).values(), weights(other.run).values(), strict=True))
 
 
-def test_accumulation_equals_the_whole_batch(text: Path) -> None:
-    whole, heard_whole = train(text, steps=10, micro_batch="8")
-    parts, heard_parts = train(text, steps=10, micro_batch="2")
-    assert losses(heard_parts) == pytest.approx(losses(heard_whole), rel=1e-4)
-    for a, b in zip(weights(whole.run).values(), weights(parts.run).values(), strict=True):
-        assert torch.allclose(a, b, atol=1e-4)
-
-
 def test_a_step_is_adamw_on_the_clipped_gradient(text: Path) -> None:
     """Three steps of the loop against the same by hand."""
     result, heard = train(
@@ -114,21 +107,15 @@ def test_a_step_is_adamw_on_the_clipped_gradient(text: Path) -> None:
         assert torch.allclose(tensor, by_hand, atol=2e-4), name
 
 
-def test_decay_is_for_matrices_alone() -> None:
-    model = GPT(gpt.GPTConfig(50, 8, 1, 2, 16))
-    (optimizer,) = make_optimizer(model, "adamw", 0.1).optimizers
-    decayed, plain = optimizer.param_groups
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0)
-    assert {p.dim() for p in decayed["params"]} == {2}
-    assert {p.dim() for p in plain["params"]} == {1}
-    assert sum(p.numel() for group in (decayed, plain) for p in group["params"]) == sum(
-        p.numel() for p in model.parameters()
-    )
-
-
-def test_muon_is_for_the_matrices_of_the_blocks() -> None:
+@pytest.mark.parametrize(("decay", "of_embeddings"), [(0.1, 0.0), (0.5, 1.0)])
+def test_muon_is_for_the_matrices_of_the_blocks_and_vectors_do_not_decay(decay: float, of_embeddings: float) -> None:
     model = GPT(gpt.GPTConfig(50, 8, 2, 2, 16))
-    muon, adamw = make_optimizer(model, "muon", 0.1).optimizers
+    (alone,) = make_optimizer(model, "adamw", decay).optimizers
+    assert [(group["weight_decay"], {p.dim() for p in group["params"]}) for group in alone.param_groups] == [
+        (decay, {2}), (0, {1})
+    ]  # fmt: skip
+    muon, adamw = parts = make_optimizer(model, "muon", decay).optimizers
+    assert [group["weight_decay"] for part in parts for group in part.param_groups] == [decay, decay, of_embeddings, 0]
     names = {id(p): name for name, p in model.named_parameters()}
     (fused, single), (embeddings, vectors) = (
         [{names[id(p)] for p in group["params"]} for group in part.param_groups] for part in (muon, adamw)
@@ -137,12 +124,6 @@ def test_muon_is_for_the_matrices_of_the_blocks() -> None:
     assert len(single) == 2 * 3
     assert embeddings == {"wte.weight", "wpe.weight"}
     assert set(names.values()) == fused | single | embeddings | vectors
-
-
-@pytest.mark.parametrize(("decay", "embeddings"), [(0.1, 0.0), (0.5, 1.0)])
-def test_beside_muon_embeddings_have_a_decay_if_it_is_strong(decay: float, embeddings: float) -> None:
-    parts = make_optimizer(GPT(gpt.GPTConfig(50, 8, 2, 2, 16)), "muon", decay).optimizers
-    assert [group["weight_decay"] for part in parts for group in part.param_groups] == [decay, decay, embeddings, 0]
 
 
 @pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
@@ -204,12 +185,6 @@ def test_query_key_and_value_are_orthogonalized_apart() -> None:
     assert torch.allclose(fused, torch.cat(parts), atol=1e-6)
 
 
-def test_orthogonalized_matrices_have_singular_values_near_one() -> None:
-    values = torch.linalg.svdvals(orthogonalize(torch.randn(3, 16, 64, generator=torch.Generator().manual_seed(0))))
-    assert values.min() > 0.65
-    assert values.max() < 1.3
-
-
 def test_the_linear_schedule() -> None:
     rates = [lr_at(s, lr=1.0, warmup=10, steps=100, decay=40, schedule="linear") for s in range(1, 101)]
     assert rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
@@ -245,7 +220,7 @@ def test_minutes_become_steps_that_can_be_repeated(text: Path) -> None:
     timed, _ = train(text, minutes=0.1, optimizer="muon", dropout=0.0)
     record = json.loads((timed.run / "run.json").read_text())
     resolved = record["resolved"]
-    assert timed.steps == resolved["steps"] == resolved["decay"] + (resolved["steps"] - resolved["decay"])
+    assert timed.steps == resolved["steps"]
     assert record["settings"]["minutes"] == 0.1
     again, _ = train(
         text, steps=timed.steps, warmup=resolved["warmup"], decay=resolved["decay"], dropout=0.0,
@@ -304,7 +279,6 @@ def test_steps_that_fit_into_a_time() -> None:
 
 
 SLOW = Costs(step=1.2, window=2.0, sample=4.0, save=1.0, usual_windows=32, whole_windows=110, pairs=500)
-FAST_ONE = Costs(step=0.01, window=0.001, sample=0.1, save=0.05, usual_windows=32, whole_windows=1000, pairs=500)
 
 
 def test_everything_but_training_takes_a_fifth_of_the_time() -> None:
@@ -313,16 +287,12 @@ def test_everything_but_training_takes_a_fifth_of_the_time() -> None:
     assert 30 + budget.evaluations + budget.end <= 0.2 * 300
     assert budget.steps(now=30.0) >= 0.8 * 300 / 1.2
     assert (budget.pauses, budget.windows, budget.last_windows, budget.samples) == (3, 1, 2, False)
-    late = TimeBudget.fitting(
-        5, began=0.0, now=90.0, costs=SLOW, evals=20
-    )  # more than a fifth is spent before it trains
+    late = TimeBudget.fitting(5, began=0.0, now=90.0, costs=SLOW, evals=20)  # more than a fifth is spent already
     assert late.evaluations + late.end <= 0.2 * 300 / 2
     assert late.windows == late.last_windows == 1
-
-
-def test_nothing_of_a_small_model_is_cut() -> None:
-    budget = TimeBudget.fitting(1, began=0.0, now=3.0, costs=FAST_ONE, evals=20)
-    assert (budget.pauses, budget.windows, budget.last_windows, budget.samples) == (20, 32, 1000, True)
+    fast = dataclasses.replace(SLOW, step=0.01, window=0.001, sample=0.1, save=0.05, whole_windows=1000)
+    whole = TimeBudget.fitting(1, began=0.0, now=3.0, costs=fast, evals=20)
+    assert (whole.pauses, whole.windows, whole.last_windows, whole.samples) == (20, 32, 1000, True)
 
 
 def test_fine_tuning_for_minutes_takes_batches_that_fit(run_folder: Path, text: Path) -> None:
@@ -411,6 +381,9 @@ def test_the_best_checkpoint_is_kept_and_reported(text: Path) -> None:
     assert result.checkpoint.name == folder.step_name(best)
     assert result.val_loss == pytest.approx(evals[best], rel=1e-4)
     assert gpt.load(result.run).path == result.checkpoint
+    assert [entry.step for entry in folder.checkpoints(result.run)] == [best, 60]
+    assert not folder.can_resume(result.checkpoint)  # it is old, and keeps its weights alone
+    assert folder.can_resume(result.run / folder.step_name(60))
 
 
 def test_a_checkpoint_between_evaluations_has_no_loss(text: Path) -> None:
@@ -421,12 +394,13 @@ def test_a_checkpoint_between_evaluations_has_no_loss(text: Path) -> None:
     assert {entry.step: entry.val_loss for entry in folder.checkpoints(run)} == {2: None, 6: None, **measured}
 
 
-def test_patience_ends_a_run_that_gets_no_better(text: Path) -> None:
-    result, heard = train(text, steps=200, eval_every=2, lr=0.5, warmup=150, patience=3)
+def test_patience_ends_a_run_that_gets_no_better_and_saves_its_end(text: Path) -> None:
+    result, heard = train(text, steps=200, eval_every=2, save_every=1000, lr=0.5, warmup=150, patience=3)
     evals = [e.best for e in heard if isinstance(e, events.EvalEvent)]
     assert result.steps < 200
     assert evals[-4:] == [True, False, False, False]
     assert heard[-1].reason == "patience"
+    assert folder.checkpoints(result.run)[-1].step == result.steps
 
 
 def test_reported_loss_is_what_eval_says(text: Path, tmp_path: Path) -> None:
@@ -460,41 +434,6 @@ def test_a_held_out_text_of_its_own(text: Path) -> None:
     assert decoded == text.read_bytes().decode()
 
 
-def test_a_run_that_loses_patience_is_saved_where_it_ends(text: Path) -> None:
-    result, _ = train(text, steps=200, eval_every=2, save_every=1000, lr=0.5, warmup=150, patience=2)
-    assert folder.checkpoints(result.run)[-1].step == result.steps < 200
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
-def test_a_signal_in_the_last_step_loses_nothing(text: Path) -> None:
-    def strike(event: Any) -> None:
-        if isinstance(event, events.StepEvent) and event.step == 3:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(gpt.Interrupted) as stop:
-        gpt.train(text, listen=strike, **FAST, steps=3, eval_every=100)
-    assert stop.value.exit_code == 130
-    assert gpt.load("runs/book").path.name == "step-000003"
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
-def test_a_second_signal_ends_at_once_and_tears_nothing(text: Path) -> None:
-    def strike(event: Any) -> None:
-        if isinstance(event, events.StepEvent) and event.step == 7:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGTERM)
-
-    with pytest.raises(gpt.Interrupted, match="twice") as stop:
-        gpt.train(text, listen=strike, **FAST, steps=20, eval_every=5)
-    assert stop.value.exit_code == 143
-    for _ in range(100):  # a process would be gone; here what was being written still becomes whole
-        if Path("runs/book/index.json").exists():
-            break
-        time.sleep(0.1)
-    assert gpt.load("runs/book").path.name == "step-000005"
-    assert not list(Path("runs").rglob(".tmp*"))
-
-
 def test_a_held_out_part_of_one_token_is_refused(workdir: Path) -> None:
     short = workdir / "short.txt"
     short.write_text("twelve bytes")
@@ -512,24 +451,26 @@ def test_nothing_held_out(text: Path) -> None:
 def test_a_text_shorter_than_the_context_shrinks_it(workdir: Path) -> None:
     short = workdir / "short.txt"
     short.write_text("hello world, " * 3)
-    result, heard = train(short, steps=2, tokenizer="bytes", vocab_size=None, block_size=64, batch_tokens=None)
+    result, heard = train(short, steps=2, tokenizer="bytes", vocab_size=None, block_size=64, batch_tokens=128)
     notes = [e.text for e in heard if isinstance(e, events.Note)]
     assert any("the context shrinks from 64 to 36" in note for note in notes)
-    train(
-        short, steps=1, tokenizer="bytes", vocab_size=None, block_size=64, batch_tokens=128
-    )  # a batch of 64s shrinks too
     assert gpt.load(result.run).model.config.block_size == 36
 
 
-def test_a_loss_that_is_no_number_stops_the_run(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def times(monkeypatch: pytest.MonkeyPatch, factor: float, calls: range) -> None:
+    """Multiplies the loss by a factor in some of its computations, counted from 1."""
+    whole, done = stepping.tied_cross_entropy, itertools.count(1)
+    monkeypatch.setattr(
+        stepping, "tied_cross_entropy", lambda *args: whole(*args) * (factor if next(done) in calls else 1)
+    )
+
+
+def test_a_loss_that_is_no_number_stops_the_run(
+    text: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command: Gpt = request.getfixturevalue("gpt")
     whole = stepping.tied_cross_entropy
-    calls = []
-
-    def poisoned(*args: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        return whole(*args) * (math.nan if len(calls) > 6 else 1)
-
-    monkeypatch.setattr(stepping, "tied_cross_entropy", poisoned)
+    times(monkeypatch, math.nan, range(7, 1000))
     heard: list[events.Event] = []
     with pytest.raises(WorkError, match="the loss became nan .* at step 9"):
         gpt.train(text, steps=20, eval_every=3, listen=heard.append, **TINY)
@@ -537,6 +478,9 @@ def test_a_loss_that_is_no_number_stops_the_run(text: Path, monkeypatch: pytest.
     assert (back.step, back.failed_step, back.rate_factor) == (6, 9, 0.3)
     assert gpt.load("runs/book").path.name == "step-000006"
     assert json.loads(Path("runs/book/metrics.jsonl").read_text().splitlines()[-1])["reason"] == "diverged"
+    one_line_of_what_and_what_next(command("train", "--resume"), "no unfinished run")
+    monkeypatch.setattr(stepping, "tied_cross_entropy", whole)
+    assert command("train", "--resume", "runs/book").code == 0  # but it goes on where that is asked for
 
 
 def test_out_of_memory_halves_what_is_computed_at_once(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -549,7 +493,7 @@ def test_out_of_memory_halves_what_is_computed_at_once(text: Path, monkeypatch: 
         return trunk(self, idx, *rest)
 
     monkeypatch.setattr(GPT, "trunk", limited)
-    parts, heard = train(text, steps=6, micro_batch="8", dropout=0.0)
+    parts, heard = train(text, steps=6, micro_batch="8", dropout=0.0)  # whose accumulation changes nothing
     assert losses(heard) == pytest.approx(losses(heard_whole), rel=1e-4)
     assert json.loads((parts.run / "run.json").read_text())["resolved"]["micro_batch"] == 2
     said = [event.text for event in heard if isinstance(event, events.Note)]
@@ -559,22 +503,11 @@ def test_out_of_memory_halves_what_is_computed_at_once(text: Path, monkeypatch: 
 
 
 def test_a_bad_step_is_left_out_and_the_run_goes_on(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = stepping.tied_cross_entropy
-    calls = []
-
-    def poisoned(*args: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        return whole(*args) * (math.nan if len(calls) == 6 else 1)
-
-    monkeypatch.setattr(stepping, "tied_cross_entropy", poisoned)
+    times(monkeypatch, math.nan, range(6, 7))
     result, heard = train(text, steps=20, eval_every=6, save_every=6, keep=9)
     assert not any(isinstance(event, events.RollbackEvent) for event in heard)
     assert math.isnan(losses(heard)[5])
-    assert [event.step for event in heard if isinstance(event, events.EvalEvent)] == [
-        12,
-        18,
-        20,
-    ]  # none where it is bad
+    assert [event.step for event in heard if isinstance(event, events.EvalEvent)] == [12, 18, 20]  # and not at step 6
     assert [entry.step for entry in folder.checkpoints(result.run)] == [12, 18, 20]
     assert math.isfinite(result.val_loss)
     assert all(tensor.isfinite().all() for tensor in weights(result.run).values())
@@ -582,14 +515,7 @@ def test_a_bad_step_is_left_out_and_the_run_goes_on(text: Path, monkeypatch: pyt
 
 def test_an_exploded_loss_goes_back_once_with_a_lower_rate(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Going back restores weights and moments: what follows is what a run with that rate would do from there."""
-    whole = stepping.tied_cross_entropy
-    calls: list[int] = []
-
-    def exploding(*args: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        return whole(*args) * (1000 if 90 < len(calls) <= 93 else 1)
-
-    monkeypatch.setattr(stepping, "tied_cross_entropy", exploding)
+    times(monkeypatch, 1000, range(91, 94))
     result, heard = train(text, steps=120, lr=1e-2, eval_every=30, schedule="constant", dropout=0.0)
     (back,) = [event for event in heard if isinstance(event, events.RollbackEvent)]
     assert (back.step, back.failed_step) == (90, 93)
@@ -602,8 +528,7 @@ def test_an_exploded_loss_goes_back_once_with_a_lower_rate(text: Path, monkeypat
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
-@pytest.mark.parametrize("signum", [slow(signal.SIGINT), signal.SIGTERM])
-def test_a_signal_saves_and_ends(text: Path, signum: signal.Signals) -> None:
+def test_a_signal_saves_and_ends(text: Path) -> None:
     process = spawn("train", text, "--steps", "100000", "--preset", "nano", "--block-size", "16", "--eval-every", "50000",
                     "--n-layer", "1", "--n-embd", "16", "--n-head", "1", "--batch-tokens", "16", cwd=text.parent)  # fmt: skip
     metrics = text.parent / "runs" / "book" / "metrics.jsonl"
@@ -611,9 +536,9 @@ def test_a_signal_saves_and_ends(text: Path, signum: signal.Signals) -> None:
         if metrics.exists() and metrics.read_text().count('"step"') > 20:
             break
         time.sleep(0.1)
-    process.send_signal(signum)
+    process.send_signal(signal.SIGTERM)
     _out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signum, err
+    assert process.returncode == 128 + signal.SIGTERM, err
     assert "interrupted at step" in err
     assert "Traceback" not in err
     step = json.loads(metrics.read_text().splitlines()[-1])["step"]
@@ -653,10 +578,7 @@ def test_every_preset_resolves() -> None:
     [
         ({"epochs": 1.0}, (0.0, 0.1)),
         ({"epochs": 4.0, "n_tokens": 45_000}, (0.0, 0.33)),  # a third of 12 passes
-        ({"epochs": 6.0}, (0.0, 0.5)),
         ({"epochs": 10.0, "n_tokens": 400_000}, (0.0, 0.29)),  # a decay of 1 would take 80 · 0.43 passes
-        ({"epochs": 4.0, "n_tokens": 800_000}, (0.0, 0.1)),
-        ({"epochs": 12.1}, (0.0, 1.0)),
         ({"epochs": 18.0, "n_tokens": 45_000}, (0.1, 1.0)),
         ({"epochs": 18.0, "n_tokens": 60_000}, (0.0, 1.0)),
         ({"epochs": 6.0, "dropout": 0.3}, (0.3, 0.5)),
@@ -671,24 +593,13 @@ def test_a_text_that_is_read_often(settings: dict[str, Any], decided: tuple[floa
 @pytest.mark.parametrize(
     ("settings", "in_bfloat16", "in_float32"),
     [
-        ({}, True, True),
-        ({"steps": 1000}, False, False),
-        ({"steps": 1000, "compile": "on"}, True, True),
-        ({"compile": "off"}, False, False),
-        ({"minutes": 0.9}, False, False),
-        ({"minutes": 1.0}, True, False),
-        ({"minutes": 2.3}, True, False),
-        ({"minutes": 2.4}, True, True),
-        ({"recompute": True}, False, False),
-        ({"shard": "full"}, False, False),
-        ({"tensor": 2}, False, False),
-        ({"preset": "small", "minutes": 60.0}, False, False),
-        ({"preset": "micro"}, False, False),
-        ({"preset": "micro", "minutes": 1.0}, True, False),
-        ({"preset": "mini", "minutes": 1.0}, False, False),
-        ({"preset": "mini", "minutes": 4.0}, True, True),
+        ({}, True, True), ({"steps": 1000}, False, False), ({"steps": 1000, "compile": "on"}, True, True),
+        ({"compile": "off"}, False, False), ({"minutes": 0.9}, False, False), ({"minutes": 1.0}, True, False),
+        ({"minutes": 2.4}, True, True), ({"recompute": True}, False, False), ({"shard": "full"}, False, False),
+        ({"tensor": 2}, False, False), ({"preset": "small", "minutes": 60.0}, False, False),
+        ({"preset": "mini", "minutes": 1.0}, False, False), ({"preset": "mini", "minutes": 4.0}, True, True),
     ],
-)
+)  # fmt: skip
 def test_a_cpu_compiles_by_length_size_and_dtype(
     settings: dict[str, Any], in_bfloat16: bool, in_float32: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -700,13 +611,6 @@ def test_a_cpu_compiles_by_length_size_and_dtype(
             assert found == (compiles and (there or settings.get("compile") == "on"))
 
 
-class Gpu(Compute):
-    """An H100, of which a recipe asks no more than its memory."""
-
-    def memory(self) -> int:
-        return 80 * 2**30
-
-
 @pytest.mark.parametrize(
     ("settings", "compiles"),
     [
@@ -715,29 +619,26 @@ class Gpu(Compute):
         ({"minutes": 5.0}, True),
         ({"minutes": 4.9}, False),  # though the 1,000 steps that are guessed would
         ({"minutes": 4.9, "compile": "on"}, True),
+        ({"preset": "nano", "minutes": 60.0}, False),
     ],
 )
-def test_a_gpu_compiles_by_length(settings: dict[str, Any], compiles: bool) -> None:
-    gpu = Gpu(torch.device("cuda"), torch.bfloat16)
-    config = TrainConfig(preset="gpt2", **settings)
+def test_a_gpu_compiles_long_runs_of_large_steps(
+    settings: dict[str, Any], compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Compute, "memory", lambda self: 80 * 2**30)
+    gpu = Compute(torch.device("cuda"), torch.bfloat16)
+    config = TrainConfig(**{"preset": "gpt2", **settings})
     assert recipe.resolve(config, gpu, 10**9, 250_000_000, 50_257, True, lambda text: None).compile == compiles
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"steps": 5, "epochs": 2.0}, "--steps and --epochs both"),
         ({"epochs": 0.0}, "epochs is 0;"),
-        ({"preset": "gtp2"}, 'no preset "gtp2"'),
         ({"batch_tokens": 100}, "batch-tokens 100 is not a multiple of the context, 64"),
         ({"micro_batch": "3"}, "a micro-batch of 3 does not divide"),
         ({"micro_batch": "x"}, 'micro-batch is "x"'),
-        ({"n_embd": 33}, "n_embd 33 is not divisible by n_head 4"),
         ({"dropout": 1.0}, "dropout is 1.0"),
-        ({"lr": math.nan}, "lr is nan"),
-        ({"steps": 0}, "steps is 0"),
-        ({"device": "gpu"}, 'no device "gpu"'),
-        ({"schedule": "cosin"}, 'no schedule "cosin"'),
     ],
 )
 def test_settings_that_contradict(settings: dict[str, Any], message: str) -> None:
@@ -750,14 +651,9 @@ def test_a_vocabulary_size_for_a_fixed_vocabulary() -> None:
         TrainConfig(tokenizer="bytes", vocab_size=300)
 
 
-def test_settings_from_toml_and_dictionaries(tmp_path: Path) -> None:
-    import tomllib
-
+def test_any_settings_come_back_from_toml() -> None:
     config = TrainConfig(steps=7, lr=0.01, out='a "b" \\ c\x7f\né', val_fraction=0.2)
     assert from_dict(TrainConfig, tomllib.loads(to_toml(dataclasses.asdict(config))), "x") == config
-    with pytest.raises(UserError, match='x: unknown key "stesp"') as error:
-        from_dict(TrainConfig, {"stesp": 3}, "x")
-    assert error.value.hint == 'did you mean "steps"?'
 
 
 def test_devices_that_are_not_there() -> None:
@@ -774,16 +670,6 @@ def test_devices_that_are_not_there() -> None:
 def test_bfloat16_learns_too(text: Path) -> None:
     _, heard = train(text, steps=60, lr=3e-3, dtype="bfloat16")
     assert losses(heard)[-1] < losses(heard)[0] - 0.5
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_cuda_learns_and_is_read_back(text: Path, dtype: str) -> None:
-    result, heard = train(text, steps=60, lr=3e-3, device="cuda", dtype=dtype)
-    assert losses(heard)[-1] < losses(heard)[0] - 0.5
-    assert gpt.load(result.run, device="cpu").loss("the cat sat on the mat") > 0
-    assert gpt.load(result.run, device="cuda").generate("the cat", max_tokens=5)
 
 
 def test_first_ten_losses(text: Path) -> None:

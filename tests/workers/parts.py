@@ -19,7 +19,8 @@ from gpt.training import evaluation
 # Runs of one process, and how two or four share them.
 MODELS: dict[str, dict[str, Any]] = {
     "adamw": {**LONG, "optimizer": "adamw", "micro_batch": 2},
-    "muon": {**LONG, "arch": "modern", "micro_batch": 2, "sample_every": 8},
+    # Of each shape of matrix there is one, so that one process has none to work on.
+    "muon": {**LONG, "arch": "modern", "n_layer": 1, "n_head": 4, "n_kv_head": 2, "micro_batch": 2, "sample_every": 8},
     "pairs": {**SHORT, "pairs": True, "vocab_size": 270, "block_size": 32, "batch_tokens": 264},
     "narrow": {**SHORT, "dtype": "bfloat16"},
 }

@@ -40,7 +40,6 @@ WHOLE = {**SHORT, "steps": 40, "save_every": 3, "dropout": 0.1}  # long enough t
 
 
 def in_words(settings: dict[str, Any]) -> list[str]:
-    """Returns settings as options."""
     return [word for key, value in settings.items() for word in ("--" + key.replace("_", "-"), str(value))]
 
 
@@ -69,7 +68,6 @@ def cut(run: str, copy: str, step: int) -> None:
 
 
 def two() -> None:
-    """Runs that end well."""
     summed: dict[str, list[bool]] = {}
     for name, settings in RUNS.items():
         with summing() as summed[name]:
@@ -153,7 +151,6 @@ def little_memory() -> Iterator[None]:
 
 
 def broken() -> None:
-    """Raises an error on rank 1."""
     whole, calls = stepping.Stepper.step, []
 
     def step(*args: Any) -> Any:
@@ -198,7 +195,6 @@ def killed() -> None:
 
 
 def otherwise() -> None:
-    """Gives the two ranks different command lines."""
     command("--quiet", "-o", "otherwise", "--seed", str(7 + RANK))
 
 

@@ -17,6 +17,7 @@ from ranks import SAMPLE, TEXTS, WHOLE, in_words
 import gpt as library
 from gpt.parallel.launch import Ended, launch
 from gpt.runs import folder
+from tests.stress.faults import process_of
 
 RANKS, PARTS = (Path(__file__).with_name(name) for name in ("ranks.py", "parts.py"))
 
@@ -49,7 +50,6 @@ def of_events(run: Path, key: str, *kinds: str) -> list[Any]:
 
 
 def losses(run: Path) -> list[float]:
-    """Returns the loss of each step."""
     return of_events(run, "loss", "step")
 
 
@@ -61,18 +61,6 @@ def assert_trained_alike(one: Path, several: Path, norms: float, **near: float) 
     assert of_events(several, "grad_norm", "step") == pytest.approx(of_events(one, "grad_norm", "step"), rel=norms)
 
 
-def worker(launcher: int, rank: int) -> int:
-    """Returns the process id of a rank. Linux only."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == launcher and f"\0RANK={rank}\0" in path.read_text():
-                return int(path.parent.name)
-        except OSError:
-            continue
-    raise AssertionError(f"no process of rank {rank}")
-
-
 def strike(process: "subprocess.Popen[str]", run: Path, step: int, rank: int, signum: int) -> tuple[str, str, float]:
     """Sends a rank a signal once a checkpoint of ``step`` or later exists.
 
@@ -81,7 +69,9 @@ def strike(process: "subprocess.Popen[str]", run: Path, step: int, rank: int, si
     while not run.is_dir() or not any(entry.step >= step for entry in folder.checkpoints(run)):
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
-    os.kill(worker(process.pid, rank), signum)
+    victim = process_of(process.pid, rank)
+    assert victim is not None
+    os.kill(victim, signum)
     sent = time.monotonic()
     out, err = process.communicate(timeout=600)
     return out, err, time.monotonic() - sent
