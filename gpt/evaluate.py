@@ -185,7 +185,7 @@ def count_exact(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[i
 
 
 def _misses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Whether another id than the target is the likeliest, where a target counts."""
+    """True where a target counts and the model's top id is another one."""
     return (logits.argmax(-1) != targets) & (targets != losses.IGNORED)
 
 
@@ -201,7 +201,7 @@ def _evaluating(model: GPT) -> Iterator[None]:
 
 
 def _batches(all_windows: Iterable[Window]) -> Iterator[list[Window]]:
-    """Yields as many windows at once as make up `TOKENS_AT_ONCE`, padded to the longest."""
+    """Yields batches of windows, each padded to its longest, of up to `TOKENS_AT_ONCE` tokens."""
     batch: list[Window] = []
     longest = 0
     for window in all_windows:

@@ -134,7 +134,7 @@ class Planner:
             single = replace(self.resolve(config, most_tokens=1), compile=False)
             fits = self.measure(single, 0.0)[1] * single.batch_tokens
             recipe = self.resolve(config, most_tokens=fits)
-        if recipe.compile:  # it is for one dropout and micro-batch: those of as many uncompiled steps as fit
+        if recipe.compile:  # a program is for one dropout and micro-batch: take those of an uncompiled run
             _, steps = self.measure(replace(recipe, compile=False), 0.0)
             recipe = self.resolve(replace(known, steps=steps), most_tokens=fits)
             known = replace(known, dropout=recipe.model.dropout, micro_batch=str(recipe.micro_batch))
