@@ -1,7 +1,10 @@
 """Which size is chosen for a time."""
 
+import time
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from conftest import TINY
 
 from gpt.config import Arch, TrainConfig
 from gpt.device import Compute
+from gpt.parallel.world import World
 from gpt.training import budget
 from gpt.training.budget import SIZES, largest_preset, measured_rate, needs, parameters, preset_for_minutes
 
@@ -87,3 +91,20 @@ def test_the_rate_is_that_of_steps_here() -> None:
     assert config.preset == "nano"
     assert said == ["size nano: tiny has 2,185,344 parameters, more than 2.5 for each byte of the text"]
     assert 100 < measured_rate("nano", TrainConfig(), CPU) < 1e7
+
+
+def test_the_cost_of_a_window_is_not_that_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU loads its kernels in the first evaluation, and computes many windows in the time of one."""
+    sizes: list[int] = []
+
+    def mean_loss(parallel: Any, model: Any, windows: Any, compute: Any, stop: Any) -> float:
+        time.sleep(0.001 if sizes else 0.1)
+        sizes.append(len(windows))
+        return 0.0
+
+    monkeypatch.setattr(budget, "mean_loss", mean_loss)
+    alone: Any = SimpleNamespace(world=World(), model=None, compute=None)
+    windows: Any = range(100)
+    assert budget.window_seconds(alone, windows, 2.0) < 0.01
+    assert sizes == [1, 4, 16, 64]
+    assert budget.window_seconds(alone, windows[:0], 2.0) < 1e-6
