@@ -37,7 +37,7 @@ TOKENS, BYTES = 1.0, 0.4
 NANO_TOKENS: dict[Arch, float] = {"gpt2": 3.0, "modern": 1.5}
 GAIN = 3.0  # how much faster than a small model, per parameter, a large one may be at most
 TRIED = 65_536  # tokens per step at most, while the rate is measured
-STEPS = (2, 4)  # that allocate, and that are timed
+STEPS = (3, 4)  # that allocate, load kernels and capture a graph, and that are timed
 
 Rate = Callable[[str], float]
 
@@ -168,7 +168,7 @@ class Planner:
         if recipe.compile:
             stepper.compile(self.session.note)  # the run itself reports an error
         seconds = step_seconds(stepper, data.batches(recipe), share * 60 * minutes, most := PROBE_SHARE * 60 * minutes)
-        timed = seconds[2:] or seconds[1:]
+        timed = seconds[STEPS[0] :] or seconds[1:]
         held_out = data.some_windows(recipe.model.block_size, windows_to_evaluate(recipe))
         with stepper.eager():
             window = window_seconds(parallel, held_out, most)
@@ -208,14 +208,14 @@ def step_seconds(stepper: Stepper, batches: Batched, enough: float, most: float)
 
 
 def window_seconds(parallel: Parallel, windows: Sequence[Window], most: float) -> float:
-    """The seconds that a window takes to evaluate: of one, for which a GPU loads its kernels, and of four times as many
-    again and again, while that takes ``most`` at most."""
-    at_once, seconds = 1, 1e-9
+    """The seconds that a window takes to evaluate: of one, for which a GPU loads its kernels, of one again, and of four
+    times as many each time, while that takes ``most`` at most."""
+    at_once, following, seconds = 1, 1, 1e-9
     while windows:
         started = time.perf_counter()
         mean_loss(parallel, parallel.model, windows[:at_once], parallel.compute, StopSignal())
         seconds = max((time.perf_counter() - started) / at_once, 1e-9)
-        at_once *= 4
-        if parallel.world.all_reduce_max(at_once > len(windows) or at_once * seconds > most):
+        if parallel.world.all_reduce_max(following > len(windows) or following * seconds > most):
             break
+        at_once, following = following, 4 * following
     return seconds

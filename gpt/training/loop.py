@@ -205,6 +205,7 @@ class Trainer:
             raise diverged
         self.launched = None
         self.checkpointer.roll_back(rate_factor=LOWER, step_seconds=self.state.step_seconds)
+        self.stepper.restored()
         why, step = diverged.why, diverged.step
         self.journal.emit(events.RollbackEvent, failed_step=step, why=why, rate_factor=LOWER)
         self.session.note(f"{why} at step {step:,}: back to step {self.state.step:,}, with {LOWER:g} times the rate")

@@ -70,7 +70,7 @@ class Muon(Optimizer):
         anew."""
         self.compiled = torch.compile(self.update, options=AS_ORDERED)
         for group in self.param_groups:
-            group["lr"] = torch.zeros(())
+            group["lr"] = torch.zeros_like(torch.as_tensor(group["lr"]))
         self.found_inf = torch.ones((), device=self.param_groups[0]["params"][0].device)
         self.step()
 
@@ -102,7 +102,10 @@ class Muon(Optimizer):
         for stack in stacks.values():
             directions = self._orthogonalized([part.to(self.dtype) for _, part, _ in stack])
             for (matrix, _, rate), direction in zip(stack, directions * applied, strict=True):
-                matrix.sub_(direction * rate) if isinstance(rate, Tensor) else matrix.sub_(direction, alpha=rate)
+                if isinstance(rate, Tensor):
+                    matrix.addcmul_(direction, rate, value=-1)
+                else:
+                    matrix.sub_(direction, alpha=rate)
 
     def _orthogonalized(self, updates: list[Tensor]) -> Tensor:
         """Returns the orthogonalized updates, (n, rows, columns), of which each rank computes an equal share."""
@@ -171,13 +174,19 @@ class Optimizers:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 rate = lr * group.get("rate", 1.0)
-                group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+                group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
 
     def step(self, skip: Tensor) -> None:
         """Steps every optimizer; a no-op where ``skip`` is true, which is decided on the device."""
         for optimizer in self.optimizers:
             optimizer.found_inf = skip.float()  # type: ignore[attr-defined]  # as GradScaler sets it for fused ones
             optimizer.step()
+
+    def keep_rates_on(self, device: torch.device) -> None:
+        """Keeps the learning rates on a GPU, where a CUDA graph reads them."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group.update(lr=torch.zeros((), device=device), capturable=True)
 
     def compile(self) -> None:
         """Compiles what is many kernels, Muon's update, of a process by itself on a GPU."""

@@ -24,6 +24,7 @@ from gpt.training.native import GradientProgram
 from gpt.training.parallel import Parallel
 from gpt.training.recipe import Recipe
 
+UNREPEATED = 2  # steps of a shape before its graph is made: the first allocate, and load kernels
 # Inductor's, for a GPU: reads and operations up to which a value is computed again in each kernel that uses it. At its
 # own 4 and 30 the gradients of rotated queries and keys are written and read in float32.
 COMPUTED_AGAIN = {"realize_reads_threshold": 6, "realize_opcount_threshold": 60}
@@ -40,6 +41,28 @@ class Objective(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss of inputs x and targets y, (rows, T)."""
         return self.loss(self.model.trunk(x), self.model.unembedding, y, self.chunk)
+
+
+class StepGraph:
+    """A step as a CUDA graph: the host launches once what takes hundreds of launches else, in 1 ms in place of 9. Its
+    numbers lie where they lay when it was made: the batch is copied there, the weights must not move."""
+
+    def __init__(self, step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], x: Tensor, y: Tensor) -> None:
+        """Makes the graph of a ``step`` of inputs x and targets y, and does not take it. Raises `RuntimeError` if some
+        operation can't be part of a graph."""
+        self.x, self.y, self.graph = x, y, torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
+        # A checkpoint's thread uses the device too. The outer context: torch's stays on its stream after an error.
+        capture = torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local")
+        with torch.cuda.stream(torch.cuda.current_stream(x.device)), capture:
+            self.outcome = step(x, y)
+
+    def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes a step. What it returns is overwritten by the next one."""
+        self.x.copy_(x)
+        self.y.copy_(y)
+        self.graph.replay()
+        return self.outcome
 
 
 class Stepper:
@@ -66,6 +89,11 @@ class Stepper:
         self.compiled = False
         self.one_program = recipe.is_one_program(self.compute, self.world.size)
         self.program: GradientProgram | None = None  # on a CPU: what computes full micro-batches, once compiled
+        self.repeats = recipe.is_graph(self.compute, self.world.size)
+        self.shape, self.alike = torch.Size(), 0  # of the last batch, and how many of that shape came in a row
+        self.graph: StepGraph | None = None  # of steps of that shape
+        if self.repeats:
+            self.optimizer.keep_rates_on(self.compute.device)
 
     @property
     def scaled(self) -> bool:
@@ -78,7 +106,7 @@ class Stepper:
         failed: Exception | None = None
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # Inductor's advice to those who write kernels
+                warnings.simplefilter("ignore")  # Inductor's advice to those who write kernels
                 self._compile(note)
         except Exception as error:  # of any kind
             if (stopped := interruption(error)) is not None:
@@ -135,14 +163,41 @@ class Stepper:
     def step(self, x: npt.NDArray[Any], y: npt.NDArray[Any], lr: float) -> Download:
         """Takes one step on inputs x and targets y, (rows, T). If its loss or gradient is not finite, weights and
         moments stay as they are."""
-        loss = self.gradients(upload(x, self.compute.device), upload(y, self.compute.device))
-        norm = self.parallel.clip_grad_norm(self.scaler, self.clip)
         self.optimizer.set_lr(lr)
+        batch = upload(x, self.compute.device), upload(y, self.compute.device)
+        return Download(*(self._repeated(*batch) or self._applied(self.gradients(*batch))))
+
+    def _applied(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Updates the weights by the gradients of ``loss``. Returns it, and the gradients' norm."""
+        norm = self.parallel.clip_grad_norm(self.scaler, self.clip)
         self.optimizer.step(skip=~(loss.isfinite() & norm.isfinite()))
         if self.scaled:
             self.scaler.update()
         self.optimizer.zero_grad()
-        return Download(loss, norm)
+        return loss, norm
+
+    def _repeated(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Takes the step as a CUDA graph, from the third batch of one shape on; before, and where none can be made,
+        returns None."""
+        if not self.repeats:
+            return None
+        if x.shape != self.shape:
+            self.shape, self.alike, self.graph = x.shape, 0, None
+        self.alike += 1
+        if self.alike <= UNREPEATED:
+            return None
+        if self.graph is None:
+            try:
+                self.graph = StepGraph(lambda x, y: self._applied(self._gradients(x, y)), x, y)
+            except RuntimeError:
+                self.repeats = False
+                self._zero_grad()
+                return None
+        return self.graph(x, y)
+
+    def restored(self) -> None:
+        """Weights and moments were set to others: a CUDA graph of the former ones goes."""
+        self.alike, self.graph = 0, None
 
     def gradients(self, x: Tensor, y: Tensor) -> Tensor:
         """Computes the gradients of the mean loss over all targets that count, scaled in float16. Returns that loss.

@@ -63,8 +63,80 @@ def test_half_precision_follows_float32(text: Path) -> None:
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 def test_compiled_and_not_learn_the_same(text: Path, arch: str) -> None:
     runs = {mode: train(text, steps=20, arch=arch, dtype="bfloat16", compile=mode) for mode in ("off", "on")}
+    assert json.loads((runs["on"][0].run / "run.json").read_text())["resolved"]["compile"]
     assert runs["on"][1] == pytest.approx(runs["off"][1], abs=0.05)
     assert runs["on"][0].val_loss == pytest.approx(runs["off"][0].val_loss, abs=0.05)
+
+
+class OneStep:
+    """Steps of a small model and the same batches; the losses and gradients' norms that they give."""
+
+    def __init__(self, repeats: bool, **settings: Any) -> None:
+        compute = pick(DEVICE, settings.pop("dtype", "float32"))
+        asked = gpt.TrainConfig(
+            **{"preset": "nano", "dropout": 0.0, "compile": "off", "batch_tokens": 1024, "steps": 9} | settings
+        )
+        recipe = resolve(asked, compute, 10**9, 10**8, 1024, False, lambda note: None)
+        torch.manual_seed(0)
+        model = GPT(recipe.model).to(compute.device)
+        self.optimizer = make_optimizer(model, recipe.optimizer, 0.1, compute.dtype)
+        self.stepper = Stepper(Single(model, self.optimizer, compute), recipe, lambda micro_batch: None)
+        assert self.stepper.repeats
+        self.stepper.repeats = repeats
+        self.batches = np.random.default_rng(0).integers(1024, size=(9, recipe.rows, recipe.model.block_size))
+        if recipe.compile:
+            assert self.stepper.compile() is None
+        torch.manual_seed(0)
+
+    def take(self, numbers: range, rows: int | None = None) -> list[float]:
+        done = [(self.batches[n][:rows], 1e-3 * (n + 1)) for n in numbers]
+        return [number for x, lr in done for number in self.stepper.step(x, x, lr).read()]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("real_cuda")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {}, {"dropout": 0.1}, {"arch": "modern"}, {"optimizer": "adamw"}, {"micro_batch": "2"},
+        {"dtype": "bfloat16", "preset": "micro", "batch_tokens": 4096},
+        {"dtype": "bfloat16", "compile": "on", "dropout": 0.1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_steps_as_a_graph_are_steps(settings: dict[str, Any]) -> None:
+    """Also when the batch grows, and after weights and moments were restored."""
+    one_by_one, repeated = OneStep(False, **settings), OneStep(True, **settings)
+    for each in (one_by_one, repeated):
+        torch.manual_seed(1)  # the draws of dropout
+        each.found = each.take(range(5), 4) + each.take(range(5, 9))  # type: ignore[attr-defined]
+    assert repeated.stepper.graph is not None
+    exact = 1e-5 if settings.get("dtype") is None else 2e-3
+    assert repeated.found == pytest.approx(one_by_one.found, rel=exact)  # type: ignore[attr-defined]
+    for each in (one_by_one, repeated):
+        state = {name: moment.clone() for name, moment in each.optimizer.state(each.stepper.model).items()}
+        torch.manual_seed(2)
+        each.take(range(4))
+        each.optimizer.restore(each.stepper.model, state)
+        each.stepper.restored()
+        each.found = each.take(range(4))  # type: ignore[attr-defined]
+    assert repeated.found == pytest.approx(one_by_one.found, rel=exact)  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("real_cuda")
+def test_what_can_be_no_graph_is_a_step_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = OneStep(False).take(range(6))
+    steps = OneStep(True)
+    clip = steps.stepper.parallel.clip_grad_norm
+
+    def waits(*args: Any) -> torch.Tensor:
+        norm = clip(*args)
+        return norm + 0 * float(norm)
+
+    monkeypatch.setattr(steps.stepper.parallel, "clip_grad_norm", waits)
+    assert steps.take(range(6)) == pytest.approx(expected, rel=1e-5)
+    assert not steps.stepper.repeats
 
 
 @pytest.mark.gpu

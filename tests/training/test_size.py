@@ -98,13 +98,13 @@ def test_the_cost_of_a_window_is_not_that_of_the_first(monkeypatch: pytest.Monke
     sizes: list[int] = []
 
     def mean_loss(parallel: Any, model: Any, windows: Any, compute: Any, stop: Any) -> float:
-        time.sleep(0.001 if sizes else 0.1)
+        time.sleep(0.001 if sizes else 0.2)
         sizes.append(len(windows))
         return 0.0
 
     monkeypatch.setattr(budget, "mean_loss", mean_loss)
     alone: Any = SimpleNamespace(world=World(), model=None, compute=None)
     windows: Any = range(100)
-    assert budget.window_seconds(alone, windows, 2.0) < 0.01
-    assert sizes == [1, 4, 16, 64]
+    assert budget.window_seconds(alone, windows, 0.3) < 0.01
+    assert sizes == [1, 1, 4, 16, 64]
     assert budget.window_seconds(alone, windows[:0], 2.0) < 1e-6
