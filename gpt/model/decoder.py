@@ -12,7 +12,6 @@ vocab_size, H heads of D, K heads of keys and values.
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -297,24 +296,6 @@ class GPT(nn.Module):
     def last_norm(self, x: Tensor) -> Tensor:
         """The residual stream after the blocks, normalized for the unembedding: (B, T, C) → (B, T, C)."""
         return kernels.narrowed(self.ln_f(x))
-
-    def compile(self, **how: Any) -> None:
-        """Compiles the halves of the blocks, of which all share one form, and the last norm.
-
-        In one graph of both halves, Inductor would not keep the sum between them, but compute it again from two tensors
-        in three kernels of the gradient. A graph of the whole stack takes the longer to compile the deeper it is.
-        """
-        for module, name in self._compiled():
-            setattr(module, name, torch.compile(getattr(module, name), **how))
-
-    def uncompile(self) -> None:
-        """Goes back to eager execution."""
-        for module, name in self._compiled():
-            vars(module).pop(name, None)
-
-    def _compiled(self) -> list[tuple[nn.Module, str]]:
-        """The methods that `compile` compiles."""
-        return [(self, "last_norm"), *((block, half) for block in self.h for half in ("add_attention", "add_mlp"))]
 
     def reach(self, positions: int) -> None:
         """Grows the table of rotations to so many positions: rotary positions may run on past the context."""

@@ -20,14 +20,12 @@ from gpt.interrupt import interruption
 from gpt.model.decoder import GPT
 from gpt.model.loss import IGNORED, tied_cross_entropy
 from gpt.model.memory import divisors
+from gpt.training.compiling import StepGraph, compile_halves, uncompile_halves
 from gpt.training.native import GradientProgram
 from gpt.training.parallel import Parallel
 from gpt.training.recipe import Recipe
 
 UNREPEATED = 2  # steps of a shape before its graph is made: the first allocate, and load kernels
-# Inductor's, for a GPU: reads and operations up to which a value is computed again in each kernel that uses it. At its
-# own 4 and 30 the gradients of rotated queries and keys are written and read in float32.
-COMPUTED_AGAIN = {"realize_reads_threshold": 6, "realize_opcount_threshold": 60}
 
 
 class Objective(nn.Module):
@@ -41,28 +39,6 @@ class Objective(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss of inputs x and targets y, (rows, T)."""
         return self.loss(self.model.trunk(x), self.model.unembedding, y, self.chunk)
-
-
-class StepGraph:
-    """A step as a CUDA graph: the host launches once what takes hundreds of launches else, in 1 ms in place of 9. Its
-    numbers lie where they lay when it was made: the batch is copied there, the weights must not move."""
-
-    def __init__(self, step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], x: Tensor, y: Tensor) -> None:
-        """Makes the graph of a ``step`` of inputs x and targets y, and does not take it. Raises `RuntimeError` if some
-        operation can't be part of a graph."""
-        self.x, self.y, self.graph = x, y, torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
-        # A checkpoint's thread uses the device too. The outer context: torch's stays on its stream after an error.
-        capture = torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local")
-        with torch.cuda.stream(torch.cuda.current_stream(x.device)), capture:
-            self.outcome = step(x, y)
-
-    def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes a step. What it returns is overwritten by the next one."""
-        self.x.copy_(x)
-        self.y.copy_(y)
-        self.graph.replay()
-        return self.outcome
 
 
 class Stepper:
@@ -134,7 +110,7 @@ class Stepper:
                 self.program = program
             else:
                 self.compiled = True
-                self.model.compile(options=COMPUTED_AGAIN if self.compute.device.type == "cuda" else None)
+                compile_halves(self.model, self.compute.device)
                 self.objective.loss = torch.compile(tied_cross_entropy)
                 self.gradients(idx, idx)
                 self.optimizer.compile()
@@ -145,7 +121,7 @@ class Stepper:
     def _uncompile(self) -> None:
         """Goes back to eager execution."""
         self.program = None
-        self.model.uncompile()
+        uncompile_halves(self.model)
         self.objective.loss = tied_cross_entropy
         self.compiled = False
         self.optimizer.uncompile()

@@ -42,7 +42,7 @@ def test_the_gpu_benchmark_runs_without_rustbpe(tmp_path: Path) -> None:
         assert "error" not in case, case
         assert case["tokens_per_second"] == pytest.approx(256 / case["seconds"][0])
         assert case["losses"][0] == pytest.approx(math.log(128), abs=0.3)  # both know nothing at first
-        assert len(case["losses"]) == 3
+        assert len(case["losses"]) == 4
     assert len({case["parameters"] for case in trained}) == 1
     page = (out / "gpu.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith(("| `gpt", "| transformers"))]
