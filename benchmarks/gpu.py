@@ -1,6 +1,6 @@
-"""Measures training and decoding on a GPU: GPT-2 124M, 355M and GPT-3 1.3B at 1,024 tokens, beside transformers.
+"""Compares a GPU with the CPU, and measures it: GPT-2 124M, 355M and GPT-3 1.3B at 1,024 tokens, beside transformers.
 
-    python -m benchmarks.gpu --out FOLDER             measures, in less than eight minutes on one H100
+    python -m benchmarks.gpu --out FOLDER             measures, in less than nine minutes on one H100
     python -m benchmarks.gpu --out FOLDER --tiny      the same in seconds on any machine, of no use as a measurement
     python -m benchmarks.gpu --record FOLDER          puts what was measured into benchmarks/RESULTS.md
 
@@ -30,7 +30,9 @@ from typing import IO, Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 TITLE = "Training on a GPU"
-MINUTES = 7.5  # of all cases together
+MINUTES = 9.0  # of all cases together
+CHECKED_STEPS = 20  # of the small model that both train
+LOSSES_APART = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # nats that the losses of one step may differ by
 TIMED_SECONDS, TIMED_STEPS = 8.0, (3, 10)  # steps are timed for so long, but at least 3 and at most 10
 LEAST_SECONDS = 5.0  # with less time left, no case is started
 LR = 3e-4
@@ -63,7 +65,7 @@ SHAPES = {
 class Case:
     """One measurement, made in a process of its own."""
 
-    system: Literal["floors", "ours", "transformers", "decoding"]
+    system: Literal["floors", "checks", "ours", "transformers", "decoding"]
     shape: str = "tiny"
     optimizer: Literal["muon", "adamw"] = "adamw"
     compile: str = "auto"
@@ -80,6 +82,7 @@ class Case:
 # The most important cases first: time may run out.
 CASES = [
     Case("floors", "", seconds=60),
+    Case("checks", ""),
     Case("ours", "124M", "muon"),
     Case("transformers", "124M"),
     Case("ours", "1.3B", "muon"),
@@ -99,6 +102,7 @@ CASES = [
 ]
 TINY_CASES = [
     Case("floors", ""),
+    Case("checks", ""),
     Case("ours", "tiny", "muon", compile="off"),
     Case("ours", "tiny", "adamw", compile="off"),
     Case("transformers", "tiny", compile="off"),
@@ -135,6 +139,58 @@ def floors(tiny: bool) -> dict[str, Any]:
         "datasheet_peak": peak_flops(name, "bfloat16"),
         "copy_bytes_per_second": copied,
     }
+
+
+def checks(tiny: bool) -> dict[str, Any]:
+    """Trains a small model on the CPU and on the device, in each dtype, compiled and not, and compares the losses; then
+    the greedy texts of the CPU's model, and a run that was resumed with one that was not."""
+    import gpt
+    from gpt import events
+    from gpt.device import pick
+    from gpt.errors import UserError
+
+    device, found, expected = pick(training=True).device.type, list[dict[str, Any]](), list[float]()
+    small: dict[str, Any] = {
+        "tokenizer": "bytes", "n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "batch_tokens": 1024,
+        "lr": 3e-3, "sample_every": 0, "eval_every": CHECKED_STEPS, "compile": "off", "dropout": 0.0,
+        "warmup": 1, "weight_decay": 0.1,
+    }  # fmt: skip
+
+    def losses(start: Callable[..., Any], *texts: Any, **settings: Any) -> tuple[Path, list[float]]:
+        heard: list[Any] = []
+        run = start(*texts, listen=heard.append, **settings).run.absolute()
+        return run, [event.loss for event in heard if isinstance(event, events.StepEvent)]
+
+    def train(name: str, device: str, dtype: str, **more: Any) -> tuple[Path, list[float]]:
+        settings = small | {"out": name, "device": device, "dtype": dtype, "steps": CHECKED_STEPS} | more
+        return losses(gpt.train, ROOT / "README.md", **settings)
+
+    def text(run: Path, device: str, **how: Any) -> str:
+        model = gpt.load(run, device=device, dtype="float32", **how)
+        return model.generate("The ", greedy=True, max_tokens=60)[0]
+
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+        start, expected = train("cpu", "cpu", "float32")
+        for dtype in LOSSES_APART:
+            for compiled in ("off", "on")[: 1 if tiny else 2]:
+                row: dict[str, Any] = {"dtype": dtype, "compile": compiled}
+                try:
+                    run, own = train(f"{dtype}-{compiled}", device, dtype, compile=compiled)
+                    row["apart"] = max(abs(one - other) for one, other in zip(own, expected, strict=True))
+                    record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+                    fell_back = compiled == "on" and not record["resolved"]["compile"]
+                    row["error"] = "it was not compiled" if fell_back else ""
+                except UserError as error:
+                    row["error"] = str(error)
+                found.append(row)
+        half = train("half", device, "float32", steps=CHECKED_STEPS // 2, schedule="constant")[0]
+        resumed = losses(gpt.resume, half, steps=CHECKED_STEPS)[1]
+        whole = train("whole", device, "float32", schedule="constant")[1][CHECKED_STEPS // 2 :]
+        return {
+            "losses": found,
+            "resumed_apart": max(abs(one - other) for one, other in zip(resumed, whole, strict=True)),
+            "same_text": text(start, device) == text(start, "cpu"),
+        }
 
 
 def _seconds(work: Callable[[], object], device: Any) -> float:
@@ -329,8 +385,10 @@ def main(args: list[str] | None = None) -> None:
     asked = parser.parse_args(args)
     if asked.case:
         case = Case(**json.loads(asked.case))
-        measures = {"floors": lambda case: floors(asked.tiny), "decoding": decoding}
-        print(json.dumps(measures.get(case.system, training)(case)), flush=True)
+        alone = {"floors": floors, "checks": checks}
+        of_case = decoding if case.system == "decoding" else training
+        found = alone[case.system](asked.tiny) if case.system in alone else of_case(case)
+        print(json.dumps(found), flush=True)
     elif asked.record:
         from benchmarks.results import write_section
 
@@ -344,12 +402,12 @@ def main(args: list[str] | None = None) -> None:
 def measure(out: Path, tiny: bool, deadline: float) -> None:
     """Runs every case for which there is time, each in a process of its own; ``out`` is up to date after each."""
     out.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {"machine": machine(tiny), "floors": {}, "cases": []}
+    report: dict[str, Any] = {"machine": machine(tiny), "floors": {}, "checks": {}, "cases": []}
     for case in TINY_CASES if tiny else CASES:
         command = [sys.executable, "-m", "benchmarks.gpu", "--case", json.dumps(asdict(case)), *["--tiny"] * tiny]
         got = run(command, min(case.seconds, deadline - time.monotonic()), out / "log.txt")
-        if case.system == "floors":
-            report["floors"] = got
+        if case.system in report:
+            report[case.system] = got
         else:
             report["cases"].append(asdict(case) | got)
         _write(out / "gpu.json", json.dumps(report, indent=1) + "\n")
@@ -430,6 +488,7 @@ def page(report: dict[str, Any]) -> list[str]:
             + (f"; datasheet {sheet / 1e12:,.1f}" if sheet else "; no datasheet"),
             f"- copying memory, read and written: {floors['copy_bytes_per_second'] / 1e9:,.0f} GB/s",
         ]
+    lines += _checked(report.get("checks") or {})
     lines += [
         "",
         "Random ids, 1,024 tokens of context (`micro`: 128), bfloat16, medians of whole steps. MFU: 6 N + 12·L·C·T "
@@ -452,6 +511,25 @@ def page(report: dict[str, Any]) -> list[str]:
         "|---|---|---:|---|---:|---:|---:|---:|---:|",
     ]
     return lines + (head + written if written else [])
+
+
+def _checked(found: dict[str, Any]) -> list[str]:
+    """Returns what `checks` found, in sentences."""
+    if "losses" not in found:
+        return [f"- compared with the CPU: {found['error']}"] if found else []
+    lines = ["", f"Compared with the CPU in float32, {CHECKED_STEPS} steps of a small model:", ""]
+    for row in found["losses"]:
+        name = row["dtype"] + (", compiled" if row["compile"] == "on" else "")
+        if "apart" in row:
+            verdict = "as it should be" if row["apart"] <= LOSSES_APART[row["dtype"]] else "**too far**"
+            lines.append(f"- {name}: losses at most {row['apart']:.1e} nats apart, {verdict}")
+        if row["error"]:
+            lines.append(f"- {name}: **{row['error']}**")
+    return [
+        *lines,
+        f"- resumed after {CHECKED_STEPS // 2} steps: losses at most {found['resumed_apart']:.1e} nats apart",
+        f"- greedy text in float32: {'the same' if found['same_text'] else '**another**'}",
+    ]
 
 
 def _decoding_row(case: dict[str, Any]) -> str:

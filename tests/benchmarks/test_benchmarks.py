@@ -31,6 +31,10 @@ def test_the_gpu_benchmark_runs_without_rustbpe(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=900)
     report = json.loads((out / "gpu.json").read_text())
     assert report["floors"]["measured_peak"] > 0
+    assert [(row["dtype"], bool(row["error"])) for row in report["checks"]["losses"]] == [
+        ("float32", False), ("bfloat16", False), ("float16", True),
+    ]  # fmt: skip
+    assert (report["checks"]["resumed_apart"], report["checks"]["same_text"]) == (0, True)
     assert [(case["system"], case["optimizer"]) for case in report["cases"]] == [
         ("ours", "muon"), ("ours", "adamw"), ("transformers", "adamw"), ("decoding", "adamw"),
     ]  # fmt: skip
