@@ -22,6 +22,7 @@ def compile_halves(model: GPT, device: torch.device, **how: Any) -> None:
     In one graph of both halves, Inductor would not keep the sum between them, but compute it again from two tensors in
     three kernels of the gradient. A graph of the whole stack takes the longer to compile the deeper it is.
     """
+    torch._dynamo.config.optimize_ddp = False  # it would split halves where a bucket of gradients ends
     options = COMPUTED_AGAIN if device.type == "cuda" else None
     for module, name in _halves(model):
         setattr(module, name, torch.compile(getattr(module, name), **{"options": options} | how))
