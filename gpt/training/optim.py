@@ -178,6 +178,8 @@ class Optimizers:
 
     def step(self, skip: Tensor) -> None:
         """Steps every optimizer; a no-op where ``skip`` is true, which is decided on the device."""
+        if skip.device.type == "mps" and skip.item():  # its fused AdamW takes no notice of ``found_inf``
+            return
         for optimizer in self.optimizers:
             optimizer.found_inf = skip.float()  # type: ignore[attr-defined]  # as GradScaler sets it for fused ones
             optimizer.step()
