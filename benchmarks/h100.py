@@ -43,7 +43,8 @@ from gpt.model import quantize
 from gpt.model.cache import BLOCK
 from gpt.model.decoder import GPT, Block
 from gpt.model.loss import tied_cross_entropy
-from gpt.model.memory import Setup, largest
+from gpt.model.memory import Setup
+from gpt.model.plan import largest
 from gpt.model.positions import rotary_table
 from gpt.peaks import find_kind
 from gpt.sample_config import SampleConfig

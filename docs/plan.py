@@ -6,9 +6,8 @@ python docs/plan.py
 from pathlib import Path
 
 from gpt.config import PRESETS
-from gpt.model.memory import USABLE
 from gpt.model.params import breakdown, flops_per_token
-from gpt.model.plan import TrainingPlan, plans
+from gpt.model.plan import USABLE, TrainingPlan, plans
 from gpt.plan_config import PlanConfig
 
 PAGE = Path(__file__).parent / "parallel-plan.md"

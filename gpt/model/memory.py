@@ -1,13 +1,12 @@
-"""Memory of a training step, in bytes, and the micro-batch that fits, by arithmetic alone: torch is not imported.
+"""Memory of a training step, in bytes, by arithmetic alone: torch is not imported.
 
 An estimate that leans upwards: in its tests it is at most 15 % above what a step holds and at most 2 % below.
 docs/memory.md derives the terms. Korthikanti et al. 2022 (arXiv 2205.05198, §4.1) count the same way for Megatron.
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from gpt.config import GPTConfig, Mlp
@@ -24,15 +23,11 @@ ALIGNED, ALIGNED_ON = 64, ("cuda",)
 LOGITS, FROZEN_LOGITS, LOGITS_ON_CPU = 2**30, 2**27, 2**22
 LEAST_AT_ONCE = 512  # positions: with fewer, reading the unembedding takes too long
 FLOAT = 4
-STATS = 8  # a norm's mean and deviation, float32
-IDS = 16  # an id and its target
 # Numbers of the MLP's inside that it keeps for its gradient: before and after GELU; or the gate before and after SiLU,
 # what it is multiplied by, and the product.
 INSIDE: dict[Mlp, int] = {"gelu": 2, "swiglu": 4}
+MUON_UPDATES = 1.75  # float32 copies of the matrices: updates, and the gradients of the largest group
 MUON_GATHERED = 5.5  # of the matrices that a rank works on, where they came from others
-USABLE = 0.9  # of a GPU's memory; the rest is for CUDA's context, the buffers of cuBLAS and NCCL, and fragmentation
-SHARED = 0.25  # of a CPU's memory beside what stays there between steps: other programs want theirs
-LEAST_CHUNK = 128  # positions whose logits are computed at once at least
 
 
 @dataclass(frozen=True)
@@ -97,27 +92,22 @@ def training(config: GPTConfig, setup: Setup) -> Training:
     parameters = gradients = FLOAT * -(-sum(own.values()) // setup.ways)
     state = -(-optimizer_state(own, setup.optimizer) // setup.ways)
     snapshot = parameters + state
-    activations, (whole, blocks) = trunk(config, setup), weight_copies(config, setup)
-    loss = logits(config, setup)
-    table = FLOAT * own["embedding"]  # tied, its gradient comes from the logits first, and from the ids last
-    one = positions * block(config, setup)
-    inside = setup.width * (config.mlp_width // setup.tensor)
-    layer = positions * max(  # gradients inside a block: of the MLP's product, or of both factors of a gate
-        inside + setup.width * config.n_embd * setup.autocast, 2 * inside * (config.mlp == "swiglu")
-    )
-    if setup.shard or setup.recompute:
-        layer += blocks if setup.shard else -(-blocks // config.n_layer)
+    activations, loss, (whole, blocks) = trunk(config, setup), logits(config, setup), weight_copies(config, setup)
+    kept = parameters + state + whole + snapshot * (setup.device == "cpu")
+    copies = blocks * (not setup.shard)  # of all blocks' weights, which autocast makes once a micro-batch
     # Gradients of the micro-batches before; torch's DDP holds on to them in its buckets.
     waiting = gradients * (setup.accumulates or (setup.data > 1 and not setup.shard and setup.tensor == 1))
-    kept = parameters + state + _positions(config) + snapshot * (setup.device == "cpu")
-    forward = kept + whole + waiting + activations
-    stay = blocks * (not setup.shard)  # copies of all blocks' weights; recomputed blocks make theirs again
-    tables = (2 + setup.shard) if config.tied else (setup.accumulates + setup.shard)
-    backward = table * (config.tied and setup.accumulates) + max(one + layer, tables * table)
+    # A block that goes backward: its MLP's gradients, and what it keeps, computed again, or its gathered weights.
+    layer = positions * setup.width * config.mlp_width // setup.tensor * (2 if config.mlp == "swiglu" else 1)
+    layer += blocks * setup.shard
+    again = positions * block(config, setup) * setup.recompute
+    # The embedding's gradient, float32: tied, it comes from the logits first, and from the ids last.
+    table = FLOAT * own["embedding"]
+    tables = 2 * config.tied + setup.accumulates + setup.shard
     moments = {
-        "loss": forward + max(loss + stay, table + one * setup.recompute + layer + stay * (not setup.recompute)),
-        "backward": kept + whole + gradients + backward,
-        "update": kept + gradients + _update(config, setup),
+        "loss": kept + copies + waiting + activations + max(loss, table + layer + again),
+        "backward": kept + gradients + max(layer + positions * block(config, setup), tables * table),
+        "update": kept - whole + gradients + _update(config, setup),
     }
     return Training(parameters, gradients, state, activations, loss, whole + blocks, snapshot, moments)
 
@@ -129,28 +119,26 @@ def optimizer_state(own: Mapping[Kind, int], optimizer: str) -> int:
 
 
 def trunk(config: GPTConfig, setup: Setup) -> int:
-    """Bytes that autograd keeps of a micro-batch, from the ids to the last norm: what the blocks keep, or, if they are
-    recomputed, only their inputs."""
-    C, T, s = config.n_embd, config.block_size, setup.width
-    embedded = _mask(config, setup, FLOAT) * C + FLOAT * C + STATS + IDS  # dropout's mask, and the last norm's input
+    """Bytes that autograd keeps of a micro-batch: dropout's mask of the embeddings, the last norm's input, and what the
+    blocks keep, or, if they are recomputed, only their inputs."""
+    C, T = config.n_embd, config.block_size
     each = setup.stream * C if setup.recompute else block(config, setup)
-    kept = setup.micro_batch * T * (config.n_layer * each + embedded)
+    kept = setup.micro_batch * T * (config.n_layer * each + FLOAT * C + _mask(config, setup, FLOAT) * C)
     if setup.recompute:
         return kept
     # For all sequences together: cosines and sines in the narrower dtype, and the masks of fused windows.
-    turned = config.n_layer * (2 + 2 * config.qk_norm) * config.head_size
-    windowed = T * sum(window is not None and window < T for window in config.windows)
-    rotary = config.positions == "rotary" and setup.autocast
-    return kept + s * T * (turned * rotary + windowed * (_kernel(config, setup) == "fused"))
+    turned = config.n_layer * (2 + 2 * config.qk_norm) * config.head_size * (config.positions == "rotary")
+    masked = T * sum(window is not None and window < T for window in config.windows)
+    return kept + setup.width * T * (turned * setup.autocast + masked * (_kernel(config, setup) == "fused"))
 
 
 def block(config: GPTConfig, setup: Setup) -> int:
     """Bytes a position that a block leaves for its gradient: the float32 input of each norm, the input of each linear
     map, the inside of the MLP, dropout's masks, and attention's tensors."""
-    C, s, t = config.n_embd, setup.width, setup.tensor
-    norms, masks = 2 * (FLOAT * C + STATS), 2 * _mask(config, setup, s) * C
-    divided = s * (config.n_head * config.head_size + INSIDE[config.mlp] * config.mlp_width) + _attention(config, setup)
-    return norms + 2 * s * C + masks + divided // t
+    C, s = config.n_embd, setup.width
+    inside = s * (config.n_head * config.head_size + INSIDE[config.mlp] * config.mlp_width)
+    every = 2 * (FLOAT + s + _mask(config, setup, s)) * C
+    return every + (inside + _attention(config, setup)) // setup.tensor
 
 
 def _mask(config: GPTConfig, setup: Setup, width: int) -> int:
@@ -163,15 +151,15 @@ def _attention(config: GPTConfig, setup: Setup) -> int:
     H, K, T, s = config.n_head, config.kv_heads, config.block_size, setup.width
     q, k = H * config.head_size, K * config.head_size  # widths of queries; of keys, and of values
     qkv = s * (q + 2 * k)
-    normalized = config.qk_norm * FLOAT * (H + K + (q + k) * (setup.autocast and setup.device == "cuda"))
+    narrowed = config.qk_norm and setup.autocast and setup.device == "cuda"  # normalized in float32
     match _kernel(config, setup):
         case "plain":  # copies, beside what c_attn gave if a view of it is kept, and the pattern, thrice under dropout
-            kept = qkv * (1 + (config.qk_norm or K == 1)) + s * H * T * (3 if config.dropout else 1)
+            return qkv * (1 + (config.qk_norm or K == 1)) + s * H * T * (3 if config.dropout else 1)
         case "unfused":  # torch's, in float32, with keys and values for every query
-            kept = qkv * config.qk_norm + 3 * FLOAT * (H * T + q)
+            return qkv * config.qk_norm + 3 * FLOAT * (H * T + q)
         case _:  # rotated or normalized queries and keys, and a number for each row of scores
-            kept = qkv + s * (q + k) * (config.qk_norm or config.positions == "rotary") + FLOAT * H
-    return kept + normalized
+            changed = config.qk_norm or config.positions == "rotary"
+            return qkv + s * (q + k) * changed + FLOAT * (q + k) * narrowed + FLOAT * H
 
 
 def _kernel(config: GPTConfig, setup: Setup) -> Literal["plain", "unfused", "fused"]:
@@ -191,21 +179,20 @@ def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
     own, s = counts(config, setup.tensor), setup.width
     blocks = own["linear"] + own["bias"]
     if not setup.shard:
-        return 0, s * blocks if setup.autocast else 0
-    one = blocks // config.n_layer
-    return FLOAT * (own["embedding"] + own["positions"] + own["unembedding"]), one * (3 * s + FLOAT)
+        return 0, s * blocks * setup.autocast
+    gathered = FLOAT * (own["embedding"] + own["positions"] + own["unembedding"])
+    return gathered, blocks // config.n_layer * (3 * s + FLOAT)
 
 
 def logits(config: GPTConfig, setup: Setup) -> int:
     """Bytes of the loss: the trunk's output and its gradient; logits and their softmax in float32; the unembedding in
-    the dtype of products, and its gradient, whose scaling takes two in float32."""
+    the dtype of products, and its gradient, of pieces in float32, twice."""
     V, C, s = config.vocab_size, config.n_embd, setup.width
     n, positions = logits_at_once(config, setup), setup.micro_batch * config.block_size
-    columns, in_pieces = columns_of_logits(V, setup.device), n < positions
-    copy = s * columns * C if setup.autocast or columns != V else 0
+    columns = columns_of_logits(V, setup.device)
+    copy, gradient = s * (setup.autocast or columns != V), 2 * FLOAT if n < positions else s
     x = positions * C * (FLOAT + s * setup.autocast + 2 * s)
-    computed = copy + n * (s * columns + FLOAT * V) + (2 * FLOAT if in_pieces else s) * V * C
-    return x + max(computed, (2 * FLOAT + s * setup.autocast * (not in_pieces)) * V * C)
+    return x + n * (s + FLOAT) * columns + (copy + gradient) * V * C
 
 
 def logits_at_once(config: GPTConfig, setup: Setup) -> int:
@@ -228,78 +215,17 @@ def columns_of_logits(vocab_size: int, device: str) -> int:
 
 
 def _update(config: GPTConfig, setup: Setup) -> int:
-    """Bytes that an optimizer's step works in. AdamW's is one kernel. Muon holds all updates, the gradients of its
-    largest group once more, and what its iteration holds of the largest stack of matrices of one shape, beside both
-    results of another stack; sharded matrices are gathered whole."""
+    """Bytes that an optimizer's step works in. AdamW's is one kernel. Muon holds all updates in float32, most gradients
+    once more, and what its iteration makes of the matrices of one shape; sharded matrices are gathered whole."""
     if setup.optimizer == "adamw":
         return 0
-    holders, L = setup.ways * setup.tensor, config.n_layer
-    matrices = [p for p in parameters(config) if p.is_matrix]
-    groups, stacks = Counter[tuple[int, ...]](), Counter[tuple[int, int]]()
-    for p in matrices:
-        groups[p.fused] += p.numel * L // setup.tensor
-        for outs in p.fused or p.shape[:1]:
-            stacks[min(outs, p.shape[1]), max(outs, p.shape[1])] += outs * p.shape[1] * L
-    updates = FLOAT * (counts(config, setup.tensor)["linear"] + max(groups.values())) / setup.ways
-    if holders > 1:
-        work = MUON_GATHERED * -(-L // holders) * max(p.numel for p in matrices)
-    else:  # a matrix before and after, and its square twice; each rank takes a share and gathers the others'
-        data = setup.data
-        work = max(
-            n * (setup.autocast + (2 + 2 * rows / columns) / data + (data > 1)) for (rows, columns), n in stacks.items()
-        )
-        work += 2 * sorted([0, *stacks.values()])[-2]
-    return round(updates + setup.width * work)
-
-
-def _positions(config: GPTConfig) -> int:
-    """Bytes of fixed tables of positions; that of rotations is up to twice as long as the context."""
-    return (
-        FLOAT
-        * config.block_size
-        * {"sinusoidal": config.n_embd, "rotary": 4 * config.head_size}.get(config.positions, 0)
-    )
-
-
-def room(config: GPTConfig, setup: Setup, memory: int) -> int:
-    """Bytes that a step may take of a device's ``memory``."""
-    if setup.device == "cuda":
-        return int(USABLE * memory)
-    step = training(config, setup)
-    stays = step.parameters + step.gradients + step.optimizer + step.snapshot
-    return stays + int(SHARED * max(0, memory - stays))
-
-
-def fits(config: GPTConfig, setup: Setup, memory: int) -> bool:
-    """Whether a step takes no more than its `room`."""
-    return training(config, setup).peak <= room(config, setup, memory)
-
-
-def largest(config: GPTConfig, setup: Setup, rows: int, memory: int) -> Setup:
-    """``setup`` with the largest micro-batch that fits of those that divide a process's ``rows``; where none does, with
-    one sequence, and its logits `in_chunks`."""
-    for micro_batch in reversed(divisors(rows)):
-        setup = at_once(setup, micro_batch, rows)
-        if fits(config, setup, memory):
-            return setup
-    return in_chunks(config, setup, memory)
-
-
-def at_once(setup: Setup, micro_batch: int, rows: int) -> Setup:
-    """``setup`` with that micro-batch of a process's ``rows``, which it divides."""
-    return replace(setup, micro_batch=micro_batch, accumulates=rows > micro_batch)
-
-
-def in_chunks(config: GPTConfig, setup: Setup, memory: int) -> Setup:
-    """``setup`` with the logits of as many positions at once as fit, where those of all do not."""
-    chunk, peak = logits_at_once(config, setup), training(config, setup).peak
-    while chunk > LEAST_CHUNK and not fits(config, setup, memory):
-        chunk = max(LEAST_CHUNK, chunk // 2)
-        smaller = replace(setup, loss_chunk=chunk)
-        if training(config, smaller).peak >= peak:
-            break  # it isn't the logits that need so much
-        setup, peak = smaller, training(config, smaller).peak
-    return setup
+    holders, n = setup.ways * setup.tensor, counts(config, setup.tensor)["linear"]
+    if holders == 1:  # copies in the dtype of products, of which each rank works on its share
+        worked_on = n * (1.5 + 0.5 * setup.autocast + 1 / setup.data)
+    else:
+        largest = max(p.numel for p in parameters(config) if p.is_matrix)
+        worked_on = MUON_GATHERED * -(-config.n_layer // holders) * largest
+    return round(MUON_UPDATES * FLOAT * n / setup.ways + setup.width * worked_on)
 
 
 def divisors(n: int) -> list[int]:

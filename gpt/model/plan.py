@@ -1,11 +1,12 @@
-"""Ways to train a model on so many devices: what fits into their memory, and how long it takes. No torch."""
+"""Ways to train a model on so many devices: the micro-batch that fits into their memory, and how long it takes. No
+torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpt.config import GPTConfig
 from gpt.errors import UserError
-from gpt.model.memory import Setup, Training, at_once, divisors, in_chunks, largest, room, training
+from gpt.model.memory import Setup, Training, divisors, logits_at_once, training
 from gpt.model.params import breakdown, flops_per_token
 from gpt.peaks import Kind, find_kind
 from gpt.plan_config import PlanConfig
@@ -13,6 +14,9 @@ from gpt.plan_config import PlanConfig
 NODE = 8  # devices of a machine, to which tensor parallelism is bound: it sends much, and often
 DAY = 86_400
 TOKENS = 20  # a parameter (Hoffmann et al. 2022, arXiv 2203.15556)
+USABLE = 0.9  # of a GPU's memory; the rest is for CUDA's context, the buffers of cuBLAS and NCCL, and fragmentation
+SHARED = 0.25  # of a CPU's memory beside what stays there between steps: other programs want theirs
+LEAST_CHUNK = 128  # positions whose logits are computed at once at least
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,47 @@ def _divisions(config: GPTConfig, asked: PlanConfig, devices: int) -> Iterator[t
             yield False, tensor
         if asked.shard == "full" or (asked.shard == "auto" and not alone):
             yield True, tensor
+
+
+def room(config: GPTConfig, setup: Setup, memory: int) -> int:
+    """Bytes that a step may take of a device's ``memory``."""
+    if setup.device == "cuda":
+        return int(USABLE * memory)
+    step = training(config, setup)
+    stays = step.parameters + step.gradients + step.optimizer + step.snapshot
+    return stays + int(SHARED * max(0, memory - stays))
+
+
+def fits(config: GPTConfig, setup: Setup, memory: int) -> bool:
+    """Whether a step takes no more than its `room`."""
+    return training(config, setup).peak <= room(config, setup, memory)
+
+
+def largest(config: GPTConfig, setup: Setup, rows: int, memory: int) -> Setup:
+    """``setup`` with the largest micro-batch that fits of those that divide a process's ``rows``; where none does, with
+    one sequence, and its logits `in_chunks`."""
+    for micro_batch in reversed(divisors(rows)):
+        setup = at_once(setup, micro_batch, rows)
+        if fits(config, setup, memory):
+            return setup
+    return in_chunks(config, setup, memory)
+
+
+def at_once(setup: Setup, micro_batch: int, rows: int) -> Setup:
+    """``setup`` with that micro-batch of a process's ``rows``, which it divides."""
+    return replace(setup, micro_batch=micro_batch, accumulates=rows > micro_batch)
+
+
+def in_chunks(config: GPTConfig, setup: Setup, memory: int) -> Setup:
+    """``setup`` with the logits of as many positions at once as fit, where those of all do not."""
+    chunk, peak = logits_at_once(config, setup), training(config, setup).peak
+    while chunk > LEAST_CHUNK and not fits(config, setup, memory):
+        chunk = max(LEAST_CHUNK, chunk // 2)
+        smaller = replace(setup, loss_chunk=chunk)
+        if training(config, smaller).peak >= peak:
+            break  # it isn't the logits that need so much
+        setup, peak = smaller, training(config, smaller).peak
+    return setup
 
 
 def trained_tokens(config: GPTConfig, asked: PlanConfig) -> int:

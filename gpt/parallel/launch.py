@@ -50,18 +50,6 @@ def _check_room(nproc: int) -> None:
         )
 
 
-def _check_loopback() -> None:
-    """Connects to this machine, as the processes will: without a loopback device they would wait for minutes."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=CONNECT_SECONDS).close()
-    except OSError as error:
-        raise UserError(
-            f"processes cannot connect to each other at 127.0.0.1: {error.strerror or error}",
-            "turn the loopback device on (ip link set lo up), or leave --nproc out",
-        ) from None
-
-
 def launch(command: Sequence[str], nproc: int, began: float | None = None) -> Ended:
     """Runs ``command`` in ``nproc`` processes until all have ended, and passes signals on. Each process finds its rank
     in its environment, as under torchrun. They meet at ``MASTER_PORT``, or at a free port if that is not set. ``began``
@@ -71,7 +59,6 @@ def launch(command: Sequence[str], nproc: int, began: float | None = None) -> En
     no loopback device.
     """
     _check_room(nproc)
-    _check_loopback()
     config: dict[str, Any] = {
         "min_nodes": 1,
         "max_nodes": 1,
@@ -99,26 +86,31 @@ def launch(command: Sequence[str], nproc: int, began: float | None = None) -> En
 
 
 def _ended(codes: Mapping[int, int], run: str | None) -> Ended:
-    """Finds the process that ended the others, by their exit codes; a negative one is the signal that killed it."""
-
-    rank = min(codes, key=lambda rank: (codes[rank] in CONSEQUENCES and CONSEQUENCES.index(codes[rank]) + 1, rank))
+    """Finds the process that ended the others, by their exit codes in the order in which they ended; a negative one is
+    the signal that killed it."""
+    rank = min(codes, key=lambda rank: codes[rank] in CONSEQUENCES and CONSEQUENCES.index(codes[rank]) + 1)
     code = codes[rank]
     status = 1 if code < 0 or code == PeerLost.exit_code else code
     return Ended(status, rank, -code if code < 0 else None, None if run is None else Path(run))
 
 
 def _port() -> int:
-    """The port at which the processes meet: the environment's, or 0, any that is free."""
+    """The port at which the processes meet: the environment's, or 0, any that is free. Connects to it, as they will:
+    without a loopback device they would wait for minutes."""
     asked = os.environ.get("MASTER_PORT", "0")
     if not asked.isascii() or not asked.isdigit() or int(asked) > 65535:
         raise UserError(f'MASTER_PORT is "{asked}"; it must be a number below 65,536')
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", int(asked)))
-        except OSError as error:
-            why = "in use" if error.errno == errno.EADDRINUSE else f"not to be had: {error.strerror}"
+    try:
+        with socket.create_server(("127.0.0.1", int(asked))) as server:
+            socket.create_connection(server.getsockname(), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        if int(asked) and error.errno in (errno.EADDRINUSE, errno.EACCES):
+            why = "in use" if error.errno == errno.EADDRINUSE else "reserved by the system"
             raise UserError(f"port {asked} is {why}", "unset MASTER_PORT: then a free one is taken") from None
+        raise UserError(
+            f"processes cannot connect to each other at 127.0.0.1: {error.strerror or error}",
+            "turn the loopback device on (ip link set lo up), or leave --nproc out",
+        ) from None
     return int(asked)
 
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 from gpt.config import GPTConfig
@@ -142,16 +141,22 @@ class ShardedModel:
     """A model of which this rank holds a part. It starts on the meta device: see `allocate` and `fill`."""
 
     def __init__(
-        self, config: GPTConfig, grid: Grid, mesh: DeviceMesh, dtype: torch.dtype, group: ProcessGroup | None = None
+        self,
+        config: GPTConfig,
+        grid: Grid,
+        mesh: DeviceMesh,
+        dtype: torch.dtype,
+        group: ProcessGroup | None = None,
+        accumulates_whole: bool = True,
     ) -> None:
         """``mesh``: the grid, its dimensions named data and tensor; ``group``: all of it. Products are computed in
-        ``dtype``, in which blocks are gathered too; what the optimizer steps, and sums of gradients, are float32."""
+        ``dtype``, in which blocks are gathered too; what the optimizer steps, and sums of gradients, are float32.
+        ``accumulates_whole``: whether there is memory for gradients that are not sharded."""
         self.grid, self.mesh, self.rank, self.group = grid, mesh, mesh.get_rank(), group
         self.table = {name: p for name, p in named_parameters(config).items() if p.trained}
-        self.accumulates_whole = True  # whether there is memory for gradients that are not sharded
+        self.accumulates_whole = accumulates_whole
         self.model = _on_meta(config)
         if grid.tensor > 1:
-            parallel.check(config, grid.tensor)
             parallel.parallelize(self.model, mesh["tensor"])
         if grid.sharded:
             _fully_shard(self.model, mesh["data"], dtype)
@@ -182,11 +187,6 @@ class ShardedModel:
         """This rank's group of ranks that together hold everything; None: torch's default group."""
         return self.group if self.grid.sharded else self.mesh["tensor"].get_group()
 
-    @property
-    def parameters(self) -> int:
-        """Numbers in the whole model."""
-        return sum(p.numel for p in self.table.values())
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context in which gradients accumulate whole on each rank, if there is memory, instead of being reduced and
@@ -199,10 +199,6 @@ class ShardedModel:
             yield
         finally:
             self.model.set_requires_gradient_sync(True)
-
-    def scaler(self, kind: str, enabled: bool) -> torch.amp.GradScaler:
-        """The loss scaler for float16; it skips a step on all ranks if it does on one."""
-        return ShardedGradScaler(kind, enabled=enabled, process_group=self.group)
 
     def collect(self) -> None:
         """Moves the gradients of `model` to `own`, as the mean over all data ranks."""

@@ -13,22 +13,8 @@ import itertools
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from gpt.config import GPTConfig
-from gpt.errors import UserError
 from gpt.model.decoder import GPT
 from gpt.model.params import Parameter, parameters
-
-
-def check(config: GPTConfig, tensor: int) -> None:
-    """Raises `UserError` unless so many ranks can share each block evenly. (What divides the heads of keys and values
-    divides the others, and the MLP's inside.)"""
-    heads = config.kv_heads
-    if heads % tensor:
-        fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
-        raise UserError(
-            f"the model's {heads} heads cannot be shared evenly by {tensor} processes (--tensor {tensor})",
-            f"take one of {', '.join(fits)}",
-        )
 
 
 def parallelize(model: GPT, mesh: DeviceMesh) -> None:

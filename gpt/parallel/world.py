@@ -2,7 +2,8 @@
 
 `World` is one process, for which every collective is the identity; `Ranks` is one of several, as torchrun's environment
 says. Rank 0, the main rank, decides, reports and writes. If it fails, it says why and ends; the others wait for its
-next message, and end when the connection breaks (`PeerLost`).
+next message, and end when the connection breaks (`PeerLost`). NCCL does not notice that: the launcher kills a rank of
+its machine 30 seconds after another one has ended, and `LIMIT` ends a collective with another machine.
 
 Messages go over gloo, whatever the device: they are on the host, and they have no time limit, so that a long evaluation
 or a slow disk ends no run. They are JSON: torch's own object collectives unpickle what they receive.
@@ -14,16 +15,14 @@ import hashlib
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from itertools import islice
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gpt.device import Compute
@@ -34,7 +33,8 @@ from gpt.peaks import cores
 
 T = TypeVar("T")
 RENDEZVOUS = timedelta(minutes=10)  # until all processes have found each other
-NO_LIMIT = timedelta(days=30)  # of a collective: until the last process has come to it
+NO_LIMIT = timedelta(days=30)  # of a collective over gloo: until the last process has come to it
+LIMIT = timedelta(hours=1)  # of one over NCCL, which may wait while rank 0 writes a checkpoint
 POLL_SECONDS = 0.0005  # between two looks at whether a GPU has come to an event
 
 
@@ -46,7 +46,6 @@ class World:
     tensor = 1  # ranks that share each sequence, and so each forward pass; they are consecutive
     owns_group = False  # whether `mesh` made a process group of this process alone
     gradients: dist.ProcessGroup | None = None  # over which gradients are reduced; None: torch's default group
-    watchdog: "Watchdog | None" = None  # where collectives run on GPUs
 
     @property
     def is_main(self) -> bool:
@@ -80,12 +79,9 @@ class World:
             self.owns_group = True
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         over: dict[int | str, Any] = dict.fromkeys(("data", "tensor"), "nccl" if kind == "cuda" else "gloo")
-        mesh = init_device_mesh(
+        return init_device_mesh(
             kind, (self.data_size, self.tensor), mesh_dim_names=("data", "tensor"), backend_override=over
         )
-        if self.watchdog is not None:
-            self.watchdog.groups += [mesh.get_group(name) for name in ("data", "tensor")]
-        return mesh
 
     def all_reduce_max(self, value: int) -> int:
         """The largest of all ranks' values."""
@@ -107,10 +103,6 @@ class World:
 
     def assert_same(self, values: Mapping[str, Any]) -> None:
         """Raises `UserError`, reported once, for a value that differs between ranks."""
-
-    def of_rank(self, items: Iterable[T]) -> Iterable[T]:
-        """Every ``size``-th of the items, from this rank's on."""
-        return items
 
     def place(self, compute: Compute) -> Compute:
         """``compute`` with this rank's own device. Raises `UserError` if there is none for it."""
@@ -168,8 +160,7 @@ class Ranks(World):
         found = Compute(device, compute.dtype, self.local_size if device.type == "cpu" else 1)
         if found.device.type == "cuda":
             torch.cuda.set_device(found.device)
-            self.gradients = dist.new_group(backend="nccl", timeout=NO_LIMIT)
-            self.watchdog = Watchdog(self.rank, self.size, self.gradients)
+            self.gradients = dist.new_group(backend="nccl", timeout=LIMIT)
         return found
 
     def _device(self, kind: str) -> torch.device:
@@ -190,14 +181,12 @@ class Ranks(World):
         if self.agent not in (None, os.getppid()):  # it was killed, and passes on no signal any more
             value = value or signal.SIGTERM
         largest = torch.tensor(value)
-        with self.watching_peers():
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.messages)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.messages)
         return int(largest)
 
     def all_reduce_sum(self, *values: float) -> tuple[float, ...]:
         sums = torch.tensor(values, dtype=torch.float64)
-        with self.watching_peers():
-            dist.all_reduce(sums, group=self.messages)
+        dist.all_reduce(sums, group=self.messages)
         return tuple((sums / self.tensor).tolist())
 
     def broadcast_object(self, make: Callable[[], T]) -> T:
@@ -241,62 +230,40 @@ class Ranks(World):
                         "start all of them with the same versions, words and variables",
                     )
 
-    def _broadcast(self, value: Any) -> Any:
-        """Rank 0's value."""
-        message = _to_bytes(value) if self.is_main else torch.empty(0, dtype=torch.uint8)
+    def _broadcast(self, value: Any, source: int = 0) -> Any:
+        """The value of the rank ``source``, on all ranks."""
+        message = _to_bytes(value if self.rank == source else None)
         length = torch.tensor(len(message))
-        with self.watching_peers():
-            dist.broadcast(length, 0, group=self.messages)
-            message = message if self.is_main else torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(message, 0, group=self.messages)
-        return _from_bytes(message)
+        dist.broadcast(length, source, group=self.messages)
+        message = message if self.rank == source else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(message, source, group=self.messages)
+        return json.loads(message.numpy().tobytes())
 
     def _gather_all(self, value: Any) -> list[Any]:
         """Each rank's value, by rank."""
-        mine = _to_bytes(value)
-        lengths = list(torch.empty(self.size, 1, dtype=torch.long))
-        with self.watching_peers():
-            dist.all_gather(lengths, torch.tensor([len(mine)]), group=self.messages)
-            most = max(map(int, lengths))
-            every = list(torch.empty(self.size, most, dtype=torch.uint8))
-            dist.all_gather(every, nn.functional.pad(mine, (0, most - len(mine))), group=self.messages)
-        return [_from_bytes(message[: int(length)]) for message, length in zip(every, lengths, strict=True)]
-
-    def of_rank(self, items: Iterable[T]) -> Iterable[T]:
-        return islice(items, self.rank, None, self.size)
+        return [self._broadcast(value, source) for source in range(self.size)]
 
     def seed(self, seed: int, step: int) -> None:
         digest = hashlib.sha256(repr((seed, step, self.data_rank)).encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        with self.watching_peers():
-            dist.all_reduce(tensor, group=self.gradients)
+        dist.all_reduce(tensor, group=self.gradients)
         return tensor if self.tensor == 1 else tensor.copy_(tensor / self.tensor)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        with self.watching_peers():
-            dist.all_gather(parts, tensor.contiguous(), group=self.gradients)
+        dist.all_gather(parts, tensor.contiguous(), group=self.gradients)
         return torch.cat(parts)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        with self.watching_peers():
-            for tensor in tensors:
-                dist.broadcast(tensor, 0, group=self.gradients)
+        for tensor in tensors:
+            dist.broadcast(tensor, 0, group=self.gradients)
 
     def synchronize(self, event: torch.cuda.Event) -> None:
-        """Waits in Python, not in C: so a signal is heard, and a collective that `Watchdog` has aborted ends the
-        run."""
-        with self.watching_peers():
-            while not event.query():  # type: ignore[no-untyped-call]
-                self._check_peers()
-                time.sleep(POLL_SECONDS)
-            self._check_peers()
-
-    def _check_peers(self) -> None:
-        if self.watchdog is not None and self.watchdog.lost.is_set():
-            raise PeerLost
+        """Waits in Python, not in C, so that a second signal ends it."""
+        while not event.query():  # type: ignore[no-untyped-call]
+            time.sleep(POLL_SECONDS)
 
     @contextlib.contextmanager
     def watching_peers(self) -> Iterator[None]:
@@ -305,63 +272,20 @@ class Ranks(World):
         except (dist.DistError, RuntimeError) as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
                 raise PeerLost from None
-            self._check_peers()  # an aborted collective fails in many words
             raise
 
     def wait_for_main(self) -> None:
         if not self.is_main:
-            self.broadcast_object(_unreachable)
+            self._broadcast(None)
 
     def leave(self) -> None:
         """Destroys the process groups at the end of a run that went well, when all ranks have come to it."""
-        with self.watching_peers():
-            dist.barrier(group=self.messages)
-        if self.watchdog is not None:
-            self.watchdog.close()
+        dist.barrier(group=self.messages)
         dist.destroy_process_group()
-
-
-class Watchdog:
-    """Aborts NCCL's collectives on this rank when another rank has ended.
-
-    A collective of NCCL waits for a rank that is gone until its timeout, which must be longer than the longest
-    evaluation. gloo learns at once that a connection has closed. So a thread waits over gloo for a byte of the next
-    rank, which comes at the end of a run that went well; if the connection closes instead, it aborts. A machine that
-    vanishes without closing its connections is torchrun's to notice.
-    """
-
-    def __init__(self, rank: int, size: int, gradients: dist.ProcessGroup) -> None:
-        self.lost = threading.Event()
-        self.groups = [gradients]  # whose collectives are aborted
-        self._before, self._next = (rank - 1) % size, (rank + 1) % size
-        self._ring = dist.new_group(backend="gloo", timeout=NO_LIMIT)
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Ends the watch, on all ranks at once."""
-        self._sent = dist.isend(torch.zeros(1), self._before, group=self._ring)
-        self._thread.join()
-
-    def _watch(self) -> None:
-        try:
-            dist.recv(torch.zeros(1), self._next, group=self._ring)
-        except RuntimeError:
-            self.lost.set()
-            for group in self.groups:
-                group.abort()
 
 
 def _to_bytes(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _from_bytes(message: Tensor) -> Any:
-    return json.loads(message.numpy().tobytes())
-
-
-def _unreachable() -> NoReturn:
-    raise AssertionError("rank 0 does not wait for itself")
 
 
 @contextlib.contextmanager
@@ -385,8 +309,9 @@ def joined(nproc: int) -> Iterator[World]:
     ranks = _join()
     if ranks.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), cores()) // ranks.local_size))
-    yield ranks
-    ranks.leave()
+    with ranks.watching_peers():
+        yield ranks
+        ranks.leave()
 
 
 @functools.cache

@@ -4,14 +4,13 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gpt.errors import WorkError
 from gpt.files import FULL, disk_errors
@@ -45,13 +44,14 @@ class Checkpointer:
         self.journal = journal
         self.snapshot = Snapshot()  # the newest good state
         self.fixed = {name: tensor.cpu().numpy() for name, tensor in checkpoint.fixed(parallel.own).items()}
-        self.size = checkpoint_size(parallel, tokenizer)
-        self.writer: Writer
+        moments = parallel.optimizer.shapes(parallel.own, parallel.shapes)
+        numbers = sum(map(math.prod, [*parallel.shapes.values(), *moments.values()]))
+        self.size = 4 * numbers + sum(map(len, tokenizer.files.values()))  # about the bytes of a checkpoint
+        writes = partial(Writer, run.run, run.recipe.keep, state.settled_step, journal.saved, run.session.warn)
         if run.world.is_main:
-            self.writer = Writer(run.run, run.recipe.keep, journal.saved, run.session.warn, parallel.finish_save)
+            self.writer = writes(ended=parallel.finish_save)
         else:
-            self.writer = Sender(parallel, lambda: self.snapshot.tensors)
-        self.writer.step = state.settled_step
+            self.writer = writes(serve=lambda: parallel.serve(self.snapshot.tensors))
 
     def remember(self) -> None:
         """Copies the state into memory."""
@@ -105,63 +105,51 @@ class Checkpointer:
         return files
 
 
-@dataclass
-class Save:
-    """A checkpoint on its way to the disk."""
-
-    step: int
-    files: Callable[[], Files]
-    failed: Exception | None = None
-
-
 class Writer:
-    """Writes checkpoints, one at a time, in a thread. ``done`` hears of each that is whole on the disk, ``warn`` of
-    each that could not be written; the caller's thread calls both. ``ended`` is called, in whichever thread learns it,
-    when nothing more is read of a save."""
+    """Writes checkpoints, one at a time, in a thread. ``step`` is that of the newest one. ``done`` is called for each
+    that is whole on the disk, and ``warn`` if one could not be written, both in the caller's thread. ``ended`` is
+    called, in either thread, when nothing more is read of a save. Other ranks than 0 ``serve`` what rank 0 asks for
+    while it writes."""
 
     def __init__(
         self,
         run: Path,
         keep: int,
+        step: int,
         done: Callable[[int], None],
         warn: Callable[[str], None],
         ended: Callable[[], None] = lambda: None,
+        serve: Callable[[], None] | None = None,
     ) -> None:
-        self.run, self.keep, self.done, self.warn, self.ended = run, keep, done, warn, ended
-        self.step = -1  # the newest checkpoint's
+        self.run, self.keep, self.step, self.done, self.warn = run, keep, step, done, warn
+        self.ended, self.serve = ended, serve
         self.failed: OSError | None = None  # why the newest save failed
-        self._save: Save | None = None
         self._thread: threading.Thread | None = None
+        self._step = -1  # the checkpoint that the thread writes
+        self._error: Exception | None = None  # what went wrong in it
         self._retrying = False  # whether a save that fails is followed by another one
 
     def begin(self, step: int, size: int, files: Callable[[], Files]) -> None:
         """Starts to write a checkpoint of about ``size`` bytes; what ``files`` returns must not change until `wait`."""
         self.wait()
-        self._save = Save(step, files)
-        free = shutil.disk_usage(self.run).free
-        if free < size + SPARE:
-            self._save.failed = OSError(FULL[0], f"about {_mb(size)} are needed, and {_mb(free)} are free")
-            self._ended()
-        else:
-            self._thread = threading.Thread(target=self._write, args=(self._save,), daemon=True)
-            self._thread.start()
-        self.poll()
+        self._step, self._error = step, None
+        self._thread = threading.Thread(target=self._save, args=(size, files), daemon=True)
+        self._thread.start()
 
     def poll(self) -> None:
-        """Reports a save that has ended."""
-        save = self._save
-        if save is None or (self._thread is not None and self._thread.is_alive()):
+        """Reports a save that has ended. Raises what ended it, unless that was the disk."""
+        if self._thread is None or self._thread.is_alive():
             return
-        self._save = self._thread = None
-        if save.failed is not None and not isinstance(save.failed, OSError):
-            raise save.failed
-        if save.failed is None:
-            self.step = max(self.step, save.step)
-            self.done(save.step)
+        self._thread = None
+        if self._error is not None and not isinstance(self._error, OSError):
+            raise self._error
+        if self._error is None:
+            self.step = max(self.step, self._step)
+            self.done(self._step)
         elif self.failed is None:  # said once
-            why = error_text(save.failed)
-            self.warn(f"step {save.step:,} cannot be saved: {why}; the run continues, and tries again")
-        self.failed = save.failed
+            why = error_text(self._error)
+            self.warn(f"step {self._step:,} cannot be saved: {why}; the run continues, and tries again")
+        self.failed = self._error
 
     def wait(self) -> None:
         """Waits until nothing is being written."""
@@ -169,25 +157,35 @@ class Writer:
             self._thread.join()
         self.poll()
 
-    def _write(self, save: Save) -> None:
+    def _save(self, size: int, files: Callable[[], Files]) -> None:
         try:
-            checkpoint.write(self.run / folder.step_name(save.step), save.files())
-            folder.prune(self.run, self.keep, newest=save.step)
-            folder.write_index(self.run)
+            if self.serve is None:
+                self._write(size, files)
+            else:
+                self.serve()
         except Exception as error:
-            save.failed = error
+            self._error = error
         try:
-            self._ended()
+            if not self._retrying:
+                self.ended()
         except Exception as error:
-            save.failed = save.failed or error
+            self._error = self._error or error
 
-    def _ended(self) -> None:
-        if not self._retrying:
-            self.ended()
+    def _write(self, size: int, files: Callable[[], Files]) -> None:
+        free = shutil.disk_usage(self.run).free
+        if free < size + SPARE:
+            raise OSError(FULL[0], f"about {_mb(size)} are needed, and {_mb(free)} are free")
+        checkpoint.write(self.run / folder.step_name(self._step), files())
+        folder.prune(self.run, self.keep, newest=self._step)
+        folder.write_index(self.run)
 
     def last(self, step: int, size: int, files: Callable[[], Files], stopped: Callable[[], bool]) -> None:
         """Saves the end of a run, whatever it takes: with its training state, else the weights alone, else waiting for
         room until ``stopped``. Raises `WorkError` if that was needed, or was in vain."""
+
+        def weights() -> Files:
+            return {name: data for name, data in files().items() if name not in folder.TRAINING}
+
         self._retrying = True
         try:
             self.begin(step, size, files)
@@ -198,7 +196,7 @@ class Writer:
             began = time.monotonic()
             self.warn(f"waiting {ROOM_SECONDS:.0f} s for room in {self.run}")
             while not stopped() and time.monotonic() - began < ROOM_SECONDS:
-                self.begin(step, 0, lambda: weights_alone(files()))
+                self.begin(step, 0, weights)
                 self.wait()
                 if self.failed is None:
                     raise WorkError(
@@ -214,56 +212,6 @@ class Writer:
             f"step {step:,} could not be saved and is lost: {error_text(first)}",
             f"{newest}; make room, then continue from there with --resume",
         )
-
-
-class Sender(Writer):
-    """The counterpart of `Writer` on other ranks: serves rank 0's requests for tensors while it writes."""
-
-    def __init__(self, parallel: Parallel, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
-        super().__init__(Path(), 1, lambda step: None, lambda text: None)
-        self.parallel, self.tensors = parallel, tensors
-        self.lost: Exception | None = None
-
-    def begin(self, step: int, size: int, files: object) -> None:
-        """Starts to serve."""
-        self.wait()
-        self.step = step
-        self._thread = threading.Thread(target=self._serve, args=(self.tensors(),), daemon=True)
-        self._thread.start()
-
-    def last(self, step: int, size: int, files: object, stopped: object) -> None:
-        """Serves until rank 0 has written everything, or has given up."""
-        self.begin(step, size, files)
-        self.wait()
-
-    def wait(self) -> None:
-        """Waits until nothing is asked for. Raises what went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self.lost is not None:
-            raise self.lost
-
-    def poll(self) -> None:
-        """Reports nothing."""
-
-    def _serve(self, tensors: Mapping[str, Tensor]) -> None:
-        try:
-            self.parallel.serve(tensors)
-        except Exception as error:
-            self.lost = error
-
-
-def checkpoint_size(parallel: Parallel, tokenizer: checkpoint.TokenizerFiles) -> int:
-    """The bytes of a checkpoint, about."""
-    trained = sum(map(math.prod, parallel.shapes.values()))
-    moments = sum(map(math.prod, parallel.optimizer.shapes(parallel.own, parallel.shapes).values()))
-    return 4 * (trained + moments) + sum(map(len, tokenizer.files.values()))
-
-
-def weights_alone(files: Files) -> Files:
-    """A checkpoint without the training state."""
-    return {name: data for name, data in files.items() if name not in (STATE, TENSORS)}
 
 
 def check_room(run: Path, size: int) -> None:

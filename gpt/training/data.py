@@ -4,7 +4,7 @@ completion, or conversations."""
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from gpt.errors import UserError
 from gpt.evaluate import Window, spread_windows, windows
 from gpt.files import file_sha256, reading
 from gpt.text import chat
-from gpt.text.batches import Batches, Int64s
+from gpt.text.batches import Batches
 from gpt.text.corpus import Corpus, Listener, TextSample
 from gpt.text.documents import Chunk, utf8_size
 from gpt.text.examples import Conversation, Example, Pair, read_examples
@@ -25,12 +25,7 @@ from gpt.training.example_rows import ChatEncoder, Encoder, ExampleRows, PairEnc
 from gpt.training.recipe import Recipe, example_context, preset_name
 from gpt.words import counted
 
-
-class Batched(Protocol):
-    """Batches as a function of the step."""
-
-    def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s]:
-        """Inputs and targets of a step, counted from 0, each (rows / ranks, T): those of one of ``ranks``."""
+Batched = Batches | RowBatches  # batches as a function of the step
 
 
 @dataclass(frozen=True)

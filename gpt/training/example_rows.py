@@ -73,8 +73,8 @@ class RowBatches:
     seed: int
 
     def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s]:
-        """See `gpt.training.data.Batched`; T is the length of the step's longest example; targets that do not count are
-        `IGNORED`."""
+        """Inputs and targets of a step, counted from 0, each (rows / ranks, T): those of one of ``ranks``. T is the
+        length of the step's longest example; targets that do not count are `IGNORED`."""
         places = np.arange(step * self.rows, (step + 1) * self.rows, dtype=np.int64)
         chosen = [self.of.window(number) for number in shuffled(places, len(self.of), self.seed).tolist()]
         shape = (self.rows // ranks, max(len(window.x) for window in chosen))

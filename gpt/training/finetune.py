@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.optim import AdamW
 
 from gpt.config import ARCHITECTURES, GPTConfig, Optimizer, Preset, TrainConfig
 from gpt.errors import UserError
@@ -20,7 +19,6 @@ from gpt.runs.adapter import Adapter
 from gpt.runs.record import StartRecord
 from gpt.text import chat
 from gpt.text.tokenizer import Tokenizer
-from gpt.training.optim import BETAS, Optimizers
 
 # Searched on nano; AdamW's rate is the customary one (docs/defaults.md).
 RATE: dict[Optimizer, float] = {"muon": 0.5, "adamw": 0.2}  # of the rate at which the preset is trained anew
@@ -152,21 +150,3 @@ def usual_epochs(n_tokens: int, pairs: bool, model: GPTConfig, device: str) -> f
 def tuned(preset: Preset, tokens: float, steps: int) -> Preset:
     """The preset with batches small enough to read ``tokens`` in ``steps``."""
     return replace(preset, batch_tokens=max(1, min(preset.batch_tokens, round(tokens / steps))))
-
-
-def frozen_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of weights below adapters, where products are computed in ``dtype``: bfloat16 stays bfloat16, at half
-    the memory; float16 would overflow in what is not a product."""
-    return dtype if dtype == torch.bfloat16 else torch.float32
-
-
-def add_adapters(model: GPT, rank: int, alpha: float, targets: str, weight_decay: float) -> Optimizers:
-    """Adds adapters to a model, and returns an optimizer of them alone. Raises `UserError` for a rank above its
-    width."""
-    if rank > model.config.n_embd:
-        raise UserError(
-            f"lora-rank {rank} is more than the model's width, {model.config.n_embd}",
-            "adapters are thin: 4 to 64 is usual",
-        )
-    added = lora.adapt(model, rank, alpha, targets)
-    return Optimizers([AdamW(added, lr=0.0, betas=BETAS, weight_decay=weight_decay, fused=True)])

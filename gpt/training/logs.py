@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 
@@ -25,16 +25,6 @@ from gpt.runs.folder import KEPT, METRICS
 from gpt.training.recipe import Recipe
 
 COMMON = {field.name for field in dataclasses.fields(Event)}
-
-
-class Log(Protocol):
-    """A listener of a run's events."""
-
-    def __call__(self, event: Event) -> None:
-        """Writes an event."""
-
-    def close(self) -> None:
-        """Writes the rest."""
 
 
 def numbers(event: Event) -> dict[str, float]:
@@ -101,7 +91,7 @@ class Wandb:
         self.run.finish(exit_code=0 if self.done else 1)
 
 
-KINDS: dict[str, tuple[str, Callable[[Path, Mapping[str, Any], int], Log]]] = {  # and the module that each needs
+KINDS: dict[str, tuple[str, type[TensorBoard | Wandb]]] = {  # and the module that each needs
     "tensorboard": ("torch.utils.tensorboard", TensorBoard),
     "wandb": ("wandb", Wandb),
 }
@@ -138,7 +128,7 @@ class Logs:
         self, asked: str, run: Path, record: Mapping[str, Any], note: Callable[[str], None], step: int = 0
     ) -> None:
         self.note = note
-        self.logs: dict[str, Log] = {}
+        self.logs: dict[str, TensorBoard | Wandb] = {}
         for name in named(asked):
             with self._guarded(name):
                 self.logs[name] = KINDS[name][1](run, record, step)
@@ -198,7 +188,8 @@ class Metrics:
             if not self.failing:
                 self.warn(f"cannot write {self.path}: {error.strerror}; the run continues, and its metrics have a gap")
             self.failing = True
-            self._cut()
+            with contextlib.suppress(OSError):
+                self.file.truncate(self.size)
 
     def sync(self) -> None:
         """Syncs the file to the disk. Raises OSError."""
@@ -207,10 +198,6 @@ class Metrics:
     def close(self) -> None:
         """Closes the file."""
         self.file.close()
-
-    def _cut(self) -> None:
-        with contextlib.suppress(OSError):
-            self.file.truncate(self.size)
 
 
 @dataclass(frozen=True)

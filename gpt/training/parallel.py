@@ -20,17 +20,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
 
 from gpt.device import Compute
+from gpt.errors import UserError
 from gpt.evaluate import Window
 from gpt.interrupt import Stopped, StopSignal
+from gpt.model import lora
 from gpt.model.decoder import GPT
+from gpt.model.params import breakdown
 from gpt.parallel.world import NO_LIMIT, World
 from gpt.runs import checkpoint
 from gpt.runs.tensors import Array, Deferred
-from gpt.training import finetune
 from gpt.training.finetune import InitCheckpoint
-from gpt.training.optim import RMS, Muon, Optimizers, make_optimizer, matrices, orthogonalize_each
+from gpt.training.optim import BETAS, RMS, Muon, Optimizers, make_optimizer, matrices, orthogonalize_each
 from gpt.training.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -137,7 +140,7 @@ class Replicated(Parallel):
     trial = True
 
     def wrap(self, objective: nn.Module) -> nn.Module:
-        with self.world.watching_peers(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers is to have another name
             self.wrapped = DistributedDataParallel(
                 objective, process_group=self.world.gradients, broadcast_buffers=False, gradient_as_bucket_view=True
@@ -152,7 +155,7 @@ class Replicated(Parallel):
 
     def windows(self, items: Iterable[Window]) -> Iterable[Window]:
         """Every ``size``-th window."""
-        return self.world.of_rank(items)
+        return islice(items, self.world.rank, None, self.world.size)
 
     def state(self) -> dict[str, Tensor]:
         """All of it on rank 0; the other ranks, which have the same, keep no copy."""
@@ -192,7 +195,11 @@ class Sharded(Parallel):
         return {name: p.shape for name, p in self.sharded.table.items()}
 
     def scaler(self) -> torch.amp.GradScaler:
-        return self.sharded.scaler(self.compute.device.type, self.compute.dtype == torch.float16)
+        """See `Parallel.scaler`; it skips a step on all ranks if it does on one."""
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        enabled = self.compute.dtype == torch.float16
+        return ShardedGradScaler(self.compute.device.type, enabled=enabled, process_group=self.world.gradients)
 
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
         return self.sharded.no_sync()
@@ -236,20 +243,14 @@ class Sharded(Parallel):
         """The whole tensor, deferred until the file is written: then the other ranks send their shards."""
         if name not in self.gatherer.tensors:
             return part.numpy()
-        return Deferred(self.gatherer.tensors[name].shape, partial(self._gathered, name, part.numpy()))
-
-    def _gathered(self, name: str, shard: Array) -> Array:
-        with self.world.watching_peers():
-            return self.gatherer.full_tensor(name, shard)
+        return Deferred(self.gatherer.tensors[name].shape, partial(self.gatherer.full_tensor, name, part.numpy()))
 
     def finish_save(self) -> None:
-        with self.world.watching_peers():
-            self.gatherer.finish()
+        self.gatherer.finish()
 
     def serve(self, state: Mapping[str, Tensor]) -> None:
         """Sends shards until rank 0 has written the checkpoint, or given it up."""
-        with self.world.watching_peers():
-            self.gatherer.send(state)
+        self.gatherer.send(state)
 
 
 class ShardedMuon(Muon):
@@ -300,13 +301,19 @@ def parallelize(
     if path is not None and not recipe.lora_rank:
         model = checkpoint.load(path, compute.device, recipe.model).model.train()
     else:
-        dtype = finetune.frozen_dtype(compute.dtype) if recipe.lora_rank else torch.float32
+        # Below adapters bfloat16 stays that, at half the memory; float16 would overflow in what is not a product.
+        narrow = recipe.lora_rank and compute.dtype == torch.bfloat16
+        dtype = torch.bfloat16 if narrow else torch.float32
         model = init.load(recipe.model, compute.device, dtype) if init else GPT(recipe.model).to(compute.device)
     model.recompute = recipe.recompute
     if recipe.lora_rank:
-        optimizer = finetune.add_adapters(
-            model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_targets, recipe.weight_decay
-        )
+        if recipe.lora_rank > model.config.n_embd:
+            raise UserError(
+                f"lora-rank {recipe.lora_rank} is more than the model's width, {model.config.n_embd}",
+                "adapters are thin: 4 to 64 is usual",
+            )
+        added = lora.adapt(model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_targets)
+        optimizer = Optimizers([AdamW(added, lr=0.0, betas=BETAS, weight_decay=recipe.weight_decay, fused=True)])
     else:
         optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype, world)
     return (Replicated if world.size > 1 else Single)(model, optimizer, compute, world)
@@ -321,9 +328,10 @@ def shard(
 
     grid = Grid(world.data_size, recipe.tensor, recipe.shard == "full")
     mesh = world.mesh(compute.device.type)
-    sharded = ShardedModel(recipe.model, grid, mesh, compute.dtype, world.gradients)
+    gradients = 4 * breakdown(recipe.model).trainable // recipe.tensor
+    fits = gradients < WHOLE_GRADIENTS * compute.memory()
+    sharded = ShardedModel(recipe.model, grid, mesh, compute.dtype, world.gradients, fits)
     sharded.allocate(compute.device)
-    sharded.accumulates_whole = 4 * sharded.parameters // recipe.tensor < WHOLE_GRADIENTS * compute.memory()
     if path is not None:
         checkpoint.load_parts(path, recipe.model, sharded.fill)
     elif init is not None:

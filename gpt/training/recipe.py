@@ -10,8 +10,9 @@ import torch
 from gpt.config import USUAL_DECAY, GPTConfig, Optimizer, Preset, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.errors import UserError
-from gpt.model.memory import Setup, at_once, divisors, in_chunks, largest, training
+from gpt.model.memory import Setup, divisors, training
 from gpt.model.params import breakdown, nearest_preset
+from gpt.model.plan import at_once, in_chunks, largest
 from gpt.parallel.world import World
 from gpt.peaks import host_memory
 from gpt.programs import compiles_unasked
@@ -133,20 +134,18 @@ class Recipe:
         return self.lr * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def auto_preset(n_bytes: int, device: str) -> str:
-    """The preset for a text of ``n_bytes``. On a CPU it is a small one, which in the minutes of the default length
-    learns more of any text than a larger one that sees fewer tokens (docs/defaults.md)."""
+def preset_name(config: TrainConfig, n_bytes: int, device: str) -> str:
+    """The preset that was asked for, or the one for a text of ``n_bytes``. On a CPU it is a small one, which in the
+    minutes of the default length learns more of any text than a larger one that sees fewer tokens
+    (docs/defaults.md)."""
+    if config.preset != "auto":
+        return config.preset
     if device == "cpu":
         return "nano"
     for name, least in (("gpt2", 2_000_000_000), ("small", 100_000_000), ("mini", 2_000_000)):
         if n_bytes >= least:
             return name
     return "micro"
-
-
-def preset_name(config: TrainConfig, n_bytes: int, device: str) -> str:
-    """The preset that was asked for, or the one for the text's size and the device."""
-    return auto_preset(n_bytes, device) if config.preset == "auto" else config.preset
 
 
 def example_context(config: TrainConfig, n_bytes: int, device: str, start: GPTConfig | None) -> int:
@@ -266,11 +265,14 @@ def _rate(config: TrainConfig, preset: Preset, optimizer: Optimizer) -> float:
 
 
 def check_heads(model: GPTConfig, tensor: int) -> None:
-    """Raises `UserError` unless so many processes can share each sequence."""
-    if tensor > 1:
-        from gpt.parallel import tensor as parallel  # torch's part of it takes seconds
-
-        parallel.check(model, tensor)
+    """Raises `UserError` unless so many processes can share each sequence evenly. (What divides the heads of keys and
+    values divides the others, and the MLP's inside.)"""
+    heads = model.kv_heads
+    if heads % tensor:
+        raise UserError(
+            f"the model's {heads} heads cannot be shared evenly by {tensor} processes (--tensor {tensor})",
+            "take one of " + ", ".join(map(str, divisors(heads))),
+        )
 
 
 def _model(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int, note: Notes) -> GPTConfig:

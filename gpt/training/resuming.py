@@ -44,7 +44,7 @@ MAY_CHANGE = (
 )  # in a resume: data and result stay, up to rounding
 
 
-@dataclass
+@dataclass(frozen=True)
 class Begun:
     """A run that was begun. ``checkpoint`` is the one that it resumes from, ``saved`` its training state; without one
     it starts at step 0. ``result`` is that of a finished run."""
@@ -88,10 +88,10 @@ def find(run: str | None, given: Mapping[str, Any], session: Session) -> Iterato
         if begun.ends_with(given):
             yield str(path), None
             return
+        logs.check(str(given.get("log", begun.config.log)))
         with disk_errors(path):
             files.recover(path)
             folder.write_index(path)
-        logs.check(str(given.get("log", begun.config.log)))
         yield str(path), find_checkpoint(path, session.note)
 
 
@@ -151,13 +151,10 @@ def read_begun(run: Path, at: str | None = None) -> Begun:
     if record.texts is None or record.settings is None:
         raise UserError(f"{where} is damaged: it does not say what the run was asked for", "train again")
     config = from_dict(TrainConfig, record.settings, where)
-    begun = Begun(run, record, record.texts, replace(config, preset=record.size or config.preset))
-    if record.ended and record.result is not None:
-        begun.result = Result.of(run, record.result)
-    if at is not None:
-        begun.checkpoint = run / at
-        begun.saved = read_saved(begun.checkpoint)
-    return begun
+    config = replace(config, preset=record.size or config.preset)
+    result = Result.of(run, record.result) if record.ended and record.result is not None else None
+    saved = None if at is None else read_saved(run / at)
+    return Begun(run, record, record.texts, config, None if at is None else run / at, saved, result)
 
 
 def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
@@ -279,14 +276,13 @@ def changed(
     share = recipe.rows // processes
     if share % recipe.micro_batch:
         recipe = replace(recipe, micro_batch=max(d for d in divisors(share) if d <= recipe.micro_batch))
-    steps, keep, micro_batch = given.get("steps"), given.get("keep"), given.get("micro_batch")
-    if keep is not None:
-        recipe = replace(recipe, keep=keep)
-    for name in ("shard", "tensor", "recompute"):
+    steps, micro_batch = given.get("steps"), given.get("micro_batch")
+    for name in ("keep", "shard", "tensor", "recompute"):
         value, before = given.get(name), getattr(recipe, name)
         if value not in (None, before):
             recipe = replace(recipe, **{name: value})
-            note(f"--{name} {value} instead of {before}: equal to rounding")
+            if name != "keep":
+                note(f"--{name} {value} instead of {before}: equal to rounding")
     check_heads(recipe.model, recipe.tensor)
     if recipe.lora_rank and recipe.is_sharded:
         raise UserError("adapters are trained by processes that have all weights each", "leave out --shard, --tensor")

@@ -87,8 +87,7 @@ def resume(
     with _session(asked.nproc, listen, began) as session, contextlib.ExitStack() as until_ended:
         world = session.world
         world.assert_same({"resume": run, **given, **_code_versions()})
-        found = until_ended.enter_context(find(run, given, session)) if world.is_main else None
-        path, at = world.broadcast_object(lambda: found or ("", None))
+        path, at = world.broadcast_object(lambda: until_ended.enter_context(find(run, given, session)))
         begun = world.raise_on_all(lambda: read_begun(Path(path), at))
         if result := begun.ends_with(given):
             session.note(f"{begun.run} is finished")

@@ -1,13 +1,11 @@
 """The state of a run: what must survive a restart, and a copy of it in the host's memory."""
 
 import copy
-import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,14 +14,14 @@ from gpt.files import read_json, to_json
 from gpt.runs import adapter, folder, tensors
 from gpt.runs.record import Machine
 from gpt.settings import LARGEST, Amount, Count, Positive, Within, checked
-from gpt.text.batches import MOST_SIZES, Ramp
+from gpt.text.batches import MOST_SIZES
 from gpt.training.pace import TimeBudget
 from gpt.training.parallel import MOMENT, WEIGHT, Parallel
 from gpt.training.recipe import Recipe
 
 FORMAT = 1
 STATE, TENSORS = folder.TRAINING
-_RANDOM = "random:"  # before the names of a snapshot's tensors
+TORCH, CUDA = "random:torch", "random:cuda"  # states of generators, among a snapshot's tensors
 _DTYPES = ("F32", "U8", "I64")
 
 
@@ -59,17 +57,6 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class Draws:
-    """The random states of Python and numpy beside the numbers that are tensors."""
-
-    python_version: int
-    python_gauss: float | None
-    numpy_position: int
-    numpy_has_gauss: int
-    numpy_gauss: float
-
-
-@dataclass(frozen=True)
 class Saved:
     """``training.json``. ``pace`` is the time budget, if the run has one, counted from its start."""
 
@@ -77,9 +64,13 @@ class Saved:
     state: TrainState
     recipe: Recipe
     machine: Machine
-    draws: Draws
     scaling: Scaling | None
     pace: TimeBudget | None
+
+    @staticmethod
+    def upgrade(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """What older versions wrote, without the random states of Python and numpy, from which nothing is drawn."""
+        return {key: value for key, value in values.items() if key != "draws"}
 
 
 @dataclass
@@ -88,15 +79,13 @@ class Snapshot:
     after the loss has exploded. The next `take` uses its buffers again."""
 
     state: TrainState = field(default_factory=TrainState)
-    draws: Draws | None = None
     scaling: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)  # `Parallel.state` and random states, by prefixed name
 
     def take(self, parallel: Parallel, scaler: torch.amp.GradScaler, state: TrainState) -> None:
         """Copies everything that is trained, the moments and the random states, but no frozen weights."""
         device = parallel.compute.device
-        numbers, self.draws = _generator_states(device)
-        live = parallel.state() | {_RANDOM + name: tensor for name, tensor in numbers.items()}
+        live = parallel.state() | _random_states(device)
         self.tensors = {name: _copied(tensor, self.tensors.get(name)) for name, tensor in live.items()}
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -106,23 +95,24 @@ class Snapshot:
     def restore(self, parallel: Parallel, scaler: torch.amp.GradScaler) -> TrainState:
         """Sets everything to this copy; weights that it does not have stay. Returns the state."""
         parallel.restore(self.tensors)
-        if self.draws is not None:
-            states = {name.removeprefix(_RANDOM): t for name, t in self.tensors.items() if name.startswith(_RANDOM)}
-            _restore_generators(states, self.draws, parallel.compute.device)
+        try:
+            torch.set_rng_state(self.tensors[TORCH].cpu())
+            if parallel.compute.device.type == "cuda" and CUDA in self.tensors:
+                torch.cuda.set_rng_state(self.tensors[CUDA].cpu(), parallel.compute.device)
+        except (TypeError, RuntimeError) as error:
+            raise UserError(f"the checkpoint's random states are damaged: {error}", folder.HINT) from None
         if scaler.is_enabled() and self.scaling:
             scaler.load_state_dict(self.scaling)
         return copy.copy(self.state)
 
     def about(self, recipe: Recipe, machine: Machine, budget: TimeBudget | None) -> bytes:
         """``training.json`` of a checkpoint of this copy."""
-        assert self.draws is not None, "taken"
         return to_json(
             {
                 "format": FORMAT,
                 "state": asdict(self.state),
                 "recipe": asdict(recipe),
                 "machine": asdict(machine),
-                "draws": asdict(self.draws),
                 "scaling": self.scaling or None,
                 "pace": None if budget is None else asdict(budget),
             }
@@ -144,13 +134,10 @@ def read_saved(path: Path) -> Saved:
             f"{where} is damaged: step {step} of {recipe.steps}, {recipe.micro_batch} of {recipe.rows} rows"
         )
     ramp = recipe.ramp  # one that does not grow, or in too many sizes, would never end
-    if ramp and not (ramp.first <= ramp.rows == recipe.rows and _even(ramp) and ramp.sizes <= MOST_SIZES):
+    even = not ramp or not any(n % ramp.by for n in (ramp.first, ramp.rows, ramp.unit))
+    if ramp and not (ramp.first <= ramp.rows == recipe.rows and even and ramp.sizes <= MOST_SIZES):
         raise UserError(f"{where} is damaged: its batches grow from {ramp.first} to {ramp.rows} over {ramp.over} rows")
     return saved
-
-
-def _even(ramp: Ramp) -> bool:
-    return not any(n % ramp.by for n in (ramp.first, ramp.rows, ramp.unit))
 
 
 def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
@@ -161,15 +148,13 @@ def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
     """
     moments = parallel.optimizer.shapes(parallel.own, parallel.shapes)
     expected = {MOMENT + name: shape for name, shape in moments.items()}
-    numbers, _ = _generator_states(parallel.compute.device)
-    drawn = {_RANDOM + name: tuple(tensor.shape) for name, tensor in numbers.items()}
-    elsewhere = {} if "cuda" in numbers else {_RANDOM + "cuda": (16,)}  # the run was on another device
-    optional = expected | drawn | elsewhere
+    drawn = {TORCH: tuple(torch.get_rng_state().shape)}
+    older = {"random:python": (625,), "random:numpy": (624,)}  # from which nothing is drawn any more
+    optional = {**expected, CUDA: (16,), **older}
 
     where = [path / TENSORS]
-    found = tensors.read(where, {}, "the model", dtypes=_DTYPES, optional=optional, keep=parallel.part)
-    whole = set(expected) <= set(found) or not any(name.startswith(MOMENT) for name in found)
-    if not whole or not all(name in found for name in drawn if name != _RANDOM + "cuda"):
+    found = tensors.read(where, drawn, "the model", dtypes=_DTYPES, optional=optional, keep=parallel.part)
+    if not set(expected) <= set(found) and any(name.startswith(MOMENT) for name in found):
         raise UserError(f"{path / TENSORS} is damaged: not all of the training state is in it")
     if adapter.is_adapter(path):
         added, _ = adapter.tensors(path, saved.recipe.model, saved.recipe.lora_rank)
@@ -177,7 +162,7 @@ def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
             raise UserError(f"{path} is damaged: its adapters are not those of its training state", folder.HINT)
         found |= {WEIGHT + name: tensor for name, tensor in added.items()}
     scaling = asdict(saved.scaling) if saved.scaling else {}
-    return Snapshot(saved.state, saved.draws, scaling, found)
+    return Snapshot(saved.state, scaling, found)
 
 
 def _copied(tensor: Tensor, buffer: Tensor | None) -> Tensor:
@@ -186,34 +171,14 @@ def _copied(tensor: Tensor, buffer: Tensor | None) -> Tensor:
     return buffer.copy_(tensor, non_blocking=True)
 
 
-def seed_all(seed: int) -> None:
-    """Seeds every generator whose state is saved."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def _generator_states(device: torch.device) -> tuple[dict[str, Tensor], Draws]:
-    """The random states of Python, numpy and torch."""
-    version, numbers, gauss = random.getstate()
-    _, words, position, has_gauss, numpy_gauss = np.random.get_state()
-    states = {
-        "python": torch.tensor(numbers, dtype=torch.int64),
-        "numpy": torch.from_numpy(np.asarray(words).astype(np.int64)),
-        "torch": torch.get_rng_state(),
-    }
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    """The random states of torch, by prefixed name."""
+    states = {TORCH: torch.get_rng_state()}
     if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states, Draws(version, gauss, int(position), int(has_gauss), float(numpy_gauss))
+        states[CUDA] = torch.cuda.get_rng_state(device)
+    return states
 
 
-def _restore_generators(states: Mapping[str, Tensor], draws: Draws, device: torch.device) -> None:
-    try:
-        random.setstate((draws.python_version, tuple(states["python"].tolist()), draws.python_gauss))
-        words = states["numpy"].numpy().astype(np.uint32)
-        np.random.set_state(("MT19937", words, draws.numpy_position, draws.numpy_has_gauss, draws.numpy_gauss))
-        torch.set_rng_state(states["torch"].cpu())
-        if device.type == "cuda" and "cuda" in states:
-            torch.cuda.set_rng_state(states["cuda"].cpu(), device)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise UserError(f"the checkpoint's random states are damaged: {error}", folder.HINT) from None
+def seed_all(seed: int) -> None:
+    """Seeds the generators whose states are saved."""
+    torch.manual_seed(seed)

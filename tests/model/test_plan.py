@@ -13,10 +13,9 @@ from models import rank_parameters
 
 from gpt.config import PRESETS, TrainConfig
 from gpt.device import Compute
-from gpt.model import memory
-from gpt.model.memory import USABLE, Setup, training
+from gpt.model.memory import Setup, divisors, logits_at_once, training
 from gpt.model.params import breakdown, flops_per_token, flops_sampled
-from gpt.model.plan import plans, setups, step_rows
+from gpt.model.plan import USABLE, fits, largest, plans, setups, step_rows
 from gpt.peaks import KINDS
 from gpt.plan_config import PlanConfig
 from gpt.training.recipe import resolve
@@ -104,26 +103,26 @@ def test_what_train_takes_is_what_is_said(monkeypatch: pytest.MonkeyPatch, prese
 
 def test_a_micro_batch_is_the_largest_that_fits_with_its_logits_at_once() -> None:
     config, room = PRESETS["gpt2"].model, 16 * 10**9
-    found = memory.largest(config, Setup(), 96, room)
+    found = largest(config, Setup(), 96, room)
     assert (found.loss_chunk, found.accumulates) == (0, True)
-    above = min(n for n in memory.divisors(96) if n > found.micro_batch)
-    assert memory.fits(config, found, room)
-    assert not memory.fits(config, replace(found, micro_batch=above), room)
-    assert memory.largest(config, Setup(), found.micro_batch, room) == replace(found, accumulates=False)
+    above = min(n for n in divisors(96) if n > found.micro_batch)
+    assert fits(config, found, room)
+    assert not fits(config, replace(found, micro_batch=above), room)
+    assert largest(config, Setup(), found.micro_batch, room) == replace(found, accumulates=False)
     many = replace(config, vocab_size=10**6, n_layer=1, n_embd=48)  # so that one sequence's logits are most of it
     little = int(training(many, Setup(accumulates=True)).peak / USABLE) - 10**6  # a little less than these want
-    one = memory.largest(many, Setup(), 96, little)
+    one = largest(many, Setup(), 96, little)
     assert (one.micro_batch, 0 < one.loss_chunk < config.block_size) == (1, True)
-    assert memory.fits(many, one, little)
+    assert fits(many, one, little)
 
 
 def test_logits_can_be_counted_in_int32() -> None:
     """Whatever is computed at once: of GPT-2 124M on 80 GB that is 128 sequences, of 6.6·10⁹ logits."""
     config, room = PRESETS["gpt2"].model, KINDS["h100-80gb"].memory
-    found = memory.largest(config, Setup(), 512, room)
+    found = largest(config, Setup(), 512, room)
     assert (found.micro_batch, found.loss_chunk) == (128, 0)
     for micro_batch in (1, 41, 128, 512):
-        assert memory.logits_at_once(config, Setup(micro_batch)) * 50_304 < 2**31
+        assert logits_at_once(config, Setup(micro_batch)) * 50_304 < 2**31
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_windows_are_as_many_for_each_row() -> None:
 def test_a_disk_that_is_full_leaves_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What others give to a checkpoint is asked for until it is written or given up, and told so once."""
     told: list[int] = []
-    saver = Writer(tmp_path, 1, lambda step: None, lambda text: None, lambda: told.append(1))
+    saver = Writer(tmp_path, 1, -1, lambda step: None, lambda text: None, lambda: told.append(1))
 
     def files() -> Any:
         raise OSError(28, "No space left on device")
@@ -146,6 +146,7 @@ def test_a_disk_that_is_full_leaves_nobody_waiting(tmp_path: Path, monkeypatch: 
     saver.wait()
     assert len(told) == 1
     saver.begin(2, 2**62, files)
+    saver.wait()
     assert len(told) == 2
     monkeypatch.setattr("gpt.training.checkpointing.ROOM_SECONDS", 0.2)
     monkeypatch.setattr("gpt.training.checkpointing.ROOM_PAUSE", 0.05)

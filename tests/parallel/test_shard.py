@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from models import rank_parameters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from gpt.config import GPTConfig, find_preset
 from gpt.errors import UserError
@@ -20,13 +21,13 @@ from gpt.files import side_by_side
 from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy
 from gpt.model.params import named_parameters
-from gpt.parallel import tensor
 from gpt.parallel.gather import CheckpointGatherer
 from gpt.parallel.shard import Grid, ShardedModel, drawn
 from gpt.runs import checkpoint
 from gpt.text.tokenizer import bytes_tokenizer
 from gpt.training.optim import make_optimizer
 from gpt.training.parallel import ShardedMuon
+from gpt.training.recipe import check_heads
 
 CPU = torch.device("cpu")
 TINY = GPTConfig(vocab_size=257, block_size=16, n_layer=2, n_head=4, n_embd=32)
@@ -98,7 +99,7 @@ def test_queries_keys_and_values_of_a_head_stay_together() -> None:
 
 def test_tensor_must_divide_the_heads() -> None:
     with pytest.raises(UserError, match="4 heads cannot be shared evenly by 3 processes") as told:
-        tensor.check(TINY, 3)
+        check_heads(TINY, 3)
     assert told.value.hint == "take one of 1, 2, 4"
 
 
@@ -137,7 +138,7 @@ def overflow_in_one(rank: int, meeting: Path) -> None:
         sharded.fill(name, whole)
     optimizer = make_optimizer(sharded.own, "muon", 0.1, muon=partial(ShardedMuon, sharded))
     optimizer.set_lr(0.1)
-    scaler = sharded.scaler("cpu", True)
+    scaler = ShardedGradScaler("cpu", process_group=sharded.group)
     scaler.scale(torch.ones(()))
     scale, weights = scaler.get_scale(), [p.detach().clone() for p in sharded.own.parameters()]
     for p in sharded.own.parameters():

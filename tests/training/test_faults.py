@@ -275,7 +275,7 @@ def test_the_wait_for_room_ends_with_a_signal(tmp_path: Path, monkeypatch: pytes
     tried = mock.Mock(side_effect=full)
     monkeypatch.setattr(checkpoint, "write", tried)
     monkeypatch.setattr(checkpointing, "ROOM_PAUSE", 0.01)
-    writer = checkpointing.Writer(tmp_path, 1, lambda step: None, lambda text: None)
+    writer = checkpointing.Writer(tmp_path, 1, -1, lambda step: None, lambda text: None)
     with pytest.raises(WorkError, match="step 4 could not be saved and is lost"):
         writer.last(4, 10, dict, lambda: tried.call_count == 3)
     assert tried.call_count == 3

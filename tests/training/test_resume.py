@@ -437,29 +437,6 @@ def test_one_writer(gpt: Gpt, text: Path) -> None:
     one_line_of_what_and_what_next(met[0], "another process is writing runs/x")
 
 
-def test_draws_of_python_and_numpy_go_on(text: Path) -> None:
-    """Nothing here draws from them; what a listener or a plug-in draws goes on all the same."""
-    import random
-
-    import numpy as np
-
-    drawn: list[float] = []
-
-    def draw(event: Any) -> None:
-        if isinstance(event, events.StepEvent):
-            drawn.append(random.gauss() + np.random.random())
-
-    library.train(text, out="whole", listen=draw, **FAST)
-
-    def train(listen: Callable[[Any], None]) -> None:
-        library.train(text, out="parts", listen=lambda event: (draw(event), listen(event)), **FAST)
-
-    interrupted_at(5, train)
-    random.seed(4)
-    library.resume("parts", draw)
-    assert drawn[STEPS:] == drawn[:STEPS]
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

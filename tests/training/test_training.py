@@ -5,9 +5,6 @@ import dataclasses
 import itertools
 import json
 import math
-import signal
-import sys
-import time
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, TINY, Gpt, losses, make_text, one_line_of_what_and_what_next, resolved, spawn, train, weights
+from conftest import FAST, TINY, Gpt, losses, make_text, one_line_of_what_and_what_next, resolved, train, weights
 
 import gpt
 from gpt import events, programs
@@ -525,24 +522,6 @@ def test_an_exploded_loss_goes_back_once_with_a_lower_rate(text: Path, monkeypat
     (first,) = [e for e in heard[: heard.index(back)] if isinstance(e, events.StepEvent) and e.step == 91]
     assert after[0].loss == pytest.approx(first.loss / 1000, rel=1e-5)
     assert result.steps == 120
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
-def test_a_signal_saves_and_ends(text: Path) -> None:
-    process = spawn("train", text, "--steps", "100000", "--preset", "nano", "--block-size", "16", "--eval-every", "50000",
-                    "--n-layer", "1", "--n-embd", "16", "--n-head", "1", "--batch-tokens", "16", cwd=text.parent)  # fmt: skip
-    metrics = text.parent / "runs" / "book" / "metrics.jsonl"
-    for _ in range(600):
-        if metrics.exists() and metrics.read_text().count('"step"') > 20:
-            break
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    _out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM, err
-    assert "interrupted at step" in err
-    assert "Traceback" not in err
-    step = json.loads(metrics.read_text().splitlines()[-1])["step"]
-    assert gpt.load(text.parent / "runs" / "book").path.name == folder.step_name(step)
 
 
 # What is decided for the user
