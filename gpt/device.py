@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -103,6 +103,25 @@ class Download:
             (part.view(torch.float32) if each.is_floating_point() else part).view(each.shape).tolist()
             for part, each in zip(parts, self._tensors, strict=True)
         ]
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """The states of torch's generators: the host's, and a GPU's own."""
+    states = {"torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":
+        states["mps"] = torch.mps.get_rng_state()
+    return states
+
+
+def set_random_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
+    """Sets the generators' states, of which another device's are left out. Raises TypeError or RuntimeError."""
+    torch.set_rng_state(states["torch"].cpu())
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"].cpu(), device)
+    elif device.type == "mps" and "mps" in states:
+        torch.mps.set_rng_state(states["mps"].cpu())
 
 
 def pick(device: str = "auto", dtype: str = "auto", *, training: bool = False) -> Compute:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from gpt.device import random_states, set_random_states
 from gpt.errors import UserError
 from gpt.files import read_json, to_json
 from gpt.runs import adapter, folder, tensors
@@ -21,7 +22,7 @@ from gpt.training.recipe import Recipe
 
 FORMAT = 1
 STATE, TENSORS = folder.TRAINING
-TORCH, CUDA = "random:torch", "random:cuda"  # states of generators, among a snapshot's tensors
+RANDOM = "random:"  # before the names of generators' states, among a snapshot's tensors
 _DTYPES = ("F32", "U8", "I64")
 
 
@@ -85,7 +86,7 @@ class Snapshot:
     def take(self, parallel: Parallel, scaler: torch.amp.GradScaler, state: TrainState) -> None:
         """Copies everything that is trained, the moments and the random states, but no frozen weights."""
         device = parallel.compute.device
-        live = parallel.state() | _random_states(device)
+        live = parallel.state() | {RANDOM + name: each for name, each in random_states(device).items()}
         self.tensors = {name: _copied(tensor, self.tensors.get(name)) for name, tensor in live.items()}
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -95,10 +96,9 @@ class Snapshot:
     def restore(self, parallel: Parallel, scaler: torch.amp.GradScaler) -> TrainState:
         """Sets everything to this copy; weights that it does not have stay. Returns the state."""
         parallel.restore(self.tensors)
+        drawn = {name.removeprefix(RANDOM): each for name, each in self.tensors.items() if name.startswith(RANDOM)}
         try:
-            torch.set_rng_state(self.tensors[TORCH].cpu())
-            if parallel.compute.device.type == "cuda" and CUDA in self.tensors:
-                torch.cuda.set_rng_state(self.tensors[CUDA].cpu(), parallel.compute.device)
+            set_random_states(parallel.compute.device, drawn)
         except (TypeError, RuntimeError) as error:
             raise UserError(f"the checkpoint's random states are damaged: {error}", folder.HINT) from None
         if scaler.is_enabled() and self.scaling:
@@ -148,9 +148,10 @@ def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
     """
     moments = parallel.optimizer.shapes(parallel.own, parallel.shapes)
     expected = {MOMENT + name: shape for name, shape in moments.items()}
-    drawn = {TORCH: tuple(torch.get_rng_state().shape)}
-    older = {"random:python": (625,), "random:numpy": (624,)}  # from which nothing is drawn any more
-    optional = {**expected, CUDA: (16,), **older}
+    drawn = {RANDOM + "torch": tuple(torch.get_rng_state().shape)}
+    # Of a GPU, which may be another one now; and of Python and numpy, from which nothing is drawn any more.
+    others = {"cuda": (16,), "mps": (44,), "python": (625,), "numpy": (624,)}
+    optional = expected | {RANDOM + name: shape for name, shape in others.items()}
 
     where = [path / TENSORS]
     found = tensors.read(where, drawn, "the model", dtypes=_DTYPES, optional=optional, keep=parallel.part)
@@ -169,14 +170,6 @@ def _copied(tensor: Tensor, buffer: Tensor | None) -> Tensor:
     if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
         buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
     return buffer.copy_(tensor, non_blocking=True)
-
-
-def _random_states(device: torch.device) -> dict[str, Tensor]:
-    """The random states of torch, by prefixed name."""
-    states = {TORCH: torch.get_rng_state()}
-    if device.type == "cuda":
-        states[CUDA] = torch.cuda.get_rng_state(device)
-    return states
 
 
 def seed_all(seed: int) -> None:

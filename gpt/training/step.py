@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gpt.device import Download, keep_freed_memory, upload
+from gpt.device import Download, keep_freed_memory, random_states, set_random_states, upload
 from gpt.errors import PeerLost, first_line, is_out_of_memory
 from gpt.interrupt import interruption
 from gpt.model.decoder import GPT
@@ -100,7 +100,7 @@ class Stepper:
 
         One process on a CPU has a program of the whole step. Others compile the model's parts and the loss.
         """
-        state = _random_state(self.compute.device)
+        state = random_states(self.compute.device)
         shape = (self.micro_batch, self.model.config.block_size)
         idx = torch.zeros(shape, dtype=torch.long, device=self.compute.device)
         try:
@@ -115,7 +115,7 @@ class Stepper:
                 self.gradients(idx, idx)
                 self.optimizer.compile()
         finally:
-            _set_random_state(self.compute.device, state)
+            set_random_states(self.compute.device, state)
         self._zero_grad()
 
     def _uncompile(self) -> None:
@@ -186,7 +186,7 @@ class Stepper:
         why it failed: without it, the same is computed again.
         """
         while True:
-            state = _random_state(self.compute.device)
+            state = random_states(self.compute.device)
             known = min(self.micro_batch, x.size(0)) * x.size(1) <= self.tried
             try:
                 if self.parallel.trial and not known:
@@ -202,7 +202,7 @@ class Stepper:
             self._zero_grad()
             if self.compute.device.type == "cuda":
                 torch.cuda.empty_cache()
-            _set_random_state(self.compute.device, state)
+            set_random_states(self.compute.device, state)
             if why is not None:
                 self.program = None
                 self.on_uncompiled(why)
@@ -214,7 +214,7 @@ class Stepper:
         """Computes a micro-batch's gradients and frees them. If that fails on any rank, it raises on all: MemoryError,
         or the error itself."""
         failed: Exception | None = None
-        state = _random_state(self.compute.device)
+        state = random_states(self.compute.device)
         self.model.train()
         try:
             with self.parallel.no_sync():
@@ -222,7 +222,7 @@ class Stepper:
         except Exception as error:
             failed = error.with_traceback(None)  # it keeps alive what was computed
         self._zero_grad()
-        _set_random_state(self.compute.device, state)
+        set_random_states(self.compute.device, state)
         match self.world.all_reduce_max(0 if failed is None else 1 if is_out_of_memory(failed) else 2):
             case 1:
                 raise MemoryError
@@ -248,17 +248,5 @@ class Stepper:
             return self.program(x, y, torch.as_tensor(counted))
         with self.compute.autocast():
             loss: Tensor = self.wrapped(x, y) / counted
-        with self.world.watching_peers():
-            scaled = self.scaler.scale(self.parallel.summed(loss))
-            scaled.backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(self.parallel.summed(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
