@@ -5,13 +5,13 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
 from gpt import config, sample_config
 from gpt.errors import UserError, did_you_mean
-from gpt.settings import from_dict, without_none
+from gpt.settings import field_types, from_dict, without_none
 
 from . import inputs
 
@@ -128,7 +128,7 @@ def _keep_the_stronger(context: typer.Context, asked: dict[str, Any], pair: tupl
 
 def _as_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") -> inspect.Parameter:
     meta = field.metadata
-    kind = get_type_hints(config_class)[field.name]
+    kind = field_types(config_class)[field.name]
     flags = [*meta["flags"], "--" + field.name.replace("_", "-")]
     settings = {"help": meta["help"], "rich_help_panel": meta["panel"], "show_default": meta["shown"] or True}
     choice = without_none(kind)
@@ -147,7 +147,7 @@ def _as_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") -> i
 def config_file(config_class: type[Any]) -> Any:
     """An option ``--config FILE.toml``, whose values beat defaults; options and environment variables beat them."""
     known = [field.name for field in dataclasses.fields(config_class)]
-    kinds = get_type_hints(config_class)
+    kinds = field_types(config_class)
 
     def read(context: typer.Context, path: Path | None) -> Path | None:
         if path is not None and not context.resilient_parsing:

@@ -6,12 +6,14 @@ read and write them as TOML (`gpt.settings`). Nothing here imports torch.
 """
 
 import codecs
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, get_args
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 from gpt.errors import UserError, did_you_mean
-from gpt.settings import check_options, option
+from gpt.settings import bounded, check_options, option
 
 Arch = Literal["gpt2", "modern"]
 Positions = Literal["learned", "sinusoidal", "rotary"]
@@ -30,12 +32,7 @@ MOST_THREADS = 4096
 # What a linear map of a block is for, by which adapters choose: `--lora-targets`; and words for several.
 LORA_ROLES = ("query", "key", "value", "output", "gate", "up", "down")
 LORA_GROUPS = {"all": LORA_ROLES, "attention": LORA_ROLES[:4], "mlp": LORA_ROLES[4:]}
-# Far above GPT-3's 12,288 × 96: a number from a file beyond these is damage or malice, not a model.
-LIMITS = {
-    "vocab_size": 2**24, "block_size": 2**24, "n_layer": 2**14, "n_head": 2**14, "n_embd": 2**20,
-    "n_kv_head": 2**14, "head_dim": 2**16, "n_inner": 2**22, "window": 2**24,
-}  # fmt: skip
-OPTIONAL = ("n_kv_head", "head_dim", "n_inner", "window")  # of these
+MOST_IDS = 2**24  # in a vocabulary
 WIDE = 512  # width from which the inside of a gated MLP is a multiple of 256, which GPUs like, and not of 64
 
 
@@ -64,37 +61,35 @@ class GPTConfig:
     """The shape of a decoder, and what its blocks compute. Raises `UserError` for a shape that cannot be built.
 
     The defaults are GPT-2's. `ARCHITECTURES` has the properties of ``--arch``; `layout` says which family of
-    transformers computes the same.
+    transformers computes the same. Bounds are far above GPT-3's 12,288 × 96: a number from a file beyond them is
+    damage or malice, not a model.
     """
 
-    vocab_size: int  # V: ids the model knows, end-of-text included
-    block_size: int  # T: the longest context, in tokens
-    n_layer: int  # blocks in the stack
-    n_head: int  # attention heads a block
-    n_embd: int  # C: width of the residual stream
-    dropout: float = 0.0  # on embeddings, attention patterns and residual branches, in training only
+    vocab_size: int = bounded(1, MOST_IDS)  # V: ids the model knows, end-of-text included
+    block_size: int = bounded(1, 2**24)  # T: the longest context, in tokens
+    n_layer: int = bounded(1, 2**14)  # blocks in the stack
+    n_head: int = bounded(1, 2**14)  # attention heads a block
+    n_embd: int = bounded(1, 2**20)  # C: width of the residual stream
+    dropout: float = bounded(0, 0.99, 0.0)  # on embeddings, attention patterns and residual branches, in training only
     positions: Positions = "learned"  # a trained table, the fixed sine/cosine table, or rotation of queries and keys
-    layer_norm_epsilon: float = 1e-5  # added to the variance, or the mean square, in every norm
+    layer_norm_epsilon: float = bounded(1e-12, 1, 1e-5)  # added to the variance, or the mean square, in every norm
     norm: Norm = "layernorm"  # or RMSNorm (Zhang and Sennrich 2019), which has no mean and no β
     mlp: Mlp = "gelu"  # or SwiGLU (Shazeer 2020): one map's inside, gated by another's
-    n_inner: int | None = None  # width of the MLP's inside; None: 4 C, and with a gate about 8/3 C
+    n_inner: int | None = bounded(1, 2**22, None)  # width of the MLP's inside; None: 4 C, and with a gate about 8/3 C
     biases: Biases = "all"  # of linear maps: all have one, those of queries, keys and values alone, or none
-    n_kv_head: int | None = None  # heads of keys and values, each shared by as many heads of queries; None: n_head
-    head_dim: int | None = None  # width of a head; None: n_embd / n_head
+    n_kv_head: int | None = bounded(1, 2**14, None)  # key/value heads (grouped-query attention); None: n_head
+    head_dim: int | None = bounded(1, 2**16, None)  # width of a head; None: n_embd / n_head
     qk_norm: bool = False  # whether queries and keys are normalized (RMSNorm, with weights) before they meet
-    rope_base: float = 10_000.0  # of the frequencies of rotary positions
+    rope_base: float = bounded(1, 10**12, 10_000.0)  # of the frequencies of rotary positions
     rope_scaling: RopeScaling | None = None  # of the same
-    window: int | None = None  # positions that a windowed layer's position sees, itself included; None: no such layers
-    window_layers: tuple[int, ...] | None = None  # which these are, from 0; None: 1, 3, 5 … as in GPT-3
+    window: int | None = bounded(1, 2**24, None)  # sliding window of some layers, in tokens; None: no such layers
+    window_layers: tuple[int, ...] | None = None  # those with a window, from 0; None: 1, 3, 5 … as in GPT-3
     tied: bool = True  # whether the unembedding is the embedding
 
     def __post_init__(self) -> None:
-        for name, limit in LIMITS.items():
-            value = getattr(self, name)
-            if value is None and name in OPTIONAL:
-                continue
-            if type(value) is not int or not 1 <= value <= limit:
-                raise UserError(f"{name} is {value!r}; it must be a whole number from 1 to {limit:,}")
+        layers: Any = self.window_layers
+        object.__setattr__(self, "window_layers", tuple(layers) if isinstance(layers, list) else layers)  # from JSON
+        check_options(self)
         if self.head_dim is None and self.n_embd % self.n_head:
             raise UserError(
                 f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}",
@@ -106,19 +101,6 @@ class GPTConfig:
                 f"n_head {self.n_head} is not divisible by n_kv_head {self.n_kv_head}",
                 "each head of keys and values is shared by as many heads of queries",
             )
-        for name, low, high in (("dropout", 0.0, 0.99), ("layer_norm_epsilon", 1e-12, 1.0), ("rope_base", 1.0, 1e12)):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not low <= value <= high:
-                raise UserError(f"{name} is {value!r}; it must lie between {low:g} and {high:g}")
-        words = {"positions": Positions, "norm": Norm, "mlp": Mlp, "biases": Biases}
-        for name, kind in words.items():
-            if getattr(self, name) not in get_args(kind):
-                raise UserError(
-                    f'unknown {name} "{getattr(self, name)}"', did_you_mean(str(getattr(self, name)), get_args(kind))
-                )
-        for name in ("qk_norm", "tied"):
-            if type(getattr(self, name)) is not bool:
-                raise UserError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         self._check_positions()
         self._check_window()
         self._leave_out_defaults()
@@ -151,12 +133,9 @@ class GPTConfig:
 
     def _check_window(self) -> None:
         layers = self.window_layers
-        if layers is None:
-            return
-        listed = isinstance(layers, (list, tuple)) and all(type(at) is int and 0 <= at < self.n_layer for at in layers)
-        if self.window is None or not listed:
+        listed = all(type(at) is int and 0 <= at < self.n_layer for at in layers or ())
+        if layers is not None and (self.window is None or not listed):
             raise UserError(f"window_layers is {layers!r:.80}; with a window it lists layers below {self.n_layer}")
-        object.__setattr__(self, "window_layers", tuple(layers))  # from JSON it comes as a list
 
     @classmethod
     def of(cls, arch: Arch, *shape: Any, **properties: Any) -> "GPTConfig":
@@ -245,29 +224,13 @@ class Preset:
 
 
 def _preset(
-    n_layer: int,
-    n_head: int,
-    n_embd: int,
-    block_size: int,
-    vocab_size: int,
-    batch_tokens: int,
-    lr: float,
-    note: str = "",
-    arch: Arch = "gpt2",
-    **properties: Any,
+    arch: Arch, L: int, H: int, C: int, T: int, V: int, batch_tokens: int, lr: float, note: str = "", **more: Any
 ) -> Preset:
-    shape = GPTConfig.of(arch, vocab_size, block_size, n_layer, n_head, n_embd, **properties)
-    return Preset(shape, batch_tokens, lr, note)
+    return Preset(GPTConfig.of(arch, V, T, L, H, C, **more), batch_tokens, lr, note)
 
 
-def _modern(*args: Any, **properties: Any) -> Preset:
-    return _preset(*args, **{"arch": "modern"} | properties)
-
-
-def _llama(*args: Any, **properties: Any) -> Preset:
-    return _modern(*args, **{"qk_norm": False} | properties)
-
-
+_gpt2, _modern = partial(_preset, "gpt2"), partial(_preset, "modern")
+_llama = partial(_modern, qk_norm=False)
 GPT2_VOCAB = 50_257
 _XL = "Table 2.1 of the GPT-3 paper gives 24 heads of 128 in a width of 2,048; 16 heads give the paper's total"
 _13B = "Table 2.1 of the GPT-3 paper gives a width of 5,140 for 40 heads of 128; 5,120 gives the paper's total"
@@ -275,24 +238,24 @@ _13B = "Table 2.1 of the GPT-3 paper gives a width of 5,140 for 40 heads of 128;
 # GPT-2: Radford et al. 2019, table 2. GPT-3: Brown et al. 2020, table 2.1 (shape, batch in tokens, learning rate). The
 # paper of GPT-2 gives no batch and no rate for its sizes; they have those of the GPT-3 model nearest in size.
 PRESETS: dict[str, Preset] = {
-    "pico": _preset(2, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in a minute on a laptop"),
-    "nano": _preset(4, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
-    "tiny": _preset(4, 6, 192, 64, 2048, 2048, 3.5e-3, "for any text, given some minutes more"),
-    "micro": _preset(4, 4, 256, 128, 2048, 2048, 2e-3, "for a book, given more time on a laptop"),
-    "mini": _preset(6, 6, 384, 256, 4096, 8192, 1e-3, "for tens of megabytes, or a small GPU"),
-    "small": _preset(8, 8, 512, 512, 8192, 65_536, 1e-3, "for hundreds of megabytes, on a GPU"),
-    "gpt2": _preset(12, 12, 768, 1024, GPT2_VOCAB, 524_288, 6e-4),
-    "gpt2-medium": _preset(24, 16, 1024, 1024, GPT2_VOCAB, 524_288, 3e-4),
-    "gpt2-large": _preset(36, 20, 1280, 1024, GPT2_VOCAB, 524_288, 2.5e-4),
-    "gpt2-xl": _preset(48, 25, 1600, 1024, GPT2_VOCAB, 1_048_576, 2e-4),
-    "gpt3-125m": _preset(12, 12, 768, 2048, GPT2_VOCAB, 524_288, 6e-4),
-    "gpt3-350m": _preset(24, 16, 1024, 2048, GPT2_VOCAB, 524_288, 3e-4),
-    "gpt3-760m": _preset(24, 16, 1536, 2048, GPT2_VOCAB, 524_288, 2.5e-4),
-    "gpt3-1.3b": _preset(24, 16, 2048, 2048, GPT2_VOCAB, 1_048_576, 2e-4, _XL),
-    "gpt3-2.7b": _preset(32, 32, 2560, 2048, GPT2_VOCAB, 1_048_576, 1.6e-4),
-    "gpt3-6.7b": _preset(32, 32, 4096, 2048, GPT2_VOCAB, 2_097_152, 1.2e-4),
-    "gpt3-13b": _preset(40, 40, 5120, 2048, GPT2_VOCAB, 2_097_152, 1e-4, _13B),
-    "gpt3-175b": _preset(96, 96, 12288, 2048, GPT2_VOCAB, 3_145_728, 6e-5),
+    "pico": _gpt2(2, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in a minute on a laptop"),
+    "nano": _gpt2(4, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
+    "tiny": _gpt2(4, 6, 192, 64, 2048, 2048, 3.5e-3, "for any text, given some minutes more"),
+    "micro": _gpt2(4, 4, 256, 128, 2048, 2048, 2e-3, "for a book, given more time on a laptop"),
+    "mini": _gpt2(6, 6, 384, 256, 4096, 8192, 1e-3, "for tens of megabytes, or a small GPU"),
+    "small": _gpt2(8, 8, 512, 512, 8192, 65_536, 1e-3, "for hundreds of megabytes, on a GPU"),
+    "gpt2": _gpt2(12, 12, 768, 1024, GPT2_VOCAB, 524_288, 6e-4),
+    "gpt2-medium": _gpt2(24, 16, 1024, 1024, GPT2_VOCAB, 524_288, 3e-4),
+    "gpt2-large": _gpt2(36, 20, 1280, 1024, GPT2_VOCAB, 524_288, 2.5e-4),
+    "gpt2-xl": _gpt2(48, 25, 1600, 1024, GPT2_VOCAB, 1_048_576, 2e-4),
+    "gpt3-125m": _gpt2(12, 12, 768, 2048, GPT2_VOCAB, 524_288, 6e-4),
+    "gpt3-350m": _gpt2(24, 16, 1024, 2048, GPT2_VOCAB, 524_288, 3e-4),
+    "gpt3-760m": _gpt2(24, 16, 1536, 2048, GPT2_VOCAB, 524_288, 2.5e-4),
+    "gpt3-1.3b": _gpt2(24, 16, 2048, 2048, GPT2_VOCAB, 1_048_576, 2e-4, _XL),
+    "gpt3-2.7b": _gpt2(32, 32, 2560, 2048, GPT2_VOCAB, 1_048_576, 1.6e-4),
+    "gpt3-6.7b": _gpt2(32, 32, 4096, 2048, GPT2_VOCAB, 2_097_152, 1.2e-4),
+    "gpt3-13b": _gpt2(40, 40, 5120, 2048, GPT2_VOCAB, 2_097_152, 1e-4, _13B),
+    "gpt3-175b": _gpt2(96, 96, 12288, 2048, GPT2_VOCAB, 3_145_728, 6e-5),
     "modern-5m": _modern(6, 4, 256, 256, 2048, 8192, 2e-3, "for a book, on a laptop"),
     "modern-16m": _modern(8, 6, 384, 512, 8192, 32_768, 1e-3, "for tens of megabytes", n_kv_head=2),
     "modern-41m": _modern(12, 8, 512, 1024, 16_384, 131_072, 1e-3, "for hundreds of megabytes, on a GPU", n_kv_head=4),
@@ -401,8 +364,6 @@ class TextConfig(LearnConfig):
     seed: int = option(1337, "Same seed: the same split into training and held-out text.", panel=_RUN, low=0)
 
     def __post_init__(self) -> None:
-        if self.val_text is not None:  # a path, from Python
-            object.__setattr__(self, "val_text", str(self.val_text))
         super().__post_init__()
         if self.val_fraction >= 1:
             raise UserError(f"val-fraction is {self.val_fraction}; it must lie in [0, 1)")
@@ -423,8 +384,6 @@ class TokenizeConfig(TextConfig):
     )
 
     def __post_init__(self) -> None:
-        if self.out is not None:
-            object.__setattr__(self, "out", str(self.out))
         super().__post_init__()
         self.share  # noqa: B018
 
@@ -433,9 +392,8 @@ class TokenizeConfig(TextConfig):
         """The part, counted from 1, and the number of parts."""
         if self.part is None:
             return None
-        words = self.part.split("/")
-        if len(words) == 2 and all(word.isascii() and word.isdigit() for word in words):
-            i, n = map(int, words)
+        if words := re.fullmatch(r"([0-9]+)/([0-9]{1,6})", self.part):
+            i, n = int(words[1]), int(words[2])
             if 1 <= i <= n <= 100_000:
                 return i, n
         raise UserError(f'part is "{self.part}"; it must be I/N, from 1/N to N/N', "the second of four: --part 2/4")
@@ -482,12 +440,9 @@ class TrainConfig(TextConfig):
     n_embd: int | None = option(None, "Width; divisible by --n-head.", panel=_MODEL, shown="by preset", low=1)
     block_size: int | None = option(None, "Context in tokens.", panel=_MODEL, shown="by preset", low=1)
     dropout: float | None = option(
-        None,
-        "Share of activations dropped in training.",
-        panel=_MODEL,
-        shown="by how often the text is read; with --init 0",
-        low=0,
-    )
+        None, "Share of activations dropped in training.",
+        panel=_MODEL, shown="by how often the text is read; with --init 0", low=0,
+    )  # fmt: skip
     init: str | None = option(
         None, "Start from the weights and tokenizer of a model: a run, RUN:latest, a checkpoint, a folder of "
         "transformers or PEFT, or hf:NAME from the hub. Shape and vocabulary are its own.",
@@ -573,11 +528,9 @@ class TrainConfig(TextConfig):
         panel=_LOG, shown="as --eval-every", low=1,
     )  # fmt: skip
     keep: int = option(
-        2,
-        "Newest checkpoints to keep, with what --resume needs; the best one's weights always stay.",
-        panel=_LOG,
-        low=1,
-    )
+        2, "Newest checkpoints to keep, with what --resume needs; the best one's weights always stay.",
+        panel=_LOG, low=1,
+    )  # fmt: skip
     sample_every: int | None = option(
         None, "Steps between sampled lines; 0: none.", panel=_LOG, shown="a quarter of the steps", low=0
     )
@@ -614,9 +567,6 @@ class TrainConfig(TextConfig):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "micro_batch", str(self.micro_batch))  # a number in TOML and from Python
-        for name in ("out", "init"):
-            if getattr(self, name) is not None:  # a path, from Python
-                object.__setattr__(self, name, str(getattr(self, name)))
         super().__post_init__()
         if self.preset != "auto":
             find_preset(self.preset)

@@ -3,10 +3,10 @@
 import contextlib
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_origin, get_type_hints
+from typing import Any, Literal, get_origin
 
 from gpt.errors import UserError, did_you_mean
-from gpt.settings import check_options, option, without_none
+from gpt.settings import check_options, field_types, option, without_none
 
 _TEXT, _FILTER, _BEAM, _MACHINE, _OUTPUT = "Text", "Choice of the next token", "Beam search", "Machine", "Output"
 MOST_BEAMS = 1024
@@ -128,7 +128,7 @@ class SampleConfig:
 
     def changed(self, name: str, word: str) -> "SampleConfig":
         """Returns a copy in which ``name`` is read from a word, as on the command line. Raises `UserError`."""
-        kinds = {key.replace("_", "-"): kind for key, kind in get_type_hints(SampleConfig).items()}
+        kinds = {key.replace("_", "-"): kind for key, kind in field_types(SampleConfig).items()}
         if name not in kinds:
             raise UserError(f'there is no setting "{name}"', did_you_mean(name, kinds))
         kind = without_none(kinds[name])

@@ -214,7 +214,7 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["train", "book.txt", "--init", "x", "--merge-lora"], "--merge-lora needs --lora-rank"),
         (["train", "book.txt", "--init", "x", "--lora-rank", "0"], "lora-rank is 0"),
         (["train", "book.txt", "--device", "cdua"], 'there is no device "cdua"'),
-        (["params", "gpt2", "--positions", "sinus"], 'unknown positions "sinus"'),
+        (["params", "gpt2", "--positions", "sinus"], 'there is no positions "sinus"'),
         (["params", "--list", "--n-layer", "3"], "--list shows all presets, and --n-layer asks for one shape"),
         (["eval", "nowhere"], "text"),
         (["train", "book.txt", "--minutes", "1", "--steps", "9"], "--steps and --minutes both say how long to train"),
