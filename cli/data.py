@@ -71,8 +71,8 @@ def fetch(name: Name, json: Json = False, quiet: Quiet = False) -> None:
 
     found = catalogue.corpus(name)
     started = time.monotonic()
-    with render_data.fetching(quiet) as on_bytes:
-        catalogue.fetch(name, on_bytes)
+    with progress.Bar("fetched", "bytes", quiet) as bar:
+        catalogue.fetch(name, lambda done, total: bar.reach(done, total or done))
     render_data.fetched(found, time.monotonic() - started, f"gpt train {shlex.quote(name)}", json)
 
 

@@ -85,7 +85,7 @@ def write(out: Path, content: bytes, quiet: bool) -> None:
     with disk_errors(out):
         write_file(out, content)
     if not quiet:
-        render.saved(out, len(content))
+        render.fact("saved", f"{out}  ({len(content):,} bytes)")
 
 
 def as_bytes(data: Data) -> bytes:

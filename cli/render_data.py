@@ -1,15 +1,13 @@
 """The output of ``gpt data``."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
 from rich.text import Text
 
 from gpt.words import counted
 
-from . import progress, render
+from . import render
 
 if TYPE_CHECKING:
     from gpt.text.catalogue import CatalogueEntry
@@ -41,18 +39,13 @@ def corpora(all_corpora: "Sequence[CatalogueEntry]", as_json: bool) -> None:
         for found in all_corpora:
             render.json_line(_summary(found))
         return
-    from rich import box
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     console = render.stdout()
-    table.add_column("Corpus", no_wrap=True)
-    table.add_column("What")
-    table.add_column("Size", justify="right", no_wrap=True)
-    table.add_column("License", max_width=13 if console.width < 120 else None)
-    table.add_column("", no_wrap=True)
+    table = render.table("Corpus", "What", ">Size", "License", "")
+    table.columns[3].max_width = 13 if console.width < 120 else None
+    for at in (0, 2, 4):
+        table.columns[at].no_wrap = True
     for found in all_corpora:
-        row = (found.name, found.title, size_in_words(found.size), found.license, status(found))
-        table.add_row(*map(Text, row))
+        table.add_row(found.name, found.title, size_in_words(found.size), found.license, status(found))
     console.print(table)
     console.print(Text("gpt data show NAME tells more; gpt train NAME fetches what is not here.", "dim"))
 
@@ -62,7 +55,6 @@ def corpus(found: "CatalogueEntry", as_json: bool) -> None:
     if as_json:
         render.json_line({**_summary(found), "about": found.about, "files": _files(found)})
         return
-    table = Table(box=None, show_header=False, pad_edge=False)
     rows = {
         "what": found.title,
         "about": found.about,
@@ -74,27 +66,19 @@ def corpus(found: "CatalogueEntry", as_json: bool) -> None:
         "status": status(found),
         "folder": "" if found.python else str(found.folder),
     }
-    for key, value in rows.items():
-        if value:
-            table.add_row(Text(key, "bold"), Text(value))
     console = render.stdout()
     console.print(Text(found.name, "bold"))
-    console.print(table)
-    if found.all_files:
-        console.print(_files_table(found))
-
-
-def _files_table(found: "CatalogueEntry") -> Table:
-    from rich import box
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("File", "For", "Bytes", "sha256", ""):
-        table.add_column(column, justify="right" if column == "Bytes" else "left", overflow="fold")
+    console.print(render.keyed(rows))
+    if not found.all_files:
+        return
+    table = render.table("File", "For", ">Bytes", "sha256", "")
+    for column in table.columns:
+        column.overflow = "fold"
     for file in _files(found):
         size = "" if file["size"] is None else f"{file['size']:,}"
         here = "here" if file["here"] else "to fetch"
-        table.add_row(*map(Text, (file["name"], file["split"], size, file["sha256"] or "none published", here)))
-    return table
+        table.add_row(file["name"], file["split"], size, file["sha256"] or "none published", here)
+    console.print(table)
 
 
 def _summary(found: "CatalogueEntry") -> dict[str, Any]:
@@ -122,22 +106,6 @@ def _files(found: "CatalogueEntry") -> list[dict[str, Any]]:
     ]
 
 
-@contextlib.contextmanager
-def fetching(quiet: bool) -> Iterator[Callable[[int, int | None], None]]:
-    """Shows a progress bar; yields the function that moves it, which takes the bytes here and the bytes in all."""
-    with progress.Bar("fetched", "bytes", quiet) as bar:
-        first = True
-
-        def on_bytes(done: int, total: int | None) -> None:
-            nonlocal first
-            if first:
-                bar.skip(done)  # fetched before
-                first = False
-            bar.advance(done - bar.done, total or done)
-
-        yield on_bytes
-
-
 def fetched(found: "CatalogueEntry", seconds: float, train: str, as_json: bool) -> None:
     """Prints the result of ``gpt data fetch``: the folder, and the command that takes it."""
     files = [found.folder / file.name for file in found.all_files]
@@ -148,6 +116,5 @@ def fetched(found: "CatalogueEntry", seconds: float, train: str, as_json: bool) 
         render.json_line({**values, "seconds": round(seconds, 2), "train": train})
         return
     where = f"{folder}  ({counted(len(files), 'file')}, {size:,} bytes)"
-    console = render.stdout()
-    console.print(Text.assemble(("here   ", "bold"), where if folder else "inside this Python: nothing to fetch"))
-    console.print(Text.assemble(("train  ", "bold"), train))
+    render.fact("here", where if folder else "inside this Python: nothing to fetch")
+    render.fact("train", train)

@@ -3,11 +3,9 @@
 import shlex
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-
 from gpt.words import counted
 
-from .render import stdout
+from .render import fact
 
 if TYPE_CHECKING:
     from gpt.exporting.run import Exported
@@ -15,13 +13,13 @@ if TYPE_CHECKING:
 
 def exported(done: "Exported") -> None:
     """Prints what was written, what it costs in loss, and commands to try next."""
-    console, place = stdout(), shlex.quote(str(done.out))
+    place = shlex.quote(str(done.out))
     what = f"{done.bytes:,} bytes, {counted(done.tensors, 'tensor')}, {done.type}"
-    console.print(Text.assemble(("saved  ", "bold"), f"{done.out}  ({what})"))
+    fact("saved", f"{done.out}  ({what})")
     if done.loss_before is not None and done.loss_after is not None:
         change = done.loss_after - done.loss_before
         said = f"{done.loss_before:.4f} before, {done.loss_after:.4f} after: {change:+.4f} nats a token"
-        console.print(Text.assemble(("loss   ", "bold"), said))
+        fact("loss", said)
     if done.format == "gguf":
         line = f"FROM {done.out.absolute()}"
         more = [
@@ -32,4 +30,4 @@ def exported(done: "Exported") -> None:
         how = "-i" if done.chat else '"Once upon"'
         more = [f"gpt sample {how} -m {place}", f"hf upload OWNER/NAME {place}  (read its README.md first)"]
     for number, line in enumerate(more):
-        console.print(Text.assemble(("       " if number else "more   ", "bold"), line))
+        fact("" if number else "more", line)

@@ -64,12 +64,8 @@ def _heads(look: "Look") -> Table:
     """Prints a letter per head for what it mostly attends to."""
     from gpt import inspect
 
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
-    table.add_column("layer", justify="right")
-    if any(look.windows):
-        table.add_column("window", justify="right")
-    for head in look.heads:
-        table.add_column(str(head), justify="right")
+    columns = ["layer", *(["window"] if any(look.windows) else []), *map(str, look.heads)]
+    table = render.table(*(f">{name}" for name in columns), box=None, padding=(0, 1, 0, 0), caption_justify="left")
     for at, layer in enumerate(look.layers):
         kinds = [inspect.mostly(look.here, look.probe, at, column) for column in range(len(look.heads))]
         letters = [Text(LETTERS[kind], COLOURS[kind]) if kind else Text("-", "dim") for kind in kinds]
@@ -123,11 +119,9 @@ def _next(look: "Look", tokenizer: "Tokenizer") -> Table:
     """Prints the likeliest next tokens at each layer."""
     from gpt.inspect import token_text
 
-    table = Table(
-        box=None, pad_edge=False, title=Text("\nnext token, as read after each block", "bold"), title_justify="left"
+    table = render.table(
+        ">block", "likeliest tokens and their probabilities", box=None, title="\nnext token, as read after each block"
     )
-    table.add_column("block", justify="right")
-    table.add_column("likeliest tokens and their probabilities")
     last = len(look.lens.ids) - 1
     for layer, (ids, shares) in enumerate(zip(look.lens.ids[:, -1], look.lens.probabilities[:, -1], strict=True)):
         said = Text()
@@ -143,7 +137,7 @@ def near(groups: Sequence[Mapping[str, Any]]) -> None:
     console = render.stdout()
     for group in groups:
         console.print(Text.assemble((group["title"], "bold"), (f"   {group['note']}", "dim")))
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table = render.table(padding=(0, 2, 0, 0))
         table.add_column(justify="right")
         for each in group["near"]:
             table.add_row(Text(shown(each["text"])), f"{each['cosine']:.4f}", render.bar(each["cosine"], 30, console))
@@ -162,7 +156,7 @@ def positions(found: "Positions") -> None:
         )
         _table(found.table, console)
     console.print(Text("\nsimilarity of two places, by the tokens between them", "bold"))
-    table = Table(box=None, show_header=False, pad_edge=False)
+    table = render.table()
     table.add_column(justify="right")
     distances = sorted({0, *(2**n for n in range(30) if 2**n < size), size - 1})
     for distance in distances:

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from gpt.config import PRESETS, GPTConfig
@@ -137,10 +135,7 @@ def _memory(cost: Cost) -> None:
     setup, asked = plan.setup, cost.asked
     ranks = "one" if plan.devices == 1 else f"each of {plan.devices:,}"
     words = f"Memory on {ranks} {asked.kind}, {setup.dtype}, {plan.options}"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=Text(words, "bold"), title_justify="left")
-    table.add_column("what")
-    table.add_column("bytes", justify="right")
-    table.add_column("")
+    table = render.table("what", ">bytes", "", title=words)
     narrow = "weights in the dtype of products" if not setup.shard else "weights gathered from the other ranks"
     other = "activations" if setup.recompute else "activations_recomputed"
     said = "without" if setup.recompute else "with"
@@ -175,13 +170,8 @@ def _memory(cost: Cost) -> None:
 
 def _fitting(cost: Cost) -> None:
     console, days = render.stdout(), cost.sections["time"]
-    title = Text(f"What fits into the memory of {cost.asked.kind}, from one device up", "bold")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    table.add_column("devices", justify="right")
-    table.add_column("gpt train …")
-    table.add_column("peak", justify="right")
-    if days:
-        table.add_column("days", justify="right")
+    title = f"What fits into the memory of {cost.asked.kind}, from one device up"
+    table = render.table(">devices", "gpt train …", ">peak", *([">days"] if days else []), title=title)
     for plan in cost.plans:
         launch = f"--nproc {plan.devices} " if 1 < plan.devices <= NODE else ""
         words = launch + plan.options if plan.fits else "nothing fits; least:"
@@ -194,8 +184,7 @@ def _fitting(cost: Cost) -> None:
 
 def _flops(cost: Cost) -> None:
     data = cost.data()["flops"]
-    table = Table(box=None, show_header=False, pad_edge=False, title=Text("Floating-point operations", "bold"))
-    table.title_justify = "left"
+    table = render.table(title="Floating-point operations")
     config, T = cost.config, cost.config.block_size
     width = "C" if config.n_head * config.head_size == config.n_embd else "H·D"
     scores = f"S·{width}" if any(config.windows) else f"L·{width}·T"

@@ -3,10 +3,6 @@
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from gpt.events import format_seconds
 from gpt.words import counted
 
@@ -36,9 +32,8 @@ def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
     if as_json:
         render.json_line({"path": str(folder.path), **folder.manifest, "verified": verified})
         return
-    console = render.stdout()
-    console.print(Text.assemble(("folder  ", "bold"), str(folder.path)))
-    _sides(folder, console)
+    render.fact("folder", str(folder.path))
+    _sides(folder)
     manifest = folder.manifest
     by = {
         "end": "the end of the text is held out",
@@ -57,40 +52,30 @@ def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
         else "",
         "part": "of a corpus: {} of {}".format(*manifest["part"]) if manifest["part"] else "",
     }
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for key, value in rows.items():
-        if value:
-            table.add_row(Text(key, "bold"), Text(value))
-    console.print(table)
-    _next(folder, console)
+    render.stdout().print(render.keyed(rows))
+    _next(folder)
 
 
 def tokens(folder: "TokenFolder", seconds: float) -> None:
     """Prints the result of a command that made a token folder."""
-    console = render.stdout()
     took = f"  ({format_seconds(seconds)}, {folder.bytes / 1e6 / max(seconds, 1e-9):,.1f} MB/s)"
-    console.print(Text.assemble(("saved  ", "bold"), f"{folder.path}{took}"))
-    _sides(folder, console)
-    _next(folder, console)
+    render.fact("saved", f"{folder.path}{took}")
+    _sides(folder)
+    _next(folder)
 
 
-def _sides(folder: "TokenFolder", console: Console) -> None:
-    for side, what in (("train", "train  "), ("val", "val    ")):
+def _sides(folder: "TokenFolder") -> None:
+    for side in ("train", "val"):
         counts = folder.manifest[side]
-        console.print(
-            Text.assemble(
-                (what, "bold"),
-                f"{counted(counts['tokens'], 'token')} of {counted(counts['bytes'], 'byte')}, "
-                f"{counted(counts['documents'], 'document')}",
-            )
-        )
+        size = f"{counted(counts['tokens'], 'token')} of {counted(counts['bytes'], 'byte')}"
+        render.fact(side, f"{size}, {counted(counts['documents'], 'document')}")
 
 
-def _next(folder: "TokenFolder", console: Console) -> None:
+def _next(folder: "TokenFolder") -> None:
     """Prints the command that takes the folder, or why none does."""
     if folder.manifest["part"]:
-        console.print(Text.assemble(("join the parts  ", "bold"), "gpt data merge PART... -o DIR"))
+        render.fact("join the parts", "gpt data merge PART... -o DIR")
     elif folder.manifest["train"]["tokens"]:
-        console.print(Text.assemble(("train on it  ", "bold"), f"gpt train {shlex.quote(str(folder.path))}"))
+        render.fact("train on it", f"gpt train {shlex.quote(str(folder.path))}")
     else:
-        console.print("there is nothing to train on: all of the text is held out")
+        render.stdout().print("there is nothing to train on: all of the text is held out")

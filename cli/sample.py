@@ -64,54 +64,33 @@ def sample(
 ) -> None:  # fmt: skip
     """Let a model write on after PROMPT."""
     _check_numbers(num, seed)
-    if interactive:
-        _talk(
-            settings,
-            model,
-            base,
-            seed,
-            device,
-            dtype,
-            threads,
-            [prompt, prompt_file, prompts, out, json, quiet, num > 1],
-        )
-        return
-    texts = _prompts(prompt, prompt_file, prompts)
-    note = _silent if quiet else render.note
-    _check(settings, num, as_json=json or out is not None, note=note)
+    if interactive and any([prompt, prompt_file, prompts, out, json, quiet, num > 1]):
+        raise UserError("--interactive reads prompts and writes texts as they come", "leave out what says otherwise")
+    note: Callable[[str], None] = (lambda text: None) if quiet else render.note
+    texts = [] if interactive else _prompts(prompt, prompt_file, prompts)
+    if not interactive:
+        _check(settings, num, as_json=json or out is not None, note=note)
     with progress.starting(quiet=json or quiet):
         from gpt import api
-    loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
-    if out is None:
-        _shown(loaded, texts, settings, seed, num, json, echo=not no_echo, quiet=quiet)
-    else:
-        _into_file(loaded, texts, settings, seed, num, out, json, quiet)
-
-
-def _silent(text: str) -> None:
-    """Prints nothing."""
-
-
-def _talk(
-    settings: SampleConfig,
-    model: str | None,
-    base: str | None,
-    seed: int | None,
-    device: str,
-    dtype: str,
-    threads: int | None,
-    others: list[object],
-) -> None:
-    if any(others):
-        raise UserError("--interactive reads prompts and writes texts as they come", "leave out what says otherwise")
-    from .interactive import Interaction
-
-    with progress.starting(quiet=False):
-        from gpt import api
-    load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=render.note, sampling=settings)
+    load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
     loaded = load(model, base=base)
-    seed = render.draw_seed(announce=settings.draws) if seed is None else seed
-    Interaction(loaded, load, settings, seed).run()
+    if out is not None:
+        _into_file(loaded, texts, settings, seed, num, out, json, quiet)
+        return
+    if seed is None:
+        seed = render.draw_seed(announce=settings.draws and not json and not quiet)
+    if interactive:
+        from .interactive import Interaction
+
+        Interaction(loaded, load, settings, seed).run()
+        return
+    pieces = loaded.write_all(texts, settings, seed, num)
+    if json:
+        forgotten = render.json_samples(pieces, texts, seed if settings.draws else None, loaded.tokenizer)
+    else:
+        forgotten = render.stream(pieces, texts, settings.n_best if settings.beam else num, not no_echo)
+    if not quiet:
+        render.context_notes(forgotten, loaded.model.config.block_size)
 
 
 def _prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> list[str]:
@@ -152,31 +131,6 @@ def _check(settings: SampleConfig, num: int, as_json: bool, note: Callable[[str]
         note(f"what to draw from is not used, since {what} nothing: {said}")
 
 
-def _seed(settings: SampleConfig, seed: int) -> int | None:
-    return seed if settings.draws else None
-
-
-def _shown(
-    loaded: "LanguageModel",
-    texts: Sequence[str],
-    settings: SampleConfig,
-    seed: int | None,
-    num: int,
-    json: bool,
-    echo: bool,
-    quiet: bool,
-) -> None:
-    if seed is None:
-        seed = render.draw_seed(announce=settings.draws and not json and not quiet)
-    pieces = loaded.write_all(texts, settings, seed, num)
-    if json:
-        forgotten = render.json_samples(pieces, texts, _seed(settings, seed), loaded.tokenizer)
-    else:
-        forgotten = render.stream(pieces, texts, settings.n_best if settings.beam else num, echo)
-    if not quiet:
-        render.context_notes(forgotten, loaded.model.config.block_size)
-
-
 def _into_file(
     loaded: "LanguageModel",
     texts: Sequence[str],
@@ -191,17 +145,17 @@ def _into_file(
 
     with Results(out, texts) as results:
         seed = _agreed_seed(settings, seed, results, quiet)
+        said = seed if settings.draws else None
         if results.done and not quiet:
             render.note(f"{out} has {counted(len(results.done), 'sample')}; completing it")
         with progress.Bar("wrote", "samples", quiet) as bar:
             total = len(texts) * (settings.n_best if settings.beam else num)
-            bar.skip(len(results.done))
             for piece in loaded.write_all(texts, settings, seed, num, results.done):
                 if piece.sample is not None:
-                    results.add(render.sample_json(piece, texts[piece.prompt], _seed(settings, seed), loaded.tokenizer))
-                    bar.advance(1, total)
+                    results.add(render.sample_json(piece, texts[piece.prompt], said, loaded.tokenizer))
+                    bar.reach(results.count, total)
     if not json:
-        render.saved_samples(out, results.count)
+        render.fact("saved", f"{out}  ({counted(results.count, 'sample')})")
 
 
 def _agreed_seed(settings: SampleConfig, seed: int | None, results: "Results", quiet: bool) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow
-from gpt_cli.progress import TrainDisplay
+from gpt_cli import progress
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -321,7 +321,7 @@ def test_a_terminal_on_stderr_takes_nothing_from_stdout(run_folder: Path, book: 
 
 def test_the_live_line() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    with TrainDisplay(quiet=False, console=console) as display:
+    with progress.TrainDisplay(quiet=False, console=console) as display:
         display(events.Plan(100, 64))
         display(events.EvalEvent(5, 320, 1.0, val_loss=3.25, best=True))
         event = events.StepEvent(10, 640, 2.0, loss=4.5, lr=0.1, grad_norm=1.0, tokens_per_second=320.0)
@@ -545,16 +545,11 @@ def test_data_fetch_of_what_python_has(gpt: Gpt) -> None:
     assert json.loads(gpt("data", "fetch", "stdlib", "--json").out)["folder"] is None
 
 
-def test_the_bar_of_a_continued_fetch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpt_cli import progress, render_data
-
+def test_the_rate_of_a_continued_fetch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "PLAIN_SECONDS", 0)
-    with render_data.fetching(quiet=False) as on_bytes:
-        on_bytes(900, 1000)
-        on_bytes(950, 1000)
+    with progress.Bar("fetched", "bytes", quiet=False) as bar:
+        bar.reach(900, 1000)
+        bar.reach(950, 1000)
     first, second = capsys.readouterr().err.splitlines()
     assert first == "fetched 900/1,000 bytes  0 bytes/s"  # they came another time
     assert re.fullmatch(r"fetched 950/1,000 bytes  [\d,]+ bytes/s  0 s left", second)
-    with render_data.fetching(quiet=True) as on_bytes:
-        on_bytes(1, None)
-    assert capsys.readouterr().err == ""
