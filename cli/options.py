@@ -38,14 +38,6 @@ def one_of(values: tuple[str, ...], *flags: str, **settings: Any) -> Any:
 Device = Annotated[
     str, one_of(get_args(config.Device), help="auto: CUDA, else MPS, else the CPU.", rich_help_panel="Machine")
 ]
-Dtype = Annotated[
-    str,
-    one_of(
-        get_args(config.Dtype), help="auto: bfloat16 on newer CUDA devices, else float32.", rich_help_panel="Machine"
-    ),
-]
-
-
 SamplingDtype = Annotated[
     str,
     one_of(
@@ -82,8 +74,10 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
             asked = {name: values.pop(name) for name in names}
             for one, other, _ in getattr(config_class, "EXCLUSIVE", ()):
                 _keep_the_stronger(context, asked, (one, other))
-            if "given" in wanted:
-                values["given"] = given_settings(context, asked)
+            if "given" in wanted:  # as an option, in the environment, or in --config
+                sources = {name: context.get_parameter_source(name) for name in asked if asked[name] is not None}
+                given = [name for name, source in sources.items() if source and source.name != "DEFAULT"]
+                values["given"] = {name: asked[name] for name in given}
             if "words" in wanted:
                 values["words"] = context.find_root().obj
             return command(settings=from_dict(config_class, asked, command.__name__), **values)
@@ -105,13 +99,6 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
         return with_options
 
     return decorate
-
-
-def given_settings(context: typer.Context, asked: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings that the user gave: as an option, in the environment, or in ``--config``."""
-    sources = {name: context.get_parameter_source(name) for name in asked}
-    given = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
-    return {name: value for name, value in asked.items() if name in given and value is not None}
 
 
 _STRENGTH = ["COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP", "DEFAULT"]  # an option beats its twin, that beats --config

@@ -163,11 +163,10 @@ class TrainDisplay:
 
     def _facts(self, event: events.StepEvent) -> str:
         spent = event.tokens / event.tokens_per_second
-        left = events.time_left(event.step, self.plan.steps, 0, spent)
-        rest = f"  {format_seconds(left)} left" if left is not None else ""
+        left = (self.plan.steps - event.step) * spent / event.step
         return (
             f"step {event.step:,}/{self.plan.steps:,}  loss {event.loss:.3f}{self.held_out}  "
-            f"{event.tokens_per_second:,.0f} tokens/s{percent_of_peak(event.mfu)}{rest}"
+            f"{event.tokens_per_second:,.0f} tokens/s{percent_of_peak(event.mfu)}  {format_seconds(left)} left"
         )
 
     def status(self, event: events.StepEvent) -> Text:

@@ -14,7 +14,7 @@ from gpt.words import counted
 from . import render
 
 if TYPE_CHECKING:
-    from gpt.inspect import Floats, Look, Positions
+    from gpt.inspect import Look, Positions
     from gpt.text.tokenizer import Tokenizer
 
 LETTERS = {"previous": "p", "first": "f", "itself": "i", "same": "s", "matching": "m"}
@@ -145,16 +145,14 @@ def near(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def positions(found: "Positions") -> None:
-    """Prints the table of positions as a map, and similarity by distance."""
+    """Prints the kind of the positions, and similarity by distance."""
     console = render.stdout()
     size = len(found.similarity)
     if found.table is None:
         console.print("rotary: no table; queries and keys are turned by an angle that grows with the place")
     else:
-        console.print(
-            Text(f"{found.kind}: {size:,} places (down) of {found.table.shape[1]:,} numbers (across)", "bold")
-        )
-        _table(found.table, console)
+        console.print(Text(f"{found.kind}: {size:,} places of {found.table.shape[1]:,} numbers", "bold"))
+        console.print(Text("-o FILE.html or FILE.png shows the table", "dim"))
     console.print(Text("\nsimilarity of two places, by the tokens between them", "bold"))
     table = render.table()
     table.add_column(justify="right")
@@ -163,26 +161,6 @@ def positions(found: "Positions") -> None:
         value = float(found.similarity[distance])
         table.add_row(f"{distance:,}", f"{value:.3f}", render.bar(value, 30, console))
     console.print(table)
-
-
-def _table(table: "Floats", console: Console) -> None:
-    """Prints an array as a map of at most 24 rows: blue below zero, red above; signs where there is no colour."""
-    import numpy as np
-
-    rows = np.linspace(0, len(table) - 1, min(24, len(table))).round().astype(int)
-    columns = np.linspace(0, table.shape[1] - 1, min(console.width - 8, table.shape[1], 100)).round().astype(int)
-    most = max(float(np.abs(table).max()), 1e-30)
-    for row in rows:
-        line = Text(f"{row:>6,} ", "dim")
-        for value in table[row, columns]:
-            strength = (abs(float(value)) / most) ** 0.5
-            if console.color_system is None:
-                line.append("." if strength < 0.3 else "-" if value < 0 else "+")
-            else:
-                end = (60, 120, 255) if value < 0 else (240, 90, 60)
-                red, green, blue = (round(low + (high - low) * strength) for low, high in zip(DARK, end, strict=True))
-                line.append(" ", Style(bgcolor=Color.from_rgb(red, green, blue)))
-        console.print(line, no_wrap=True)
 
 
 def tokens(data: Mapping[str, Any]) -> None:

@@ -156,12 +156,6 @@ def from_json(line: str | bytes) -> Event:
     return dataclasses.replace(event, **nothing)
 
 
-def time_left(step: int, steps: int, first_step: int, seconds: float) -> float | None:
-    """Seconds until ``steps``, from ``seconds`` spent since ``first_step``; None before there is a rate."""
-    done = step - first_step
-    return (steps - step) * seconds / done if done > 0 else None
-
-
 def format_seconds(seconds: float) -> str:
     """``47 s``, ``3 min 20 s`` or ``2 h 05 min``."""
     whole = round(seconds)
