@@ -291,33 +291,29 @@ def find_preset(name: str) -> Preset:
 
 
 # The panels in which options are listed, in this order.
-_RUN, _MODEL, _TUNE, _DATA, _READ, _LENGTH, _OPTIM, _LOG, _MACHINE = (
-    "Run", "Model", "Fine-tuning", "Text and tokens", "How TEXT is read", "Length and batch", "Optimizer",
-    "Along the way", "Machine",
-)  # fmt: skip
 PANELS = (
-    _RUN, _MODEL, _TUNE, _DATA, _READ, _LENGTH, _OPTIM, _LOG, "Text", "Choice of the next token", "Beam search",
-    "Weights", "Card", "Address", "Load", "What it costs", "Devices", "How a step is computed", _MACHINE, "Output",
+    "Run", "Model", "Fine-tuning", "Text and tokens", "How TEXT is read", "Length and batch", "Optimizer",
+    "Along the way", "Text", "Choice of the next token", "Beam search", "Weights", "Card", "Address", "Load",
+    "What it costs", "Devices", "How a step is computed", "Machine", "Output",
 )  # fmt: skip
+_run, _model, _tune, _data, _read, _length, _optim, _log = (partial(option, panel=name) for name in PANELS[:8])
+_machine = partial(option, panel="Machine")
 
 
 @dataclass(frozen=True)
 class ReadConfig:
     """Options for reading files as documents."""
 
-    field: str = option(
-        "text", "The key or column that holds the text in .jsonl, .json, .csv, .tsv and .parquet.", panel=_READ
+    field: str = _read("text", "The key or column that holds the text in .jsonl, .json, .csv, .tsv and .parquet.")
+    split_on: str | None = _read(
+        None, "A line that separates the documents of a plain text; without it a file is one document.", shown="none"
     )
-    split_on: str | None = option(
-        None, "A line that separates the documents of a plain text; without it a file is one document.",
-        panel=_READ, shown="none",
-    )  # fmt: skip
-    encoding: str = option("utf-8", "Of plain text, JSON, CSV and TSV.", panel=_READ)
-    errors: Literal["strict", "replace"] = option(
-        "strict", "Bytes that are not of that encoding: strict stops, replace writes U+FFFD and counts.", panel=_READ
+    encoding: str = _read("utf-8", "Of plain text, JSON, CSV and TSV.")
+    errors: Literal["strict", "replace"] = _read(
+        "strict", "Bytes that are not of that encoding: strict stops, replace writes U+FFFD and counts."
     )
-    skip_bad: bool = option(
-        False, "Leave out files, lines and rows that cannot be read, and count them, instead of stopping.", panel=_READ
+    skip_bad: bool = _read(
+        False, "Leave out files, lines and rows that cannot be read, and count them, instead of stopping."
     )
 
     def __post_init__(self) -> None:
@@ -332,13 +328,12 @@ class ReadConfig:
 class LearnConfig(ReadConfig):
     """Options for learning a vocabulary from text."""
 
-    vocab_size: int | None = option(
-        None, "Ids of the learnt vocabulary, special tokens included.",
-        panel=_DATA, shown="by the text's size", low=257, high=2**24,
-    )  # fmt: skip
-    sample_bytes: int = option(
-        1_000_000_000, "The vocabulary is learnt from so much text at most, spread over the whole of it.",
-        panel=_DATA, low=1, high=2**31 - 1,
+    vocab_size: int | None = _data(
+        None, "Ids of the learnt vocabulary, special tokens included.", shown="by the text's size", low=257, high=2**24
+    )
+    sample_bytes: int = _data(
+        1_000_000_000, "The vocabulary is learnt from so much text at most, spread over the whole of it.", low=1,
+        high=2**31 - 1,
     )  # fmt: skip
 
 
@@ -346,22 +341,18 @@ class LearnConfig(ReadConfig):
 class TextConfig(LearnConfig):
     """Options for turning text into ids to train on and ids held out, shared by ``gpt tokenize`` and ``gpt train``."""
 
-    tokenizer: str = option(
+    tokenizer: str = _data(
         "auto", "auto: a byte-level BPE learnt from the text; bytes: no merging; gpt2: the 50,257 tokens of GPT-2; "
         "another of tiktoken's, such as cl100k_base; or the path of a tokenizer, a run or a folder of transformers.",
-        panel=_DATA,
     )  # fmt: skip
-    val_fraction: float = option(
-        0.1, "Share held out, never trained on: the end; from 200 documents on, by hash.", panel=_DATA, low=0
+    val_fraction: float = _data(
+        0.1, "Share held out, never trained on: the end; from 200 documents on, by hash.", low=0
     )
-    val_text: str | None = option(
-        None, "A text to hold out instead; then all of TEXT is trained on.", panel=_DATA, shown="none"
+    val_text: str | None = _data(None, "A text to hold out instead; then all of TEXT is trained on.", shown="none")
+    jobs: int | None = _machine(
+        None, "Processes that tokenize; the ids are the same for any number.", shown="one a core", low=1, high=1024
     )
-    jobs: int | None = option(
-        None, "Processes that tokenize; the ids are the same for any number.",
-        panel=_MACHINE, shown="one a core", low=1, high=1024,
-    )  # fmt: skip
-    seed: int = option(1337, "Same seed: the same split into training and held-out text.", panel=_RUN, low=0)
+    seed: int = _run(1337, "Same seed: the same split into training and held-out text.", low=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -375,12 +366,10 @@ class TextConfig(LearnConfig):
 class TokenizeConfig(TextConfig):
     """Options of ``gpt tokenize``."""
 
-    out: str | None = option(
-        None, "The folder to make; there must be none yet.", panel=_RUN, flags=("-o",), shown="none"
-    )
-    resume: bool = option(False, "Resume a folder that was not finished.", panel=_RUN)
-    part: str | None = option(
-        None, "I/N: the I-th of N shares of the sources, to be joined by `gpt data merge`.", panel=_RUN, shown="all"
+    out: str | None = _run(None, "The folder to make; there must be none yet.", flags=("-o",), shown="none")
+    resume: bool = _run(False, "Resume a folder that was not finished.")
+    part: str | None = _run(
+        None, "I/N: the I-th of N shares of the sources, to be joined by `gpt data merge`.", shown="all"
     )
 
     def __post_init__(self) -> None:
@@ -411,159 +400,138 @@ class TrainConfig(TextConfig):
         ("minutes", "batch_ramp", "say how long to train: a growing batch makes steps longer"),
     )
 
-    out: str | None = option(
-        None, "The run folder. A taken name gets -2, -3 …: nothing is overwritten.",
-        panel=_RUN, flags=("-o",), shown="runs/<name of the text>",
+    out: str | None = _run(
+        None, "The run folder. A taken name gets -2, -3 …: nothing is overwritten.", flags=("-o",),
+        shown="runs/<name of the text>",
     )  # fmt: skip
-    preset: str = option(
-        "auto", "A size of `gpt params --list`; auto: by the text's size and the device.", panel=_MODEL
-    )
-    arch: Arch | None = option(
+    preset: str = _model("auto", "A size of `gpt params --list`; auto: by the text's size and the device.")
+    arch: Arch | None = _model(
         None, "gpt2: exactly GPT-2's and GPT-3's; modern: Qwen3's, which reaches a lower loss in the same time.",
-        panel=_MODEL, shown="by preset: gpt2, of modern-… modern",
+        shown="by preset: gpt2, of modern-… modern",
     )  # fmt: skip
-    positions: Positions | None = option(
-        None, "A trained table, the sine/cosine table of the Transformer paper, or rotation of queries and keys, which "
-        "alone goes with --arch modern.",
-        panel=_MODEL, shown="learned; with --arch modern rotary",
+    positions: Positions | None = _model(
+        None, "A trained table, the sine/cosine table of the Transformer paper, or rotation of queries and keys, "
+        "which alone goes with --arch modern.", shown="learned; with --arch modern rotary",
     )  # fmt: skip
-    n_layer: int | None = option(None, "Blocks.", panel=_MODEL, shown="by preset", low=1)
-    n_head: int | None = option(None, "Attention heads a block.", panel=_MODEL, shown="by preset", low=1)
-    n_kv_head: int | None = option(
-        None, "Heads of keys and values a block, each shared by as many heads; divides --n-head.",
-        panel=_MODEL, shown="by preset", low=1,
+    n_layer: int | None = _model(None, "Blocks.", shown="by preset", low=1)
+    n_head: int | None = _model(None, "Attention heads a block.", shown="by preset", low=1)
+    n_kv_head: int | None = _model(
+        None, "Heads of keys and values a block, each shared by as many heads; divides --n-head.", shown="by preset",
+        low=1,
     )  # fmt: skip
-    window: int | None = option(
+    window: int | None = _model(
         None, "Layers 1, 3, 5 … see the last so many positions alone, as GPT-3's locally banded ones; the others all.",
-        panel=_MODEL, shown="none", low=1,
+        shown="none", low=1,
     )  # fmt: skip
-    n_embd: int | None = option(None, "Width; divisible by --n-head.", panel=_MODEL, shown="by preset", low=1)
-    block_size: int | None = option(None, "Context in tokens.", panel=_MODEL, shown="by preset", low=1)
-    dropout: float | None = option(
-        None, "Share of activations dropped in training.",
-        panel=_MODEL, shown="by how often the text is read; with --init 0", low=0,
-    )  # fmt: skip
-    init: str | None = option(
+    n_embd: int | None = _model(None, "Width; divisible by --n-head.", shown="by preset", low=1)
+    block_size: int | None = _model(None, "Context in tokens.", shown="by preset", low=1)
+    dropout: float | None = _model(
+        None, "Share of activations dropped in training.", shown="by how often the text is read; with --init 0", low=0
+    )
+    init: str | None = _tune(
         None, "Start from the weights and tokenizer of a model: a run, RUN:latest, a checkpoint, a folder of "
-        "transformers or PEFT, or hf:NAME from the hub. Shape and vocabulary are its own.",
-        panel=_TUNE, shown="none",
+        "transformers or PEFT, or hf:NAME from the hub. Shape and vocabulary are its own.", shown="none",
     )  # fmt: skip
-    seed: int = option(
-        1337, "Same seed, same machine: the same split, and the same weights bit for bit on the CPU.", panel=_RUN, low=0
+    seed: int = _run(
+        1337, "Same seed, same machine: the same split, and the same weights bit for bit on the CPU.", low=0
     )
-    pairs: bool = option(
+    pairs: bool = _tune(
         False, 'TEXT has records {"prompt": …, "completion": …}, in JSON lines, JSON, CSV, TSV or Parquet; the loss '
-        "counts only completions.", panel=_TUNE,
+        'counts only completions.',
     )  # fmt: skip
-    chat: bool = option(
+    chat: bool = _tune(
         False, 'TEXT has records {"messages": [{"role": …, "content": …}, …]}, in JSON lines, JSON or Parquet; the '
-        "loss counts what the assistant says, and the ends of its turns.", panel=_TUNE,
+        'loss counts what the assistant says, and the ends of its turns.',
     )  # fmt: skip
-    lora_rank: int | None = option(
+    lora_rank: int | None = _tune(
         None, "With --init: train low-rank adapters of so many dimensions, and leave the weights as they are.",
-        panel=_TUNE, shown="off", low=1, high=2**20,
+        shown="off", low=1, high=2**20,
     )  # fmt: skip
-    lora_alpha: float | None = option(
-        None, "With --lora-rank: adapters are scaled by alpha / rank.", panel=_TUNE, shown="twice the rank", low=0
+    lora_alpha: float | None = _tune(
+        None, "With --lora-rank: adapters are scaled by alpha / rank.", shown="twice the rank", low=0
     )
-    lora_targets: str | None = option(
+    lora_targets: str | None = _tune(
         None, "With --lora-rank: which linear maps have adapters: all, attention, mlp, or some of query, key, value, "
-        "output, gate, up and down, with commas between.", panel=_TUNE, shown="all",
+        "output, gate, up and down, with commas between.", shown="all",
     )  # fmt: skip
-    merge_lora: bool = option(
-        False, "With --lora-rank: at the end also save the whole model, merged, in RUN/merged.", panel=_TUNE
+    merge_lora: bool = _tune(False, "With --lora-rank: at the end also save the whole model, merged, in RUN/merged.")
+    steps: int | None = _length(None, "Optimizer steps.", shown="by the text's size", low=1)
+    epochs: float | None = _length(
+        None, "Length as passes over the text, instead of --steps.", shown="by the text's size", low=0
     )
-    steps: int | None = option(None, "Optimizer steps.", panel=_LENGTH, shown="by the text's size", low=1)
-    epochs: float | None = option(
-        None, "Length as passes over the text, instead of --steps.", panel=_LENGTH, shown="by the text's size", low=0
-    )
-    minutes: float | None = option(
+    minutes: float | None = _length(
         None, "Length as minutes of the whole command, from its start to the last checkpoint, instead of --steps.",
-        panel=_LENGTH, shown="none", low=0, high=10**7,
+        shown="none", low=0, high=10**7,
     )  # fmt: skip
-    batch_tokens: int | None = option(
-        None, "Tokens a step: a multiple of the context.", panel=_LENGTH, shown="by preset", low=1
-    )
-    micro_batch: str = option(
-        "auto", "Sequences computed at once; the rest of the batch is accumulated.", panel=_LENGTH
-    )
-    batch_ramp: int | None = option(
+    batch_tokens: int | None = _length(None, "Tokens a step: a multiple of the context.", shown="by preset", low=1)
+    micro_batch: str = _length("auto", "Sequences computed at once; the rest of the batch is accumulated.")
+    batch_ramp: int | None = _length(
         None, "The batch grows to --batch-tokens over so many tokens, from 32,768 or, where that is less, a sixteenth "
-        "of it (GPT-3's recipe: 4 to 12 billion).", panel=_LENGTH, shown="off", low=1,
+        "of it (GPT-3's recipe: 4 to 12 billion).", shown="off", low=1,
     )  # fmt: skip
-    lr: float | None = option(
-        None, "Peak learning rate.", panel=_OPTIM,
-        shown="by preset; with --init half of it (AdamW: a fifth), with --lora-rank twice", low=0,
+    lr: float | None = _optim(
+        None, "Peak learning rate.", shown="by preset; with --init half of it (AdamW: a fifth), with --lora-rank twice",
+        low=0,
     )  # fmt: skip
-    warmup: int | None = option(
-        None, "Steps of linear warm-up.", panel=_OPTIM, shown="a twentieth of the steps, at most 2,000", low=0
+    warmup: int | None = _optim(
+        None, "Steps of linear warm-up.", shown="a twentieth of the steps, at most 2,000", low=0
     )
-    warmup_tokens: int | None = option(
-        None, "Warm-up as tokens, instead of --warmup (GPT-3's recipe: 375,000,000).", panel=_OPTIM, shown="none", low=0
+    warmup_tokens: int | None = _optim(
+        None, "Warm-up as tokens, instead of --warmup (GPT-3's recipe: 375,000,000).", shown="none", low=0
     )
-    optimizer: Optimizer | None = option(
-        None, "muon: for the matrices of the blocks, with AdamW for the rest; adamw: for all.", panel=_OPTIM,
+    optimizer: Optimizer | None = _optim(
+        None, "muon: for the matrices of the blocks, with AdamW for the rest; adamw: for all.",
         shown="muon; adamw for adapters, and with --init from 100 million parameters on",
     )  # fmt: skip
-    schedule: Literal["linear", "cosine", "constant"] = option(
-        "linear", "After warm-up: constant and then a line down to 0, a cosine down to a tenth, or constant.",
-        panel=_OPTIM,
-    )  # fmt: skip
-    decay: int | None = option(
-        None, "Steps of the linear schedule's way down.", panel=_OPTIM, shown="half of the steps", low=0
+    schedule: Literal["linear", "cosine", "constant"] = _optim(
+        "linear", "After warm-up: constant and then a line down to 0, a cosine down to a tenth, or constant."
     )
-    weight_decay: float | None = option(
+    decay: int | None = _optim(None, "Steps of the linear schedule's way down.", shown="half of the steps", low=0)
+    weight_decay: float | None = _optim(
         None, "Decay of the matrices; above 0.1 embeddings, with Muon, have twice as much; biases and norms have none.",
-        panel=_OPTIM, shown="by how often the text is read; with --init 0.1", low=0,
+        shown="by how often the text is read; with --init 0.1", low=0,
     )  # fmt: skip
-    clip: float = option(1.0, "Gradient norm above which gradients are scaled down; 0: off.", panel=_OPTIM, low=0)
-    eval_every: int | None = option(
-        None, "Steps between evaluations on held-out text.", panel=_LOG, shown="a twentieth of the steps", low=1
+    clip: float = _optim(1.0, "Gradient norm above which gradients are scaled down; 0: off.", low=0)
+    eval_every: int | None = _log(
+        None, "Steps between evaluations on held-out text.", shown="a twentieth of the steps", low=1
     )
-    patience: int = option(
-        0, "Stop after so many evaluations in a row without a better loss; 0: never.", panel=_LOG, low=0
+    patience: int = _log(0, "Stop after so many evaluations in a row without a better loss; 0: never.", low=0)
+    save_every: int | None = _log(
+        None, "Steps between checkpoints; a better held-out loss is always saved.", shown="as --eval-every", low=1
     )
-    save_every: int | None = option(
-        None, "Steps between checkpoints; a better held-out loss is always saved.",
-        panel=_LOG, shown="as --eval-every", low=1,
-    )  # fmt: skip
-    keep: int = option(
-        2, "Newest checkpoints to keep, with what --resume needs; the best one's weights always stay.",
-        panel=_LOG, low=1,
-    )  # fmt: skip
-    sample_every: int | None = option(
-        None, "Steps between sampled lines; 0: none.", panel=_LOG, shown="a quarter of the steps", low=0
+    keep: int = _log(
+        2, "Newest checkpoints to keep, with what --resume needs; the best one's weights always stay.", low=1
     )
-    log: str = option("none", "Beside metrics.jsonl: tensorboard, wandb, or both with a comma between.", panel=_LOG)
-    device: Device = option("auto", "Where to compute; auto: CUDA, else MPS, else the CPU.", panel=_MACHINE)
-    nproc: int = option(
-        1, "Processes on this machine, which share each batch; a GPU each. On more machines: torchrun.",
-        panel=_MACHINE, low=1, high=1024,
-    )  # fmt: skip
-    threads: int | None = option(
-        None, "Threads that compute on a CPU, in each process; beats OMP_NUM_THREADS. Another number: equal up "
-        "to rounding.",
-        panel=_MACHINE, shown="one a core", low=1, high=MOST_THREADS,
-    )  # fmt: skip
-    shard: Literal["none", "full"] = option(
-        "none", "full: the processes divide weights, gradients and the optimizer's memory; none: each has all.",
-        panel=_MACHINE,
-    )  # fmt: skip
-    tensor: int = option(
-        1, "Processes that compute each sequence together, some heads each; divides --nproc and the heads.",
-        panel=_MACHINE, low=1, high=1024,
-    )  # fmt: skip
-    recompute: bool = option(
-        False, "Compute the activations of each block anew for the gradient instead of keeping them.", panel=_MACHINE
+    sample_every: int | None = _log(
+        None, "Steps between sampled lines; 0: none.", shown="a quarter of the steps", low=0
     )
-    dtype: Dtype = option(
-        "auto", "Of the matrix products; weights stay float32. auto: bfloat16 where the device is made for it.",
-        panel=_MACHINE,
+    log: str = _log("none", "Beside metrics.jsonl: tensorboard, wandb, or both with a comma between.")
+    device: Device = _machine("auto", "Where to compute; auto: CUDA, else MPS, else the CPU.")
+    nproc: int = _machine(
+        1, "Processes on this machine, which share each batch; a GPU each. On more machines: torchrun.", low=1,
+        high=1024,
     )  # fmt: skip
-    compile: Compile = option(
-        "auto", "Compile steps; auto: on a GPU, and on a CPU for small models, where the run is long enough to gain.",
-        panel=_MACHINE,
+    threads: int | None = _machine(
+        None,
+        "Threads that compute on a CPU, in each process; beats OMP_NUM_THREADS. Another number: equal up to rounding.",
+        shown="one a core", low=1, high=MOST_THREADS,
     )  # fmt: skip
+    shard: Literal["none", "full"] = _machine(
+        "none", "full: the processes divide weights, gradients and the optimizer's memory; none: each has all."
+    )
+    tensor: int = _machine(
+        1, "Processes that compute each sequence together, some heads each; divides --nproc and the heads.", low=1,
+        high=1024,
+    )  # fmt: skip
+    recompute: bool = _machine(
+        False, "Compute the activations of each block anew for the gradient instead of keeping them."
+    )
+    dtype: Dtype = _machine(
+        "auto", "Of the matrix products; weights stay float32. auto: bfloat16 where the device is made for it."
+    )
+    compile: Compile = _machine(
+        "auto", "Compile steps; auto: on a GPU, and on a CPU for small models, where the run is long enough to gain."
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "micro_batch", str(self.micro_batch))  # a number in TOML and from Python
