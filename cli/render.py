@@ -20,8 +20,6 @@ from gpt.events import format_seconds
 from gpt.words import as_json, counted
 
 if TYPE_CHECKING:
-    import typer
-
     from gpt.api import Measured
     from gpt.decoding.logits import Token
     from gpt.decoding.write import Piece, Sample
@@ -136,13 +134,6 @@ def note(text: str) -> None:
     """Prints a dim line on stderr."""
     console = stderr()
     console.print(Text(console.shown(text), "dim"))
-
-
-def usage_error(error: "typer.TyperException") -> tuple[str, str]:
-    """Returns message and hint for a command line that the parser rejects."""
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context else "gpt"
-    return error.format_message().rstrip("."), f"{command} --help lists what there is"
 
 
 def excerpt(text: str, lines: int = 5) -> str:
@@ -271,16 +262,9 @@ def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Token
     """Returns a line of ``gpt sample --json`` for the last piece of a text, which holds the whole sample."""
     sample = piece.sample
     assert sample is not None
-    values: dict[str, Any] = {
-        "prompt_index": piece.prompt,
-        "index": piece.index,
-        "prompt": prompt,
-        "text": sample.text,
-        "tokens": sample.tokens,
-        "logprob": sample.logprob,
-        "finish_reason": sample.finish_reason,
-        "seed": seed,
-    }
+    values: dict[str, Any] = {"prompt_index": piece.prompt, "index": piece.index, "prompt": prompt}
+    values |= {key: getattr(sample, key) for key in ("text", "tokens", "logprob", "finish_reason")}
+    values["seed"] = seed
     if sample.score is not None:
         values["score"] = sample.score
     for name in ("logprobs", "prompt_logprobs"):

@@ -93,8 +93,10 @@ def heat(look: "Look", tokenizer: "Tokenizer", at: int, column: int, console: Co
     wide = 2 if 2 * (T - first) + LABEL + 2 <= console.width else 1
     pattern = look.patterns[at, column]
     for query in range(first, T):
-        label = shown(token_text(tokenizer, int(look.ids[query])))
-        line = Text(f"{_fit(label, LABEL)} ")
+        line = Text(shown(token_text(tokenizer, int(look.ids[query]))))
+        line.truncate(LABEL, overflow="ellipsis")
+        line.pad_left(LABEL - line.cell_len)
+        line.append(" ")
         start = first if window is None else max(first, query - window + 1)
         line.append(wide * (start - first) * " ")
         for key in range(start, query + 1):
@@ -107,12 +109,6 @@ def _cell(share: float, wide: int, console: Console) -> Text:
         tenths = "." if share < 0.05 else str(min(9, int(10 * share + 0.5)))
         return Text(tenths.ljust(wide))
     return Text(" " * wide, Style(bgcolor=Color.from_rgb(*ramp(share))))
-
-
-def _fit(text: str, width: int) -> str:
-    from rich.cells import cell_len, set_cell_size
-
-    return set_cell_size(text, width - 1) + "…" if cell_len(text) > width else " " * (width - cell_len(text)) + text
 
 
 def _next(look: "Look", tokenizer: "Tokenizer") -> Table:

@@ -33,16 +33,12 @@ class Shape:
 
     def data(self) -> dict[str, Any]:
         """The object of ``gpt params --json``."""
+        sums = ("total_weights", "tied", "positions", "biases", "layer_norms", "trainable")
         return {
             "name": self.name,
             "config": asdict(self.config),
             "rows": [asdict(row) for row in self.parts.rows],
-            "total_weights": self.parts.total_weights,
-            "tied": self.parts.tied,
-            "positions": self.parts.positions,
-            "biases": self.parts.biases,
-            "layer_norms": self.parts.layer_norms,
-            "trainable": self.parts.trainable,
+            **{key: getattr(self.parts, key) for key in sums},
         }
 
 

@@ -74,10 +74,12 @@ class Cost:
         """Bytes on a rank."""
         config, memory, setup = self.config, self.shown.memory, self.shown.setup
         whole, recomputed = (trunk(config, replace(setup, recompute=again)) for again in (False, True))
+        sampling = {
+            "weights": breakdown(config).trainable * setup.width,
+            "cache": cache_bytes(config, config.block_size, setup.width),
+        }
         return {
-            "parameters": memory.parameters,
-            "gradients": memory.gradients,
-            "optimizer": memory.optimizer,
+            **{name: getattr(memory, name) for name in ("parameters", "gradients", "optimizer")},
             "activations": whole,
             "activations_recomputed": recomputed,
             "logits": memory.logits,
@@ -85,10 +87,7 @@ class Cost:
             "moments": dict(memory.moments),
             "peak": memory.peak,
             "snapshot": memory.snapshot,
-            "sampling": {
-                "weights": breakdown(config).trainable * setup.width,
-                "cache": cache_bytes(config, config.block_size, setup.width),
-            },
+            "sampling": sampling,
         }
 
     def _flops(self) -> dict[str, int]:
