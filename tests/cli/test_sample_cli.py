@@ -52,13 +52,6 @@ def test_beams_are_told_best_first(gpt: Gpt, run_folder: Path) -> None:
     assert shown == "".join(f"--- {i + 1} of 3 ---\nthe cat{line['text']}\n" for i, line in enumerate(lines))
 
 
-def test_a_beam_ends_at_a_stop_text(gpt: Gpt, run_folder: Path) -> None:
-    args = ["sample", "the cat", "-m", run_folder, "--beam", "3", "-n", "20", "--ignore-eot", "--json"]
-    [whole] = lines_of(gpt(*args))
-    [stopped] = lines_of(gpt(*args, "--stop", whole["text"][:1]))
-    assert (stopped["finish_reason"], stopped["text"]) == ("stop", "")
-
-
 def test_what_beams_do_not_use_is_said(gpt: Gpt, run_folder: Path) -> None:
     done = gpt("sample", "the", "-m", run_folder, "--beam", "2", "-n", "3", "-t", "0.5", "--top-k", "3")
     assert done.err == "what to draw from is not used, since beams draw nothing: --temperature, --top-k\n"
