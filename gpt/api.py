@@ -388,20 +388,18 @@ def _compared(
     from gpt.exporting.provenance import joined, last_part
 
     found: list[Evaluation] = []
+    done = 0
+
+    def each(window: object, losses: Sized, total: int) -> None:
+        nonlocal done
+        done += len(losses)
+        listen(events.Progress("scored", done, 2 * total, "tokens"))
+
     with _opened([text], source.tokenizer, ReadConfig(), "val", listen) as (tokens, documents):
-
-        def measured(model: LanguageModel) -> Evaluation:
-            done = 0
-
-            def each(window: object, losses: Sized, total: int) -> None:
-                nonlocal done
-                done += len(losses)
-                listen(events.Progress("scored", len(found) * total + done, 2 * total, "tokens"))
-
-            return evaluate(model.model, source.tokenizer, documents, model.compute, None, each)
-
         for weights in (source.weights, stored):
-            found.append(measured(built(weights)))  # one model at a time is in memory
+            model = built(weights)
+            found.append(evaluate(model.model, source.tokenizer, documents, model.compute, None, each))
+            del model  # one at a time is in memory
         name = "stdin" if text == "-" else last_part(text)
         name += ", the held-out part" if tokens.path == Path(text) else ""
         return Comparison(joined(name, list(map(asdict, tokens.sources()))), *found)
