@@ -35,25 +35,20 @@ class Cost:
         """The way for all devices."""
         return self.plans[-1]
 
-    @property
-    def sections(self) -> dict[str, bool]:
-        """The sections to show: those that were asked for, or memory and time."""
-        asked = self.asked
-        plain = not (asked.memory or asked.flops or asked.time)
-        return {"memory": asked.memory or plain, "flops": asked.flops, "time": asked.time or plain}
-
     def data(self) -> dict[str, Any]:
-        """The members that costs add to the object of ``gpt params --json``."""
-        made: dict[str, Any] = {}
-        if self.sections["memory"]:
+        """The members that costs add to the object of ``gpt params --json``: those that were asked for, or memory and
+        time."""
+        asked, made = self.asked, dict[str, Any]()
+        default = not (asked.memory or asked.flops or asked.time)
+        if asked.memory or default:
             made |= {
                 "plan": self._plan(self.shown),
                 "memory": self._memory(),
                 "plans": list(map(self._plan, self.plans)),
             }
-        if self.sections["flops"]:
+        if asked.flops:
             made["flops"] = self._flops()
-        if self.sections["time"]:
+        if asked.time or default:
             made["time"] = self._time()
         return made
 
@@ -111,13 +106,14 @@ def cost(cost: Cost, name: str = "") -> None:
     """The sections that were asked for, under the name where there are several."""
     if name:
         render.stdout().print(Text(f"\n{name}", "bold"))
-    if cost.sections["memory"]:
-        _memory(cost)
-        _fitting(cost)
-    if cost.sections["flops"]:
-        _flops(cost)
-    if cost.sections["time"]:
-        _time(cost)
+    data = cost.data()
+    if "memory" in data:
+        _memory(cost, data["memory"])
+        _fitting(cost, "time" in data)
+    if "flops" in data:
+        _flops(cost, data["flops"])
+    if "time" in data:
+        _time(cost, data["time"])
 
 
 def size(n: float) -> str:
@@ -129,8 +125,8 @@ def size(n: float) -> str:
     return f"{n:,.1f} TB" if n < 1000 else f"{n:,.0f} TB"
 
 
-def _memory(cost: Cost) -> None:
-    plan, data, console = cost.shown, cost.data()["memory"], render.stdout()
+def _memory(cost: Cost, data: dict[str, Any]) -> None:
+    plan, console = cost.shown, render.stdout()
     setup, asked = plan.setup, cost.asked
     ranks = "one" if plan.devices == 1 else f"each of {plan.devices:,}"
     words = f"Memory on {ranks} {asked.kind}, {setup.dtype}, {plan.options}"
@@ -167,8 +163,8 @@ def _memory(cost: Cost) -> None:
     )
 
 
-def _fitting(cost: Cost) -> None:
-    console, days = render.stdout(), cost.sections["time"]
+def _fitting(cost: Cost, days: bool) -> None:
+    console = render.stdout()
     title = f"What fits into the memory of {cost.asked.kind}, from one device up"
     table = render.table(">devices", "gpt train …", ">peak", *([">days"] if days else []), title=title)
     for plan in cost.plans:
@@ -181,8 +177,7 @@ def _fitting(cost: Cost) -> None:
         console.print(Text(f"More than {NODE} devices are several machines: torchrun starts gpt train on each.", "dim"))
 
 
-def _flops(cost: Cost) -> None:
-    data = cost.data()["flops"]
+def _flops(cost: Cost, data: dict[str, int]) -> None:
     table = render.table(title="Floating-point operations")
     config, T = cost.config, cost.config.block_size
     width = "C" if config.n_head * config.head_size == config.n_embd else "H·D"
@@ -196,8 +191,8 @@ def _flops(cost: Cost) -> None:
     render.stdout().print(table)
 
 
-def _time(cost: Cost) -> None:
-    data, asked, console = cost.data()["time"], cost.asked, render.stdout()
+def _time(cost: Cost, data: dict[str, Any]) -> None:
+    asked, console = cost.asked, render.stdout()
     if data["days"] is None:
         console.print(f"How much a {asked.kind} computes in {asked.dtype} is not known, so neither are the days.")
         return

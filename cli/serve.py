@@ -36,14 +36,9 @@ def serve(
             from gpt.serve.server import serve as run
         except ImportError as error:
             raise WorkError(f"serving needs the package {error.name}", "pip install 'gpt[serve]'") from None
+    sampling = SampleConfig(compile="off")
     loaded = api.load(
-        model,
-        base=base,
-        device=device,
-        dtype=dtype,
-        threads=threads,
-        note=render.note,
-        sampling=SampleConfig(compile="off"),
+        model, base=base, device=device, dtype=dtype, threads=threads, note=render.note, sampling=sampling
     )
     path = Path(loaded.path)
     home = path.parent if (path.parent / "run.json").exists() else path

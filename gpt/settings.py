@@ -58,7 +58,7 @@ def check_options(config: Any) -> None:
         fits = (int, float) if kind is float else (get_origin(kind) or kind,)
         if type(value) not in fits:
             raise UserError(f"{name} is {reprlib.repr(value)}; it must be of the kind {kind.__name__}")
-        _check_bounds(name, value, **{key: each.metadata.get(key) for key in ("low", "high")})
+        _check_bounds(name, value, each.metadata.get("low"), each.metadata.get("high"))
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
