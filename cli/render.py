@@ -6,7 +6,7 @@ import secrets
 import shlex
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -218,24 +218,25 @@ class Overflow:
         self.dropped = max(self.dropped, sample.dropped)
         self.slid |= sample.slid
 
+    def counting(self, pieces: Iterable["Piece"]) -> Iterator["Piece"]:
+        """Yields the pieces, and counts the samples in them."""
+        for piece in pieces:
+            yield piece
+            if piece.sample is not None:
+                self.add(piece.sample)
 
-def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bool) -> Overflow:
+
+def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bool) -> None:
     """Prints texts piece by piece as they are generated, with a heading above each where there are several."""
-    overflow = Overflow()
     told = None
     for piece in pieces:
         if (piece.prompt, piece.index) != told:
             told = piece.prompt, piece.index
-            of_prompt = f"prompt {piece.prompt + 1} of {len(prompts)}" if len(prompts) > 1 else ""
-            of_num = f"{piece.index + 1} of {num}" if num > 1 else ""
-            if of_prompt or of_num:
-                write(f"--- {', '.join(filter(None, (of_prompt, of_num)))} ---\n")
+            heading = [f"prompt {piece.prompt + 1} of {len(prompts)}"] if len(prompts) > 1 else []
+            heading += [f"{piece.index + 1} of {num}"] if num > 1 else []
+            write(f"--- {', '.join(heading)} ---\n" if heading else "")
             write(prompts[piece.prompt] if echo else "")
-        write(piece.text)
-        if piece.sample is not None:
-            write("\n")
-            overflow.add(piece.sample)
-    return overflow
+        write(piece.text + ("\n" if piece.sample is not None else ""))
 
 
 def context_notes(overflow: Overflow, size: int) -> None:
@@ -244,18 +245,6 @@ def context_notes(overflow: Overflow, size: int) -> None:
         note(f"the prompt has {dropped + size:,} tokens, and the context {size:,}: its first {dropped:,} were left out")
     if overflow.slid:
         note(f"the text outgrew the context of {size:,} tokens: what stood further back was forgotten")
-
-
-def json_samples(
-    pieces: Iterable["Piece"], prompts: Sequence[str], seed: int | None, tokenizer: "Tokenizer"
-) -> Overflow:
-    """Prints each finished sample as a line of JSON."""
-    overflow = Overflow()
-    for piece in pieces:
-        if piece.sample is not None:
-            json_line(sample_json(piece, prompts[piece.prompt], seed, tokenizer))
-            overflow.add(piece.sample)
-    return overflow
 
 
 def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Tokenizer") -> dict[str, Any]:

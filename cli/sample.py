@@ -84,11 +84,15 @@ def sample(
 
         Interaction(loaded, load, settings, seed).run()
         return
-    pieces = loaded.write_all(texts, settings, seed, num)
+    forgotten = render.Overflow()
+    pieces = forgotten.counting(loaded.write_all(texts, settings, seed, num))
     if json:
-        forgotten = render.json_samples(pieces, texts, seed if settings.draws else None, loaded.tokenizer)
+        said = seed if settings.draws else None
+        for piece in pieces:
+            if piece.sample is not None:
+                render.json_line(render.sample_json(piece, texts[piece.prompt], said, loaded.tokenizer))
     else:
-        forgotten = render.stream(pieces, texts, settings.n_best if settings.beam else num, not no_echo)
+        render.stream(pieces, texts, settings.n_best if settings.beam else num, not no_echo)
     if not quiet:
         render.context_notes(forgotten, loaded.model.config.block_size)
 
