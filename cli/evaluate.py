@@ -8,8 +8,7 @@ from gpt import events
 from gpt.config import ReadConfig
 
 from . import inputs, progress, render
-from .options import OUTPUT, Base, Device, Json, Quiet, SamplingDtype, Threads, one_of, option, takes
-from .sample import MODEL_HELP
+from .options import MODEL_HELP, OUTPUT, Base, Device, Dtype, Json, Quiet, Threads, one_of, option, takes
 
 if TYPE_CHECKING:
     from gpt.evaluate import Window
@@ -39,7 +38,7 @@ def evaluate(
     json: Json = False,
     quiet: Quiet = False,
     device: Device = "auto",
-    dtype: SamplingDtype = "auto",
+    dtype: Dtype = "auto",
     threads: Threads = None,
 ) -> None:  # fmt: skip
     """Measure a model on TEXT: loss, perplexity, bits per byte, in fixed windows over the whole of it."""

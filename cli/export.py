@@ -7,8 +7,7 @@ import typer
 from gpt.export_config import ExportConfig
 
 from . import inputs, progress, render, render_export
-from .options import Base, Device, Json, Quiet, option, takes
-from .sample import MODEL_HELP
+from .options import MODEL_HELP, Base, Device, Json, Quiet, option, takes
 
 
 @takes(ExportConfig)

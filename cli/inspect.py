@@ -9,9 +9,8 @@ import typer
 from gpt.errors import UserError
 
 from . import inputs, page, plots, progress, render
-from .options import Device, Json, option
+from .options import Device, Json, Model, PromptFile, TextFile, option
 from .page import Out
-from .sample import MODEL_HELP
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look inside a model: attention, embeddings, positions, tokens.")
 
-Model = Annotated[str | None, option("--model", "-m", help=MODEL_HELP, show_default="best of the newest run in runs/")]
 Count = Annotated[int, option("--count", "-k", help="How many tokens to list.")]
 
 
@@ -28,9 +26,7 @@ def attention(
     prompt: Annotated[
         str | None, option("--prompt", "-p", help="What the model reads.", show_default="required")
     ] = None,
-    prompt_file: Annotated[
-        Path | None, option(help="Read the prompt from a file; - is stdin.", show_default="none")
-    ] = None,
+    prompt_file: PromptFile = None,
     layer: Annotated[int | None, option(help="One layer alone, counted from 0.", show_default="all")] = None,
     head: Annotated[
         int | None, option(help="One head alone, counted from 0.", show_default="all; in a terminal the clearest")
@@ -128,7 +124,7 @@ def positions(model: Model = None, out: Out = None, json: Json = False) -> None:
 @app.command("tokens")
 def tokens(
     text: Annotated[str | None, typer.Argument(help="What to cut.")] = None,
-    file: Annotated[Path | None, option(help="Read the text from a file; - is stdin.", show_default="none")] = None,
+    file: TextFile = None,
     model: Model = None,
     out: Out = None,
     json: Json = False,

@@ -22,8 +22,12 @@ option = functools.partial(typer.Option, show_envvar=False)
 
 Json = Annotated[bool, option("--json", help="JSON on stdout, one object a line.", rich_help_panel=OUTPUT)]
 Quiet = Annotated[bool, option("--quiet", "-q", help="No progress.", rich_help_panel=OUTPUT)]
-
-
+MODEL_HELP = (
+    "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, a folder of transformers or PEFT, or hf:NAME of the hub."
+)
+Model = Annotated[str | None, option("--model", "-m", help=MODEL_HELP, show_default="best of the newest run in runs/")]
+PromptFile = Annotated[Path | None, option(help="Read the prompt from a file; - is stdin.", show_default="none")]
+TextFile = Annotated[Path | None, option(help="Read the text from a file; - is stdin.", show_default="none")]
 Base = Annotated[
     str | None,
     option("--base", metavar="MODEL", help="The model that an adapter belongs to.", show_default="the one it names"),
@@ -38,7 +42,7 @@ def one_of(values: tuple[str, ...], *flags: str, **settings: Any) -> Any:
 Device = Annotated[
     str, one_of(get_args(config.Device), help="auto: CUDA, else MPS, else the CPU.", rich_help_panel="Machine")
 ]
-SamplingDtype = Annotated[
+Dtype = Annotated[
     str,
     one_of(
         get_args(sample_config.Dtype),

@@ -12,16 +12,13 @@ from gpt.sample_config import SampleConfig
 from gpt.words import counted
 
 from . import inputs, progress, render
-from .options import OUTPUT, Base, Device, Json, Quiet, SamplingDtype, Threads, option, takes
+from .options import OUTPUT, Base, Device, Dtype, Json, Model, PromptFile, Quiet, Threads, option, takes
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
     from gpt.decoding.prompts import Results
 
 HIGHEST = {"num": 2**63 - 1, "seed": 2**53}
-MODEL_HELP = (
-    "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, a folder of transformers or PEFT, or hf:NAME of the hub."
-)
 
 
 @takes(SampleConfig)
@@ -30,13 +27,9 @@ def sample(
     prompt: Annotated[
         str | None, typer.Argument(help="What the text begins with. None: it begins like a document.")
     ] = None,
-    model: Annotated[
-        str | None, option("--model", "-m", help=MODEL_HELP, show_default="best of the newest run in runs/")
-    ] = None,
+    model: Model = None,
     base: Base = None,
-    prompt_file: Annotated[
-        Path | None, option(help="Read the prompt from a file; - is stdin.", show_default="none")
-    ] = None,
+    prompt_file: PromptFile = None,
     prompts: Annotated[
         Path | None,
         option(help='Many prompts, a line {"prompt": …} each; - is stdin.', show_default="none"),
@@ -59,7 +52,7 @@ def sample(
         bool, option("--interactive", "-i", help="Ask for prompt after prompt; /help says what else.")
     ] = False,
     device: Device = "auto",
-    dtype: SamplingDtype = "auto",
+    dtype: Dtype = "auto",
     threads: Threads = None,
 ) -> None:  # fmt: skip
     """Let a model write on after PROMPT."""
