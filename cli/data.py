@@ -10,7 +10,7 @@ import typer
 from gpt.errors import UserError, did_you_mean
 from gpt.files import reading
 
-from . import progress, render, render_data, render_tokens
+from . import progress, render_data, render_tokens
 from .options import Json, Quiet, option
 
 app = typer.Typer(help="The catalogue: texts to train on by name. See what there is, and fetch it.")
@@ -89,8 +89,4 @@ def merge(
         raise UserError("where should the joined folder go?", "name a new folder: gpt data merge PART... -o DIR")
     began = time.monotonic()
     folder = token_folder.merge(part, out)
-    seconds = time.monotonic() - began
-    if json:
-        render.json_line(render_tokens.tokens_json(folder, seconds))
-    else:
-        render_tokens.tokens(folder, seconds)
+    render_tokens.tokens(folder, time.monotonic() - began, json)

@@ -1,7 +1,7 @@
 """The output of commands on token folders."""
 
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpt.events import format_seconds
 from gpt.words import counted
@@ -10,21 +10,6 @@ from . import render
 
 if TYPE_CHECKING:
     from gpt.text.token_folder import TokenFolder
-
-
-def tokens_json(folder: "TokenFolder", seconds: float) -> dict[str, Any]:
-    """Returns the object of ``gpt tokenize --json``."""
-    return {
-        "out": str(folder.path),
-        "documents": folder.documents,
-        "bytes": folder.bytes,
-        "tokens": folder.tokens,
-        "shards": len(folder.shards),
-        "vocab_size": folder.tokenizer.vocab_size,
-        "tokenizer": folder.tokenizer.name,
-        "seconds": round(seconds, 2),
-        "bytes_per_second": round(folder.bytes / max(seconds, 1e-9), 1),
-    }
 
 
 def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
@@ -56,10 +41,25 @@ def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
     _next(folder)
 
 
-def tokens(folder: "TokenFolder", seconds: float) -> None:
+def tokens(folder: "TokenFolder", seconds: float, as_json: bool) -> None:
     """Prints the result of a command that made a token folder."""
-    took = f"  ({format_seconds(seconds)}, {folder.bytes / 1e6 / max(seconds, 1e-9):,.1f} MB/s)"
-    render.fact("saved", f"{folder.path}{took}")
+    rate = folder.bytes / max(seconds, 1e-9)
+    if as_json:
+        render.json_line(
+            {
+                "out": str(folder.path),
+                "documents": folder.documents,
+                "bytes": folder.bytes,
+                "tokens": folder.tokens,
+                "shards": len(folder.shards),
+                "vocab_size": folder.tokenizer.vocab_size,
+                "tokenizer": folder.tokenizer.name,
+                "seconds": round(seconds, 2),
+                "bytes_per_second": round(rate, 1),
+            }
+        )
+        return
+    render.fact("saved", f"{folder.path}  ({format_seconds(seconds)}, {rate / 1e6:,.1f} MB/s)")
     _sides(folder)
     _next(folder)
 

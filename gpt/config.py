@@ -381,7 +381,7 @@ class TokenizeConfig(TextConfig):
         """The part, counted from 1, and the number of parts."""
         if self.part is None:
             return None
-        if words := re.fullmatch(r"([0-9]+)/([0-9]{1,6})", self.part):
+        if words := re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", self.part):
             i, n = int(words[1]), int(words[2])
             if 1 <= i <= n <= 100_000:
                 return i, n
