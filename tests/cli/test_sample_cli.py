@@ -418,6 +418,10 @@ def test_a_run_that_may_not_be_read_is_named(
         done = gpt(*command)
         assert (done.code, "cannot read runs/theirs/run.json: Permission denied" in done.err) == (2, True), done.err
         assert done.err.splitlines()[-1] == "hint: look at its permissions"
+    shutil.copytree(run_folder, "runs/mine")  # others are found beside it
+    assert gpt("sample", "hi", "-n", "1").code == 0
+    assert "runs here: runs/mine\n" in gpt("sample", "hi", "-m", "nowhere").err
+    assert "no unfinished run" in gpt("train", "--resume").err
 
 
 def test_a_checkpoint_that_may_not_be_read_is_named(
@@ -441,17 +445,6 @@ def test_a_best_that_cannot_be_told_is_said(run_folder: Path, workdir: Path, gpt
     Path("mine", step, "gpt.json").write_text("{", encoding="utf-8")
     done = gpt("sample", "hi", "-n", "1", "-m", "mine")
     assert f"mine/{step}/gpt.json is damaged: it is not JSON: the best is taken of the other checkpoints" in done.err
-
-
-def test_runs_that_may_not_be_read_are_passed_over(
-    run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch, gpt: Gpt
-) -> None:
-    shutil.copytree(run_folder, "runs/theirs")
-    shutil.copytree(run_folder, "runs/mine")
-    locked(monkeypatch, "theirs")
-    assert gpt("sample", "hi", "-n", "1").code == 0
-    assert "runs here: runs/mine\n" in gpt("sample", "hi", "-m", "nowhere").err
-    assert "no unfinished run" in gpt("train", "--resume").err
 
 
 # Many samples
