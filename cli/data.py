@@ -10,7 +10,7 @@ import typer
 from gpt.errors import UserError, did_you_mean
 from gpt.files import reading
 
-from . import progress, render_data, render_tokens
+from . import progress, render_data
 from .options import Json, Quiet, option
 
 app = typer.Typer(help="The catalogue: texts to train on by name. See what there is, and fetch it.")
@@ -61,7 +61,7 @@ def show(
     if verify:
         with progress.Bar("compared", "tokens", quiet) as bar:
             folder.verify(bar.reach)
-    render_tokens.details(folder, verify, json)
+    render_data.details(folder, verify, json)
 
 
 @app.command("fetch")
@@ -89,4 +89,4 @@ def merge(
         raise UserError("where should the joined folder go?", "name a new folder: gpt data merge PART... -o DIR")
     began = time.monotonic()
     folder = token_folder.merge(part, out)
-    render_tokens.tokens(folder, time.monotonic() - began, json)
+    render_data.tokens(folder, time.monotonic() - began, json)

@@ -7,7 +7,7 @@ import typer
 
 from gpt.config import TokenizeConfig
 
-from . import inputs, progress, render_tokens
+from . import inputs, progress, render_data
 from .options import Json, Quiet, takes
 
 
@@ -27,4 +27,4 @@ def tokenize(
 
     with progress.TrainDisplay(quiet) as display:
         folder = tokenize_texts(text, settings, display)
-    render_tokens.tokens(folder, time.perf_counter() - began, json)
+    render_data.tokens(folder, time.perf_counter() - began, json)
