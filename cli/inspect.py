@@ -158,7 +158,7 @@ def _load(model: str | None, device: str, quiet: bool) -> "LanguageModel":
 
 
 def _embeddings(count: int, model: str | None, out: Path | None, json: bool) -> "tuple[Embeddings, str]":
-    """Returns the embeddings of a model, and its name, once the options are found to be right."""
+    """Checks the options and loads a model's embeddings. Returns them and the model's name."""
     page.check_out(out)
     if count < 1:
         raise UserError(f"count is {count}; it must be 1 or more")

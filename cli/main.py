@@ -195,7 +195,7 @@ def _report(error: BaseException, command: str) -> int:
 
 
 def _described(error: BaseException, command: str) -> tuple[int, str, str]:
-    """Returns the exit status, what went wrong, and what to do; nothing is to be done after an interruption."""
+    """Returns the exit status, what went wrong, and a hint. An interruption has no hint."""
     if isinstance(error, UserError):
         return error.exit_code, error.message, error.hint or f"gpt {command} --help says what each setting takes"
     if isinstance(error, typer.TyperException):  # the command line cannot be parsed

@@ -95,7 +95,7 @@ class Bar:
         self.show(drawn(done / max(1, total), line), line)
 
     def show(self, live: Text, plain: str) -> None:
-        """Shows the line in one of its two forms."""
+        """Updates the live line, or prints the plain one every few seconds."""
         if self.live is not None:
             self.live.update(live)
         elif not self.quiet and time.monotonic() - self.last_line >= PLAIN_SECONDS:
@@ -104,14 +104,14 @@ class Bar:
 
 
 def drawn(share: float, words: str, course: str = "") -> Text:
-    """Returns a live line: a bar, words, and the course of a value."""
+    """Returns a live line: a progress bar, words, and a sparkline."""
     done = round(20 * min(1.0, share))
     bar = (("━" * done, "magenta"), ("━" * (20 - done), "bright_black"))
     return Text.assemble(*bar, " ", words, "  ", (course, "magenta"))
 
 
 class TrainDisplay:
-    """Shows a training run: the events as lines, and what is at work as a `Bar`."""
+    """Shows a training run: events as lines, and the current work as a `Bar`."""
 
     def __init__(self, quiet: bool, console: Console | None = None) -> None:
         self.console = console or stderr()
@@ -139,7 +139,7 @@ class TrainDisplay:
         match event:
             case events.Note(text):
                 if not self.plan.steps:
-                    self.__exit__()  # what was at work is over
+                    self.__exit__()  # that work has ended
                 self.console.print(Text(text, "dim"))
             case events.Progress(what, done, total, unit):
                 self._at_work(what, unit).reach(done, total)

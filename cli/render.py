@@ -143,12 +143,12 @@ def excerpt(text: str, lines: int = 5) -> str:
 
 
 def fact(label: str, text: str, console: Console | None = None) -> None:
-    """Prints a line of a result, with a label in front."""
+    """Prints a labelled line of a result."""
     (console or stdout()).print(Text.assemble((f"{label:<5}  ", "bold"), text))
 
 
 def table(*columns: str, title: str = "", **settings: Any) -> Table:
-    """Returns a table with these columns, those after a ``>`` to the right; without any, rows without a head."""
+    """Returns a table with these columns; a leading ``>`` right-aligns one. Without columns it has no header."""
     settings = {"box": box.SIMPLE_HEAD if columns else None, "show_header": bool(columns), "pad_edge": False} | settings
     made = Table(title=Text(title, "bold") if title else None, title_justify="left", **settings)
     for column in columns:
@@ -157,7 +157,7 @@ def table(*columns: str, title: str = "", **settings: Any) -> Table:
 
 
 def keyed(rows: Mapping[str, str]) -> Table:
-    """Returns a table of names and what there is to say of them, without those of which there is nothing."""
+    """Returns a table of labelled values. Empty values are left out."""
     made = table()
     for key, value in rows.items():
         if value:
@@ -219,7 +219,7 @@ class Overflow:
         self.slid |= sample.slid
 
     def counting(self, pieces: Iterable["Piece"]) -> Iterator["Piece"]:
-        """Yields the pieces, and counts the samples in them."""
+        """Yields the pieces and counts the samples among them."""
         for piece in pieces:
             yield piece
             if piece.sample is not None:

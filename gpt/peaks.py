@@ -21,7 +21,7 @@ class Kind:
 
     names: str  # CUDA's for it: a regular expression, matched whole
     memory: int  # bytes
-    tflops: float = 0  # 0: not known
+    tflops: float = 0  # 0: unknown
     bfloat16: bool = True  # whether its tensor cores have that
 
     def peak(self, dtype: str) -> float | None:

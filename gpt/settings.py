@@ -37,7 +37,7 @@ def field_types(cls: type[Any]) -> dict[str, Any]:
 
 
 def check_options(config: Any) -> None:
-    """Raises `UserError` for a field of another type than its own, or outside its bounds. A path becomes a text."""
+    """Raises `UserError` for a field of the wrong type or out of bounds. A path becomes a string."""
     hints = field_types(type(config))
     for each in dataclasses.fields(config):
         name, value, kind = each.name, getattr(config, each.name), without_none(hints[each.name])
@@ -62,7 +62,7 @@ def check_options(config: Any) -> None:
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
-    """The words of a repeatable option."""
+    """Returns the values of a repeatable option."""
     words = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(word, str) and word for word in words):
         raise UserError(f"{name} is {'empty' if '' in words else repr(value)}; it must be a text, or several")
@@ -99,7 +99,7 @@ def option(
 
 
 def bounded(low: float, high: float, default: Any = dataclasses.MISSING) -> Any:
-    """A number that is no option, with its bounds."""
+    """Returns the field of a number that is not an option, with its bounds."""
     return field(default=default, metadata={"low": low, "high": high})
 
 
