@@ -149,7 +149,9 @@ def test_contrast_is_enough_to_read(open_page: Any, attention: tuple[Path, dict[
     page = open_page(attention[0], color_scheme=scheme)
     backs = ["rgb(255, 255, 255)", "rgb(20, 23, 27)"][:: 1 if scheme == "light" else -1]
     style = "const s = getComputedStyle(document.documentElement), probe = document.createElement('i'); document.body.append(probe);"
-    names = ["--text", "--soft", "--mark", "--warn", "--hot", *(f"--c{n}" for n in range(8)), "--back", "--panel"]
+    names = [
+        *map("--{}".format, ("text", "soft", "mark", "warn", "hot", *(f"c{n}" for n in range(8)), "back", "panel"))
+    ]
     colours = page.evaluate(
         f"() => {{ {style} return {names}.map(n => {{ probe.style.color = s.getPropertyValue(n); return getComputedStyle(probe).color; }}); }}"
     )
