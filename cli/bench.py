@@ -7,7 +7,7 @@ import typer
 from gpt.bench_config import BenchConfig
 
 from . import progress, render
-from .options import Device, Json, SamplingDtype, Threads, one_of, takes
+from .options import Device, Dtype, Json, Threads, one_of, takes
 
 
 @takes(BenchConfig)
@@ -20,7 +20,7 @@ def bench(
     ] = None,
     json: Json = False,
     device: Device = "auto",
-    dtype: SamplingDtype = "auto",
+    dtype: Dtype = "auto",
     threads: Threads = None,
     compile: Annotated[
         str, one_of(("on", "off"), help="Compile steps: CUDA graphs, or blocks on a CPU.", rich_help_panel="Machine")

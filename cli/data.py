@@ -10,7 +10,7 @@ import typer
 from gpt.errors import UserError, did_you_mean
 from gpt.files import reading
 
-from . import progress, render, render_data, render_tokens
+from . import progress, render_data
 from .options import Json, Quiet, option
 
 app = typer.Typer(help="The catalogue: texts to train on by name. See what there is, and fetch it.")
@@ -61,7 +61,7 @@ def show(
     if verify:
         with progress.Bar("compared", "tokens", quiet) as bar:
             folder.verify(bar.reach)
-    render_tokens.details(folder, verify, json)
+    render_data.details(folder, verify, json)
 
 
 @app.command("fetch")
@@ -71,8 +71,8 @@ def fetch(name: Name, json: Json = False, quiet: Quiet = False) -> None:
 
     found = catalogue.corpus(name)
     started = time.monotonic()
-    with render_data.fetching(quiet) as on_bytes:
-        catalogue.fetch(name, on_bytes)
+    with progress.Bar("fetched", "bytes", quiet) as bar:
+        catalogue.fetch(name, lambda done, total: bar.reach(done, total or done))
     render_data.fetched(found, time.monotonic() - started, f"gpt train {shlex.quote(name)}", json)
 
 
@@ -89,8 +89,4 @@ def merge(
         raise UserError("where should the joined folder go?", "name a new folder: gpt data merge PART... -o DIR")
     began = time.monotonic()
     folder = token_folder.merge(part, out)
-    seconds = time.monotonic() - began
-    if json:
-        render.json_line(render_tokens.tokens_json(folder, seconds))
-    else:
-        render_tokens.tokens(folder, seconds)
+    render_data.tokens(folder, time.monotonic() - began, json)

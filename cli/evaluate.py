@@ -1,14 +1,17 @@
 """``gpt eval``."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gpt import events
 from gpt.config import ReadConfig
 
 from . import inputs, progress, render
-from .options import OUTPUT, Base, Device, Json, Quiet, SamplingDtype, Threads, one_of, option, takes
-from .sample import MODEL_HELP
+from .options import MODEL_HELP, OUTPUT, Base, Device, Dtype, Json, Quiet, Threads, one_of, option, takes
+
+if TYPE_CHECKING:
+    from gpt.evaluate import Window
 
 
 @takes(ReadConfig)
@@ -35,7 +38,7 @@ def evaluate(
     json: Json = False,
     quiet: Quiet = False,
     device: Device = "auto",
-    dtype: SamplingDtype = "auto",
+    dtype: Dtype = "auto",
     threads: Threads = None,
 ) -> None:  # fmt: skip
     """Measure a model on TEXT: loss, perplexity, bits per byte, in fixed windows over the whole of it."""
@@ -43,9 +46,17 @@ def evaluate(
     with progress.starting(quiet):
         from gpt import api
     loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=render.note)
-    with progress.TrainDisplay(quiet) as display, progress.Bar("scored", "tokens", quiet) as bar:
-        each = render.token_lines(loaded.tokenizer) if tokens else None
-        result = loaded.evaluate_files(text, settings, split, stride, display, bar.watching(each), block_size)
+    scored = 0
+
+    def on_window(window: "Window", losses: Any, total: int) -> None:
+        nonlocal scored
+        scored += len(losses)
+        if tokens:
+            render.token_lines(window, losses, loaded.tokenizer)
+        display(events.Progress("scored", scored, total, "tokens"))
+
+    with progress.TrainDisplay(quiet) as display:
+        result = loaded.evaluate_files(text, settings, split, stride, display, on_window, block_size)
     if json:
         render.json_line(render.evaluation_json(result))
     elif not tokens:

@@ -1,14 +1,18 @@
 """``gpt export``."""
 
-from typing import Annotated
+import shlex
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gpt.export_config import ExportConfig
+from gpt.words import counted
 
-from . import inputs, progress, render, render_export
-from .options import Base, Device, Json, Quiet, option, takes
-from .sample import MODEL_HELP
+from . import inputs, progress, render
+from .options import MODEL_HELP, Base, Device, Json, Quiet, option, takes
+
+if TYPE_CHECKING:
+    from gpt.exporting.run import Exported
 
 
 @takes(ExportConfig)
@@ -38,4 +42,22 @@ def export(
     if json:
         render.json_line({key: value for key, value in vars(done).items() if key != "chat"} | {"out": str(done.out)})
     else:
-        render_export.exported(done)
+        _print(done)
+
+
+def _print(done: "Exported") -> None:
+    """Prints what was written, what it costs in loss, and commands to try next."""
+    place = shlex.quote(str(done.out))
+    render.fact("saved", f"{done.out}  ({done.bytes:,} bytes, {counted(done.tensors, 'tensor')}, {done.type})")
+    if done.loss_before is not None and done.loss_after is not None:
+        change = done.loss_after - done.loss_before
+        said = f"{done.loss_before:.4f} before, {done.loss_after:.4f} after: {change:+.4f} nats a token"
+        render.fact("loss", said)
+    if done.format == "gguf":
+        render.fact("more", f"llama-cli -m {place}" + ("" if done.chat else ' -p "Once upon"'))
+        line = f"FROM {done.out.absolute()}"
+        render.fact("", f"ollama create NAME -f Modelfile  (a file with the line: {line})")
+    else:
+        how = "-i" if done.chat else '"Once upon"'
+        render.fact("more", f"gpt sample {how} -m {place}")
+        render.fact("", f"hf upload OWNER/NAME {place}  (read its README.md first)")

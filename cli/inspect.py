@@ -9,16 +9,15 @@ import typer
 from gpt.errors import UserError
 
 from . import inputs, page, plots, progress, render
-from .options import Device, Json, option
-from .page import Forms, Out
-from .sample import MODEL_HELP
+from .options import Device, Json, Model, PromptFile, TextFile, option
+from .page import Out
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
+    from gpt.inspect import Embeddings
 
 app = typer.Typer(help="Look inside a model: attention, embeddings, positions, tokens.")
 
-Model = Annotated[str | None, option("--model", "-m", help=MODEL_HELP, show_default="best of the newest run in runs/")]
 Count = Annotated[int, option("--count", "-k", help="How many tokens to list.")]
 
 
@@ -27,9 +26,7 @@ def attention(
     prompt: Annotated[
         str | None, option("--prompt", "-p", help="What the model reads.", show_default="required")
     ] = None,
-    prompt_file: Annotated[
-        Path | None, option(help="Read the prompt from a file; - is stdin.", show_default="none")
-    ] = None,
+    prompt_file: PromptFile = None,
     layer: Annotated[int | None, option(help="One layer alone, counted from 0.", show_default="all")] = None,
     head: Annotated[
         int | None, option(help="One head alone, counted from 0.", show_default="all; in a terminal the clearest")
@@ -52,13 +49,13 @@ def attention(
     if look.dropped:
         render.note(f"the prompt has {len(ids):,} tokens; the last {len(look.ids):,} fit the context and are shown")
     name, tokenizer = str(loaded.path), loaded.tokenizer
-    forms = Forms(
+    page.show(
+        "attention", f"attention: {name}", out, json,
         data=lambda: views.attention_data(look, tokenizer, name, text),
-        page=lambda: page.html("attention", f"attention: {name}", views.attention_page(look, tokenizer, name)),
+        page=lambda: views.attention_page(look, tokenizer, name),
         picture=lambda: plots.attention(look, tokenizer, name),
         terminal=lambda: render_inspect.attention(look, tokenizer),
-    )
-    page.show(forms, out, json)
+    )  # fmt: skip
 
 
 @app.command("neighbors")
@@ -70,21 +67,16 @@ def neighbors(
     json: Json = False,
 ) -> None:
     """Show the tokens whose embeddings point in nearly the same direction as a word's."""
-    page.check_out(out)
-    _check_count(count)
-    loaded = _load(model, "cpu", json)
-    from gpt import inspect
-
+    table, name = _embeddings(count, model, out, json)
     from . import views
 
-    table = inspect.Embeddings(loaded.model, loaded.tokenizer)
     found = [table.find(word) for word in words]
-    data = views.neighbors_data(found, count, table, str(loaded.path))
+    data = views.neighbors_data(found, count, table, name)
     groups = [
-        {"title": word.text.strip(), "note": views.word_note(word, loaded.tokenizer), "near": said["neighbors"]}
+        {"title": word.text.strip(), "note": views.word_note(word, table.tokenizer), "near": said["neighbors"]}
         for word, said in zip(found, data["words"], strict=True)
     ]
-    _show_near(data, "Neighbours", str(loaded.path), groups, out, json)
+    _show_near(data, "Neighbours", name, groups, out, json)
 
 
 @app.command("analogy")
@@ -96,21 +88,18 @@ def analogy(
     json: Json = False,
 ) -> None:
     """Show the tokens nearest to a sum of words' directions: king - man + woman."""
-    page.check_out(out)
-    _check_count(count)
-    from gpt import inspect  # with torch, which takes its time
+    from gpt.inspect import parse_analogy  # with torch, which takes its time
 
-    parsed = inspect.parse_analogy(words)
-    loaded = _load(model, "cpu", json)
+    parsed = parse_analogy(words)
+    table, name = _embeddings(count, model, out, json)
     from . import views
 
-    table = inspect.Embeddings(loaded.model, loaded.tokenizer)
     terms = [(sign, table.find(word)) for sign, word in parsed]
-    data = views.analogy_data(terms, count, table, str(loaded.path))
+    data = views.analogy_data(terms, count, table, name)
     title = " ".join(f"{'+' if sign > 0 else '−'} {word.text.strip()}" for sign, word in terms).removeprefix("+ ")
-    notes = "; ".join(views.word_note(word, loaded.tokenizer) for _, word in terms)
+    notes = "; ".join(views.word_note(word, table.tokenizer) for _, word in terms)
     groups = [{"title": title, "note": notes, "near": data["nearest"]}]
-    _show_near(data, "Analogy", str(loaded.path), groups, out, json)
+    _show_near(data, "Analogy", name, groups, out, json)
 
 
 @app.command("positions")
@@ -123,19 +112,19 @@ def positions(model: Model = None, out: Out = None, json: Json = False) -> None:
     from . import render_inspect, views
 
     name, found = str(loaded.path), inspect.positions(loaded.model)
-    forms = Forms(
+    page.show(
+        "positions", f"positions: {name}", out, json,
         data=lambda: views.positions_data(found, name),
-        page=lambda: page.html("positions", f"positions: {name}", views.positions_page(found, name)),
+        page=lambda: views.positions_page(found, name),
         picture=lambda: plots.positions(found, name),
         terminal=lambda: render_inspect.positions(found),
-    )
-    page.show(forms, out, json)
+    )  # fmt: skip
 
 
 @app.command("tokens")
 def tokens(
     text: Annotated[str | None, typer.Argument(help="What to cut.")] = None,
-    file: Annotated[Path | None, option(help="Read the text from a file; - is stdin.", show_default="none")] = None,
+    file: TextFile = None,
     model: Model = None,
     out: Out = None,
     json: Json = False,
@@ -152,13 +141,13 @@ def tokens(
     path = folder.find_checkpoint(model)
     _, tokenizer = checkpoint.peek(path)
     data = views.tokens_data(tokenizer.encode(words).tolist(), tokenizer, str(path), words)
-    forms = Forms(
+    page.show(
+        "tokens", f"tokens: {path}", out, json,
         data=lambda: data,
-        page=lambda: page.html("tokens", f"tokens: {path}", data),
+        page=lambda: data,
         picture=lambda: plots.tokens(data["pieces"]),
         terminal=lambda: render_inspect.tokens(data),
-    )
-    page.show(forms, out, json)
+    )  # fmt: skip
 
 
 def _load(model: str | None, device: str, quiet: bool) -> "LanguageModel":
@@ -168,9 +157,15 @@ def _load(model: str | None, device: str, quiet: bool) -> "LanguageModel":
     return api.load(model, device=device, dtype="float32")
 
 
-def _check_count(count: int) -> None:
+def _embeddings(count: int, model: str | None, out: Path | None, json: bool) -> "tuple[Embeddings, str]":
+    """Checks the options and loads a model's embeddings. Returns them and the model's name."""
+    page.check_out(out)
     if count < 1:
         raise UserError(f"count is {count}; it must be 1 or more")
+    loaded = _load(model, "cpu", json)
+    from gpt.inspect import Embeddings
+
+    return Embeddings(loaded.model, loaded.tokenizer), str(loaded.path)
 
 
 def _show_near(
@@ -178,14 +173,11 @@ def _show_near(
 ) -> None:
     from . import render_inspect
 
-    whole = {"title": title, "model": model, "notes": [_COSINE], "groups": groups}
-    forms = Forms(
+    cosine = "The cosine of two rows of the embedding: 1 is the same direction, 0 none in common."
+    page.show(
+        "near", f"{title}: {model}", out, json,
         data=lambda: data,
-        page=lambda: page.html("near", f"{title}: {model}", whole),
+        page=lambda: {"title": title, "model": model, "notes": [cosine], "groups": groups},
         picture=lambda: plots.near(groups),
         terminal=lambda: render_inspect.near(groups),
-    )
-    page.show(forms, out, json)
-
-
-_COSINE = "The cosine of two rows of the embedding: 1 is the same direction, 0 none in common."
+    )  # fmt: skip

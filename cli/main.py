@@ -184,41 +184,41 @@ def _command(args: list[str]) -> str:
 
 def _report(error: BaseException, command: str) -> int:
     """Says what went wrong and returns the exit status for it."""
-    if isinstance(error, UserError):
-        render.error(error.message, error.hint or f"gpt {command} --help says what each setting takes")
-        return error.exit_code
-    if isinstance(error, typer.TyperException):  # the command line cannot be parsed
-        message, hint = render.usage_error(error)
-        render.error(message, hint)
-        return error.exit_code
-    if isinstance(error, Interrupted):
-        render.note(error.message)
-        return error.exit_code
-    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
-        render.note("interrupted")
-        return 130
-    if isinstance(error, ModuleNotFoundError):
-        render.error(f"the package {error.name} is not installed", f"pip install {error.name}, or gpt itself anew")
-        return 1
-    if is_out_of_memory(error):
-        render.error("out of memory", "take a smaller --micro-batch, --preset or --block-size")
-        return 1
-    if is_out_of_threads(error):
-        render.error(
-            "the system refuses to start another thread: memory or the number of threads is limited",
-            "raise the limit (ulimit -v, ulimit -u, or a container's), or take fewer --threads",
-        )
-        return 1
-    if (failure := device_failure(error)) is not None:
-        render.error(f"the device has failed: {failure}", "try again; where it fails again, --device cpu computes too")
-        return 1
-    if isinstance(error, OSError):
-        render.error(f"the system says: {error}", "--debug shows where")
-        return 1
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
-    render.error(f"a fault in gpt itself: {type(error).__name__}: {error}", "--debug shows where; please report it")
-    return 1
+    status, message, hint = _described(error, command)
+    if hint:
+        render.error(message, hint)
+    else:
+        render.note(message)
+    return status
+
+
+def _described(error: BaseException, command: str) -> tuple[int, str, str]:
+    """Returns the exit status, what went wrong, and a hint. An interruption has no hint."""
+    if isinstance(error, UserError):
+        return error.exit_code, error.message, error.hint or f"gpt {command} --help says what each setting takes"
+    if isinstance(error, typer.TyperException):  # the command line cannot be parsed
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context else "gpt"
+        return error.exit_code, error.format_message().rstrip("."), f"{path} --help lists what there is"
+    if isinstance(error, Interrupted):
+        return error.exit_code, error.message, ""
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        return 130, "interrupted", ""
+    if isinstance(error, ModuleNotFoundError):
+        return 1, f"the package {error.name} is not installed", f"pip install {error.name}, or gpt itself anew"
+    if is_out_of_memory(error):
+        return 1, "out of memory", "take a smaller --micro-batch, --preset or --block-size"
+    if is_out_of_threads(error):
+        message = "the system refuses to start another thread: memory or the number of threads is limited"
+        return 1, message, "raise the limit (ulimit -v, ulimit -u, or a container's), or take fewer --threads"
+    if (failure := device_failure(error)) is not None:
+        return 1, f"the device has failed: {failure}", "try again; where it fails again, --device cpu computes too"
+    if isinstance(error, OSError):
+        return 1, f"the system says: {error}", "--debug shows where"
+    message = f"a fault in gpt itself: {type(error).__name__}: {error}"
+    return 1, message, "--debug shows where; please report it"
 
 
 def _is_closed_pipe(error: BaseException | None) -> bool:

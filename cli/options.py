@@ -5,13 +5,13 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
 from gpt import config, sample_config
 from gpt.errors import UserError, did_you_mean
-from gpt.settings import from_dict, without_none
+from gpt.settings import field_types, from_dict, without_none
 
 from . import inputs
 
@@ -22,8 +22,12 @@ option = functools.partial(typer.Option, show_envvar=False)
 
 Json = Annotated[bool, option("--json", help="JSON on stdout, one object a line.", rich_help_panel=OUTPUT)]
 Quiet = Annotated[bool, option("--quiet", "-q", help="No progress.", rich_help_panel=OUTPUT)]
-
-
+MODEL_HELP = (
+    "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, a folder of transformers or PEFT, or hf:NAME of the hub."
+)
+Model = Annotated[str | None, option("--model", "-m", help=MODEL_HELP, show_default="best of the newest run in runs/")]
+PromptFile = Annotated[Path | None, option(help="Read the prompt from a file; - is stdin.", show_default="none")]
+TextFile = Annotated[Path | None, option(help="Read the text from a file; - is stdin.", show_default="none")]
 Base = Annotated[
     str | None,
     option("--base", metavar="MODEL", help="The model that an adapter belongs to.", show_default="the one it names"),
@@ -39,14 +43,6 @@ Device = Annotated[
     str, one_of(get_args(config.Device), help="auto: CUDA, else MPS, else the CPU.", rich_help_panel="Machine")
 ]
 Dtype = Annotated[
-    str,
-    one_of(
-        get_args(config.Dtype), help="auto: bfloat16 on newer CUDA devices, else float32.", rich_help_panel="Machine"
-    ),
-]
-
-
-SamplingDtype = Annotated[
     str,
     one_of(
         get_args(sample_config.Dtype),
@@ -82,8 +78,10 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
             asked = {name: values.pop(name) for name in names}
             for one, other, _ in getattr(config_class, "EXCLUSIVE", ()):
                 _keep_the_stronger(context, asked, (one, other))
-            if "given" in wanted:
-                values["given"] = given_settings(context, asked)
+            if "given" in wanted:  # as an option, in the environment, or in --config
+                sources = {name: context.get_parameter_source(name) for name in asked if asked[name] is not None}
+                given = [name for name, source in sources.items() if source and source.name != "DEFAULT"]
+                values["given"] = {name: asked[name] for name in given}
             if "words" in wanted:
                 values["words"] = context.find_root().obj
             return command(settings=from_dict(config_class, asked, command.__name__), **values)
@@ -107,13 +105,6 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
     return decorate
 
 
-def given_settings(context: typer.Context, asked: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings that the user gave: as an option, in the environment, or in ``--config``."""
-    sources = {name: context.get_parameter_source(name) for name in asked}
-    given = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
-    return {name: value for name, value in asked.items() if name in given and value is not None}
-
-
 _STRENGTH = ["COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP", "DEFAULT"]  # an option beats its twin, that beats --config
 
 
@@ -128,7 +119,7 @@ def _keep_the_stronger(context: typer.Context, asked: dict[str, Any], pair: tupl
 
 def _as_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") -> inspect.Parameter:
     meta = field.metadata
-    kind = get_type_hints(config_class)[field.name]
+    kind = field_types(config_class)[field.name]
     flags = [*meta["flags"], "--" + field.name.replace("_", "-")]
     settings = {"help": meta["help"], "rich_help_panel": meta["panel"], "show_default": meta["shown"] or True}
     choice = without_none(kind)
@@ -147,7 +138,7 @@ def _as_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") -> i
 def config_file(config_class: type[Any]) -> Any:
     """An option ``--config FILE.toml``, whose values beat defaults; options and environment variables beat them."""
     known = [field.name for field in dataclasses.fields(config_class)]
-    kinds = get_type_hints(config_class)
+    kinds = field_types(config_class)
 
     def read(context: typer.Context, path: Path | None) -> Path | None:
         if path is not None and not context.resilient_parsing:

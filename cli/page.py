@@ -4,7 +4,6 @@ import base64
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -37,16 +36,6 @@ OutPage = Annotated[Path | None, _out_option(".html")]
 Out = Annotated[Path | None, _out_option(*_KINDS)]
 
 
-@dataclass(frozen=True)
-class Forms:
-    """A result in several forms, each made only when it is asked for."""
-
-    data: Callable[[], Data]  # for programs
-    terminal: Callable[[], None]
-    page: Callable[[], bytes]
-    picture: "Callable[[], Figure]"
-
-
 def check_out(out: Path | None, *endings: str) -> None:
     """Raises `UserError`, before any work, for an output file that cannot be written or has no known ending."""
     if out is None:
@@ -65,19 +54,32 @@ def check_out(out: Path | None, *endings: str) -> None:
         raise UserError(f"cannot write into {folder}", "name another place with --out")
 
 
-def show(forms: Forms, out: Path | None, as_json: bool) -> None:
-    """Writes ``out`` in the form that its ending names. Prints JSON if asked for, or text without ``out``."""
+def show(
+    name: str,
+    title: str,
+    out: Path | None,
+    as_json: bool,
+    *,
+    data: Callable[[], Data],
+    terminal: Callable[[], None],
+    page: Callable[[], Data],
+    picture: "Callable[[], Figure]",
+) -> None:
+    """Writes ``out`` in the form that its ending names: the page ``pages/NAME.js``, a picture, or data. Prints JSON if
+    asked for, or text without ``out``. Only the forms that are needed are made."""
     if out is not None:
         ending = out.suffix.lower()
         if ending in plots.ENDINGS:
-            content = plots.as_bytes(forms.picture(), ending)
+            content = plots.as_bytes(picture(), ending)
+        elif ending == ".html":
+            content = html(name, title, page())
         else:
-            content = forms.page() if ending == ".html" else as_bytes(forms.data())
+            content = (json.dumps(data(), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
         write(out, content, as_json)
     if as_json:
-        render.json_line(forms.data())
+        render.json_line(data())
     elif out is None:
-        forms.terminal()
+        terminal()
 
 
 def write(out: Path, content: bytes, quiet: bool) -> None:
@@ -85,12 +87,7 @@ def write(out: Path, content: bytes, quiet: bool) -> None:
     with disk_errors(out):
         write_file(out, content)
     if not quiet:
-        render.saved(out, len(content))
-
-
-def as_bytes(data: Data) -> bytes:
-    """Returns data as the bytes of a JSON file."""
-    return (json.dumps(data, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+        render.fact("saved", f"{out}  ({len(content):,} bytes)")
 
 
 def html(name: str, title: str, data: Data) -> bytes:

@@ -6,11 +6,11 @@ import secrets
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
@@ -20,12 +20,10 @@ from gpt.events import format_seconds
 from gpt.words import as_json, counted
 
 if TYPE_CHECKING:
-    import typer
-
     from gpt.api import Measured
     from gpt.decoding.logits import Token
     from gpt.decoding.write import Piece, Sample
-    from gpt.evaluate import Evaluation
+    from gpt.evaluate import Evaluation, Window
     from gpt.text.tokenizer import Tokenizer
     from gpt.training.context import Result
 
@@ -138,22 +136,33 @@ def note(text: str) -> None:
     console.print(Text(console.shown(text), "dim"))
 
 
-def usage_error(error: "typer.TyperException") -> tuple[str, str]:
-    """Returns message and hint for a command line that the parser rejects."""
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context else "gpt"
-    return error.format_message().rstrip("."), f"{command} --help lists what there is"
-
-
 def excerpt(text: str, lines: int = 5) -> str:
     """Returns the first lines of a sample, indented."""
     kept = [line for line in text.strip().splitlines() if line.strip()][:lines]
     return "\n".join("    " + line for line in kept)
 
 
-def saved(path: Path, size: int) -> None:
-    """Prints the path and size of a file that was written."""
-    stdout().print(Text.assemble(("saved  ", "bold"), f"{path}  ({size:,} bytes)"))
+def fact(label: str, text: str, console: Console | None = None) -> None:
+    """Prints a labelled line of a result."""
+    (console or stdout()).print(Text.assemble((f"{label:<5}  ", "bold"), text))
+
+
+def table(*columns: str, title: str = "", **settings: Any) -> Table:
+    """Returns a table with these columns; a leading ``>`` right-aligns one. Without columns it has no header."""
+    settings = {"box": box.SIMPLE_HEAD if columns else None, "show_header": bool(columns), "pad_edge": False} | settings
+    made = Table(title=Text(title, "bold") if title else None, title_justify="left", **settings)
+    for column in columns:
+        made.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    return made
+
+
+def keyed(rows: Mapping[str, str]) -> Table:
+    """Returns a table of labelled values. Empty values are left out."""
+    made = table()
+    for key, value in rows.items():
+        if value:
+            made.add_row(Text(key, "bold"), value)
+    return made
 
 
 def percent_of_peak(mfu: float | None) -> str:
@@ -172,23 +181,21 @@ def result_json(result: "Result") -> dict[str, Any]:
 
 def result(result: "Result", console: Console | None = None) -> None:
     """Prints the end of ``gpt train``: the checkpoint, the loss, a sample, and a command to try next."""
-    console = console or stdout()
     rate = f"{result.tokens_per_second:,.0f} tokens/s{percent_of_peak(result.mfu)}"
     length = f"{counted(result.steps, 'step')} in {format_seconds(result.seconds)}, {rate}"
-    console.print(Text.assemble(("saved  ", "bold"), f"{result.checkpoint}  ({length})"))
+    fact("saved", f"{result.checkpoint}  ({length})", console)
     if result.val_loss is not None and result.bits_per_byte is not None:
         loss = f"{result.val_loss:.4f} nats a token, {result.bits_per_byte:.4f} bits per byte, on "
         loss += f"{result.val_tokens:,} tokens of held-out text" if result.val_tokens else "held-out text"
-        console.print(Text.assemble(("loss   ", "bold"), loss))
+        fact("loss", loss, console)
     if result.answers is not None:
         held_out = "" if result.held_out_answers is None else f" trained on, {result.held_out_answers} held out"
-        console.print(Text.assemble(("pairs  ", "bold"), f"answered exactly (greedy): {result.answers}{held_out}"))
-    console.print(Text.assemble(("sample", "bold")))
-    console.print(Text(excerpt(result.sample, 12), "italic"))
+        fact("pairs", f"answered exactly (greedy): {result.answers}{held_out}", console)
+    sample = Text.assemble(("sample\n", "bold"), (excerpt(result.sample, 12), "italic"))
+    (console or stdout()).print(sample)
     short = 0 < len(result.prompt) <= 60 and result.prompt.isprintable()
-    prompt = f"{shlex.quote(result.prompt)} --greedy" if short else '"Once upon"'
-    prompt = "-i" if result.chat else prompt
-    console.print(Text.assemble(("more   ", "bold"), f"gpt sample {prompt} -m {shlex.quote(str(result.run))}"))
+    prompt = "-i" if result.chat else f"{shlex.quote(result.prompt)} --greedy" if short else '"Once upon"'
+    fact("more", f"gpt sample {prompt} -m {shlex.quote(str(result.run))}", console)
 
 
 def draw_seed(announce: bool) -> int:
@@ -211,29 +218,25 @@ class Overflow:
         self.dropped = max(self.dropped, sample.dropped)
         self.slid |= sample.slid
 
+    def counting(self, pieces: Iterable["Piece"]) -> Iterator["Piece"]:
+        """Yields the pieces and counts the samples among them."""
+        for piece in pieces:
+            yield piece
+            if piece.sample is not None:
+                self.add(piece.sample)
 
-def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bool) -> Overflow:
+
+def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bool) -> None:
     """Prints texts piece by piece as they are generated, with a heading above each where there are several."""
-    overflow = Overflow()
     told = None
     for piece in pieces:
         if (piece.prompt, piece.index) != told:
             told = piece.prompt, piece.index
-            of_prompt = f"prompt {piece.prompt + 1} of {len(prompts)}" if len(prompts) > 1 else ""
-            of_num = f"{piece.index + 1} of {num}" if num > 1 else ""
-            if of_prompt or of_num:
-                write(f"--- {', '.join(filter(None, (of_prompt, of_num)))} ---\n")
+            heading = [f"prompt {piece.prompt + 1} of {len(prompts)}"] if len(prompts) > 1 else []
+            heading += [f"{piece.index + 1} of {num}"] if num > 1 else []
+            write(f"--- {', '.join(heading)} ---\n" if heading else "")
             write(prompts[piece.prompt] if echo else "")
-        write(piece.text)
-        if piece.sample is not None:
-            write("\n")
-            overflow.add(piece.sample)
-    return overflow
-
-
-def saved_samples(path: Path, count: int) -> None:
-    """Prints the end of ``gpt sample --out``."""
-    stdout().print(Text.assemble(("saved  ", "bold"), f"{path}  ({counted(count, 'sample')})"))
+        write(piece.text + ("\n" if piece.sample is not None else ""))
 
 
 def context_notes(overflow: Overflow, size: int) -> None:
@@ -244,32 +247,13 @@ def context_notes(overflow: Overflow, size: int) -> None:
         note(f"the text outgrew the context of {size:,} tokens: what stood further back was forgotten")
 
 
-def json_samples(
-    pieces: Iterable["Piece"], prompts: Sequence[str], seed: int | None, tokenizer: "Tokenizer"
-) -> Overflow:
-    """Prints each finished sample as a line of JSON."""
-    overflow = Overflow()
-    for piece in pieces:
-        if piece.sample is not None:
-            json_line(sample_json(piece, prompts[piece.prompt], seed, tokenizer))
-            overflow.add(piece.sample)
-    return overflow
-
-
 def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Tokenizer") -> dict[str, Any]:
     """Returns a line of ``gpt sample --json`` for the last piece of a text, which holds the whole sample."""
     sample = piece.sample
     assert sample is not None
-    values: dict[str, Any] = {
-        "prompt_index": piece.prompt,
-        "index": piece.index,
-        "prompt": prompt,
-        "text": sample.text,
-        "tokens": sample.tokens,
-        "logprob": sample.logprob,
-        "finish_reason": sample.finish_reason,
-        "seed": seed,
-    }
+    values: dict[str, Any] = {"prompt_index": piece.prompt, "index": piece.index, "prompt": prompt}
+    values |= {key: getattr(sample, key) for key in ("text", "tokens", "logprob", "finish_reason")}
+    values["seed"] = seed
     if sample.score is not None:
         values["score"] = sample.score
     for name in ("logprobs", "prompt_logprobs"):
@@ -298,14 +282,14 @@ def evaluation_json(result: "Evaluation") -> dict[str, Any]:
 
 def evaluation(result: "Evaluation") -> None:
     """Prints the measures of ``gpt eval`` with their units."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_row("loss", f"{result.loss:.4f}", "nats a token")
-    table.add_row("perplexity", f"{result.perplexity:,.2f}", "a token: e to the loss")
-    table.add_row("bits per byte", f"{result.bits_per_byte:.4f}", "comparable between tokenizers")
-    table.add_row("word perplexity", f"{result.word_perplexity:,.2f}", "a word, as white space cuts them")
-    table.add_row("text", f"{result.tokens:,}", f"tokens predicted; {result.bytes:,} bytes, {result.words:,} words")
-    table.add_row("windows", f"{result.block_size:,}", f"tokens each, one every {result.stride:,}")
-    stdout().print(table)
+    rows = table()
+    rows.add_row("loss", f"{result.loss:.4f}", "nats a token")
+    rows.add_row("perplexity", f"{result.perplexity:,.2f}", "a token: e to the loss")
+    rows.add_row("bits per byte", f"{result.bits_per_byte:.4f}", "comparable between tokenizers")
+    rows.add_row("word perplexity", f"{result.word_perplexity:,.2f}", "a word, as white space cuts them")
+    rows.add_row("text", f"{result.tokens:,}", f"tokens predicted; {result.bytes:,} bytes, {result.words:,} words")
+    rows.add_row("windows", f"{result.block_size:,}", f"tokens each, one every {result.stride:,}")
+    stdout().print(rows)
 
 
 def speed_json(measured: "Measured") -> dict[str, Any]:
@@ -317,33 +301,22 @@ def speed_json(measured: "Measured") -> dict[str, Any]:
 def speed(measured: "Measured") -> None:
     """Prints the measures of ``gpt bench`` with their units."""
     found, asked = measured.speed, measured.settings
-    table = Table(box=None, show_header=False, pad_edge=False)
+    rows = table()
     how = f"{measured.parameters:,} parameters, {measured.device}, {measured.dtype}"
-    table.add_row("model", measured.name, how + (", compiled" if measured.compiled else ""))
+    rows.add_row("model", measured.name, how + (", compiled" if measured.compiled else ""))
     texts = f"{asked.batch} texts" if asked.batch > 1 else "a text"
-    table.add_row("reading", f"{found.prefill_tokens_per_second:,.0f}", f"tokens/s: {asked.prompt_tokens} of {texts}")
-    table.add_row("first token", f"{1000 * found.first_token_seconds:,.1f}", "ms after the prompt")
-    table.add_row("writing", f"{found.decode_tokens_per_second:,.1f}", f"tokens/s: {asked.new_tokens} of {texts}")
+    rows.add_row("reading", f"{found.prefill_tokens_per_second:,.0f}", f"tokens/s: {asked.prompt_tokens} of {texts}")
+    rows.add_row("first token", f"{1000 * found.first_token_seconds:,.1f}", "ms after the prompt")
+    rows.add_row("writing", f"{found.decode_tokens_per_second:,.1f}", f"tokens/s: {asked.new_tokens} of {texts}")
     share = f"% of {found.bandwidth_bytes_per_second / 1e9:,.1f} GB/s, which this memory reads; a step reads "
-    table.add_row("bandwidth", f"{100 * found.bandwidth_share:.0f}", share + f"{found.read_bytes / 1e6:,.0f} MB")
-    table.add_row("memory", f"{found.memory_bytes / 1e6:,.0f}", "MB at most")
-    stdout().print(table)
+    rows.add_row("bandwidth", f"{100 * found.bandwidth_share:.0f}", share + f"{found.read_bytes / 1e6:,.0f} MB")
+    rows.add_row("memory", f"{found.memory_bytes / 1e6:,.0f}", "MB at most")
+    stdout().print(rows)
 
 
-def token_lines(tokenizer: "Tokenizer") -> Callable[[Any, Any], None]:
-    """Returns a callback that prints each scored token of a window as a line of JSON."""
-
-    def each(window: Any, losses: Any) -> None:
-        for at, loss in enumerate(losses.tolist(), window.skipped):
-            id = int(window.y[at])
-            json_line(
-                {
-                    "document": window.document,
-                    "position": window.start + at + 1,
-                    "token": id,
-                    "text": tokenizer.decode([id]),
-                    "logprob": -loss,
-                }
-            )
-
-    return each
+def token_lines(window: "Window", losses: Any, tokenizer: "Tokenizer") -> None:
+    """Prints each scored token of a window as a line of JSON."""
+    for at, loss in enumerate(losses.tolist(), window.skipped):
+        id = int(window.y[at])
+        place = {"document": window.document, "position": window.start + at + 1}
+        json_line({**place, "token": id, "text": tokenizer.decode([id]), "logprob": -loss})

@@ -1,18 +1,19 @@
-"""The output of ``gpt data``."""
+"""The output of ``gpt data`` and ``gpt tokenize``: corpora, and folders of tokens."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
 from rich.text import Text
 
+from gpt.events import format_seconds
 from gpt.words import counted
 
-from . import progress, render
+from . import render
 
 if TYPE_CHECKING:
     from gpt.text.catalogue import CatalogueEntry
+    from gpt.text.token_folder import TokenFolder
 
 
 def size_in_words(size: int | None) -> str:
@@ -41,18 +42,13 @@ def corpora(all_corpora: "Sequence[CatalogueEntry]", as_json: bool) -> None:
         for found in all_corpora:
             render.json_line(_summary(found))
         return
-    from rich import box
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     console = render.stdout()
-    table.add_column("Corpus", no_wrap=True)
-    table.add_column("What")
-    table.add_column("Size", justify="right", no_wrap=True)
-    table.add_column("License", max_width=13 if console.width < 120 else None)
-    table.add_column("", no_wrap=True)
+    table = render.table("Corpus", "What", ">Size", "License", "")
+    table.columns[3].max_width = 13 if console.width < 120 else None
+    for at in (0, 2, 4):
+        table.columns[at].no_wrap = True
     for found in all_corpora:
-        row = (found.name, found.title, size_in_words(found.size), found.license, status(found))
-        table.add_row(*map(Text, row))
+        table.add_row(found.name, found.title, size_in_words(found.size), found.license, status(found))
     console.print(table)
     console.print(Text("gpt data show NAME tells more; gpt train NAME fetches what is not here.", "dim"))
 
@@ -62,7 +58,6 @@ def corpus(found: "CatalogueEntry", as_json: bool) -> None:
     if as_json:
         render.json_line({**_summary(found), "about": found.about, "files": _files(found)})
         return
-    table = Table(box=None, show_header=False, pad_edge=False)
     rows = {
         "what": found.title,
         "about": found.about,
@@ -74,27 +69,19 @@ def corpus(found: "CatalogueEntry", as_json: bool) -> None:
         "status": status(found),
         "folder": "" if found.python else str(found.folder),
     }
-    for key, value in rows.items():
-        if value:
-            table.add_row(Text(key, "bold"), Text(value))
     console = render.stdout()
     console.print(Text(found.name, "bold"))
-    console.print(table)
-    if found.all_files:
-        console.print(_files_table(found))
-
-
-def _files_table(found: "CatalogueEntry") -> Table:
-    from rich import box
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("File", "For", "Bytes", "sha256", ""):
-        table.add_column(column, justify="right" if column == "Bytes" else "left", overflow="fold")
+    console.print(render.keyed(rows))
+    if not found.all_files:
+        return
+    table = render.table("File", "For", ">Bytes", "sha256", "")
+    for column in table.columns:
+        column.overflow = "fold"
     for file in _files(found):
         size = "" if file["size"] is None else f"{file['size']:,}"
         here = "here" if file["here"] else "to fetch"
-        table.add_row(*map(Text, (file["name"], file["split"], size, file["sha256"] or "none published", here)))
-    return table
+        table.add_row(file["name"], file["split"], size, file["sha256"] or "none published", here)
+    console.print(table)
 
 
 def _summary(found: "CatalogueEntry") -> dict[str, Any]:
@@ -122,22 +109,6 @@ def _files(found: "CatalogueEntry") -> list[dict[str, Any]]:
     ]
 
 
-@contextlib.contextmanager
-def fetching(quiet: bool) -> Iterator[Callable[[int, int | None], None]]:
-    """Shows a progress bar; yields the function that moves it, which takes the bytes here and the bytes in all."""
-    with progress.Bar("fetched", "bytes", quiet) as bar:
-        first = True
-
-        def on_bytes(done: int, total: int | None) -> None:
-            nonlocal first
-            if first:
-                bar.skip(done)  # fetched before
-                first = False
-            bar.advance(done - bar.done, total or done)
-
-        yield on_bytes
-
-
 def fetched(found: "CatalogueEntry", seconds: float, train: str, as_json: bool) -> None:
     """Prints the result of ``gpt data fetch``: the folder, and the command that takes it."""
     files = [found.folder / file.name for file in found.all_files]
@@ -148,6 +119,74 @@ def fetched(found: "CatalogueEntry", seconds: float, train: str, as_json: bool) 
         render.json_line({**values, "seconds": round(seconds, 2), "train": train})
         return
     where = f"{folder}  ({counted(len(files), 'file')}, {size:,} bytes)"
-    console = render.stdout()
-    console.print(Text.assemble(("here   ", "bold"), where if folder else "inside this Python: nothing to fetch"))
-    console.print(Text.assemble(("train  ", "bold"), train))
+    render.fact("here", where if folder else "inside this Python: nothing to fetch")
+    render.fact("train", train)
+
+
+def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
+    """Prints all about a token folder; as JSON its manifest, and whether its checksums were compared."""
+    if as_json:
+        render.json_line({"path": str(folder.path), **folder.manifest, "verified": verified})
+        return
+    render.fact("folder", str(folder.path))
+    _sides(folder)
+    manifest = folder.manifest
+    by = {
+        "end": "the end of the text is held out",
+        "hash": "documents are held out by a hash of seed and text",
+        "text": "a text of its own is held out",
+        "nothing": "nothing is held out",
+    }[manifest["split"]["by"]]
+    rows = {
+        "tokenizer": f"{folder.tokenizer.name}, {folder.tokenizer.vocab_size:,} ids",
+        "split": by,
+        "sources": f"{manifest['sources']['count']:,}",
+        "shards": f"{len(folder.shards):,}" + (", every sum is right" if verified else ""),
+        "replaced": counted(manifest["replaced"], "wrong byte") if manifest["replaced"] else "",
+        "left out": counted(manifest["skipped"], "file, line or row", "files, lines or rows")
+        if manifest["skipped"]
+        else "",
+        "part": "of a corpus: {} of {}".format(*manifest["part"]) if manifest["part"] else "",
+    }
+    render.stdout().print(render.keyed(rows))
+    _next(folder)
+
+
+def tokens(folder: "TokenFolder", seconds: float, as_json: bool) -> None:
+    """Prints the result of a command that made a token folder."""
+    rate = folder.bytes / max(seconds, 1e-9)
+    if as_json:
+        render.json_line(
+            {
+                "out": str(folder.path),
+                "documents": folder.documents,
+                "bytes": folder.bytes,
+                "tokens": folder.tokens,
+                "shards": len(folder.shards),
+                "vocab_size": folder.tokenizer.vocab_size,
+                "tokenizer": folder.tokenizer.name,
+                "seconds": round(seconds, 2),
+                "bytes_per_second": round(rate, 1),
+            }
+        )
+        return
+    render.fact("saved", f"{folder.path}  ({format_seconds(seconds)}, {rate / 1e6:,.1f} MB/s)")
+    _sides(folder)
+    _next(folder)
+
+
+def _sides(folder: "TokenFolder") -> None:
+    for side in ("train", "val"):
+        counts = folder.manifest[side]
+        size = f"{counted(counts['tokens'], 'token')} of {counted(counts['bytes'], 'byte')}"
+        render.fact(side, f"{size}, {counted(counts['documents'], 'document')}")
+
+
+def _next(folder: "TokenFolder") -> None:
+    """Prints the command that takes the folder, or why none does."""
+    if folder.manifest["part"]:
+        render.fact("join the parts", "gpt data merge PART... -o DIR")
+    elif folder.manifest["train"]["tokens"]:
+        render.fact("train on it", f"gpt train {shlex.quote(str(folder.path))}")
+    else:
+        render.stdout().print("there is nothing to train on: all of the text is held out")

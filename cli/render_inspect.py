@@ -14,7 +14,7 @@ from gpt.words import counted
 from . import render
 
 if TYPE_CHECKING:
-    from gpt.inspect import Floats, Look, Positions
+    from gpt.inspect import Look, Positions
     from gpt.text.tokenizer import Tokenizer
 
 LETTERS = {"previous": "p", "first": "f", "itself": "i", "same": "s", "matching": "m"}
@@ -64,12 +64,8 @@ def _heads(look: "Look") -> Table:
     """Prints a letter per head for what it mostly attends to."""
     from gpt import inspect
 
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
-    table.add_column("layer", justify="right")
-    if any(look.windows):
-        table.add_column("window", justify="right")
-    for head in look.heads:
-        table.add_column(str(head), justify="right")
+    columns = ["layer", *(["window"] if any(look.windows) else []), *map(str, look.heads)]
+    table = render.table(*(f">{name}" for name in columns), box=None, padding=(0, 1, 0, 0), caption_justify="left")
     for at, layer in enumerate(look.layers):
         kinds = [inspect.mostly(look.here, look.probe, at, column) for column in range(len(look.heads))]
         letters = [Text(LETTERS[kind], COLOURS[kind]) if kind else Text("-", "dim") for kind in kinds]
@@ -97,8 +93,10 @@ def heat(look: "Look", tokenizer: "Tokenizer", at: int, column: int, console: Co
     wide = 2 if 2 * (T - first) + LABEL + 2 <= console.width else 1
     pattern = look.patterns[at, column]
     for query in range(first, T):
-        label = shown(token_text(tokenizer, int(look.ids[query])))
-        line = Text(f"{_fit(label, LABEL)} ")
+        line = Text(shown(token_text(tokenizer, int(look.ids[query]))))
+        line.truncate(LABEL, overflow="ellipsis")
+        line.pad_left(LABEL - line.cell_len)
+        line.append(" ")
         start = first if window is None else max(first, query - window + 1)
         line.append(wide * (start - first) * " ")
         for key in range(start, query + 1):
@@ -113,21 +111,13 @@ def _cell(share: float, wide: int, console: Console) -> Text:
     return Text(" " * wide, Style(bgcolor=Color.from_rgb(*ramp(share))))
 
 
-def _fit(text: str, width: int) -> str:
-    from rich.cells import cell_len, set_cell_size
-
-    return set_cell_size(text, width - 1) + "…" if cell_len(text) > width else " " * (width - cell_len(text)) + text
-
-
 def _next(look: "Look", tokenizer: "Tokenizer") -> Table:
     """Prints the likeliest next tokens at each layer."""
     from gpt.inspect import token_text
 
-    table = Table(
-        box=None, pad_edge=False, title=Text("\nnext token, as read after each block", "bold"), title_justify="left"
+    table = render.table(
+        ">block", "likeliest tokens and their probabilities", box=None, title="\nnext token, as read after each block"
     )
-    table.add_column("block", justify="right")
-    table.add_column("likeliest tokens and their probabilities")
     last = len(look.lens.ids) - 1
     for layer, (ids, shares) in enumerate(zip(look.lens.ids[:, -1], look.lens.probabilities[:, -1], strict=True)):
         said = Text()
@@ -143,7 +133,7 @@ def near(groups: Sequence[Mapping[str, Any]]) -> None:
     console = render.stdout()
     for group in groups:
         console.print(Text.assemble((group["title"], "bold"), (f"   {group['note']}", "dim")))
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table = render.table(padding=(0, 2, 0, 0))
         table.add_column(justify="right")
         for each in group["near"]:
             table.add_row(Text(shown(each["text"])), f"{each['cosine']:.4f}", render.bar(each["cosine"], 30, console))
@@ -151,44 +141,22 @@ def near(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def positions(found: "Positions") -> None:
-    """Prints the table of positions as a map, and similarity by distance."""
+    """Prints the kind of the positions, and similarity by distance."""
     console = render.stdout()
     size = len(found.similarity)
     if found.table is None:
         console.print("rotary: no table; queries and keys are turned by an angle that grows with the place")
     else:
-        console.print(
-            Text(f"{found.kind}: {size:,} places (down) of {found.table.shape[1]:,} numbers (across)", "bold")
-        )
-        _table(found.table, console)
+        console.print(Text(f"{found.kind}: {size:,} places of {found.table.shape[1]:,} numbers", "bold"))
+        console.print(Text("-o FILE.html or FILE.png shows the table", "dim"))
     console.print(Text("\nsimilarity of two places, by the tokens between them", "bold"))
-    table = Table(box=None, show_header=False, pad_edge=False)
+    table = render.table()
     table.add_column(justify="right")
     distances = sorted({0, *(2**n for n in range(30) if 2**n < size), size - 1})
     for distance in distances:
         value = float(found.similarity[distance])
         table.add_row(f"{distance:,}", f"{value:.3f}", render.bar(value, 30, console))
     console.print(table)
-
-
-def _table(table: "Floats", console: Console) -> None:
-    """Prints an array as a map of at most 24 rows: blue below zero, red above; signs where there is no colour."""
-    import numpy as np
-
-    rows = np.linspace(0, len(table) - 1, min(24, len(table))).round().astype(int)
-    columns = np.linspace(0, table.shape[1] - 1, min(console.width - 8, table.shape[1], 100)).round().astype(int)
-    most = max(float(np.abs(table).max()), 1e-30)
-    for row in rows:
-        line = Text(f"{row:>6,} ", "dim")
-        for value in table[row, columns]:
-            strength = (abs(float(value)) / most) ** 0.5
-            if console.color_system is None:
-                line.append("." if strength < 0.3 else "-" if value < 0 else "+")
-            else:
-                end = (60, 120, 255) if value < 0 else (240, 90, 60)
-                red, green, blue = (round(low + (high - low) * strength) for low, high in zip(DARK, end, strict=True))
-                line.append(" ", Style(bgcolor=Color.from_rgb(red, green, blue)))
-        console.print(line, no_wrap=True)
 
 
 def tokens(data: Mapping[str, Any]) -> None:

@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from gpt.config import GPTConfig, Preset
@@ -35,36 +33,28 @@ class Shape:
 
     def data(self) -> dict[str, Any]:
         """The object of ``gpt params --json``."""
+        sums = ("total_weights", "tied", "positions", "biases", "layer_norms", "trainable")
         return {
             "name": self.name,
             "config": asdict(self.config),
             "rows": [asdict(row) for row in self.parts.rows],
-            "total_weights": self.parts.total_weights,
-            "tied": self.parts.tied,
-            "positions": self.parts.positions,
-            "biases": self.parts.biases,
-            "layer_norms": self.parts.layer_norms,
-            "trainable": self.parts.trainable,
+            **{key: getattr(self.parts, key) for key in sums},
         }
 
 
 def breakdown(shape: Shape) -> None:
     """The GPT-3 table of a shape with a bar a matrix, and below it what is tied and what is added."""
     parts, config, console = shape.parts, shape.config, render.stdout()
-    title = Text(shape.name, "bold")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", show_footer=True)
-    table.add_column("Matrix", footer="Total weights")
-    table.add_column("Dimensions")
-    table.add_column("Parameters", f"{parts.total_weights:,}", justify="right")
-    table.add_column("Share", justify="right")
-    table.add_column("", min_width=BAR)
+    table = render.table("Matrix", "Dimensions", ">Parameters", ">Share", "", title=shape.name, show_footer=True)
+    table.columns[0].footer, table.columns[2].footer = "Total weights", f"{parts.total_weights:,}"
+    table.columns[4].min_width = BAR
     most = max(row.parameters for row in parts.rows)
     for row in parts.rows:
         share = f"{row.parameters / parts.total_weights:.1%}"
         picture = render.bar(row.parameters / most, BAR, console)
         table.add_row(row.matrix, row.dimensions, f"{row.parameters:,}", share, picture)
     console.print(table)
-    sums = Table(box=None, show_header=False, pad_edge=False)
+    sums = render.table()
     sums.add_column(justify="right")
     fixed = " (a fixed sine table has none)" if config.positions == "sinusoidal" else ""
     tied = "tied: the unembedding is the embedding transposed"
@@ -82,10 +72,7 @@ def breakdown(shape: Shape) -> None:
 
 def side_by_side(shapes: Sequence[Shape]) -> None:
     """Matrices down, models across, each with its share of the model's weights. Models without a gate lack its row."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("Matrix")
-    for shape in shapes:
-        table.add_column(Text(shape.name), justify="right")
+    table = render.table("Matrix", *(f">{shape.name}" for shape in shapes))
     for row in max((each.parts.rows for each in shapes), key=len):
         table.add_row(row.matrix, *(_share(row.matrix, each.parts) for each in shapes))
     table.add_section()
@@ -117,18 +104,14 @@ def presets(all_presets: Mapping[str, Preset], as_json: bool) -> None:
             trainable = count(preset.model).trainable
             render.json_line({"name": name, "config": asdict(preset.model), "trainable": trainable})
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("Preset")
-    for column in ("layers", "heads", "width", "context", "ids", "parameters"):
-        table.add_column(column, justify="right")
-    table.add_column("layout")
-    table.add_column("")
+    numbers = (">layers", ">heads", ">width", ">context", ">ids", ">parameters")
+    table = render.table("Preset", *numbers, "layout", "")
     for name, preset in all_presets.items():
         c = preset.model
         heads = f"{c.n_head}" if c.kv_heads == c.n_head else f"{c.n_head} ({c.kv_heads})"
-        numbers = (c.n_embd, c.block_size, c.vocab_size, count(c).trainable)
+        sizes = (c.n_embd, c.block_size, c.vocab_size, count(c).trainable)
         remark = preset.note if preset.note.startswith("for") else ""
-        table.add_row(name, f"{c.n_layer}", heads, *(f"{n:,}" for n in numbers), c.layout, Text(remark, "dim"))
+        table.add_row(name, f"{c.n_layer}", heads, *(f"{n:,}" for n in sizes), c.layout, Text(remark, "dim"))
     console = render.stdout()
     console.print(table)
     console.print(Text("In brackets: heads of keys and values, where these are fewer.", "dim"))

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from gpt.config import PRESETS, GPTConfig
@@ -37,25 +35,20 @@ class Cost:
         """The way for all devices."""
         return self.plans[-1]
 
-    @property
-    def sections(self) -> dict[str, bool]:
-        """The sections to show: those that were asked for, or memory and time."""
-        asked = self.asked
-        plain = not (asked.memory or asked.flops or asked.time)
-        return {"memory": asked.memory or plain, "flops": asked.flops, "time": asked.time or plain}
-
     def data(self) -> dict[str, Any]:
-        """The members that costs add to the object of ``gpt params --json``."""
-        made: dict[str, Any] = {}
-        if self.sections["memory"]:
+        """The members that costs add to the object of ``gpt params --json``: those that were asked for, or memory and
+        time."""
+        asked, made = self.asked, dict[str, Any]()
+        default = not (asked.memory or asked.flops or asked.time)
+        if asked.memory or default:
             made |= {
                 "plan": self._plan(self.shown),
                 "memory": self._memory(),
                 "plans": list(map(self._plan, self.plans)),
             }
-        if self.sections["flops"]:
+        if asked.flops:
             made["flops"] = self._flops()
-        if self.sections["time"]:
+        if asked.time or default:
             made["time"] = self._time()
         return made
 
@@ -76,10 +69,12 @@ class Cost:
         """Bytes on a rank."""
         config, memory, setup = self.config, self.shown.memory, self.shown.setup
         whole, recomputed = (trunk(config, replace(setup, recompute=again)) for again in (False, True))
+        sampling = {
+            "weights": breakdown(config).trainable * setup.width,
+            "cache": cache_bytes(config, config.block_size, setup.width),
+        }
         return {
-            "parameters": memory.parameters,
-            "gradients": memory.gradients,
-            "optimizer": memory.optimizer,
+            **{name: getattr(memory, name) for name in ("parameters", "gradients", "optimizer")},
             "activations": whole,
             "activations_recomputed": recomputed,
             "logits": memory.logits,
@@ -87,10 +82,7 @@ class Cost:
             "moments": dict(memory.moments),
             "peak": memory.peak,
             "snapshot": memory.snapshot,
-            "sampling": {
-                "weights": breakdown(config).trainable * setup.width,
-                "cache": cache_bytes(config, config.block_size, setup.width),
-            },
+            "sampling": sampling,
         }
 
     def _flops(self) -> dict[str, int]:
@@ -114,13 +106,14 @@ def cost(cost: Cost, name: str = "") -> None:
     """The sections that were asked for, under the name where there are several."""
     if name:
         render.stdout().print(Text(f"\n{name}", "bold"))
-    if cost.sections["memory"]:
-        _memory(cost)
-        _fitting(cost)
-    if cost.sections["flops"]:
-        _flops(cost)
-    if cost.sections["time"]:
-        _time(cost)
+    data = cost.data()
+    if "memory" in data:
+        _memory(cost, data["memory"])
+        _fitting(cost, "time" in data)
+    if "flops" in data:
+        _flops(cost, data["flops"])
+    if "time" in data:
+        _time(cost, data["time"])
 
 
 def size(n: float) -> str:
@@ -132,15 +125,12 @@ def size(n: float) -> str:
     return f"{n:,.1f} TB" if n < 1000 else f"{n:,.0f} TB"
 
 
-def _memory(cost: Cost) -> None:
-    plan, data, console = cost.shown, cost.data()["memory"], render.stdout()
+def _memory(cost: Cost, data: dict[str, Any]) -> None:
+    plan, console = cost.shown, render.stdout()
     setup, asked = plan.setup, cost.asked
     ranks = "one" if plan.devices == 1 else f"each of {plan.devices:,}"
     words = f"Memory on {ranks} {asked.kind}, {setup.dtype}, {plan.options}"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=Text(words, "bold"), title_justify="left")
-    table.add_column("what")
-    table.add_column("bytes", justify="right")
-    table.add_column("")
+    table = render.table("what", ">bytes", "", title=words)
     narrow = "weights in the dtype of products" if not setup.shard else "weights gathered from the other ranks"
     other = "activations" if setup.recompute else "activations_recomputed"
     said = "without" if setup.recompute else "with"
@@ -173,15 +163,10 @@ def _memory(cost: Cost) -> None:
     )
 
 
-def _fitting(cost: Cost) -> None:
-    console, days = render.stdout(), cost.sections["time"]
-    title = Text(f"What fits into the memory of {cost.asked.kind}, from one device up", "bold")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    table.add_column("devices", justify="right")
-    table.add_column("gpt train …")
-    table.add_column("peak", justify="right")
-    if days:
-        table.add_column("days", justify="right")
+def _fitting(cost: Cost, days: bool) -> None:
+    console = render.stdout()
+    title = f"What fits into the memory of {cost.asked.kind}, from one device up"
+    table = render.table(">devices", "gpt train …", ">peak", *([">days"] if days else []), title=title)
     for plan in cost.plans:
         launch = f"--nproc {plan.devices} " if 1 < plan.devices <= NODE else ""
         words = launch + plan.options if plan.fits else "nothing fits; least:"
@@ -192,10 +177,8 @@ def _fitting(cost: Cost) -> None:
         console.print(Text(f"More than {NODE} devices are several machines: torchrun starts gpt train on each.", "dim"))
 
 
-def _flops(cost: Cost) -> None:
-    data = cost.data()["flops"]
-    table = Table(box=None, show_header=False, pad_edge=False, title=Text("Floating-point operations", "bold"))
-    table.title_justify = "left"
+def _flops(cost: Cost, data: dict[str, int]) -> None:
+    table = render.table(title="Floating-point operations")
     config, T = cost.config, cost.config.block_size
     width = "C" if config.n_head * config.head_size == config.n_embd else "H·D"
     scores = f"S·{width}" if any(config.windows) else f"L·{width}·T"
@@ -208,8 +191,8 @@ def _flops(cost: Cost) -> None:
     render.stdout().print(table)
 
 
-def _time(cost: Cost) -> None:
-    data, asked, console = cost.data()["time"], cost.asked, render.stdout()
+def _time(cost: Cost, data: dict[str, Any]) -> None:
+    asked, console = cost.asked, render.stdout()
     if data["days"] is None:
         console.print(f"How much a {asked.kind} computes in {asked.dtype} is not known, so neither are the days.")
         return

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -92,19 +91,8 @@ def _points(columns: dict[str, list[Any]], key: str, x: str = "step") -> list[tu
 
 
 def _results(runs: Sequence[dict[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in (
-        "run",
-        "steps",
-        "tokens",
-        "time",
-        "held-out loss",
-        "best at step",
-        "bits per byte",
-        "tokens/s",
-        "end",
-    ):
-        table.add_column(column, justify="left" if column in ("run", "end") else "right")
+    numbers = (">steps", ">tokens", ">time", ">held-out loss", ">best at step", ">bits per byte", ">tokens/s")
+    table = render.table("run", *numbers, "end")
     for run in runs:
         steps, end, best = run["steps"], run["end"] or {}, run["best"]
         if not steps["step"]:
@@ -112,7 +100,7 @@ def _results(runs: Sequence[dict[str, Any]]) -> Table:
         last = {key: steps[key][-1] if steps[key] else None for key in steps}
         loss = end.get("val_loss") or (best or {}).get("val_loss")
         table.add_row(
-            Text(run["name"]),
+            run["name"],
             _number(last["step"]),
             _number(last["tokens"]),
             "–" if last["seconds"] is None else format_seconds(last["seconds"]),
@@ -139,7 +127,7 @@ def _settings(found: "Sequence[Report]") -> Table:
     if len(found) > 1:
         keys = [key for key in differing(settings) if key != "started"]
         title = "settings that differ" if keys else "the settings do not differ"
-    table = Table(box=None, pad_edge=False, title=Text(f"\n{title}", "bold"), title_justify="left", show_header=False)
+    table = render.table(title=f"\n{title}")
     if len(found) > 1 and keys:
         table.add_row("", *(Text(each.name, "bold") for each in found))
     for key in keys:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
-from rich.text import Text
 
 from gpt.events import format_seconds
 
@@ -43,11 +42,10 @@ def learnt(tokenizer: "Tokenizer", out: Path, sampled: int, total: int, seconds:
             }
         )
         return
-    console = render.stdout()
     sample = f"{sampled:,} bytes" if sampled == total else f"{sampled:,} of {total:,} bytes"
     line = f"{out}  ({tokenizer.vocab_size:,} ids from {sample} in {format_seconds(seconds)})"
-    console.print(Text.assemble(("saved  ", "bold"), line))
-    console.print(Text.assemble(("more   ", "bold"), f"gpt tokenizer show {shlex.quote(str(out))}"))
+    render.fact("saved", line)
+    render.fact("more", f"gpt tokenizer show {shlex.quote(str(out))}")
 
 
 def vocabulary(tokenizer: "Tokenizer", longest: int, used: "Usage | None", as_json: bool) -> None:
@@ -78,7 +76,10 @@ def vocabulary(tokenizer: "Tokenizer", longest: int, used: "Usage | None", as_js
         return
     console = render.stdout()
     console.print(_facts(tokenizer, used))
-    console.print(_lengths(vocabulary.lengths(tokenizer)))
+    lengths = vocabulary.lengths(tokenizer)
+    table = render.table("Bytes a token", *(f">{column}" for column in lengths))
+    table.add_row("tokens", *(f"{count:,}" for count in lengths.values()))
+    console.print(table)
     if tokens:
         console.print(_list("Longest", "bytes", [(id, len(token), token) for id, token in tokens]))
     if used is not None:
@@ -87,20 +88,20 @@ def vocabulary(tokenizer: "Tokenizer", longest: int, used: "Usage | None", as_js
 
 
 def _facts(tokenizer: "Tokenizer", used: "Usage | None") -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
+    table = render.table()
     left_out = tokenizer.vocab_size - len(tokenizer.known)
     holes = f", {left_out:,} of them without a token" if left_out else ""
-    table.add_row("name", Text(tokenizer.name))
+    table.add_row("name", tokenizer.name)
     table.add_row("ids", f"{tokenizer.vocab_size:,}{holes}")
     for word, id in list(tokenizer.all_specials.items())[:20]:
-        table.add_row("special", Text(f"{id}  {word}{_role(tokenizer, id)}"))
+        table.add_row("special", f"{id}  {word}{_role(tokenizer, id)}")
     if len(tokenizer.all_specials) > 20:
         table.add_row("", f"and {len(tokenizer.all_specials) - 20:,} more")
     if tokenizer.words:
-        table.add_row("added", Text(", ".join(list(tokenizer.words)[:20])))
+        table.add_row("added", ", ".join(list(tokenizer.words)[:20]))
     table.add_row("run by", "tiktoken" if tokenizer.pattern else "the tokenizers library")
     if tokenizer.pattern:
-        table.add_row("pattern", Text(tokenizer.pattern))
+        table.add_row("pattern", tokenizer.pattern)
     table.add_row("fingerprint", tokenizer.fingerprint)
     if used is not None:
         table.add_row("text", f"{used.bytes:,} bytes, {used.tokens:,} tokens: {used.bytes_per_token:.2f} bytes a token")
@@ -115,26 +116,10 @@ def _role(tokenizer: "Tokenizer", id: int) -> str:
     return "  ends a text" if id in tokenizer.ends and (tokenizer.specials or tokenizer.bos is not None) else ""
 
 
-def _lengths(counts: dict[str, int]) -> Table:
-    from rich import box
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("Bytes a token")
-    for column in counts:
-        table.add_column(column, justify="right")
-    table.add_row("tokens", *(f"{count:,}" for count in counts.values()))
-    return table
-
-
 def _list(title: str, unit: str, rows: list[tuple[int, int, bytes]]) -> Table:
-    from rich import box
-
     from gpt.text.vocabulary import visible
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("id", justify="right")
-    table.add_column(unit, justify="right")
-    table.add_column(title)
+    table = render.table(">id", f">{unit}", title)
     for id, number, token in rows:
-        table.add_row(f"{id}", f"{number:,}", Text(f'"{visible(token)}"'))
+        table.add_row(f"{id}", f"{number:,}", f'"{visible(token)}"')
     return table

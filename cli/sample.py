@@ -12,16 +12,13 @@ from gpt.sample_config import SampleConfig
 from gpt.words import counted
 
 from . import inputs, progress, render
-from .options import OUTPUT, Base, Device, Json, Quiet, SamplingDtype, Threads, option, takes
+from .options import OUTPUT, Base, Device, Dtype, Json, Model, PromptFile, Quiet, Threads, option, takes
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
     from gpt.decoding.prompts import Results
 
 HIGHEST = {"num": 2**63 - 1, "seed": 2**53}
-MODEL_HELP = (
-    "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, a folder of transformers or PEFT, or hf:NAME of the hub."
-)
 
 
 @takes(SampleConfig)
@@ -30,13 +27,9 @@ def sample(
     prompt: Annotated[
         str | None, typer.Argument(help="What the text begins with. None: it begins like a document.")
     ] = None,
-    model: Annotated[
-        str | None, option("--model", "-m", help=MODEL_HELP, show_default="best of the newest run in runs/")
-    ] = None,
+    model: Model = None,
     base: Base = None,
-    prompt_file: Annotated[
-        Path | None, option(help="Read the prompt from a file; - is stdin.", show_default="none")
-    ] = None,
+    prompt_file: PromptFile = None,
     prompts: Annotated[
         Path | None,
         option(help='Many prompts, a line {"prompt": …} each; - is stdin.', show_default="none"),
@@ -59,59 +52,42 @@ def sample(
         bool, option("--interactive", "-i", help="Ask for prompt after prompt; /help says what else.")
     ] = False,
     device: Device = "auto",
-    dtype: SamplingDtype = "auto",
+    dtype: Dtype = "auto",
     threads: Threads = None,
 ) -> None:  # fmt: skip
     """Let a model write on after PROMPT."""
     _check_numbers(num, seed)
-    if interactive:
-        _talk(
-            settings,
-            model,
-            base,
-            seed,
-            device,
-            dtype,
-            threads,
-            [prompt, prompt_file, prompts, out, json, quiet, num > 1],
-        )
-        return
-    texts = _prompts(prompt, prompt_file, prompts)
-    note = _silent if quiet else render.note
-    _check(settings, num, as_json=json or out is not None, note=note)
+    if interactive and any([prompt, prompt_file, prompts, out, json, quiet, num > 1]):
+        raise UserError("--interactive reads prompts and writes texts as they come", "leave out what says otherwise")
+    note: Callable[[str], None] = (lambda text: None) if quiet else render.note
+    texts = [] if interactive else _prompts(prompt, prompt_file, prompts)
+    if not interactive:
+        _check(settings, num, as_json=json or out is not None, note=note)
     with progress.starting(quiet=json or quiet):
         from gpt import api
-    loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
-    if out is None:
-        _shown(loaded, texts, settings, seed, num, json, echo=not no_echo, quiet=quiet)
-    else:
-        _into_file(loaded, texts, settings, seed, num, out, json, quiet)
-
-
-def _silent(text: str) -> None:
-    """Prints nothing."""
-
-
-def _talk(
-    settings: SampleConfig,
-    model: str | None,
-    base: str | None,
-    seed: int | None,
-    device: str,
-    dtype: str,
-    threads: int | None,
-    others: list[object],
-) -> None:
-    if any(others):
-        raise UserError("--interactive reads prompts and writes texts as they come", "leave out what says otherwise")
-    from .interactive import Interaction
-
-    with progress.starting(quiet=False):
-        from gpt import api
-    load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=render.note, sampling=settings)
+    load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
     loaded = load(model, base=base)
-    seed = render.draw_seed(announce=settings.draws) if seed is None else seed
-    Interaction(loaded, load, settings, seed).run()
+    if out is not None:
+        _into_file(loaded, texts, settings, seed, num, out, json, quiet)
+        return
+    if seed is None:
+        seed = render.draw_seed(announce=settings.draws and not json and not quiet)
+    if interactive:
+        from .interactive import Interaction
+
+        Interaction(loaded, load, settings, seed).run()
+        return
+    forgotten = render.Overflow()
+    pieces = forgotten.counting(loaded.write_all(texts, settings, seed, num))
+    if json:
+        said = seed if settings.draws else None
+        for piece in pieces:
+            if piece.sample is not None:
+                render.json_line(render.sample_json(piece, texts[piece.prompt], said, loaded.tokenizer))
+    else:
+        render.stream(pieces, texts, settings.n_best if settings.beam else num, not no_echo)
+    if not quiet:
+        render.context_notes(forgotten, loaded.model.config.block_size)
 
 
 def _prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> list[str]:
@@ -152,31 +128,6 @@ def _check(settings: SampleConfig, num: int, as_json: bool, note: Callable[[str]
         note(f"what to draw from is not used, since {what} nothing: {said}")
 
 
-def _seed(settings: SampleConfig, seed: int) -> int | None:
-    return seed if settings.draws else None
-
-
-def _shown(
-    loaded: "LanguageModel",
-    texts: Sequence[str],
-    settings: SampleConfig,
-    seed: int | None,
-    num: int,
-    json: bool,
-    echo: bool,
-    quiet: bool,
-) -> None:
-    if seed is None:
-        seed = render.draw_seed(announce=settings.draws and not json and not quiet)
-    pieces = loaded.write_all(texts, settings, seed, num)
-    if json:
-        forgotten = render.json_samples(pieces, texts, _seed(settings, seed), loaded.tokenizer)
-    else:
-        forgotten = render.stream(pieces, texts, settings.n_best if settings.beam else num, echo)
-    if not quiet:
-        render.context_notes(forgotten, loaded.model.config.block_size)
-
-
 def _into_file(
     loaded: "LanguageModel",
     texts: Sequence[str],
@@ -191,17 +142,17 @@ def _into_file(
 
     with Results(out, texts) as results:
         seed = _agreed_seed(settings, seed, results, quiet)
+        said = seed if settings.draws else None
         if results.done and not quiet:
             render.note(f"{out} has {counted(len(results.done), 'sample')}; completing it")
         with progress.Bar("wrote", "samples", quiet) as bar:
             total = len(texts) * (settings.n_best if settings.beam else num)
-            bar.skip(len(results.done))
             for piece in loaded.write_all(texts, settings, seed, num, results.done):
                 if piece.sample is not None:
-                    results.add(render.sample_json(piece, texts[piece.prompt], _seed(settings, seed), loaded.tokenizer))
-                    bar.advance(1, total)
+                    results.add(render.sample_json(piece, texts[piece.prompt], said, loaded.tokenizer))
+                    bar.reach(results.count, total)
     if not json:
-        render.saved_samples(out, results.count)
+        render.fact("saved", f"{out}  ({counted(results.count, 'sample')})")
 
 
 def _agreed_seed(settings: SampleConfig, seed: int | None, results: "Results", quiet: bool) -> int:

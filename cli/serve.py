@@ -1,29 +1,25 @@
 """``gpt serve``."""
 
 from pathlib import Path
-from typing import Annotated
 
 from gpt.errors import WorkError
 from gpt.sample_config import SampleConfig
 from gpt.serve_config import LOOPBACK, ServeConfig
 
 from . import progress, render
-from .options import Base, Device, SamplingDtype, Threads, option, takes
-from .sample import MODEL_HELP
+from .options import Base, Device, Dtype, Model, Threads, takes
 
 
 @takes(ServeConfig)
 def serve(
     settings: ServeConfig,
     words: list[str],
-    model: Annotated[
-        str | None, option("--model", "-m", help=MODEL_HELP, show_default="best of the newest run in runs/")
-    ] = None,
+    model: Model = None,
     base: Base = None,
     device: Device = "auto",
-    dtype: SamplingDtype = "auto",
+    dtype: Dtype = "auto",
     threads: Threads = None,
-) -> None:  # fmt: skip
+) -> None:
     """Serve a model over HTTP as OpenAI's API does, for programs, and on a page for people."""
     if any(word.partition("=")[0] == "--api-key" for word in words):
         render.note("others on this machine can read --api-key; GPT_SERVE_API_KEY hides it")
@@ -36,14 +32,9 @@ def serve(
             from gpt.serve.server import serve as run
         except ImportError as error:
             raise WorkError(f"serving needs the package {error.name}", "pip install 'gpt[serve]'") from None
+    sampling = SampleConfig(compile="off")
     loaded = api.load(
-        model,
-        base=base,
-        device=device,
-        dtype=dtype,
-        threads=threads,
-        note=render.note,
-        sampling=SampleConfig(compile="off"),
+        model, base=base, device=device, dtype=dtype, threads=threads, note=render.note, sampling=sampling
     )
     path = Path(loaded.path)
     home = path.parent if (path.parent / "run.json").exists() else path

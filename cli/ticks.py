@@ -1,7 +1,7 @@
-"""Axes with round ticks, for the terminal. ``pages/chart.js`` does the same; a test compares the two."""
+"""Axes with round ticks, for the terminal, of numbers that float32 holds. ``pages/chart.js`` does the same; a test
+compares the two."""
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -24,8 +24,8 @@ class Axis:
 
     def share(self, value: float) -> float:
         """Returns a value's position on the axis: 0 at the low end, 1 at the high end."""
-        low, high, at = (math.log10(x) if self.log else x / 2 for x in (self.low, self.high, value))
-        return (at - low) / (high - low)  # halves, since the whole span may be above the largest float
+        low, high, at = (math.log10(x) if self.log else x for x in (self.low, self.high, value))
+        return (at - low) / (high - low)
 
 
 def axis(low: float, high: float, most: int, extend: bool = True) -> Axis:
@@ -35,8 +35,8 @@ def axis(low: float, high: float, most: int, extend: bool = True) -> Axis:
     begins at 0 if they begin close to it, as suits an axis of steps.
     """
     low, high = _widened(0.0 if not extend and 0 < low <= high / 10 else low, high)
-    first, last, step, k = _steps(low, high, most, extend, math.floor(math.log10((high / 2 - low / 2) / most)) - 1)
-    numbers = [n * step for n in range(first, last + 1) if math.isfinite(_times(n * step, k))]
+    first, last, step, k = _steps(low, high, most, extend, math.floor(math.log10((high - low) / most)) - 1)
+    numbers = [n * step for n in range(first, last + 1)]
     ticks = [_times(n, k) for n in numbers]
     if extend:
         low, high = min([low, *ticks]), max([high, *ticks])
@@ -47,7 +47,7 @@ def log_axis(low: float, high: float, most: int) -> Axis:
     """Returns a logarithmic axis of positive numbers with ticks at every decade, or every 2nd, 5th, 10th, …"""
     first, last, step, k = _steps(math.log10(low), math.log10(high), most, True, 0)
     decades = [n * step * 10**k for n in range(first, max(last, first + 1) + 1)]
-    decades = [n for n in decades if 0 < _times(1, n) < math.inf]
+    decades = [n for n in decades if _times(1, n) > 0]
     ticks = [_times(1, n) for n in decades]
     small = all(-4 < n < 6 for n in decades)
     labels = [(f"{10**n:,}" if n >= 0 else f"{_times(1, n):.{-n}f}") if small else f"1e{n}" for n in decades]
@@ -62,10 +62,8 @@ def spans_decades(low: float, high: float) -> bool:
 def _widened(low: float, high: float) -> tuple[float, float]:
     """Returns the range, widened where it is too narrow for ticks."""
     largest = max(abs(low), abs(high))
-    if high / 2 - low / 2 > max(FLAT * largest, TINY):
-        return low, high
     half = largest / 2 if largest > TINY else 0.5
-    return max(low - half, -sys.float_info.max), min(high + half, sys.float_info.max)
+    return (low, high) if high - low > max(FLAT * largest, TINY) else (low - half, high + half)
 
 
 def _steps(low: float, high: float, most: int, extend: bool, k: int) -> tuple[int, int, int, int]:

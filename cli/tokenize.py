@@ -7,7 +7,7 @@ import typer
 
 from gpt.config import TokenizeConfig
 
-from . import inputs, progress, render, render_tokens
+from . import inputs, progress, render_data
 from .options import Json, Quiet, takes
 
 
@@ -27,8 +27,4 @@ def tokenize(
 
     with progress.TrainDisplay(quiet) as display:
         folder = tokenize_texts(text, settings, display)
-    seconds = time.perf_counter() - began
-    if json:
-        render.json_line(render_tokens.tokens_json(folder, seconds))
-    else:
-        render_tokens.tokens(folder, seconds)
+    render_data.tokens(folder, time.perf_counter() - began, json)

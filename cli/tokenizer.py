@@ -11,7 +11,7 @@ from gpt.errors import UserError
 from gpt.files import check_new
 
 from . import inputs, progress, render, render_vocabulary
-from .options import Json, Quiet, option, takes
+from .options import Json, Quiet, TextFile, option, takes
 
 if TYPE_CHECKING:
     from gpt.text.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ def show(
 def encode(
     text: Annotated[str | None, typer.Argument(help="What to encode.")] = None,
     tokenizer: Named = None,
-    file: Annotated[Path | None, option(help="Read the text from a file; - is stdin.", show_default="none")] = None,
+    file: TextFile = None,
     special: Annotated[
         bool, option("--special", help="Special tokens in the text get their own ids; else they are ordinary text.")
     ] = False,

@@ -45,7 +45,11 @@ def train(
     if print_config:
         render.write(to_toml(asdict(settings)))
         return
-    nproc = settings.nproc if resume is None else processes_of(resume, given)
+    nproc = settings.nproc
+    if resume is not None:
+        from gpt.training import resuming
+
+        nproc = resuming.processes_of(resume or None, given)
     if nproc > 1 and not environment.is_one_of_many():
         raise SystemExit(processes.start(words, nproc, began))
     quiet = quiet or environment.rank() > 0
@@ -64,10 +68,3 @@ def train(
         render.json_line(render.result_json(result))
     else:
         render.result(result)
-
-
-def processes_of(run: str, given: dict[str, Any]) -> int:
-    """Returns how many processes resume a run: as many as before, unless ``given`` says otherwise or it is finished."""
-    from gpt.training import resuming
-
-    return resuming.processes_of(run or None, given)

@@ -24,9 +24,6 @@ class Recorder(progress.TrainDisplay):
 
     def __call__(self, event: events.Event | events.Note | events.Plan) -> None:
         """Shows an event, and the last step's live line."""
-        if isinstance(event, events.Plan):
-            self.plan = event
-            return
         if isinstance(event, events.StepEvent):
             self.losses.add(event.loss)
             self.last = event

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpt.api import LanguageModel, export, load, train
+    from gpt.api import LanguageModel, export, load, resume, train
     from gpt.config import GPTConfig, TrainConfig
     from gpt.errors import Interrupted, UserError, WorkError
     from gpt.model.decoder import GPT
@@ -15,45 +15,21 @@ if TYPE_CHECKING:
     from gpt.text.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
-
-_HOME = {
-    "GPT": "gpt.model.decoder",
-    "GPTConfig": "gpt.config",
-    "Interrupted": "gpt.errors",
-    "LanguageModel": "gpt.api",
-    "SampleConfig": "gpt.sample_config",
-    "Tokenizer": "gpt.text.tokenizer",
-    "TrainConfig": "gpt.config",
-    "UserError": "gpt.errors",
-    "WorkError": "gpt.errors",
-    "export": "gpt.api",
-    "load": "gpt.api",
-    "resume": "gpt.api",
-    "train": "gpt.api",
-}
-
 __all__ = [
-    "GPT",
-    "GPTConfig",
-    "Interrupted",
-    "LanguageModel",
-    "SampleConfig",
-    "Tokenizer",
-    "TrainConfig",
-    "UserError",
-    "WorkError",
-    "export",
-    "load",
-    "resume",
-    "train",
-]
+    "GPT", "GPTConfig", "Interrupted", "LanguageModel", "SampleConfig", "Tokenizer", "TrainConfig", "UserError",
+    "WorkError", "export", "load", "resume", "train",
+]  # fmt: skip
+_HOMES = {
+    "GPT": "model.decoder", "GPTConfig": "config", "Interrupted": "errors", "SampleConfig": "sample_config",
+    "Tokenizer": "text.tokenizer", "TrainConfig": "config", "UserError": "errors", "WorkError": "errors",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'gpt' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(f"gpt.{_HOMES.get(name, 'api')}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted([*globals(), *__all__])

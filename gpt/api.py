@@ -137,10 +137,7 @@ class LanguageModel:
         config = config or ReadConfig()
         if side not in SIDES:
             raise UserError(f'there is no split "{side}"', did_you_mean(side, SIDES))
-        with _opened(texts, self.tokenizer, config, side, listen, self.note) as (
-            _,
-            documents,
-        ):
+        with _opened(texts, self.tokenizer, config, side, listen, self.note) as (_, documents):
             return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window, block_size)
 
 
@@ -174,8 +171,7 @@ def _opened(
         return
     if side != "val":
         note(f"{texts[0]} is no folder of tokens: all of it is measured, and --split is not used")
-    reading = {f.name: getattr(config, f.name) for f in fields(ReadConfig)}
-    corpus = open_corpus(texts, TextConfig(**reading, val_fraction=0))
+    corpus = open_corpus(texts, TextConfig(**vars(config), val_fraction=0))
     try:
         with StopSignal(at_once=True), scratch_folder("gpt-eval-") as place:
             folder = tokenize(corpus, tokenizer, place / "tokens", listen=listen)
@@ -255,10 +251,6 @@ def _fitted(path: Path, compute: Compute, dtype: str, narrow: bool, note: Callab
     return compute
 
 
-def _parameters(model: GPT) -> int:
-    return breakdown(model.config).trainable
-
-
 def _pick(device: str, dtype: str) -> Compute:
     """Chooses the device and the dtype of the weights that are not rounded. Raises `UserError` for an unknown
     dtype."""
@@ -299,7 +291,7 @@ def bench(
         compute = _pick(device, dtype)
         with compute.device:
             model = GPT(PRESETS[target].model).eval()
-        devices.use_threads(compute, threads, _parameters(model))
+        devices.use_threads(compute, threads, breakdown(model.config).trainable)
         if dtype in quantized.BITS:
             round_matrices(model, quantized.BITS[dtype], compute.dtype)
         blocks = compile == "on" and native.fits(compute)
@@ -313,7 +305,7 @@ def bench(
     config = config.fitted(model.config.block_size)
     step = compiled(model, compute, note) if compile == "on" else None
     speed = measure(model, compute, config, step)
-    count = _parameters(model)
+    count = breakdown(model.config).trainable
     where = compute.describe().removesuffix(f", {compute.dtype_name}")
     compiles = step is not None or native.is_used(model)
     return Measured(name, count, where, dtype_name(model, compute), compiles, config, speed)
@@ -396,20 +388,18 @@ def _compared(
     from gpt.exporting.provenance import joined, last_part
 
     found: list[Evaluation] = []
+    done = 0
+
+    def each(window: object, losses: Sized, total: int) -> None:
+        nonlocal done
+        done += len(losses)
+        listen(events.Progress("scored", done, 2 * total, "tokens"))
+
     with _opened([text], source.tokenizer, ReadConfig(), "val", listen) as (tokens, documents):
-
-        def measured(model: LanguageModel) -> Evaluation:
-            done = 0
-
-            def each(window: object, losses: Sized, total: int) -> None:
-                nonlocal done
-                done += len(losses)
-                listen(events.Progress("scored", len(found) * total + done, 2 * total, "tokens"))
-
-            return evaluate(model.model, source.tokenizer, documents, model.compute, None, each)
-
         for weights in (source.weights, stored):
-            found.append(measured(built(weights)))  # one model at a time is in memory
+            model = built(weights)
+            found.append(evaluate(model.model, source.tokenizer, documents, model.compute, None, each))
+            del model  # one at a time is in memory
         name = "stdin" if text == "-" else last_part(text)
         name += ", the held-out part" if tokens.path == Path(text) else ""
         return Comparison(joined(name, list(map(asdict, tokens.sources()))), *found)

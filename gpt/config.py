@@ -6,12 +6,14 @@ read and write them as TOML (`gpt.settings`). Nothing here imports torch.
 """
 
 import codecs
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, get_args
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 from gpt.errors import UserError, did_you_mean
-from gpt.settings import check_options, option
+from gpt.settings import bounded, check_options, option
 
 Arch = Literal["gpt2", "modern"]
 Positions = Literal["learned", "sinusoidal", "rotary"]
@@ -30,12 +32,7 @@ MOST_THREADS = 4096
 # What a linear map of a block is for, by which adapters choose: `--lora-targets`; and words for several.
 LORA_ROLES = ("query", "key", "value", "output", "gate", "up", "down")
 LORA_GROUPS = {"all": LORA_ROLES, "attention": LORA_ROLES[:4], "mlp": LORA_ROLES[4:]}
-# Far above GPT-3's 12,288 × 96: a number from a file beyond these is damage or malice, not a model.
-LIMITS = {
-    "vocab_size": 2**24, "block_size": 2**24, "n_layer": 2**14, "n_head": 2**14, "n_embd": 2**20,
-    "n_kv_head": 2**14, "head_dim": 2**16, "n_inner": 2**22, "window": 2**24,
-}  # fmt: skip
-OPTIONAL = ("n_kv_head", "head_dim", "n_inner", "window")  # of these
+MOST_IDS = 2**24  # in a vocabulary
 WIDE = 512  # width from which the inside of a gated MLP is a multiple of 256, which GPUs like, and not of 64
 
 
@@ -64,37 +61,35 @@ class GPTConfig:
     """The shape of a decoder, and what its blocks compute. Raises `UserError` for a shape that cannot be built.
 
     The defaults are GPT-2's. `ARCHITECTURES` has the properties of ``--arch``; `layout` says which family of
-    transformers computes the same.
+    transformers computes the same. Bounds are far above GPT-3's 12,288 × 96: a number from a file beyond them is
+    damage or malice, not a model.
     """
 
-    vocab_size: int  # V: ids the model knows, end-of-text included
-    block_size: int  # T: the longest context, in tokens
-    n_layer: int  # blocks in the stack
-    n_head: int  # attention heads a block
-    n_embd: int  # C: width of the residual stream
-    dropout: float = 0.0  # on embeddings, attention patterns and residual branches, in training only
+    vocab_size: int = bounded(1, MOST_IDS)  # V: ids the model knows, end-of-text included
+    block_size: int = bounded(1, 2**24)  # T: the longest context, in tokens
+    n_layer: int = bounded(1, 2**14)  # blocks in the stack
+    n_head: int = bounded(1, 2**14)  # attention heads a block
+    n_embd: int = bounded(1, 2**20)  # C: width of the residual stream
+    dropout: float = bounded(0, 0.99, 0.0)  # on embeddings, attention patterns and residual branches, in training only
     positions: Positions = "learned"  # a trained table, the fixed sine/cosine table, or rotation of queries and keys
-    layer_norm_epsilon: float = 1e-5  # added to the variance, or the mean square, in every norm
+    layer_norm_epsilon: float = bounded(1e-12, 1, 1e-5)  # added to the variance, or the mean square, in every norm
     norm: Norm = "layernorm"  # or RMSNorm (Zhang and Sennrich 2019), which has no mean and no β
     mlp: Mlp = "gelu"  # or SwiGLU (Shazeer 2020): one map's inside, gated by another's
-    n_inner: int | None = None  # width of the MLP's inside; None: 4 C, and with a gate about 8/3 C
+    n_inner: int | None = bounded(1, 2**22, None)  # width of the MLP's inside; None: 4 C, and with a gate about 8/3 C
     biases: Biases = "all"  # of linear maps: all have one, those of queries, keys and values alone, or none
-    n_kv_head: int | None = None  # heads of keys and values, each shared by as many heads of queries; None: n_head
-    head_dim: int | None = None  # width of a head; None: n_embd / n_head
+    n_kv_head: int | None = bounded(1, 2**14, None)  # key/value heads (grouped-query attention); None: n_head
+    head_dim: int | None = bounded(1, 2**16, None)  # width of a head; None: n_embd / n_head
     qk_norm: bool = False  # whether queries and keys are normalized (RMSNorm, with weights) before they meet
-    rope_base: float = 10_000.0  # of the frequencies of rotary positions
+    rope_base: float = bounded(1, 10**12, 10_000.0)  # of the frequencies of rotary positions
     rope_scaling: RopeScaling | None = None  # of the same
-    window: int | None = None  # positions that a windowed layer's position sees, itself included; None: no such layers
-    window_layers: tuple[int, ...] | None = None  # which these are, from 0; None: 1, 3, 5 … as in GPT-3
+    window: int | None = bounded(1, 2**24, None)  # sliding window of some layers, in tokens; None: no such layers
+    window_layers: tuple[int, ...] | None = None  # those with a window, from 0; None: 1, 3, 5 … as in GPT-3
     tied: bool = True  # whether the unembedding is the embedding
 
     def __post_init__(self) -> None:
-        for name, limit in LIMITS.items():
-            value = getattr(self, name)
-            if value is None and name in OPTIONAL:
-                continue
-            if type(value) is not int or not 1 <= value <= limit:
-                raise UserError(f"{name} is {value!r}; it must be a whole number from 1 to {limit:,}")
+        layers: Any = self.window_layers
+        object.__setattr__(self, "window_layers", tuple(layers) if isinstance(layers, list) else layers)  # from JSON
+        check_options(self)
         if self.head_dim is None and self.n_embd % self.n_head:
             raise UserError(
                 f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}",
@@ -106,19 +101,6 @@ class GPTConfig:
                 f"n_head {self.n_head} is not divisible by n_kv_head {self.n_kv_head}",
                 "each head of keys and values is shared by as many heads of queries",
             )
-        for name, low, high in (("dropout", 0.0, 0.99), ("layer_norm_epsilon", 1e-12, 1.0), ("rope_base", 1.0, 1e12)):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not low <= value <= high:
-                raise UserError(f"{name} is {value!r}; it must lie between {low:g} and {high:g}")
-        words = {"positions": Positions, "norm": Norm, "mlp": Mlp, "biases": Biases}
-        for name, kind in words.items():
-            if getattr(self, name) not in get_args(kind):
-                raise UserError(
-                    f'unknown {name} "{getattr(self, name)}"', did_you_mean(str(getattr(self, name)), get_args(kind))
-                )
-        for name in ("qk_norm", "tied"):
-            if type(getattr(self, name)) is not bool:
-                raise UserError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         self._check_positions()
         self._check_window()
         self._leave_out_defaults()
@@ -151,12 +133,9 @@ class GPTConfig:
 
     def _check_window(self) -> None:
         layers = self.window_layers
-        if layers is None:
-            return
-        listed = isinstance(layers, (list, tuple)) and all(type(at) is int and 0 <= at < self.n_layer for at in layers)
-        if self.window is None or not listed:
+        listed = all(type(at) is int and 0 <= at < self.n_layer for at in layers or ())
+        if layers is not None and (self.window is None or not listed):
             raise UserError(f"window_layers is {layers!r:.80}; with a window it lists layers below {self.n_layer}")
-        object.__setattr__(self, "window_layers", tuple(layers))  # from JSON it comes as a list
 
     @classmethod
     def of(cls, arch: Arch, *shape: Any, **properties: Any) -> "GPTConfig":
@@ -245,29 +224,13 @@ class Preset:
 
 
 def _preset(
-    n_layer: int,
-    n_head: int,
-    n_embd: int,
-    block_size: int,
-    vocab_size: int,
-    batch_tokens: int,
-    lr: float,
-    note: str = "",
-    arch: Arch = "gpt2",
-    **properties: Any,
+    arch: Arch, L: int, H: int, C: int, T: int, V: int, batch_tokens: int, lr: float, note: str = "", **more: Any
 ) -> Preset:
-    shape = GPTConfig.of(arch, vocab_size, block_size, n_layer, n_head, n_embd, **properties)
-    return Preset(shape, batch_tokens, lr, note)
+    return Preset(GPTConfig.of(arch, V, T, L, H, C, **more), batch_tokens, lr, note)
 
 
-def _modern(*args: Any, **properties: Any) -> Preset:
-    return _preset(*args, **{"arch": "modern"} | properties)
-
-
-def _llama(*args: Any, **properties: Any) -> Preset:
-    return _modern(*args, **{"qk_norm": False} | properties)
-
-
+_gpt2, _modern = partial(_preset, "gpt2"), partial(_preset, "modern")
+_llama = partial(_modern, qk_norm=False)
 GPT2_VOCAB = 50_257
 _XL = "Table 2.1 of the GPT-3 paper gives 24 heads of 128 in a width of 2,048; 16 heads give the paper's total"
 _13B = "Table 2.1 of the GPT-3 paper gives a width of 5,140 for 40 heads of 128; 5,120 gives the paper's total"
@@ -275,24 +238,24 @@ _13B = "Table 2.1 of the GPT-3 paper gives a width of 5,140 for 40 heads of 128;
 # GPT-2: Radford et al. 2019, table 2. GPT-3: Brown et al. 2020, table 2.1 (shape, batch in tokens, learning rate). The
 # paper of GPT-2 gives no batch and no rate for its sizes; they have those of the GPT-3 model nearest in size.
 PRESETS: dict[str, Preset] = {
-    "pico": _preset(2, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in a minute on a laptop"),
-    "nano": _preset(4, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
-    "tiny": _preset(4, 6, 192, 64, 2048, 2048, 3.5e-3, "for any text, given some minutes more"),
-    "micro": _preset(4, 4, 256, 128, 2048, 2048, 2e-3, "for a book, given more time on a laptop"),
-    "mini": _preset(6, 6, 384, 256, 4096, 8192, 1e-3, "for tens of megabytes, or a small GPU"),
-    "small": _preset(8, 8, 512, 512, 8192, 65_536, 1e-3, "for hundreds of megabytes, on a GPU"),
-    "gpt2": _preset(12, 12, 768, 1024, GPT2_VOCAB, 524_288, 6e-4),
-    "gpt2-medium": _preset(24, 16, 1024, 1024, GPT2_VOCAB, 524_288, 3e-4),
-    "gpt2-large": _preset(36, 20, 1280, 1024, GPT2_VOCAB, 524_288, 2.5e-4),
-    "gpt2-xl": _preset(48, 25, 1600, 1024, GPT2_VOCAB, 1_048_576, 2e-4),
-    "gpt3-125m": _preset(12, 12, 768, 2048, GPT2_VOCAB, 524_288, 6e-4),
-    "gpt3-350m": _preset(24, 16, 1024, 2048, GPT2_VOCAB, 524_288, 3e-4),
-    "gpt3-760m": _preset(24, 16, 1536, 2048, GPT2_VOCAB, 524_288, 2.5e-4),
-    "gpt3-1.3b": _preset(24, 16, 2048, 2048, GPT2_VOCAB, 1_048_576, 2e-4, _XL),
-    "gpt3-2.7b": _preset(32, 32, 2560, 2048, GPT2_VOCAB, 1_048_576, 1.6e-4),
-    "gpt3-6.7b": _preset(32, 32, 4096, 2048, GPT2_VOCAB, 2_097_152, 1.2e-4),
-    "gpt3-13b": _preset(40, 40, 5120, 2048, GPT2_VOCAB, 2_097_152, 1e-4, _13B),
-    "gpt3-175b": _preset(96, 96, 12288, 2048, GPT2_VOCAB, 3_145_728, 6e-5),
+    "pico": _gpt2(2, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in a minute on a laptop"),
+    "nano": _gpt2(4, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
+    "tiny": _gpt2(4, 6, 192, 64, 2048, 2048, 3.5e-3, "for any text, given some minutes more"),
+    "micro": _gpt2(4, 4, 256, 128, 2048, 2048, 2e-3, "for a book, given more time on a laptop"),
+    "mini": _gpt2(6, 6, 384, 256, 4096, 8192, 1e-3, "for tens of megabytes, or a small GPU"),
+    "small": _gpt2(8, 8, 512, 512, 8192, 65_536, 1e-3, "for hundreds of megabytes, on a GPU"),
+    "gpt2": _gpt2(12, 12, 768, 1024, GPT2_VOCAB, 524_288, 6e-4),
+    "gpt2-medium": _gpt2(24, 16, 1024, 1024, GPT2_VOCAB, 524_288, 3e-4),
+    "gpt2-large": _gpt2(36, 20, 1280, 1024, GPT2_VOCAB, 524_288, 2.5e-4),
+    "gpt2-xl": _gpt2(48, 25, 1600, 1024, GPT2_VOCAB, 1_048_576, 2e-4),
+    "gpt3-125m": _gpt2(12, 12, 768, 2048, GPT2_VOCAB, 524_288, 6e-4),
+    "gpt3-350m": _gpt2(24, 16, 1024, 2048, GPT2_VOCAB, 524_288, 3e-4),
+    "gpt3-760m": _gpt2(24, 16, 1536, 2048, GPT2_VOCAB, 524_288, 2.5e-4),
+    "gpt3-1.3b": _gpt2(24, 16, 2048, 2048, GPT2_VOCAB, 1_048_576, 2e-4, _XL),
+    "gpt3-2.7b": _gpt2(32, 32, 2560, 2048, GPT2_VOCAB, 1_048_576, 1.6e-4),
+    "gpt3-6.7b": _gpt2(32, 32, 4096, 2048, GPT2_VOCAB, 2_097_152, 1.2e-4),
+    "gpt3-13b": _gpt2(40, 40, 5120, 2048, GPT2_VOCAB, 2_097_152, 1e-4, _13B),
+    "gpt3-175b": _gpt2(96, 96, 12288, 2048, GPT2_VOCAB, 3_145_728, 6e-5),
     "modern-5m": _modern(6, 4, 256, 256, 2048, 8192, 2e-3, "for a book, on a laptop"),
     "modern-16m": _modern(8, 6, 384, 512, 8192, 32_768, 1e-3, "for tens of megabytes", n_kv_head=2),
     "modern-41m": _modern(12, 8, 512, 1024, 16_384, 131_072, 1e-3, "for hundreds of megabytes, on a GPU", n_kv_head=4),
@@ -328,33 +291,29 @@ def find_preset(name: str) -> Preset:
 
 
 # The panels in which options are listed, in this order.
-_RUN, _MODEL, _TUNE, _DATA, _READ, _LENGTH, _OPTIM, _LOG, _MACHINE = (
-    "Run", "Model", "Fine-tuning", "Text and tokens", "How TEXT is read", "Length and batch", "Optimizer",
-    "Along the way", "Machine",
-)  # fmt: skip
 PANELS = (
-    _RUN, _MODEL, _TUNE, _DATA, _READ, _LENGTH, _OPTIM, _LOG, "Text", "Choice of the next token", "Beam search",
-    "Weights", "Card", "Address", "Load", "What it costs", "Devices", "How a step is computed", _MACHINE, "Output",
+    "Run", "Model", "Fine-tuning", "Text and tokens", "How TEXT is read", "Length and batch", "Optimizer",
+    "Along the way", "Text", "Choice of the next token", "Beam search", "Weights", "Card", "Address", "Load",
+    "What it costs", "Devices", "How a step is computed", "Machine", "Output",
 )  # fmt: skip
+_run, _model, _tune, _data, _read, _length, _optim, _log = (partial(option, panel=name) for name in PANELS[:8])
+_machine = partial(option, panel="Machine")
 
 
 @dataclass(frozen=True)
 class ReadConfig:
     """Options for reading files as documents."""
 
-    field: str = option(
-        "text", "The key or column that holds the text in .jsonl, .json, .csv, .tsv and .parquet.", panel=_READ
+    field: str = _read("text", "The key or column that holds the text in .jsonl, .json, .csv, .tsv and .parquet.")
+    split_on: str | None = _read(
+        None, "A line that separates the documents of a plain text; without it a file is one document.", shown="none"
     )
-    split_on: str | None = option(
-        None, "A line that separates the documents of a plain text; without it a file is one document.",
-        panel=_READ, shown="none",
-    )  # fmt: skip
-    encoding: str = option("utf-8", "Of plain text, JSON, CSV and TSV.", panel=_READ)
-    errors: Literal["strict", "replace"] = option(
-        "strict", "Bytes that are not of that encoding: strict stops, replace writes U+FFFD and counts.", panel=_READ
+    encoding: str = _read("utf-8", "Of plain text, JSON, CSV and TSV.")
+    errors: Literal["strict", "replace"] = _read(
+        "strict", "Bytes that are not of that encoding: strict stops, replace writes U+FFFD and counts."
     )
-    skip_bad: bool = option(
-        False, "Leave out files, lines and rows that cannot be read, and count them, instead of stopping.", panel=_READ
+    skip_bad: bool = _read(
+        False, "Leave out files, lines and rows that cannot be read, and count them, instead of stopping."
     )
 
     def __post_init__(self) -> None:
@@ -369,13 +328,12 @@ class ReadConfig:
 class LearnConfig(ReadConfig):
     """Options for learning a vocabulary from text."""
 
-    vocab_size: int | None = option(
-        None, "Ids of the learnt vocabulary, special tokens included.",
-        panel=_DATA, shown="by the text's size", low=257, high=2**24,
-    )  # fmt: skip
-    sample_bytes: int = option(
-        1_000_000_000, "The vocabulary is learnt from so much text at most, spread over the whole of it.",
-        panel=_DATA, low=1, high=2**31 - 1,
+    vocab_size: int | None = _data(
+        None, "Ids of the learnt vocabulary, special tokens included.", shown="by the text's size", low=257, high=2**24
+    )
+    sample_bytes: int = _data(
+        1_000_000_000, "The vocabulary is learnt from so much text at most, spread over the whole of it.", low=1,
+        high=2**31 - 1,
     )  # fmt: skip
 
 
@@ -383,26 +341,20 @@ class LearnConfig(ReadConfig):
 class TextConfig(LearnConfig):
     """Options for turning text into ids to train on and ids held out, shared by ``gpt tokenize`` and ``gpt train``."""
 
-    tokenizer: str = option(
+    tokenizer: str = _data(
         "auto", "auto: a byte-level BPE learnt from the text; bytes: no merging; gpt2: the 50,257 tokens of GPT-2; "
         "another of tiktoken's, such as cl100k_base; or the path of a tokenizer, a run or a folder of transformers.",
-        panel=_DATA,
     )  # fmt: skip
-    val_fraction: float = option(
-        0.1, "Share held out, never trained on: the end; from 200 documents on, by hash.", panel=_DATA, low=0
+    val_fraction: float = _data(
+        0.1, "Share held out, never trained on: the end; from 200 documents on, by hash.", low=0
     )
-    val_text: str | None = option(
-        None, "A text to hold out instead; then all of TEXT is trained on.", panel=_DATA, shown="none"
+    val_text: str | None = _data(None, "A text to hold out instead; then all of TEXT is trained on.", shown="none")
+    jobs: int | None = _machine(
+        None, "Processes that tokenize; the ids are the same for any number.", shown="one a core", low=1, high=1024
     )
-    jobs: int | None = option(
-        None, "Processes that tokenize; the ids are the same for any number.",
-        panel=_MACHINE, shown="one a core", low=1, high=1024,
-    )  # fmt: skip
-    seed: int = option(1337, "Same seed: the same split into training and held-out text.", panel=_RUN, low=0)
+    seed: int = _run(1337, "Same seed: the same split into training and held-out text.", low=0)
 
     def __post_init__(self) -> None:
-        if self.val_text is not None:  # a path, from Python
-            object.__setattr__(self, "val_text", str(self.val_text))
         super().__post_init__()
         if self.val_fraction >= 1:
             raise UserError(f"val-fraction is {self.val_fraction}; it must lie in [0, 1)")
@@ -414,17 +366,13 @@ class TextConfig(LearnConfig):
 class TokenizeConfig(TextConfig):
     """Options of ``gpt tokenize``."""
 
-    out: str | None = option(
-        None, "The folder to make; there must be none yet.", panel=_RUN, flags=("-o",), shown="none"
-    )
-    resume: bool = option(False, "Resume a folder that was not finished.", panel=_RUN)
-    part: str | None = option(
-        None, "I/N: the I-th of N shares of the sources, to be joined by `gpt data merge`.", panel=_RUN, shown="all"
+    out: str | None = _run(None, "The folder to make; there must be none yet.", flags=("-o",), shown="none")
+    resume: bool = _run(False, "Resume a folder that was not finished.")
+    part: str | None = _run(
+        None, "I/N: the I-th of N shares of the sources, to be joined by `gpt data merge`.", shown="all"
     )
 
     def __post_init__(self) -> None:
-        if self.out is not None:
-            object.__setattr__(self, "out", str(self.out))
         super().__post_init__()
         self.share  # noqa: B018
 
@@ -433,9 +381,8 @@ class TokenizeConfig(TextConfig):
         """The part, counted from 1, and the number of parts."""
         if self.part is None:
             return None
-        words = self.part.split("/")
-        if len(words) == 2 and all(word.isascii() and word.isdigit() for word in words):
-            i, n = map(int, words)
+        if words := re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", self.part):
+            i, n = int(words[1]), int(words[2])
             if 1 <= i <= n <= 100_000:
                 return i, n
         raise UserError(f'part is "{self.part}"; it must be I/N, from 1/N to N/N', "the second of four: --part 2/4")
@@ -453,170 +400,141 @@ class TrainConfig(TextConfig):
         ("minutes", "batch_ramp", "say how long to train: a growing batch makes steps longer"),
     )
 
-    out: str | None = option(
-        None, "The run folder. A taken name gets -2, -3 …: nothing is overwritten.",
-        panel=_RUN, flags=("-o",), shown="runs/<name of the text>",
+    out: str | None = _run(
+        None, "The run folder. A taken name gets -2, -3 …: nothing is overwritten.", flags=("-o",),
+        shown="runs/<name of the text>",
     )  # fmt: skip
-    preset: str = option(
-        "auto", "A size of `gpt params --list`; auto: by the text's size and the device.", panel=_MODEL
-    )
-    arch: Arch | None = option(
+    preset: str = _model("auto", "A size of `gpt params --list`; auto: by the text's size and the device.")
+    arch: Arch | None = _model(
         None, "gpt2: exactly GPT-2's and GPT-3's; modern: Qwen3's, which reaches a lower loss in the same time.",
-        panel=_MODEL, shown="by preset: gpt2, of modern-… modern",
+        shown="by preset: gpt2, of modern-… modern",
     )  # fmt: skip
-    positions: Positions | None = option(
-        None, "A trained table, the sine/cosine table of the Transformer paper, or rotation of queries and keys, which "
-        "alone goes with --arch modern.",
-        panel=_MODEL, shown="learned; with --arch modern rotary",
+    positions: Positions | None = _model(
+        None, "A trained table, the sine/cosine table of the Transformer paper, or rotation of queries and keys, "
+        "which alone goes with --arch modern.", shown="learned; with --arch modern rotary",
     )  # fmt: skip
-    n_layer: int | None = option(None, "Blocks.", panel=_MODEL, shown="by preset", low=1)
-    n_head: int | None = option(None, "Attention heads a block.", panel=_MODEL, shown="by preset", low=1)
-    n_kv_head: int | None = option(
-        None, "Heads of keys and values a block, each shared by as many heads; divides --n-head.",
-        panel=_MODEL, shown="by preset", low=1,
+    n_layer: int | None = _model(None, "Blocks.", shown="by preset", low=1)
+    n_head: int | None = _model(None, "Attention heads a block.", shown="by preset", low=1)
+    n_kv_head: int | None = _model(
+        None, "Heads of keys and values a block, each shared by as many heads; divides --n-head.", shown="by preset",
+        low=1,
     )  # fmt: skip
-    window: int | None = option(
+    window: int | None = _model(
         None, "Layers 1, 3, 5 … see the last so many positions alone, as GPT-3's locally banded ones; the others all.",
-        panel=_MODEL, shown="none", low=1,
+        shown="none", low=1,
     )  # fmt: skip
-    n_embd: int | None = option(None, "Width; divisible by --n-head.", panel=_MODEL, shown="by preset", low=1)
-    block_size: int | None = option(None, "Context in tokens.", panel=_MODEL, shown="by preset", low=1)
-    dropout: float | None = option(
-        None,
-        "Share of activations dropped in training.",
-        panel=_MODEL,
-        shown="by how often the text is read; with --init 0",
-        low=0,
+    n_embd: int | None = _model(None, "Width; divisible by --n-head.", shown="by preset", low=1)
+    block_size: int | None = _model(None, "Context in tokens.", shown="by preset", low=1)
+    dropout: float | None = _model(
+        None, "Share of activations dropped in training.", shown="by how often the text is read; with --init 0", low=0
     )
-    init: str | None = option(
+    init: str | None = _tune(
         None, "Start from the weights and tokenizer of a model: a run, RUN:latest, a checkpoint, a folder of "
-        "transformers or PEFT, or hf:NAME from the hub. Shape and vocabulary are its own.",
-        panel=_TUNE, shown="none",
+        "transformers or PEFT, or hf:NAME from the hub. Shape and vocabulary are its own.", shown="none",
     )  # fmt: skip
-    seed: int = option(
-        1337, "Same seed, same machine: the same split, and the same weights bit for bit on the CPU.", panel=_RUN, low=0
+    seed: int = _run(
+        1337, "Same seed, same machine: the same split, and the same weights bit for bit on the CPU.", low=0
     )
-    pairs: bool = option(
+    pairs: bool = _tune(
         False, 'TEXT has records {"prompt": …, "completion": …}, in JSON lines, JSON, CSV, TSV or Parquet; the loss '
-        "counts only completions.", panel=_TUNE,
+        'counts only completions.',
     )  # fmt: skip
-    chat: bool = option(
+    chat: bool = _tune(
         False, 'TEXT has records {"messages": [{"role": …, "content": …}, …]}, in JSON lines, JSON or Parquet; the '
-        "loss counts what the assistant says, and the ends of its turns.", panel=_TUNE,
+        'loss counts what the assistant says, and the ends of its turns.',
     )  # fmt: skip
-    lora_rank: int | None = option(
+    lora_rank: int | None = _tune(
         None, "With --init: train low-rank adapters of so many dimensions, and leave the weights as they are.",
-        panel=_TUNE, shown="off", low=1, high=2**20,
+        shown="off", low=1, high=2**20,
     )  # fmt: skip
-    lora_alpha: float | None = option(
-        None, "With --lora-rank: adapters are scaled by alpha / rank.", panel=_TUNE, shown="twice the rank", low=0
+    lora_alpha: float | None = _tune(
+        None, "With --lora-rank: adapters are scaled by alpha / rank.", shown="twice the rank", low=0
     )
-    lora_targets: str | None = option(
+    lora_targets: str | None = _tune(
         None, "With --lora-rank: which linear maps have adapters: all, attention, mlp, or some of query, key, value, "
-        "output, gate, up and down, with commas between.", panel=_TUNE, shown="all",
+        "output, gate, up and down, with commas between.", shown="all",
     )  # fmt: skip
-    merge_lora: bool = option(
-        False, "With --lora-rank: at the end also save the whole model, merged, in RUN/merged.", panel=_TUNE
+    merge_lora: bool = _tune(False, "With --lora-rank: at the end also save the whole model, merged, in RUN/merged.")
+    steps: int | None = _length(None, "Optimizer steps.", shown="by the text's size", low=1)
+    epochs: float | None = _length(
+        None, "Length as passes over the text, instead of --steps.", shown="by the text's size", low=0
     )
-    steps: int | None = option(None, "Optimizer steps.", panel=_LENGTH, shown="by the text's size", low=1)
-    epochs: float | None = option(
-        None, "Length as passes over the text, instead of --steps.", panel=_LENGTH, shown="by the text's size", low=0
-    )
-    minutes: float | None = option(
+    minutes: float | None = _length(
         None, "Length as minutes of the whole command, from its start to the last checkpoint, instead of --steps.",
-        panel=_LENGTH, shown="none", low=0, high=10**7,
+        shown="none", low=0, high=10**7,
     )  # fmt: skip
-    batch_tokens: int | None = option(
-        None, "Tokens a step: a multiple of the context.", panel=_LENGTH, shown="by preset", low=1
-    )
-    micro_batch: str = option(
-        "auto", "Sequences computed at once; the rest of the batch is accumulated.", panel=_LENGTH
-    )
-    batch_ramp: int | None = option(
+    batch_tokens: int | None = _length(None, "Tokens a step: a multiple of the context.", shown="by preset", low=1)
+    micro_batch: str = _length("auto", "Sequences computed at once; the rest of the batch is accumulated.")
+    batch_ramp: int | None = _length(
         None, "The batch grows to --batch-tokens over so many tokens, from 32,768 or, where that is less, a sixteenth "
-        "of it (GPT-3's recipe: 4 to 12 billion).", panel=_LENGTH, shown="off", low=1,
+        "of it (GPT-3's recipe: 4 to 12 billion).", shown="off", low=1,
     )  # fmt: skip
-    lr: float | None = option(
-        None, "Peak learning rate.", panel=_OPTIM,
-        shown="by preset; with --init half of it (AdamW: a fifth), with --lora-rank twice", low=0,
+    lr: float | None = _optim(
+        None, "Peak learning rate.", shown="by preset; with --init half of it (AdamW: a fifth), with --lora-rank twice",
+        low=0,
     )  # fmt: skip
-    warmup: int | None = option(
-        None, "Steps of linear warm-up.", panel=_OPTIM, shown="a twentieth of the steps, at most 2,000", low=0
+    warmup: int | None = _optim(
+        None, "Steps of linear warm-up.", shown="a twentieth of the steps, at most 2,000", low=0
     )
-    warmup_tokens: int | None = option(
-        None, "Warm-up as tokens, instead of --warmup (GPT-3's recipe: 375,000,000).", panel=_OPTIM, shown="none", low=0
+    warmup_tokens: int | None = _optim(
+        None, "Warm-up as tokens, instead of --warmup (GPT-3's recipe: 375,000,000).", shown="none", low=0
     )
-    optimizer: Optimizer | None = option(
-        None, "muon: for the matrices of the blocks, with AdamW for the rest; adamw: for all.", panel=_OPTIM,
+    optimizer: Optimizer | None = _optim(
+        None, "muon: for the matrices of the blocks, with AdamW for the rest; adamw: for all.",
         shown="muon; adamw for adapters, and with --init from 100 million parameters on",
     )  # fmt: skip
-    schedule: Literal["linear", "cosine", "constant"] = option(
-        "linear", "After warm-up: constant and then a line down to 0, a cosine down to a tenth, or constant.",
-        panel=_OPTIM,
-    )  # fmt: skip
-    decay: int | None = option(
-        None, "Steps of the linear schedule's way down.", panel=_OPTIM, shown="half of the steps", low=0
+    schedule: Literal["linear", "cosine", "constant"] = _optim(
+        "linear", "After warm-up: constant and then a line down to 0, a cosine down to a tenth, or constant."
     )
-    weight_decay: float | None = option(
+    decay: int | None = _optim(None, "Steps of the linear schedule's way down.", shown="half of the steps", low=0)
+    weight_decay: float | None = _optim(
         None, "Decay of the matrices; above 0.1 embeddings, with Muon, have twice as much; biases and norms have none.",
-        panel=_OPTIM, shown="by how often the text is read; with --init 0.1", low=0,
+        shown="by how often the text is read; with --init 0.1", low=0,
     )  # fmt: skip
-    clip: float = option(1.0, "Gradient norm above which gradients are scaled down; 0: off.", panel=_OPTIM, low=0)
-    eval_every: int | None = option(
-        None, "Steps between evaluations on held-out text.", panel=_LOG, shown="a twentieth of the steps", low=1
+    clip: float = _optim(1.0, "Gradient norm above which gradients are scaled down; 0: off.", low=0)
+    eval_every: int | None = _log(
+        None, "Steps between evaluations on held-out text.", shown="a twentieth of the steps", low=1
     )
-    patience: int = option(
-        0, "Stop after so many evaluations in a row without a better loss; 0: never.", panel=_LOG, low=0
+    patience: int = _log(0, "Stop after so many evaluations in a row without a better loss; 0: never.", low=0)
+    save_every: int | None = _log(
+        None, "Steps between checkpoints; a better held-out loss is always saved.", shown="as --eval-every", low=1
     )
-    save_every: int | None = option(
-        None, "Steps between checkpoints; a better held-out loss is always saved.",
-        panel=_LOG, shown="as --eval-every", low=1,
-    )  # fmt: skip
-    keep: int = option(
-        2,
-        "Newest checkpoints to keep, with what --resume needs; the best one's weights always stay.",
-        panel=_LOG,
-        low=1,
+    keep: int = _log(
+        2, "Newest checkpoints to keep, with what --resume needs; the best one's weights always stay.", low=1
     )
-    sample_every: int | None = option(
-        None, "Steps between sampled lines; 0: none.", panel=_LOG, shown="a quarter of the steps", low=0
+    sample_every: int | None = _log(
+        None, "Steps between sampled lines; 0: none.", shown="a quarter of the steps", low=0
     )
-    log: str = option("none", "Beside metrics.jsonl: tensorboard, wandb, or both with a comma between.", panel=_LOG)
-    device: Device = option("auto", "Where to compute; auto: CUDA, else MPS, else the CPU.", panel=_MACHINE)
-    nproc: int = option(
-        1, "Processes on this machine, which share each batch; a GPU each. On more machines: torchrun.",
-        panel=_MACHINE, low=1, high=1024,
+    log: str = _log("none", "Beside metrics.jsonl: tensorboard, wandb, or both with a comma between.")
+    device: Device = _machine("auto", "Where to compute; auto: CUDA, else MPS, else the CPU.")
+    nproc: int = _machine(
+        1, "Processes on this machine, which share each batch; a GPU each. On more machines: torchrun.", low=1,
+        high=1024,
     )  # fmt: skip
-    threads: int | None = option(
-        None, "Threads that compute on a CPU, in each process; beats OMP_NUM_THREADS. Another number: equal up "
-        "to rounding.",
-        panel=_MACHINE, shown="one a core", low=1, high=MOST_THREADS,
+    threads: int | None = _machine(
+        None,
+        "Threads that compute on a CPU, in each process; beats OMP_NUM_THREADS. Another number: equal up to rounding.",
+        shown="one a core", low=1, high=MOST_THREADS,
     )  # fmt: skip
-    shard: Literal["none", "full"] = option(
-        "none", "full: the processes divide weights, gradients and the optimizer's memory; none: each has all.",
-        panel=_MACHINE,
-    )  # fmt: skip
-    tensor: int = option(
-        1, "Processes that compute each sequence together, some heads each; divides --nproc and the heads.",
-        panel=_MACHINE, low=1, high=1024,
-    )  # fmt: skip
-    recompute: bool = option(
-        False, "Compute the activations of each block anew for the gradient instead of keeping them.", panel=_MACHINE
+    shard: Literal["none", "full"] = _machine(
+        "none", "full: the processes divide weights, gradients and the optimizer's memory; none: each has all."
     )
-    dtype: Dtype = option(
-        "auto", "Of the matrix products; weights stay float32. auto: bfloat16 where the device is made for it.",
-        panel=_MACHINE,
+    tensor: int = _machine(
+        1, "Processes that compute each sequence together, some heads each; divides --nproc and the heads.", low=1,
+        high=1024,
     )  # fmt: skip
-    compile: Compile = option(
-        "auto", "Compile steps; auto: on a GPU, and on a CPU for small models, where the run is long enough to gain.",
-        panel=_MACHINE,
-    )  # fmt: skip
+    recompute: bool = _machine(
+        False, "Compute the activations of each block anew for the gradient instead of keeping them."
+    )
+    dtype: Dtype = _machine(
+        "auto", "Of the matrix products; weights stay float32. auto: bfloat16 where the device is made for it."
+    )
+    compile: Compile = _machine(
+        "auto", "Compile steps; auto: on a GPU, and on a CPU for small models, where the run is long enough to gain."
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "micro_batch", str(self.micro_batch))  # a number in TOML and from Python
-        for name in ("out", "init"):
-            if getattr(self, name) is not None:  # a path, from Python
-                object.__setattr__(self, name, str(getattr(self, name)))
         super().__post_init__()
         if self.preset != "auto":
             find_preset(self.preset)

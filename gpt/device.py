@@ -150,11 +150,7 @@ def pick(device: str = "auto", dtype: str = "auto", *, training: bool = False) -
 
 
 def _device(name: str) -> torch.device:
-    has = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
+    has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         return torch.device(next(kind for kind in has if has[kind]))
     match = re.fullmatch(DEVICE, name)

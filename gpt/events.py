@@ -14,10 +14,13 @@ from gpt.settings import Amount, Count, checked
 class Event:
     """The fields of every event: the steps done, tokens seen and seconds since the start of the command."""
 
-    kind: ClassVar[str] = ""
+    kind: ClassVar[str]  # step, eval, sample …
     step: Count
     tokens: Count
     seconds: Amount
+
+    def __init_subclass__(cls) -> None:
+        cls.kind = cls.__name__.removesuffix("Event").lower()
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,6 @@ class StepEvent(Event):
     """An optimizer step: loss in nats a token, the gradient's norm before clipping, tokens a second of steps alone, and
     the share of the device's peak that they need (`gpt.training.speed`), null where no peak is known."""
 
-    kind: ClassVar[str] = "step"
     loss: float
     lr: float
     grad_norm: float
@@ -37,7 +39,6 @@ class StepEvent(Event):
 class EvalEvent(Event):
     """An evaluation on held-out text, nats a token; ``best``: the lowest so far."""
 
-    kind: ClassVar[str] = "eval"
     val_loss: float
     best: bool
 
@@ -46,7 +47,6 @@ class EvalEvent(Event):
 class SampleEvent(Event):
     """A few lines sampled from the model as it stands."""
 
-    kind: ClassVar[str] = "sample"
     text: str
 
 
@@ -54,7 +54,6 @@ class SampleEvent(Event):
 class SaveEvent(Event):
     """A checkpoint that is whole on disk; ``checkpoint`` is its folder's name in the run folder."""
 
-    kind: ClassVar[str] = "save"
     checkpoint: str
 
 
@@ -63,7 +62,6 @@ class RollbackEvent(Event):
     """The run went back to ``step``, since at ``failed_step`` its loss was no number or had exploded; from here on the
     rate is ``rate_factor`` times the schedule's."""
 
-    kind: ClassVar[str] = "rollback"
     failed_step: int
     why: str
     rate_factor: float
@@ -73,7 +71,6 @@ class RollbackEvent(Event):
 class ResumeEvent(Event):
     """The run resumes from a checkpoint; what it had done after that is cut from the metrics, and done again."""
 
-    kind: ClassVar[str] = "resume"
     checkpoint: str
 
 
@@ -83,7 +80,6 @@ class AnswersEvent(Event):
     which are at most 500, spread over all ``pairs`` that were trained on; and of those held out, null where none
     are."""
 
-    kind: ClassVar[str] = "answers"
     exact: int
     asked: int
     pairs: int
@@ -97,7 +93,6 @@ class EndEvent(Event):
     """The end of a run and why: ``steps`` (all done), ``patience``, ``signal`` or ``diverged``; the best checkpoint's
     loss over the whole held-out text, null where nothing was held out or the run was cut off."""
 
-    kind: ClassVar[str] = "end"
     reason: str
     checkpoint: str | None
     val_loss: float | None
@@ -131,12 +126,6 @@ class Plan:
     batch_tokens: int
 
 
-KINDS: dict[str, type[Event]] = {
-    cls.kind: cls
-    for cls in (StepEvent, EvalEvent, SampleEvent, SaveEvent, RollbackEvent, ResumeEvent, AnswersEvent, EndEvent)
-}
-
-
 _LOSSES = ("loss", "grad_norm", "val_loss")  # null where they are no finite number
 
 
@@ -154,22 +143,17 @@ def from_json(line: str | bytes) -> Event:
     finite and texts can be printed."""
     try:
         values = json.loads(line)
-        cls = KINDS[values.pop("event")]
+        kind = values.pop("event")
+        cls = next(each for each in Event.__subclasses__() if each.kind == kind)
         for value in values.values():
             if isinstance(value, str):
                 value.encode()  # no half of a surrogate pair
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, StopIteration):
         raise UserError(f"not an event: {line[:80]!r}") from None
     lost = [] if cls is EndEvent else [key for key in _LOSSES if key in values and values[key] is None]
     event = checked(cls, values | dict.fromkeys(lost, 0.0), "metrics")
     nothing: dict[str, Any] = dict.fromkeys(lost, math.nan)
     return dataclasses.replace(event, **nothing)
-
-
-def time_left(step: int, steps: int, first_step: int, seconds: float) -> float | None:
-    """Seconds until ``steps``, from ``seconds`` spent since ``first_step``; None before there is a rate."""
-    done = step - first_step
-    return (steps - step) * seconds / done if done > 0 else None
 
 
 def format_seconds(seconds: float) -> str:

@@ -14,90 +14,68 @@ from gpt.errors import UserError, did_you_mean
 
 PROC = Path("/proc/self")
 
-# Of matrix products in float16 and bfloat16 with float32 sums, dense (datasheets also print twice that, for matrices
-# half of which is zeros), in TFLOP/s. Sources: NVIDIA's datasheet of each product, and for GeForce and RTX the tables
-# at the end of its papers "Ampere GA102", "Ada" and "RTX Blackwell GPU Architecture". Each is also multiprocessors ×
-# operations a clock × boost clock, which a test computes. Names are matched whole: a part of a GPU (MIG) and a laptop's
-# GPU have the name of a larger one in theirs, and their peaks are not known.
-_TFLOPS: dict[str, float] = {
-    r"B200": 2250,
-    r"GH200 .*": 989.4,
-    r"H200": 989.4,
-    r"H200 NVL": 835.5,
-    r"H100 \d+GB HBM3|H100 SXM5.*": 989.4,
-    r"H100 PCIe": 756.5,
-    r"H100 NVL": 835.5,
-    r"A100-(SXM4|SXM|PCIE|PCIe)-\d+GB|A100 \d+GB PCIe": 312,
-    r"A40": 149.7,
-    r"A30": 165,
-    r"A10": 125,
-    r"RTX A6000": 154.8,
-    r"L40S": 362.05,
-    r"L40": 181.05,
-    r"L4": 121,
-    r"RTX 6000 Ada Generation": 364.2,
-    r"GeForce RTX 5090": 209.5,
-    r"GeForce RTX 4090": 165.2,
-    r"GeForce RTX 3090": 71,
-}
-_TFLOPS_FLOAT16_ALONE: dict[str, float] = {  # no bfloat16 in their tensor cores
-    r"V100-SXM2-\d+GB.*": 125,
-    r"V100-PCIE-\d+GB": 112,
-    r"V100S-PCIE-\d+GB": 130,
-    r"T4": 65,
-}
-
-
-def peak_flops(name: str, dtype: str) -> float | None:
-    """FLOP/s of matrix products in ``dtype`` on the device of this name; None where it is not known, as for float32,
-    which may or may not be computed as TF32."""
-    known = {"bfloat16": _TFLOPS, "float16": _TFLOPS | _TFLOPS_FLOAT16_ALONE}.get(dtype, {})
-    product = re.sub(r"^(NVIDIA|Tesla) ", "", name)
-    return next((1e12 * tflops for pattern, tflops in known.items() if re.fullmatch(pattern, product)), None)
-
 
 @dataclass(frozen=True)
 class Kind:
     """A kind of device that one can plan for."""
 
-    name: str  # CUDA's for it
+    names: str  # CUDA's for it: a regular expression, matched whole
     memory: int  # bytes
+    tflops: float = 0  # 0: unknown
+    bfloat16: bool = True  # whether its tensor cores have that
 
     def peak(self, dtype: str) -> float | None:
-        """FLOP/s of matrix products in ``dtype``; None where it is not known."""
-        return peak_flops(self.name, dtype)
+        """FLOP/s of matrix products in ``dtype``; None where it is not known, as for float32, which may or may not be
+        computed as TF32."""
+        known = dtype == "float16" or (dtype == "bfloat16" and self.bfloat16)
+        return 1e12 * self.tflops if known and self.tflops else None
 
 
-def _kind(name: str, gigabytes: int) -> Kind:
-    return Kind(name, gigabytes * 10**9)
-
-
+_A100, _V100 = r"A100-(SXM4|SXM|PCIE|PCIe)-\d+GB|A100 \d+GB PCIe", r"V100-SXM2-\d+GB.*"
 # The memory is the datasheets', in gigabytes of 10⁹ bytes; what CUDA says is there differs by up to 7 % either way.
-KINDS: dict[str, Kind] = {
-    "b200-180gb": _kind("B200", 180),
-    "gh200-96gb": _kind("GH200 480GB", 96),
-    "h200-141gb": _kind("H200", 141),
-    "h200-nvl-141gb": _kind("H200 NVL", 141),
-    "h100-80gb": _kind("H100 80GB HBM3", 80),
-    "h100-pcie-80gb": _kind("H100 PCIe", 80),
-    "h100-nvl-94gb": _kind("H100 NVL", 94),
-    "a100-80gb": _kind("A100-SXM4-80GB", 80),
-    "a100-40gb": _kind("A100-SXM4-40GB", 40),
-    "a40-48gb": _kind("A40", 48),
-    "a30-24gb": _kind("A30", 24),
-    "a10-24gb": _kind("A10", 24),
-    "l40s-48gb": _kind("L40S", 48),
-    "l40-48gb": _kind("L40", 48),
-    "l4-24gb": _kind("L4", 24),
-    "v100-32gb": _kind("V100-SXM2-32GB", 32),
-    "v100-16gb": _kind("V100-SXM2-16GB", 16),
-    "t4-16gb": _kind("T4", 16),
-    "rtx-6000-ada-48gb": _kind("RTX 6000 Ada Generation", 48),
-    "rtx-a6000-48gb": _kind("RTX A6000", 48),
-    "rtx-5090-32gb": _kind("GeForce RTX 5090", 32),
-    "rtx-4090-24gb": _kind("GeForce RTX 4090", 24),
-    "rtx-3090-24gb": _kind("GeForce RTX 3090", 24),
+# TFLOP/s are of matrix products in float16 and bfloat16 with float32 sums, dense (datasheets also print twice that, for
+# matrices half of which is zeros). Sources: NVIDIA's datasheet of each product, and for GeForce and RTX the tables at
+# the end of its papers "Ampere GA102", "Ada" and "RTX Blackwell GPU Architecture". Each is also multiprocessors ×
+# operations a clock × boost clock, which a test computes. Names are matched whole: a part of a GPU (MIG) and a laptop's
+# GPU have the name of a larger one in theirs, and their peaks are not known.
+_GIGABYTES_AND_TFLOPS: dict[str, tuple[str, int, float]] = {
+    "b200-180gb": (r"B200", 180, 2250),
+    "gh200-96gb": (r"GH200 .*", 96, 989.4),
+    "h200-141gb": (r"H200", 141, 989.4),
+    "h200-nvl-141gb": (r"H200 NVL", 141, 835.5),
+    "h100-80gb": (r"H100 \d+GB HBM3|H100 SXM5.*", 80, 989.4),
+    "h100-pcie-80gb": (r"H100 PCIe", 80, 756.5),
+    "h100-nvl-94gb": (r"H100 NVL", 94, 835.5),
+    "a100-80gb": (_A100, 80, 312),
+    "a100-40gb": (_A100, 40, 312),
+    "a40-48gb": (r"A40", 48, 149.7),
+    "a30-24gb": (r"A30", 24, 165),
+    "a10-24gb": (r"A10", 24, 125),
+    "l40s-48gb": (r"L40S", 48, 362.05),
+    "l40-48gb": (r"L40", 48, 181.05),
+    "l4-24gb": (r"L4", 24, 121),
+    "v100-32gb": (_V100, 32, 125),
+    "v100-16gb": (_V100, 16, 125),
+    "v100s-32gb": (r"V100S-PCIE-\d+GB", 32, 130),
+    "v100-pcie-32gb": (r"V100-PCIE-\d+GB", 32, 112),
+    "t4-16gb": (r"T4", 16, 65),
+    "rtx-6000-ada-48gb": (r"RTX 6000 Ada Generation", 48, 364.2),
+    "rtx-a6000-48gb": (r"RTX A6000", 48, 154.8),
+    "rtx-5090-32gb": (r"GeForce RTX 5090", 32, 209.5),
+    "rtx-4090-24gb": (r"GeForce RTX 4090", 24, 165.2),
+    "rtx-3090-24gb": (r"GeForce RTX 3090", 24, 71),
 }
+KINDS: dict[str, Kind] = {
+    name: Kind(names, gigabytes * 10**9, tflops, not name.startswith(("v100", "t4")))
+    for name, (names, gigabytes, tflops) in _GIGABYTES_AND_TFLOPS.items()
+}
+
+
+def peak_flops(name: str, dtype: str) -> float | None:
+    """FLOP/s of matrix products in ``dtype`` on the device of this name; None where it is not known."""
+    product = re.sub(r"^(NVIDIA|Tesla) ", "", name)
+    kind = next((each for each in KINDS.values() if re.fullmatch(each.names, product)), None)
+    return None if kind is None else kind.peak(dtype)
 
 
 def find_kind(name: str) -> Kind:

@@ -3,12 +3,14 @@
 import contextlib
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_origin, get_type_hints
+from functools import partial
+from typing import Any, Literal, get_origin
 
 from gpt.errors import UserError, did_you_mean
-from gpt.settings import check_options, option, without_none
+from gpt.settings import check_options, field_types, option, without_none
 
-_TEXT, _FILTER, _BEAM, _MACHINE, _OUTPUT = "Text", "Choice of the next token", "Beam search", "Machine", "Output"
+_PANELS = ("Text", "Choice of the next token", "Beam search", "Machine", "Output")
+_text, _filter, _beam, _machine, _output = (partial(option, panel=name) for name in _PANELS)
 MOST_BEAMS = 1024
 MOST_BIAS = 10**9  # either way; far beyond what logits differ by, and far within what a float holds
 
@@ -24,76 +26,61 @@ class SampleConfig:
     least tokens, temperature, top-k, top-p, min-p. Beams are ranked after all up to the least tokens.
     """
 
-    temperature: float = option(
-        0.8, "Divides the logits: below 1 bolder, above 1 wilder, 0 greedy.", panel=_FILTER, flags=("-t",), low=0
+    temperature: float = _filter(
+        0.8, "Divides the logits: below 1 bolder, above 1 wilder, 0 greedy.", flags=("-t",), low=0
     )
-    top_k: int = option(0, "Draw from the K likeliest tokens; 0: off.", panel=_FILTER, shown="off", low=0)
-    top_p: float = option(
-        0.0, "Draw from the fewest tokens that hold this probability together; 0: off.",
-        panel=_FILTER, shown="off", low=0,
-    )  # fmt: skip
-    min_p: float = option(
-        0.0, "Draw from tokens at least so likely as this share of the likeliest; 0: off.",
-        panel=_FILTER, shown="off", low=0,
-    )  # fmt: skip
-    repetition_penalty: float = option(
-        0.0, "Above 1: tokens that stand in the text or its prompt become less likely; 0 or 1: off.",
-        panel=_FILTER, shown="off", low=0,
-    )  # fmt: skip
-    presence_penalty: float = option(
-        0.0, "Taken from the logit of each token that has been generated.", panel=_FILTER, shown="off",
-        low=-MOST_BIAS, high=MOST_BIAS,
-    )  # fmt: skip
-    frequency_penalty: float = option(
-        0.0, "Taken from a token's logit for each time that it has been generated.", panel=_FILTER, shown="off",
-        low=-MOST_BIAS, high=MOST_BIAS,
-    )  # fmt: skip
-    no_repeat_ngram: int = option(
-        0, "No run of N tokens comes twice, the prompt's included; 0: off.", panel=_FILTER, shown="off", low=0
+    top_k: int = _filter(0, "Draw from the K likeliest tokens; 0: off.", shown="off", low=0)
+    top_p: float = _filter(
+        0.0, "Draw from the fewest tokens that hold this probability together; 0: off.", shown="off", low=0
     )
-    bias: tuple[str, ...] = option(
-        (), "TOKEN=NUMBER, added to the token's logit; may be repeated.", panel=_FILTER, shown="none"
+    min_p: float = _filter(
+        0.0, "Draw from tokens at least so likely as this share of the likeliest; 0: off.", shown="off", low=0
     )
-    greedy: bool = option(False, "The likeliest token each step.", panel=_FILTER)
-    beam: int = option(
-        0, "Follow the B likeliest texts side by side; 1 is greedy; 0: off.",
-        panel=_BEAM, shown="off", low=0, high=MOST_BEAMS,
-    )  # fmt: skip
-    length_penalty: float = option(
-        1.0, "With --beam: a text is ranked by its log-probability over its length to this power.",
-        panel=_BEAM, low=-100, high=100,
-    )  # fmt: skip
-    early_stopping: Literal["off", "on", "never"] = option(
-        "off", "With --beam: on stops at B finished texts, off when no better one seems likely, never when none is "
-        "possible.",
-        panel=_BEAM,
-    )  # fmt: skip
-    n_best: int = option(1, "With --beam: so many texts, best first.", panel=_BEAM, low=1, high=MOST_BEAMS)
-    max_tokens: int = option(200, "Tokens to generate at most.", panel=_TEXT, flags=("-n",), low=0)
-    min_tokens: int = option(0, "End-of-text cannot come before so many tokens.", panel=_TEXT, low=0)
-    stop: tuple[str, ...] = option(
-        (), "A text that ends the sample, and is not shown; may be repeated.", panel=_TEXT, shown="none"
+    repetition_penalty: float = _filter(
+        0.0, "Above 1: tokens that stand in the text or its prompt become less likely; 0 or 1: off.", shown="off", low=0
     )
-    ignore_eot: bool = option(False, "End-of-text may come, and does not end the text.", panel=_TEXT)
-    batch: int = option(
-        0, "Samples computed at once; the texts are the same for any number.",
-        panel=_MACHINE, shown="by the device", low=0, high=2**16,
+    presence_penalty: float = _filter(
+        0.0, "Taken from the logit of each token that has been generated.", shown="off", low=-MOST_BIAS, high=MOST_BIAS
+    )
+    frequency_penalty: float = _filter(
+        0.0, "Taken from a token's logit for each time that it has been generated.", shown="off", low=-MOST_BIAS,
+        high=MOST_BIAS,
     )  # fmt: skip
-    speculate: int = option(
+    no_repeat_ngram: int = _filter(
+        0, "No run of N tokens comes twice, the prompt's included; 0: off.", shown="off", low=0
+    )
+    bias: tuple[str, ...] = _filter((), "TOKEN=NUMBER, added to the token's logit; may be repeated.", shown="none")
+    greedy: bool = _filter(False, "The likeliest token each step.")
+    beam: int = _beam(
+        0, "Follow the B likeliest texts side by side; 1 is greedy; 0: off.", shown="off", low=0, high=MOST_BEAMS
+    )
+    length_penalty: float = _beam(
+        1.0, "With --beam: a text is ranked by its log-probability over its length to this power.", low=-100, high=100
+    )
+    early_stopping: Literal["off", "on", "never"] = _beam(
+        "off",
+        "With --beam: on stops at B finished texts, off when no better one seems likely, never when none is possible.",
+    )  # fmt: skip
+    n_best: int = _beam(1, "With --beam: so many texts, best first.", low=1, high=MOST_BEAMS)
+    max_tokens: int = _text(200, "Tokens to generate at most.", flags=("-n",), low=0)
+    min_tokens: int = _text(0, "End-of-text cannot come before so many tokens.", low=0)
+    stop: tuple[str, ...] = _text((), "A text that ends the sample, and is not shown; may be repeated.", shown="none")
+    ignore_eot: bool = _text(False, "End-of-text may come, and does not end the text.")
+    batch: int = _machine(
+        0, "Samples computed at once; the texts are the same for any number.", shown="by the device", low=0, high=2**16
+    )
+    speculate: int = _machine(
         0, "Guess up to K tokens from the text so far and check them at once: faster where texts repeat themselves, "
-        "and the same text.",
-        panel=_MACHINE, shown="off", low=0, high=64,
+        "and the same text.", shown="off", low=0, high=64,
     )  # fmt: skip
-    compile: Literal["auto", "on", "off"] = option(
-        "auto", "Compile steps of one token: on GPUs as CUDA graphs, on a CPU those of one text by blocks; auto: on "
-        "a GPU, for long requests.",
-        panel=_MACHINE,
+    compile: Literal["auto", "on", "off"] = _machine(
+        "auto", "Compile steps of one token: on GPUs as CUDA graphs, on a CPU those of one text by blocks; auto: on a "
+        "GPU, for long requests.",
     )  # fmt: skip
-    logprobs: int | None = option(
-        None, "With --json: each token's log-probability, and those of the K likeliest.",
-        panel=_OUTPUT, shown="off", low=0, high=2**20,
-    )  # fmt: skip
-    echo_logprobs: bool = option(False, "With --json: the log-probabilities of the prompt's tokens too.", panel=_OUTPUT)
+    logprobs: int | None = _output(
+        None, "With --json: each token's log-probability, and those of the K likeliest.", shown="off", low=0, high=2**20
+    )
+    echo_logprobs: bool = _output(False, "With --json: the log-probabilities of the prompt's tokens too.")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -123,12 +110,12 @@ class SampleConfig:
     @property
     def choice(self) -> tuple[Any, ...]:
         """The settings by which the next token is chosen."""
-        settings = [each.name for each in fields(self) if each.metadata["panel"] == _FILTER]
+        settings = [each.name for each in fields(self) if each.metadata["panel"] == _PANELS[1]]
         return (self.draws, self.min_tokens, *(getattr(self, name) for name in settings))
 
     def changed(self, name: str, word: str) -> "SampleConfig":
         """Returns a copy in which ``name`` is read from a word, as on the command line. Raises `UserError`."""
-        kinds = {key.replace("_", "-"): kind for key, kind in get_type_hints(SampleConfig).items()}
+        kinds = {key.replace("_", "-"): kind for key, kind in field_types(SampleConfig).items()}
         if name not in kinds:
             raise UserError(f'there is no setting "{name}"', did_you_mean(name, kinds))
         kind = without_none(kinds[name])

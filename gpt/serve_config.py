@@ -2,11 +2,12 @@
 
 import re
 from dataclasses import dataclass
+from functools import partial
 
 from gpt.errors import UserError
 from gpt.settings import check_options, option
 
-_ADDRESS, _LOAD = "Address", "Load"
+_address, _load = (partial(option, panel=name) for name in ("Address", "Load"))
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -14,39 +15,26 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 class ServeConfig:
     """The settings of ``gpt serve``. Raises `UserError` for values without a meaning."""
 
-    host: str = option("127.0.0.1", "Address to listen at; one that others reach needs a key.", panel=_ADDRESS)
-    port: int = option(8000, "Port to listen at; 0: a free one.", panel=_ADDRESS, low=0, high=65_535)
-    name: str | None = option(None, "The model's name for clients.", panel=_ADDRESS, shown="the run's or the folder's")
-    cors: tuple[str, ...] = option(
-        (),
-        "ORIGIN whose web pages or apps may send requests, such as https://example.org or app://obsidian.md; may be "
-        "repeated.",
-        panel=_ADDRESS,
-        shown="none",
-    )
-    allow_host: tuple[str, ...] = option(
-        (),
-        "NAME under which clients may reach a server at a loopback address, such as host.docker.internal; may be "
-        "repeated.",
-        panel=_ADDRESS,
-        shown="none",
-    )
-    api_key: str | None = option(
+    host: str = _address("127.0.0.1", "Address to listen at; one that others reach needs a key.")
+    port: int = _address(8000, "Port to listen at; 0: a free one.", low=0, high=65_535)
+    name: str | None = _address(None, "The model's name for clients.", shown="the run's or the folder's")
+    cors: tuple[str, ...] = _address(
+        (), "ORIGIN whose web pages or apps may send requests, such as https://example.org or app://obsidian.md; may "
+        "be repeated.", shown="none",
+    )  # fmt: skip
+    allow_host: tuple[str, ...] = _address(
+        (), "NAME under which clients may reach a server at a loopback address, such as host.docker.internal; may be "
+        "repeated.", shown="none",
+    )  # fmt: skip
+    api_key: str | None = _address(
         None,
         "The key that clients must send. Others on this machine see a command line: set GPT_SERVE_API_KEY instead.",
-        panel=_ADDRESS,
         shown="none",
-    )
-    max_batch: int = option(
-        0, "Texts that are generated at once.", panel=_LOAD, shown="by the device's memory", low=0, high=1024
-    )
-    queue: int = option(
-        64, "Requests that may wait beside those that run; further ones are told to come later.", panel=_LOAD, low=0
-    )
-    limit_tokens: int = option(
-        4096, "Tokens that a request may ask for, and those that its prompt may have.", panel=_LOAD, low=1
-    )
-    grace: float = option(30, "Seconds that running requests have after a Ctrl-C.", panel=_LOAD, low=0, high=86_400)
+    )  # fmt: skip
+    max_batch: int = _load(0, "Texts that are generated at once.", shown="by the device's memory", low=0, high=1024)
+    queue: int = _load(64, "Requests that may wait beside those that run; further ones are told to come later.", low=0)
+    limit_tokens: int = _load(4096, "Tokens that a request may ask for, and those that its prompt may have.", low=1)
+    grace: float = _load(30, "Seconds that running requests have after a Ctrl-C.", low=0, high=86_400)
 
     def __post_init__(self) -> None:
         check_options(self)

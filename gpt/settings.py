@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import PurePath
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -24,36 +25,61 @@ def without_none(kind: Any) -> Any:
     return kinds[0] if type(None) in get_args(kind) and len(kinds) == 1 else kind
 
 
+@cache
+def _field_types(cls: Any) -> dict[str, Any]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {each.name: hints[each.name] for each in dataclasses.fields(cls)}
+
+
+def field_types(cls: type[Any]) -> dict[str, Any]:
+    """Returns the type of each field of a dataclass."""
+    return _field_types(cls)  # type: ignore[arg-type]  # a class can be hashed
+
+
 def check_options(config: Any) -> None:
-    """Raises `UserError` for a value that is not of its option's type, not finite, or below its least one."""
-    hints = get_type_hints(type(config))
+    """Raises `UserError` for a field of the wrong type or out of bounds. A path becomes a string."""
+    hints = field_types(type(config))
     for each in dataclasses.fields(config):
-        name, value, kind = each.name.replace("_", "-"), getattr(config, each.name), without_none(hints[each.name])
-        low, high = each.metadata["low"], each.metadata["high"]
+        name, value, kind = each.name, getattr(config, each.name), without_none(hints[each.name])
+        if "help" in each.metadata:  # an option
+            name = name.replace("_", "-")
         if value is None and kind is not hints[each.name]:
             continue
+        if kind is str and isinstance(value, PurePath):
+            value = str(value)
+            object.__setattr__(config, each.name, value)
         if get_origin(kind) is Literal:
             if value not in get_args(kind):
                 raise UserError(f'there is no {name} "{value}"', did_you_mean(str(value), get_args(kind)))
             continue
-        if get_origin(kind) is tuple:  # a repeatable option
-            words = (value,) if isinstance(value, str) else tuple(value)
-            if not all(isinstance(word, str) and word for word in words):
-                raise UserError(f"{name} is {'empty' if '' in words else repr(value)}; it must be a text, or several")
-            for word in words:
-                check_text(name, word)
-            object.__setattr__(config, each.name, words)
+        if kind == tuple[str, ...]:  # a repeatable option
+            object.__setattr__(config, each.name, _texts(name, value))
             continue
-        fits = (int, float) if kind is float else (kind,)
+        fits = (int, float) if kind is float else (get_origin(kind) or kind,)
         if type(value) not in fits:
-            raise UserError(f"{name} is {value!r}; it must be of the kind {kind.__name__}")
-        if low is not None and not low <= value <= high:
-            bounds = f"lie between {low:g} and {high:,}" if high < 2**53 else f"be {low:g} or more"
-            if isinstance(value, float) and not math.isfinite(value):
-                bounds += ", and finite"
-            elif value > high >= 2**53:
-                bounds = f"be at most {high:,.0f}"
-            raise UserError(f"{name} is {value}; it must {bounds}")
+            raise UserError(f"{name} is {reprlib.repr(value)}; it must be of the kind {kind.__name__}")
+        _check_bounds(name, value, each.metadata.get("low"), each.metadata.get("high"))
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    """Returns the values of a repeatable option."""
+    words = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(word, str) and word for word in words):
+        raise UserError(f"{name} is {'empty' if '' in words else repr(value)}; it must be a text, or several")
+    for word in words:
+        check_text(name, word)
+    return words
+
+
+def _check_bounds(name: str, value: float, low: float | None, high: float | None) -> None:
+    if low is None or high is None or low <= value <= high:
+        return
+    bounds = f"lie between {low:g} and {high:,}" if high < 2**53 else f"be {low:g} or more"
+    if isinstance(value, float) and not math.isfinite(value):
+        bounds += ", and finite"
+    elif value > high >= 2**53:
+        bounds = f"be at most {high:,.0f}"
+    raise UserError(f"{name} is {value}; it must {bounds}")
 
 
 def option(
@@ -70,6 +96,11 @@ def option(
     and its bounds."""
     meta = {"help": help, "panel": panel, "flags": flags, "shown": shown, "low": low, "high": high}
     return field(default=default, metadata=meta)
+
+
+def bounded(low: float, high: float, default: Any = dataclasses.MISSING) -> Any:
+    """Returns the field of a number that is not an option, with its bounds."""
+    return field(default=default, metadata={"low": low, "high": high})
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str) -> T:
@@ -106,7 +137,7 @@ def checked(cls: type[T], values: Any, where: str) -> T:
     upgrade = getattr(cls, "upgrade", None)
     if upgrade is not None:
         values = upgrade(values, where)
-    hints = _hints(cls)  # type: ignore[arg-type]  # a class can be hashed
+    hints = field_types(cls)
     found = {}
     for key, value in values.items():
         if key not in hints:
@@ -123,13 +154,6 @@ def checked(cls: type[T], values: Any, where: str) -> T:
         if error.message.startswith(where):
             raise
         raise UserError(f"{where} is damaged: {error.message}", error.hint) from None
-
-
-@cache
-def _hints(cls: Any) -> dict[str, Any]:
-    """Returns the type of each field."""
-    hints = get_type_hints(cls, include_extras=True)
-    return {each.name: hints[each.name] for each in dataclasses.fields(cls)}
 
 
 def _read(value: Any, kind: Any, where: str) -> Any:

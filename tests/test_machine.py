@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import Gpt, one_line_of_what_and_what_next
 
-from gpt import device, files, peaks
+from gpt import files, peaks
 from gpt.device import Compute
 from gpt.errors import UserError, is_out_of_memory, is_out_of_threads
 
@@ -80,23 +80,6 @@ def test_memory_and_cores_follow_cgroups(
     assert peaks.host_memory() == memory
     assert peaks.cores() == cores
     assert Compute(torch.device("cpu"), torch.float32, shared_by=2).memory() == memory // 2
-
-
-@posix
-@pytest.mark.parametrize(("environment", "asked", "expected"), [("", None, 2), ("", 3, 3), ("4", None, 4)])
-def test_threads_follow_a_quota_unless_the_user_says_how_many(
-    environment: str, asked: int | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine_with(tmp_path, "/", "/", {"cpu.max": "150000 100000"})
-    monkeypatch.setenv("OMP_NUM_THREADS", environment)
-    monkeypatch.setattr(device, "_torch_threads", lambda: 4)
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
-        device.use_threads(Compute(torch.device("cpu"), torch.float32), asked)
-        assert torch.get_num_threads() == expected
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FAST, TINY, Gpt, make_text, one_line_of_what_and_what_next, send, spawn, train
+from conftest import FAST, TINY, Gpt, make_text, one_line_of_what_and_what_next, send, train
 from filelock import FileLock
 
 import gpt as library
@@ -188,33 +188,6 @@ def test_processes_of_the_pool_leave_hang_ups_to_their_parent() -> None:
         assert signal.SIGHUP in pool.pool.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
         assert signal.SIGHUP not in mask
         assert "PYTHONSAFEPATH" not in os.environ or os.environ["PYTHONSAFEPATH"] != "1"
-
-
-@posix
-@pytest.mark.slow
-def test_a_terminal_that_closes_saves_the_run(text: Path) -> None:
-    """The kernel sends SIGHUP, and every write to the terminal fails from then on."""
-    import pty
-
-    leader, terminal = pty.openpty()
-    words = ["train", text, *SETTINGS, "--vocab-size", "300", "--steps", "1000000", "--compile", "off", "-o", "run"]
-    process = spawn(*words, start_new_session=True, preexec_fn=lambda: _take_terminal(terminal), stderr=terminal)
-    os.close(terminal)
-    end = time.monotonic() + 100
-    while not (Path("run/metrics.jsonl").exists() and b'"step": 5' in Path("run/metrics.jsonl").read_bytes()):
-        assert time.monotonic() < end
-        os.read(leader, 65536)
-    os.close(leader)
-    process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGHUP
-    assert library.load("run").path.name.startswith("step-")
-
-
-def _take_terminal(terminal: int) -> None:
-    import fcntl
-    import termios
-
-    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
 
 def test_work_goes_on_where_stderr_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:

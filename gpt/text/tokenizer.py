@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import tiktoken
 
-from gpt.config import LIMITS
+from gpt.config import MOST_IDS
 from gpt.errors import UserError, WorkError
 from gpt.files import cache_dir
 from gpt.text.backends import ByteBPE, Ids, Library, split
@@ -63,8 +63,8 @@ class Tokenizer:
         if len(set(words)) != len(words) or "" in words:
             raise UserError(f"the special tokens of the tokenizer {self.name} are not different words")
         ids = [*self.backend.pieces, *self._added.values()]
-        if not all(type(id) is int and 0 <= id < LIMITS["vocab_size"] for id in ids):
-            raise UserError(f"the ids of the tokenizer {self.name} are not numbers from 0 to {LIMITS['vocab_size']:,}")
+        if not all(type(id) is int and 0 <= id < MOST_IDS for id in ids):
+            raise UserError(f"the ids of the tokenizer {self.name} are not numbers from 0 to {MOST_IDS:,}")
         count = len(self._added) + len(self.backend.pieces if ranks is None else ranks)
         if len(set(ids)) != count:
             raise UserError(f"the tokenizer {self.name} has {count:,} tokens and {len(set(ids)):,} ids")

@@ -9,7 +9,7 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
-from gpt.config import LIMITS
+from gpt.config import MOST_IDS
 from gpt.errors import UserError, did_you_mean
 from gpt.files import (
     JSON_LIMIT,
@@ -472,7 +472,7 @@ def _ends(settings: Mapping[str, Any], added: Mapping[str, int], pieces: Mapping
     said = settings.get("eos_token_id")
     if said is not None:
         ids = said if isinstance(said, list) else [said]
-        if not all(type(id) is int and 0 <= id < LIMITS["vocab_size"] for id in ids):
+        if not all(type(id) is int and 0 <= id < MOST_IDS for id in ids):
             raise UserError(f"eos_token_id is {said!r}, which is no id", "mend the model's generation_config.json")
         own = [id for id in ids if id in added.values()]
         return [*own, *(id for id in ids if id in pieces and id not in own)] if own else []

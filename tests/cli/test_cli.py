@@ -1,6 +1,5 @@
 """The command line: what it prints, where, and with which status."""
 
-import dataclasses
 import functools
 import http.server
 import io
@@ -15,14 +14,13 @@ from pathlib import Path
 
 import pytest
 from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow
-from gpt_cli.progress import TrainDisplay
+from gpt_cli import progress
 from rich.console import Console
 from safetensors.torch import load_file
 
 import gpt as library
 from gpt import events
-from gpt.config import PRESETS, TokenizeConfig, TrainConfig
-from gpt.sample_config import SampleConfig
+from gpt.config import PRESETS
 from gpt.text import catalogue
 
 QUICK = [
@@ -70,10 +68,6 @@ assert not [name for name in sys.modules if name.startswith('gpt.training')]  # 
         library.nothing  # noqa: B018
 
 
-def test_version(gpt: Gpt) -> None:
-    assert gpt("--version").out == f"gpt {library.__version__}\n"
-
-
 # Options: docs/reference.md lists them all, and tests/docs fail where one is new or lost
 
 
@@ -83,13 +77,6 @@ def test_options_for_completion_have_no_twin(gpt: Gpt, monkeypatch: pytest.Monke
     assert "--install-completion" in out
     assert "env var" not in out
     assert gpt("--version").out == f"gpt {library.__version__}\n"
-
-
-def test_every_field_of_a_config_is_an_option(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    for config, command in ((TrainConfig, "train"), (TokenizeConfig, "tokenize"), (SampleConfig, "sample")):
-        options = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(config)}
-        assert options <= set(re.findall(r"--[a-z-]+", gpt(command, "--help").out))
 
 
 # gpt train
@@ -180,28 +167,19 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
     ("args", "message"),
     [
         (["train", "none.txt"], "there is no file none.txt"),
-        (["train", "shakespear"], 'no corpus called "shakespear"'),
         (["train", "empty.txt"], "empty.txt is empty: 0 characters"),
         (["train", "byte.txt"], "too short to hold 0.1 of it out: 1 byte"),
         (["train", "binary.bin"], "is no text: it has a zero byte at offset 3"),
         (["train", "latin.txt"], "is not UTF-8: byte 0xe9 at offset 9, line 2"),
         (["train", "book.txt", "--n-embd", "33"], "n_embd 33 is not divisible by n_head 4"),
-        (["train", "book.txt", "--preset", "gtp2"], 'there is no preset "gtp2"'),
         (["train", "book.txt", "--tokenizer", "gtp2"], 'there is no tokenizer "gtp2"'),
         (["train", "book.txt", "--vocab-size", "30000"], "supports a vocabulary of"),
         (["train", "book.txt", "--steps", "-1"], "steps is -1; it must be 1 or more"),
         (["train", "book.txt", "--lr", "nan"], "lr is nan"),
-        (["sample", "-t", "nan"], "temperature is nan"),
         (["sample", "--top-p", "2"], "top-p is 2.0"),
-        (["sample", "-t", "-1"], "temperature is -1.0"),
-        (["train", "book.txt", "--stesp", "3"], "--stesp"),
-        (["train", "book.txt", "--steps", "2", "--epochs", "2"], "--steps and --epochs both"),
         (["train", "book.txt", "--out", "book.txt/x"], "cannot make the run folder"),
-        (["trian"], "trian"),
         (["sample", "hi"], "no run with a checkpoint"),
-        (["sample", "hi", "-m", "nowhere"], "there is no run or checkpoint nowhere"),
         (["sample", "hi", "-m", "book.txt"], "is no run and no checkpoint"),
-        (["sample", "hi", "--prompt-file", "book.txt"], "a prompt and --prompt-file"),
         (["sample", "--prompt-file", "none.txt"], "cannot read none.txt"),
         (["sample", "--stop", "\udcff"], "stop is not UTF-8"),
         (["sample", "\udcff"], "the prompt is not UTF-8"),
@@ -213,15 +191,13 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["train", "book.txt", "--lora-rank", "4"], "--lora-rank needs --init"),
         (["train", "book.txt", "--init", "x", "--merge-lora"], "--merge-lora needs --lora-rank"),
         (["train", "book.txt", "--init", "x", "--lora-rank", "0"], "lora-rank is 0"),
-        (["train", "book.txt", "--device", "cdua"], 'there is no device "cdua"'),
-        (["params", "gpt2", "--positions", "sinus"], 'unknown positions "sinus"'),
+        (["params", "gpt2", "--positions", "sinus"], 'there is no positions "sinus"'),
         (["params", "--list", "--n-layer", "3"], "--list shows all presets, and --n-layer asks for one shape"),
         (["eval", "nowhere"], "text"),
         (["train", "book.txt", "--minutes", "1", "--steps", "9"], "--steps and --minutes both say how long to train"),
         (["train", "book.txt", "--minutes", "0.001"], "there is no time to train"),
         (["train", "book.txt", "--positions", "rotary", "--n-embd", "12", "--n-head", "4"], "even width of a head, not 3"),
         (["params", "--n-layer", "2"], "a shape by hand needs --n-head, --n-embd too"),
-        (["data", "show", "wikitxt-2"], 'there is no corpus "wikitxt-2"'),
         (["train", "book.txt", "--tokenizer", "book.txt"], "book.txt is no tokenizer"),
         (["tokenizer", "train", "book.txt"], "where should the tokenizer go?"),
         (["tokenizer", "train", "book.txt", "-o", "new", "--vocab-size", "9"], "vocab-size is 9; it must lie between 257"),
@@ -231,7 +207,6 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["tokenizer", "encode", "x", "--file", "book.txt", "--tokenizer", "bytes"], "a text and --file were given"),
         (["tokenizer", "decode", "1", "x", "--tokenizer", "bytes"], '"x" is no id'),
         (["tokenizer", "decode", "257", "--tokenizer", "bytes"], "id 257 is outside the vocabulary of 257"),
-        (["tokenizer", "decode", "99999999999999999999", "--tokenizer", "bytes"], "is no id"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_one_clear_line(gpt: Gpt, book: Path, args: list[str], message: str) -> None:
@@ -249,6 +224,7 @@ def test_suggestions(gpt: Gpt, book: Path) -> None:
         "trian": "train", "train --stesp 3": "--steps", "train shakespear": "shakespeare", "params gpt3-175": "gpt3-175b",
         "train book.txt --preset gtp2": "gpt2", "train book.txt --device cdua": "cuda", "data show wikitext": "wikitext-2",
     }.items():  # fmt: skip
+        one_line_of_what_and_what_next(gpt(*line.split()), "")
         assert meant in gpt(*line.split()).err
 
 
@@ -285,12 +261,11 @@ def test_a_diverged_run_is_status_1_and_saves_no_nan(gpt: Gpt, book: Path) -> No
         assert all(tensor.isfinite().all() for tensor in load_file(path).values())
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: …")])
-def test_out_of_memory_is_said(gpt: Gpt, book: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_said(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpt.training import parallel
 
     def fail(*args: object) -> None:
-        raise error
+        raise MemoryError
 
     monkeypatch.setattr(parallel, "GPT", fail)
     one_line_of_what_and_what_next(gpt("train", book, *QUICK), "out of memory", code=1)
@@ -321,7 +296,7 @@ def test_a_terminal_on_stderr_takes_nothing_from_stdout(run_folder: Path, book: 
 
 def test_the_live_line() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    with TrainDisplay(quiet=False, console=console) as display:
+    with progress.TrainDisplay(quiet=False, console=console) as display:
         display(events.Plan(100, 64))
         display(events.EvalEvent(5, 320, 1.0, val_loss=3.25, best=True))
         event = events.StepEvent(10, 640, 2.0, loss=4.5, lr=0.1, grad_norm=1.0, tokens_per_second=320.0)
@@ -379,16 +354,6 @@ def test_sample_json_is_the_contracts(gpt: Gpt, run_folder: Path) -> None:
 def test_sample_past_the_context_says_so(gpt: Gpt, run_folder: Path) -> None:
     done = gpt("sample", "the", "-m", run_folder, "-n", "100", "--greedy", "--ignore-eot")
     assert "outgrew the context of 32 tokens" in done.err
-
-
-def test_prompts_from_file_and_stdin(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_bytes("Zürich 🐕\n".encode())
-    for done in (
-        gpt("sample", "--prompt-file", tmp_path / "p.txt", "-m", run_folder, "-n", "0", "--seed", "1"),
-        gpt("sample", "--prompt-file", "-", "-m", run_folder, "-n", "0", "--seed", "1", stdin="Zürich 🐕\n".encode()),
-    ):
-        assert done.out == "Zürich 🐕\n\n"
-    assert gpt("sample", "-m", run_folder, "-n", "5", "--seed", "1").code == 0  # no prompt: from end-of-text
 
 
 @pytest.mark.parametrize("encoding", ["ascii", slow("cp1252")])
@@ -545,16 +510,11 @@ def test_data_fetch_of_what_python_has(gpt: Gpt) -> None:
     assert json.loads(gpt("data", "fetch", "stdlib", "--json").out)["folder"] is None
 
 
-def test_the_bar_of_a_continued_fetch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpt_cli import progress, render_data
-
+def test_the_rate_of_a_continued_fetch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "PLAIN_SECONDS", 0)
-    with render_data.fetching(quiet=False) as on_bytes:
-        on_bytes(900, 1000)
-        on_bytes(950, 1000)
+    with progress.Bar("fetched", "bytes", quiet=False) as bar:
+        bar.reach(900, 1000)
+        bar.reach(950, 1000)
     first, second = capsys.readouterr().err.splitlines()
     assert first == "fetched 900/1,000 bytes  0 bytes/s"  # they came another time
     assert re.fullmatch(r"fetched 950/1,000 bytes  [\d,]+ bytes/s  0 s left", second)
-    with render_data.fetching(quiet=True) as on_bytes:
-        on_bytes(1, None)
-    assert capsys.readouterr().err == ""

@@ -91,7 +91,7 @@ def test_positions(gpt: Gpt, run_folder: Path) -> None:
     assert np.array_equal(np.array(values["table"], np.float32), table)
     assert values["similarity"][0] == pytest.approx(1)
     text = gpt("inspect", "positions", "-m", run_folder).out
-    assert "learned: 32 places (down) of 32 numbers (across)" in text
+    assert "learned: 32 places of 32 numbers" in text
     assert f"{values['similarity'][31]:.3f}" in text
 
 

@@ -150,21 +150,7 @@ def test_contrast_is_enough_to_read(open_page: Any, attention: tuple[Path, dict[
     backs = ["rgb(255, 255, 255)", "rgb(20, 23, 27)"][:: 1 if scheme == "light" else -1]
     style = "const s = getComputedStyle(document.documentElement), probe = document.createElement('i'); document.body.append(probe);"
     names = [
-        "--text",
-        "--soft",
-        "--mark",
-        "--warn",
-        "--hot",
-        "--c0",
-        "--c1",
-        "--c2",
-        "--c3",
-        "--c4",
-        "--c5",
-        "--c6",
-        "--c7",
-        "--back",
-        "--panel",
+        *map("--{}".format, ("text", "soft", "mark", "warn", "hot", *(f"c{n}" for n in range(8)), "back", "panel"))
     ]
     colours = page.evaluate(
         f"() => {{ {style} return {names}.map(n => {{ probe.style.color = s.getPropertyValue(n); return getComputedStyle(probe).color; }}); }}"
@@ -307,7 +293,7 @@ def test_a_report_beside_another_program(open_page: Any, gpt: Gpt, two_runs: lis
 
 RANGES = [
     (0.0, 1.0), (1.0, 400.0), (2.308, 6.942), (1.5e-5, 0.008), (437.8, 437.9), (-3e-7, -1e-7), (2.0, 2.0), (0.0, 0.0),
-    (5e-324, 5e-324), (-1.7e308, 1.7e308), (1.7976931348623157e308, 1.7976931348623157e308), (1e18, 1e18 + 512),
+    (5e-324, 5e-324), (-3e38, 3e38), (3e38, 3e38), (1e18, 1e18 + 512),
     (0.0, 409_600.0), (0.0, 2.5e6), (0.1, 0.7), (3.0, 3.0 + 1e-6), (0.0, 3e12), (999.0, 1001.0),
 ]  # fmt: skip
 
@@ -316,7 +302,7 @@ def test_axes_on_a_page_are_those_in_the_terminal(open_page: Any, gpt: Gpt, two_
     assert gpt("report", two_runs[0], "-o", "r.html").code == 0
     page = open_page(Path("r.html"))
     asked = [(low, high, most, extend) for low, high in RANGES for most in (4, 6, 8) for extend in (True, False)]
-    decades = [(*ends, most) for ends in ((1e-3, 1e4), (2.0, 3e300), (5e-324, 1.7e308), (3.0, 4.0)) for most in (4, 8)]
+    decades = [(*ends, most) for ends in ((1e-3, 1e4), (2.0, 3e38), (5e-324, 3e38), (3.0, 4.0)) for most in (4, 8)]
     ours: tuple[tuple[str, Callable[..., ticks.Axis], list[Any]], ...] = (
         ("axis", ticks.axis, asked),
         ("logAxis", ticks.log_axis, decades),

@@ -269,7 +269,7 @@ def test_totals_are_the_papers() -> None:
         ({"n_layer": 0}, "n_layer is 0"),
         ({"block_size": 2.5}, "block_size is 2.5"),
         ({"dropout": 1.0}, "dropout is 1.0"),
-        ({"positions": "rotery"}, "unknown positions"),
+        ({"positions": "rotery"}, 'there is no positions "rotery"'),
         ({"n_head": 1, "n_embd": 33, "positions": "sinusoidal"}, "even n_embd"),
     ],
 )

@@ -362,8 +362,6 @@ def test_events_of_numbers_that_are_none() -> None:
 
 
 def test_times_for_people() -> None:
-    assert events.time_left(10, 30, 0, 5.0) == 10.0
-    assert events.time_left(0, 30, 0, 0.0) is None
     assert [events.format_seconds(s) for s in (0.4, 59.6, 60, 200, 3599, 7500)] == [
         "0 s", "1 min 00 s", "1 min 00 s", "3 min 20 s", "59 min 59 s", "2 h 05 min",
     ]  # fmt: skip
