@@ -234,13 +234,14 @@ class ShardedModel:
 def _fully_shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Shards block by block. Embeddings and the last LayerNorm belong to the root, which stays whole from its forward
     pass until the backward pass has ended: the loss needs the embedding again, outside of `GPT.trunk`. They are
-    gathered in float32, as the residual stream is."""
+    gathered in float32, as the residual stream is. GPUs gather a block in ``dtype``, its norms too: in a group of their
+    own these would be gathered in the midst of what is compiled, which would come apart there. A CPU, whose LayerNorm
+    takes no narrow weights, gathers float32."""
+    narrows = mesh.device_type == "cuda" and dtype != torch.float32
     narrow = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=dtype if narrows else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in model.h:
-        if dtype != torch.float32:  # as under autocast, norms are not narrowed
-            fully_shard([each for each in block.modules() if isinstance(each, (nn.LayerNorm, RMSNorm))], mesh=mesh)
         fully_shard(block, mesh=mesh, mp_policy=narrow)
     fully_shard(model, mesh=mesh)
     register_fsdp_forward_method(model, "trunk")
