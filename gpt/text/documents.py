@@ -23,7 +23,6 @@ from gpt.text.unpack import (
     damaged,
     open_source,
     opened_seekable,
-    spooled,
     tar_members,
     zip_members,
 )
@@ -236,44 +235,24 @@ class Reader:
             yield from chunks_of(blocks if separator is None else split_at(blocks, separator))
 
     def _whole(self, file: PackedFile) -> Iterator[Chunk]:
-        """Yields the chunks of documents without errors. A file with a document of several chunks is read twice."""
-        with contextlib.ExitStack() as stack:
-            if not file.reopenable:
-                file = stack.enter_context(spooled(file))
-            done, held = 0, None
-            replaced = self._encoding.replaced
-            first = self._plain(file)
-            for chunk in first:
-                if chunk is not None and held is not None:
-                    break  # a document of several chunks
-                if chunk is None and held is not None:
-                    yield held
-                    done += 1
-                held = chunk
-            else:
-                return
-            whole, error = done, None
-            try:
-                for chunk in first:
-                    whole += chunk is None
-            except UserError as bad:
-                error = bad
-            self._encoding.replaced = replaced
-            yield from _between(self._plain(file), done, whole)
-            if error is not None:
-                raise error
-
-
-def _between(documents: Iterator[Chunk | None], start: int, end: int) -> Iterator[Chunk]:
-    """Yields the chunks of ``documents[start:end]``."""
-    number = 0
-    for chunk in documents:
-        if number == end:
-            return
-        if chunk is None:
-            number += 1
-        elif number >= start:
-            yield chunk
+        """Yields the chunks of the documents before the first error, then raises it. Reads the file twice."""
+        file = file if file.reopenable else file.spooled()
+        whole, error, replaced = 0, None, self._encoding.replaced
+        try:
+            for chunk in self._plain(file):
+                whole += chunk is None
+        except UserError as bad:
+            error = bad
+        self._encoding.replaced = replaced
+        for chunk in self._plain(file) if whole else ():
+            if chunk is not None:
+                yield chunk
+                continue
+            whole -= 1
+            if not whole:
+                break
+        if error is not None:
+            raise error
 
 
 def _kind(name: str) -> str:
