@@ -5,16 +5,17 @@ and tables the values of a field; anything else is plain text.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from gpt.config import ReadConfig
 from gpt.errors import UserError, WorkError
-from gpt.text.formats import OnBad, RecordForm, TextEncoding, json_file, jsonl, parquet, table, text_form
+from gpt.text import formats
+from gpt.text.formats import RecordForm, Records, TextEncoding, text_form
 from gpt.text.unpack import (
     UNPACK,
-    Blocks,
     ByteStream,
     OnBytes,
     PackedFile,
@@ -26,8 +27,6 @@ from gpt.text.unpack import (
     tar_members,
     zip_members,
 )
-
-EXAMPLES = 5  # messages kept of all that was skipped
 
 
 def utf8_size(text: str) -> int:
@@ -45,16 +44,15 @@ class Chunk:
 
 @dataclass
 class Skipped:
-    """The files, members, lines and rows that ``--skip-bad`` left out: their number, and the first few errors."""
+    """The files, members, lines and rows that ``--skip-bad`` left out: their number, and the first error."""
 
     count: int = 0
-    examples: list[str] = field(default_factory=list)
+    first: str = ""
 
     def add(self, error: UserError) -> None:
         """Counts an error."""
         self.count += 1
-        if len(self.examples) < EXAMPLES:
-            self.examples.append(error.message)
+        self.first = self.first or error.message
 
 
 HEAD = 2**16  # characters; a document's first chunk holds at least so many, or all of it
@@ -122,15 +120,14 @@ def chunks_of_whole(texts: Iterable[str]) -> Iterator[Chunk]:
 
 DEPTH = 8  # formats unpacked around each other at most; an archive may hold itself
 
-ReadTexts = Callable[[str, ByteStream, RecordForm, TextEncoding, OnBad], Iterator[str]]
-RECORDS: dict[str, ReadTexts] = {
-    ".jsonl": jsonl,
-    ".ndjson": jsonl,
-    ".jsonlines": jsonl,
-    ".json": json_file,
-    ".csv": partial(table, delimiter=","),
-    ".tsv": partial(table, delimiter="\t"),
-    ".parquet": parquet,
+RECORDS: dict[str, type[Records[Any]]] = {
+    ".jsonl": formats.JSONLines,
+    ".ndjson": formats.JSONLines,
+    ".jsonlines": formats.JSONLines,
+    ".json": formats.JSONFile,
+    ".csv": formats.Table,
+    ".tsv": formats.TabbedTable,
+    ".parquet": formats.Parquet,
 }
 
 
@@ -220,12 +217,15 @@ class Reader:
         with opened_seekable(file) if ending == ".parquet" else contextlib.closing(file.open()) as stream:
             if encoding.wide:  # lines are split as bytes
                 blocks = (block.encode() for block in encoding.blocks(file.name, stream))
-                stream, encoding = ByteStream(Blocks(blocks), partial(damaged, file.name)), self._utf8
-            texts = RECORDS[ending](file.name, stream, self._form, encoding, self._on_bad)
-            if self._lines:
-                yield from filter(None, chunks_of(text or " \n" for text in texts))  # WikiText's blank lines
-            else:
-                yield from chunks_of_whole(texts)
+                stream, encoding = ByteStream(_Blocks(blocks), partial(damaged, file.name)), self._utf8
+            texts = RECORDS[ending](file.name, stream, self._form, encoding, self._on_bad).documents()
+            yield from self._chunks(texts)
+
+    def _chunks(self, texts: Iterable[str]) -> Iterator[Chunk]:
+        """Yields the chunks of what is read from records."""
+        if self._lines:
+            return filter(None, chunks_of(text or " \n" for text in texts))  # WikiText's blank lines
+        return chunks_of_whole(texts)
 
     def _plain(self, file: PackedFile) -> Iterator[Chunk | None]:
         """Yields the chunks of a plain text's documents; None after each that is whole."""
@@ -253,6 +253,20 @@ class Reader:
                 break
         if error is not None:
             raise error
+
+
+class _Blocks:
+    """Blocks of bytes as a file object."""
+
+    def __init__(self, blocks: Generator[bytes, None, None]) -> None:
+        self.blocks = blocks
+        self.close = blocks.close
+        self.rest = b""
+
+    def read(self, size: int, /) -> bytes:
+        block = self.rest or next(self.blocks, b"")
+        self.rest = block[size:]
+        return block[:size]
 
 
 def _kind(name: str) -> str:

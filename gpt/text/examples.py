@@ -3,8 +3,8 @@ conversations."""
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from gpt.config import ReadConfig, TextConfig
@@ -110,14 +110,11 @@ class ExampleReader(Reader, Generic[E]):
     def examples(self, source: Source) -> Iterator[E]:
         """Yields the examples of a source, in order. Raises `UserError` naming a line without one, unless
         ``skip_bad``."""
-        held: list[str] = []
         for chunk in self.documents(source):
-            if chunk.begins and held:
-                yield self.kind(*json.loads("".join(held)))
-                held.clear()
-            held.append(chunk.text)
-        if held:
-            yield self.kind(*json.loads("".join(held)))
+            yield self.kind(*json.loads(chunk.text))
+
+    def _chunks(self, texts: Iterable[str]) -> Iterator[Chunk]:
+        return (Chunk(text, True) for text in texts)
 
     def _plain(self, file: PackedFile) -> Iterator[Chunk | None]:
         yield from self._records(file, ".jsonl")
@@ -142,7 +139,7 @@ def read_examples(
     """Reads all examples of ``texts`` into memory and splits them. Raises `UserError` where there are none."""
     if not texts:
         raise UserError(f"{kind.option} needs a TEXT", f"a file of {kind.form}, one a line")
-    reader = ExampleReader(ReadConfig(**{f.name: getattr(config, f.name) for f in fields(ReadConfig)}), kind)
+    reader = ExampleReader(config, kind)
     skipped = reader.skipped if config.skip_bad else None
     examples, read = _read(reader, sources.find(texts, skipped, note=note))
     own: list[E] = []

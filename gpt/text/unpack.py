@@ -9,11 +9,12 @@ import io
 import mmap
 import re
 import shutil
+import sys
 import tarfile
 import tempfile
 import weakref
 import zipfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,6 @@ def file_source(name: str, path: Path) -> Source:
 
 
 BUFFER = 2**18  # bytes read at once from a packed file, or one of lines
-ZSTD_STEP = 128  # bytes; each 4 may decode to a block of 128 KiB, so one step to 4 MiB at most
 
 OnBytes = Callable[[int], None]  # gets the number of stored bytes read so far
 
@@ -206,21 +206,6 @@ def opened_seekable(file: PackedFile) -> Iterator[ByteStream]:
                 yield copy
 
 
-class Blocks:
-    """Blocks of bytes as a file object."""
-
-    def __init__(self, blocks: Generator[bytes, None, None]) -> None:
-        self.blocks = blocks
-        self.close = blocks.close
-        self.rest = b""
-
-    def read(self, size: int, /) -> bytes:
-        """Returns at most ``size`` bytes; none only at the end."""
-        block = self.rest or next(filter(None, self.blocks), b"")
-        self.rest = block[size:]
-        return block[:size]
-
-
 def gunzip(name: str, packed: ByteStream) -> ByteStream:
     """Unpacks gzip, member after member."""
     buffered = io.BufferedReader(packed, BUFFER)
@@ -228,27 +213,16 @@ def gunzip(name: str, packed: ByteStream) -> ByteStream:
 
 
 def unzstd(name: str, packed: ByteStream) -> ByteStream:
-    """Unpacks Zstandard, frame after frame. Raises `WorkError` without the package."""
+    """Unpacks Zstandard, frame after frame. Before Python 3.14, raises `WorkError` without the package."""
     try:
-        import zstandard
+        if sys.version_info >= (3, 14):
+            import compression.zstd as zstd
+        else:
+            import backports.zstd as zstd
     except ImportError:
-        raise WorkError(f"{name} needs the package zstandard", "pip install 'gpt[zstd]'") from None
-
-    def frames() -> Generator[bytes, None, None]:
-        frame = None
-        while data := packed.read(BUFFER):
-            for start in range(0, len(data), ZSTD_STEP):
-                rest = data[start : start + ZSTD_STEP]
-                while rest:
-                    frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                    yield frame.decompress(rest)
-                    rest = b""
-                    if frame.eof:  # the library's own reader doesn't report a cut frame
-                        rest, frame = frame.unused_data, None
-        if frame is not None:
-            raise EOFError("it ends in the middle of a frame")
-
-    return ByteStream(Blocks(frames()), partial(damaged, name), close=(packed,))
+        raise WorkError(f"{name} needs the package backports.zstd", "pip install 'gpt[zstd]'") from None
+    buffered = io.BufferedReader(packed, BUFFER)
+    return ByteStream(zstd.ZstdFile(buffered), partial(damaged, name), close=(buffered,))
 
 
 # How to unpack a suffix, and the suffix that is left.

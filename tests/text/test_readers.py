@@ -25,6 +25,11 @@ from gpt.text import formats
 from gpt.text.documents import Reader
 from gpt.text.unpack import Source
 
+if sys.version_info >= (3, 14):
+    from compression import zstd as lib_zstd
+else:
+    from backports import zstd as lib_zstd
+
 HARD = [
     "", " ", "\n", "plain", "WE'LL SEE, I'm sure; THEY'VE", "1234567890123 12 3", "a\r\nb\r\n\r\n c", "tabs\t\tand  spaces   end ",
     "Zürich naïve 日本語 🐕‍🦺 עברית", "<|endoftext|>", "x <|endoftext|> y", " " * 300 + "z", "\n" * 50 + "a", "\u00a0\u2003\u3000b",
@@ -94,9 +99,7 @@ def tarred(*members: tuple[str, bytes]) -> bytes:
 
 
 def zstd(data: bytes) -> bytes:
-    import zstandard
-
-    return zstandard.ZstdCompressor().compress(data)
+    return lib_zstd.compress(data)
 
 
 def jsonl(texts: list[str]) -> bytes:
@@ -242,7 +245,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "gzip changed": ("x.gz", gzip.compress(b"hello")[:-8] + b"12345678", "x.gz is damaged: CRC check failed"),
     "gzip data": ("x.gz", gzip.compress(b"")[:10] + b"\xff" * 9, "x.gz is damaged: Error -3"),
     "no zstd": ("x.zst", b"hello", "x.zst is damaged: "),
-    "zstd cut": ("x.zst", zstd(b"hello" * 100)[:-3], "x.zst is damaged: it ends in the middle of a frame"),
+    "zstd cut": ("x.zst", zstd(b"hello" * 100)[:-3], "x.zst is damaged: Compressed file ended before"),
     "no json": ("x.jsonl", b'{"text": "a"}\nhello', "x.jsonl, line 2: not JSON: Expecting value"),
     "two objects": ("x.jsonl", b' {"text": "a"} {"text": "b"}\n', "x.jsonl, line 1: not JSON: there is more behind the object"),
     "no object": ("x.jsonl", b"[1]\n", "x.jsonl, line 1: not a JSON object"),
@@ -302,7 +305,7 @@ def test_what_is_bad_says_so_in_a_line_and_can_be_skipped(case: str) -> None:
     reader = Reader(ReadConfig(skip_bad=True))
     list(documents(reader, source(name, data)))
     assert reader.skipped.count == 1
-    assert reader.skipped.examples == [error.value.message]
+    assert reader.skipped.first == error.value.message
 
 
 @pytest.mark.parametrize(
@@ -417,7 +420,6 @@ def test_surrogates_and_damage_are_replaced_and_counted() -> None:
 
 def test_long_records_end_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "MAX_RECORD", 1000)
-    limit = csv.field_size_limit()
     long = jsonl(["a", "b" * 3000, "c"])
     with pytest.raises(UserError, match="x.jsonl, line 3: longer than 1,000 bytes"):
         read("x.jsonl", long)
@@ -427,7 +429,6 @@ def test_long_records_end_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     row = "text\n" + '"' + ",".join(['b\n"', '"'] * 300) + '"\n'  # of many short lines and fields
     with pytest.raises(UserError, match="x.csv, line [0-9]+: longer than 1,000 bytes"):
         read("x.csv", row.encode())
-    assert csv.field_size_limit() == limit
 
 
 def bomb(byte: bytes, mebibytes: int) -> bytes:
@@ -467,10 +468,10 @@ def test_settings_that_cannot_be() -> None:
         read("x", "a\nb\0".encode("utf-16"), encoding="utf-16")
 
 
-@pytest.mark.parametrize(("name", "module"), [("x.zst", "zstandard"), ("x.parquet", "pyarrow")])
+@pytest.mark.parametrize(("name", "module"), [("x.zst", lib_zstd.__name__), ("x.parquet", "pyarrow")])
 def test_packages_that_are_missing_are_named(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(WorkError, match=module) as error:
+    with pytest.raises(WorkError, match="needs the package") as error:
         read(name, b"", skip_bad=True)  # it is not the file that is bad
     assert error.value.hint.startswith("pip install 'gpt[")
 
@@ -488,4 +489,4 @@ def test_what_the_system_says() -> None:
             list(Reader(ReadConfig()).documents(Source("x.txt", 1, 0, opens)))
         reader = Reader(ReadConfig(skip_bad=True))
         assert list(reader.documents(Source("x.txt", 1, 0, opens))) == []
-        assert reader.skipped.examples == [f"cannot read x.txt: {why}"]
+        assert reader.skipped.first == f"cannot read x.txt: {why}"

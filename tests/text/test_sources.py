@@ -177,7 +177,7 @@ def test_what_cannot_be_looked_at_is_counted(
     assert "--skip-bad" in error.value.hint
     skipped = Skipped()
     assert [source.name for source in sources.find([asked], skipped)] == ["t/b/2"]
-    assert (skipped.count, skipped.examples) == (1, [message])
+    assert (skipped.count, skipped.first) == (1, message)
 
 
 def test_names_of_runs(workdir: Path) -> None:
