@@ -109,15 +109,6 @@ def chunks_of(parts: Iterable[str | None]) -> Iterator[Chunk | None]:
         yield None
 
 
-def chunks_of_whole(texts: Iterable[str]) -> Iterator[Chunk]:
-    """Yields the chunks of whole documents; leaves out empty ones."""
-    for text in texts:
-        if 0 < len(text) <= LENGTH:
-            yield Chunk(text, True)
-        else:
-            yield from (Chunk(text[at : at + LENGTH], at == 0) for at in range(0, len(text), LENGTH))
-
-
 DEPTH = 8  # formats unpacked around each other at most; an archive may hold itself
 
 RECORDS: dict[str, type[Records[Any]]] = {
@@ -225,7 +216,7 @@ class Reader:
         """Yields the chunks of what is read from records."""
         if self._lines:
             return filter(None, chunks_of(text or " \n" for text in texts))  # WikiText's blank lines
-        return chunks_of_whole(texts)
+        return (Chunk(text[at : at + LENGTH], at == 0) for text in texts for at in range(0, len(text), LENGTH))
 
     def _plain(self, file: PackedFile) -> Iterator[Chunk | None]:
         """Yields the chunks of a plain text's documents; None after each that is whole."""

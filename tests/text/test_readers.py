@@ -152,9 +152,9 @@ def test_every_format_in_every_wrapping(name: str, ending: str, pack: Callable[[
     assert (reader.skipped.count, reader.replaced) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", ["large_string", "string_view", "dictionary"])
-def test_kinds_of_strings_in_parquet(kind: str) -> None:
-    assert read("x.parquet", parquet(["one", None, "", "zwölf"] * 50, kind)) == ["one", "zwölf"] * 50
+def test_kinds_of_strings_in_parquet() -> None:
+    for kind in ("large_string", "string_view", "dictionary"):
+        assert read("x.parquet", parquet(["one", None, "", "zwölf"] * 50, kind)) == ["one", "zwölf"] * 50
     assert read("x.parquet", parquet([None, None], "null")) == []
 
 
@@ -239,15 +239,11 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "latin-1": ("x.txt", b"caf\xe9 au lait", "x.txt is not UTF-8: byte 0xe9 at offset 3, line 1"),
     "cut in a character": ("x.txt", "né".encode()[:-1], "x.txt is not UTF-8: byte 0xc3 at offset 1, line 1"),
     "binary": ("x.txt", b"PK\x03\x04\xff\x00", "x.txt is no text: it has a zero byte at offset 5"),
-    "in gzip": ("x.gz", gzip.compress(b"\xff"), "x.gz is not UTF-8"),
     "no gzip": ("x.gz", b"hello", "x.gz is damaged: Not a gzipped file"),
     "gzip cut": ("x.gz", gzip.compress(b"hello")[:-9], "x.gz is damaged: .*ended before"),
     "gzip changed": ("x.gz", gzip.compress(b"hello")[:-8] + b"12345678", "x.gz is damaged: CRC check failed"),
-    "gzip data": ("x.gz", gzip.compress(b"")[:10] + b"\xff" * 9, "x.gz is damaged: Error -3"),
-    "no zstd": ("x.zst", b"hello", "x.zst is damaged: "),
     "zstd cut": ("x.zst", zstd(b"hello" * 100)[:-3], "x.zst is damaged: Compressed file ended before"),
     "no json": ("x.jsonl", b'{"text": "a"}\nhello', "x.jsonl, line 2: not JSON: Expecting value"),
-    "two objects": ("x.jsonl", b' {"text": "a"} {"text": "b"}\n', "x.jsonl, line 1: not JSON: there is more behind the object"),
     "no object": ("x.jsonl", b"[1]\n", "x.jsonl, line 1: not a JSON object"),
     "no field": ("x.jsonl", b'{"body": 1, "id": 2}\n', 'x.jsonl, line 1: no "text" in it; its keys: body, id'),
     "no string": ("x.jsonl", b'{"text": 5}\n', 'x.jsonl, line 1: "text" is not a string'),
@@ -257,23 +253,17 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "jsonl latin-1": ("x.jsonl", b'{"text": ""}\n{"text": "\xe9"}', "x.jsonl is not UTF-8: byte 0xe9 at offset 23, line 2"),
     "long row after a quoted line break": ("x.csv.gz", gzip.compress(b'n,text\r\n1,"a\r\nb"\r\n\r\n2,c,d\r\n'), "x.csv.gz, line 5: 3 fields"),
     "long tsv row": ("x.tsv", b"n\ttext\n1\ta\n2\ta\tb\n", "x.tsv, line 3: 3 fields, and the header has 2"),
-    "short tsv row": ("x.tsv", b'n\ttext\n1\t"a\nb"\n', "x.tsv, line 3: 1 field, and the header has 2"),
     "two columns": ("x.csv", b"text,n,text\na,1,b\n", 'x.csv, line 1: it has 2 columns called "text"'),
     "semicolons": ("x.csv", b"n;text\n1;a\n", 'x.csv, line 1: no "text" in it; its columns: n;text'),
-    "json without": ("x.json", b'{"name": "x",\n"body": "y"}', 'x.json, line 1: no "text" in it; its keys: name, body'),
     "json of two lists": ("x.json", b'{"a": [{"text": "a"}], "b": [{"text": "b"}]}', 'x.json, line 1: no "text" in it; its keys: a, b'),
     "json line cut": ("x.json", b'{"text": "a"}\n{"text": "b\n{"text": "c"}', "x.json, line 2: not JSON: Invalid control character"),
     "json array cut": ("x.json", b'[{"text": "a"},\n{"text": "b"', "x.json, line 2: not JSON: Expecting ',' delimiter"),
     "json and more": ("x.json", b'[{"text": "a"}]\n[', "x.json, line 2: not JSON: there is more behind the array"),
     "json too deep": ("x.json", b"[" * 200_000, "x.json, line 1: not JSON: it is too deep"),
-    "json latin-1": ("x.json", b'[{"text": "\xe9"}]', "x.json is not UTF-8: byte 0xe9 at offset 11, line 1"),
-    "short row": ("x.csv", b'n,text\n1,"\n"\n2\n', 'x.csv, line 4: 1 field, and the header has 2'),
     "csv latin-1": ("x.csv", b"n,text\n\xe9,a\n1,\xe9\n", "x.csv, line 3: not UTF-8: byte 0xe9"),
     "csv zero": ("x.csv", b"text\n\0\n", "x.csv, line 2: a zero byte"),
     "csv quote": ("x.csv", b'n,text\n1,a\n2,"b\n3,c\n', "x.csv, line 3: a quote is never closed"),
-    "csv mac": ("x.csv", b"text\ra\rb", "x.csv, line 1: new-line character"),
     "no parquet": ("x.parquet", b"hello", "x.parquet is damaged: "),
-    "parquet cut": ("x.parquet", parquet(["a"])[:-1], "x.parquet is damaged: "),
     "no parquet column": ("x.parquet.gz", gzip.compress(parquet(["a"]).replace(b"text", b"body")), 'x.parquet.gz: no "text" in it; its columns: n, body'),
     "parquet numbers": ("x.parquet", parquet([1], "int64"), 'x.parquet: "text" holds int64, not strings'),
     "no zip": ("x.zip", b"hello", "x.zip is damaged: File is not a zip file"),
@@ -290,7 +280,6 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "tgz cut": ("x.tgz", gzip.compress(tarred(("a", b"a")))[:-4], "x.tgz is damaged: "),
     "tar long name": ("x.tar", tarred(("a" * 2_000_000, b"a")), "x.tar is damaged: a header of "),
     "nested": ("x.zip", reduce(lambda data, _: zipped(("x.zip", data)), range(12), zipped(("a.txt", b"a"))), "wrapped more than 8 times"),
-    "wrapped": ("x" + ".gz" * 9, b"", "wrapped more than 8 times"),
 }  # fmt: skip
 
 
@@ -315,11 +304,9 @@ def test_what_is_bad_says_so_in_a_line_and_can_be_skipped(case: str) -> None:
         ("x.txt", b"one\n---\n" + b"two\n" * 2**20 + b"---\nthr\xff", ["one\n", "two\n" * 2**20], 1),
         ("x.jsonl", b'{"text": "a"}\n5\n{"text": "\xff"}\n{"text": "b"}', ["a", "b"], 2),
         ("x.csv", b"n,text\n1,Hello, world\n2,good\n3,a,\n4,b", ["good", "b"], 2),
-        ("x.tsv", b"n\ttext\n1\ta\tb\n2\tgood\n3\n", ["good"], 2),
         ("x.json", b'{"text": "a"}\n{"text": "b\n{"text": "c"}\n5\n{"text": "d"}', ["a", "c", "d"], 2),
         ("x.json", b'[{"text": "a"}, {"n": 1}, 5, {"text": "b"}, {"text"', ["a", "b"], 3),
         ("x.zip", zipped(("a", b"a"), ("b", b"\xff"), ("../c", b"c"), (".d", b"\xff"), ("__MACOSX/e", b"\xff"), ("f", b"f")), ["a", "f"], 2),
-        ("x.zip", zipped(("a", b"a" * 2**18), ("b", b"a" * 2**18 + b"\xff"), ("c", b"c")), ["a" * 2**18, "c"], 1),
         ("x.tar", tarred(("a", b"a" * 2**18), ("b", b"a" * 2**18 + b"\xff"), ("c", b"c")), ["a" * 2**18, "c"], 1),
         ("x.tar", tarred(("a", b"a"), ("b", b"b" * 9999))[:4096], ["a"], 1),
         ("x.jsonl.gz", gzip.compress(jsonl(["one"] * 50_000))[:-8], ["one"] * 50_000, 1),
@@ -361,12 +348,7 @@ def test_a_byte_order_mark_is_no_text(name: str, skip_bad: bool) -> None:
     for encoding in ("latin-1", "cp1252", "gb18030"):  # editors put UTF-8's mark before what they take for UTF-8
         mark = "\ufeff".encode(encoding) if encoding == "gb18030" else MARK
         assert read(name, mark + text.encode(encoding), encoding=encoding, skip_bad=skip_bad) == ["é"]
-
-
-def test_byte_order_marks_of_members_are_no_text() -> None:
-    assert read("x.txt.gz", gzip.compress(MARK + b"one\n") + gzip.compress(MARK + b"two")) == ["one\ntwo"]
-    assert read("x.zip", zipped(("a.txt", MARK + b"one"), ("b.txt", MARK + b"two"))) == ["one", "two"]
-    assert read("x.txt", MARK) == read("x.txt", MARK, skip_bad=True) == []
+    assert read("x.zip", zipped(("a.txt", MARK + b"one"), ("b.txt", MARK)), skip_bad=skip_bad) == ["one"]
 
 
 @pytest.mark.parametrize("name", RECORD_FILES)
@@ -439,12 +421,10 @@ def bomb(byte: bytes, mebibytes: int) -> bytes:
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
-@pytest.mark.parametrize("wrap", ["x.txt", "x.zip"])
-def test_bombs_are_streamed(ending: str, wrap: str) -> None:
+def test_bombs_are_streamed(ending: str) -> None:
     size = 200
-    name, data = f"x.txt{ending}", bomb(b"a", size) if ending == ".gz" else zstd(b"a" * 2**20) * size
-    if wrap == "x.zip":
-        name, data = wrap, zipped((name, data))
+    packed = bomb(b"a", size) if ending == ".gz" else zstd(b"a" * 2**20) * size
+    name, data = "x.zip", zipped((f"x.txt{ending}", packed))
     with at_most(40):
         lengths = [len(chunk.text) for chunk in Reader(ReadConfig()).documents(source(name, data))]
     assert max(lengths) < 8 * 2**20
