@@ -5,6 +5,7 @@ and tables the values of a field; anything else is plain text.
 """
 
 import contextlib
+import sys
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -127,14 +128,17 @@ def _ignore(size: int) -> None:
 
 
 class Reader:
-    """Reads documents as a `ReadConfig` says; counts replaced bytes and skipped items. ``form`` says what is read from
-    a record; without it, the string at ``--field``."""
+    """Reads documents as a `ReadConfig` says; counts replaced bytes and skipped items.
+
+    With a ``form``, every file has records, JSON lines if its suffix is unknown, and what the form makes of one is a
+    single chunk. Without it, the text of a record is the string at ``--field``.
+    """
 
     def __init__(self, config: ReadConfig, form: RecordForm | None = None) -> None:
         if config.split_on is not None and "\n" in config.split_on:
             raise UserError("--split-on has a line break in it", "give one line, without its end")
         self.config = config
-        self._form = form or text_form(config.field)
+        self._form, self._only_records = form or text_form(config.field), form is not None
         self._encoding = TextEncoding(config.encoding, config.errors)
         self._utf8 = TextEncoding("utf-8", config.errors)  # for formats that are always UTF-8
         self.skipped = Skipped()
@@ -190,7 +194,7 @@ class Reader:
             yield from self._members(zip_members(file))
         elif ending == ".tar":
             yield from self._members(tar_members(file))
-        elif ending in RECORDS:
+        elif ending in RECORDS or self._only_records:
             yield from self._records(file, ending)
         elif self.config.skip_bad:
             yield from self._whole(file)
@@ -209,14 +213,13 @@ class Reader:
             if encoding.wide:  # lines are split as bytes
                 blocks = (block.encode() for block in encoding.blocks(file.name, stream))
                 stream, encoding = ByteStream(_Blocks(blocks), partial(damaged, file.name)), self._utf8
-            texts = RECORDS[ending](file.name, stream, self._form, encoding, self._on_bad).documents()
-            yield from self._chunks(texts)
-
-    def _chunks(self, texts: Iterable[str]) -> Iterator[Chunk]:
-        """Yields the chunks of what is read from records."""
-        if self._lines:
-            return filter(None, chunks_of(text or " \n" for text in texts))  # WikiText's blank lines
-        return (Chunk(text[at : at + LENGTH], at == 0) for text in texts for at in range(0, len(text), LENGTH))
+            kind = RECORDS.get(ending, formats.JSONLines)
+            texts = kind(file.name, stream, self._form, encoding, self._on_bad).documents()
+            if self._lines:
+                yield from filter(None, chunks_of(text or " \n" for text in texts))  # WikiText's blank lines
+            else:
+                size = sys.maxsize if self._only_records else LENGTH
+                yield from (Chunk(text[at : at + size], at == 0) for text in texts for at in range(0, len(text), size))
 
     def _plain(self, file: PackedFile) -> Iterator[Chunk | None]:
         """Yields the chunks of a plain text's documents; None after each that is whole."""
