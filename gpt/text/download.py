@@ -99,7 +99,10 @@ class _Cut(Exception):
 
 
 class _Download:
-    """A download in progress; ``part`` holds the bytes so far. Another address, size or sha256 has another part."""
+    """A download in progress; ``part`` holds the bytes so far. Another address, size or sha256 has another part.
+
+    A part needs no validator such as an ETag: the catalogue's addresses name a fixed revision, or have a sha256.
+    """
 
     def __init__(self, url: str, target: Path, sha256: str | None, size: int | None, on_bytes: OnBytes) -> None:
         self.url, self.target, self.sha256, self.size, self.on_bytes = url, target, sha256, size, on_bytes

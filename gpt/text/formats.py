@@ -99,10 +99,10 @@ class TextEncoding:
             if text:
                 starts_line = text.endswith("\n")
                 yield text
-            if zero >= 0:
-                raise _zero(name, f"byte at offset {offset + zero:,}")
-            if found:
-                raise _zero(name, f"character in line {line:,}")
+            if zero >= 0 or found:
+                where = f"character in line {line:,}" if found else f"byte at offset {offset + zero:,}"
+                hint = "give plain text, or leave such files out: --skip-bad"
+                raise UserError(f"{name} is no text: it has a zero {where}", hint)
             offset += len(block)
             if bad is not None:
                 raise self.error(name, bad, offset - len(bad.object) + bad.start, line)
@@ -152,12 +152,6 @@ class TextEncoding:
         byte = error.object[error.start]
         where = f"byte 0x{byte:02x} at offset {offset:,}, line {line:,}"
         return UserError(f"{name} is not {self.shown}: {where}", self.hint)
-
-
-def _zero(name: str, where: str) -> UserError:
-    return UserError(
-        f"{name} is no text: it has a zero {where}", "give plain text, or leave such files out: --skip-bad"
-    )
 
 
 MAX_RECORD = 64 * 2**20  # bytes of a line, characters of a CSV row or of a JSON value
@@ -660,5 +654,4 @@ def _is_text(kind: Any) -> bool:
     import pyarrow as pa
 
     plain = kind.value_type if pa.types.is_dictionary(kind) else kind
-    strings = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
-    return any(is_it(plain) for is_it in strings)
+    return str(plain) in ("string", "large_string", "string_view", "null")

@@ -434,18 +434,20 @@ def test_bombs_are_streamed(ending: str) -> None:
 def test_bombs_of_zeros_and_of_one_line() -> None:
     with pytest.raises(UserError, match="no text: it has a zero byte at offset 0"):
         read("x.gz", bomb(b"\0", 100))
-    with pytest.raises(UserError, match="line 1: longer than 67,108,864 bytes"):
-        read("x.jsonl.gz", bomb(b" ", 100))
+    with at_most(200), pytest.raises(UserError, match="line 1: longer than 67,108,864 bytes"):
+        read("x.jsonl.gz", bomb(b" ", 300))
 
 
 def test_settings_that_cannot_be() -> None:
     for config in ({"split_on": "a\nb"}, {"encoding": "hex"}):
         with pytest.raises(UserError):
             Reader(ReadConfig(**config))
-    with pytest.raises(UserError, match="is not utf-16: UTF-16 stream does not start with BOM"):
-        read("x", "hi".encode("utf-16-le"), encoding="utf-16")
-    with pytest.raises(UserError, match="zero character in line 2"):
-        read("x", "a\nb\0".encode("utf-16"), encoding="utf-16")
+    for data, message in {
+        "hi".encode("utf-16-le"): "is not utf-16: UTF-16 stream does not start with BOM",
+        "a\nb\0".encode("utf-16"): "zero character in line 2",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            read("x", data, encoding="utf-16")
 
 
 @pytest.mark.parametrize(("name", "module"), [("x.zst", lib_zstd.__name__), ("x.parquet", "pyarrow")])
