@@ -73,6 +73,8 @@ class TextEncoding:
 
     def decode(self, data: bytes) -> str:
         """Decodes all of ``data``. Raises UnicodeDecodeError under "strict"."""
+        if self.errors == "strict":
+            return data.decode(self.name)
         before = _invalid.replaced
         text = data.decode(self.name, self.errors)
         self.replaced += _invalid.replaced - before
@@ -164,12 +166,15 @@ ROLES = ("system", "developer", "user", "assistant")
 OnBad = Callable[[UserError], None]  # raises the error, or counts it
 
 
+Place = Callable[[int], str]  # the number of a record → its place in words
+
+
 @dataclass(frozen=True)
 class RecordForm:
     """What is read from each record of a file."""
 
     keys: tuple[str, ...]  # of the values that a record must have
-    text: Callable[[dict[str, Any], str], str]  # a record and its place in words → a document. Raises `_Bad`
+    text: Callable[[dict[str, Any], int, Place], str]  # a record and its number → a document. Raises `_Bad`
     hint: str
     strings: bool = True  # whether the values are strings
     otherwise: str = ""  # added to the hints for JSON
@@ -190,15 +195,15 @@ def text_form(field: str) -> RecordForm:
     """Documents: the string at the key ``field`` of each record."""
     hint = "--field names the key or column that holds the text"
     otherwise = "; to train on the JSON as it stands, rename the file to .txt"
-    return RecordForm((field,), lambda record, where: _string(record, field, hint), hint, otherwise=otherwise)
+    return RecordForm((field,), lambda record, number, place: _string(record, field, hint), hint, otherwise=otherwise)
 
 
-def _pair(record: dict[str, Any], where: str) -> str:
+def _pair(record: dict[str, Any], number: int, place: Place) -> str:
     prompt, completion = (_string(record, key, PAIRS.hint, null=False) for key in PAIRS.keys)
-    return json.dumps([prompt, completion, where], ensure_ascii=False)
+    return json.dumps([prompt, completion, place(number)], ensure_ascii=False)
 
 
-def _chat(record: dict[str, Any], where: str) -> str:
+def _chat(record: dict[str, Any], number: int, place: Place) -> str:
     hint = CHATS.hint
     messages = record.get(CHATS.columns(record)[0])
     if isinstance(messages, str):  # as a table holds them
@@ -215,12 +220,12 @@ def _chat(record: dict[str, Any], where: str) -> str:
     system = record.get("system")
     if isinstance(system, str) and system and not any(message["role"] in ("system", "developer") for message in found):
         messages, found = [{}, *messages], [{"role": "system", "content": system}, *found]
-    answers = [number for number, message in enumerate(found) if message["role"] == "assistant"]
-    context = [number for number in answers if not _counts(messages[number])]
+    answers = [at for at, message in enumerate(found) if message["role"] == "assistant"]
+    context = [at for at in answers if not _counts(messages[at])]
     if len(context) == len(answers):
         what = 'each of the assistant\'s has "weight": 0' if answers else "no message is the assistant's"
         raise _Bad(f"{what}: there is nothing to learn", hint)
-    return json.dumps([found, where, context], ensure_ascii=False)
+    return json.dumps([found, place(number), context], ensure_ascii=False)
 
 
 def _message(message: dict[str, Any]) -> dict[str, str]:
@@ -302,7 +307,7 @@ class Records(Generic[Raw]):
             try:
                 record = self._parse(number, row)
                 if record is not None:
-                    text = self.form.text(record, self._place(number))
+                    text = self.form.text(record, number, self._place)
                     yield text if text.isascii() else _without_surrogates(text, self.encoding)
             except _Bad as bad:
                 self.on_bad(self._error(number, bad.message, bad.hint + self.otherwise))
