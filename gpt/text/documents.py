@@ -219,7 +219,9 @@ class Reader:
                 yield from filter(None, chunks_of(text or " \n" for text in texts))  # WikiText's blank lines
             else:
                 size = sys.maxsize if self._only_records else LENGTH
-                yield from (Chunk(text[at : at + size], at == 0) for text in texts for at in range(0, len(text), size))
+                for text in texts:
+                    for at in range(0, len(text), size):
+                        yield Chunk(text[at : at + size], at == 0)
 
     def _plain(self, file: PackedFile) -> Iterator[Chunk | None]:
         """Yields the chunks of a plain text's documents; None after each that is whole."""
