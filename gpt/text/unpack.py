@@ -125,8 +125,12 @@ class ByteStream(io.RawIOBase):
         if not self.closed:
             super().close()
             for each in self._to_close:
-                with contextlib.suppress(OSError):
-                    each.close()
+                _close(each)
+
+
+def _close(file: Any) -> None:
+    with contextlib.suppress(OSError):  # a copy may have bytes that the disk has no room for
+        file.close()
 
 
 def open_source(source: Source, on_bytes: OnBytes) -> ByteStream:
@@ -159,7 +163,7 @@ class Copy:
         self.name = name
         try:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115
-            weakref.finalize(self, self._file.close)
+            weakref.finalize(self, _close, self._file)
             shutil.copyfileobj(stream, self._file, BUFFER)
             self._file.flush()
         except OSError as error:

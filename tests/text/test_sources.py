@@ -1,5 +1,6 @@
 """From words to where text lies: disk, standard input, addresses, corpora by name."""
 
+import errno
 import functools
 import gzip
 import http.server
@@ -7,6 +8,7 @@ import io
 import os
 import pickle
 import sys
+import tempfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -122,6 +124,19 @@ def test_standard_input_is_read_once_and_opened_often(monkeypatch: pytest.Monkey
     assert "".join(texts([source])) == "a line\n" * 100_000
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(UserError, match="no standard input"):
+        sources.find(["-"])
+
+
+def test_a_pipe_that_the_disk_has_no_room_for_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.BytesIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        close = flush
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", Full)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a line\n")))
+    with pytest.raises(WorkError, match="cannot write to .*: No space left on device"):
         sources.find(["-"])
 
 
