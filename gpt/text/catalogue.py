@@ -1,26 +1,23 @@
 """Named corpora: a TOML file each in ``gpt_data``; part of Python's installation, or fetched once and checked."""
 
-import dataclasses
-import importlib
 import io
 import os
 import platform
-import re
 import sysconfig
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from gpt.errors import UserError, did_you_mean
 from gpt.files import cache_dir
 from gpt.text import download
 from gpt.text.download import OnBytes, ignore
-from gpt.text.unpack import Source
+from gpt.text.unpack import Source, file_source
 
 
 @dataclass(frozen=True)
@@ -31,10 +28,6 @@ class PublishedFile:
     size: int | None = None  # bytes
     sha256: str | None = None
 
-    def __post_init__(self) -> None:
-        assert self.size is None or self.size > 0, self
-        assert self.sha256 is None or re.fullmatch("[0-9a-f]{64}", self.sha256), self
-
     @property
     def name(self) -> str:
         """The last part of the address; its suffix tells the format."""
@@ -43,7 +36,7 @@ class PublishedFile:
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """An entry of the catalogue. A wrong one is our fault, so it fails an assertion."""
+    """An entry of the catalogue: either a part of Python's installation or files to fetch."""
 
     name: str
     title: str
@@ -57,14 +50,6 @@ class CatalogueEntry:
     files: tuple[PublishedFile, ...] = ()
     val: tuple[PublishedFile, ...] = ()  # files published as the held-out text
     size: int | None = None  # bytes to fetch; for Python's own about
-    recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings of a measured training
-
-    def __post_init__(self) -> None:
-        assert (self.python is None) != (not self.files), f"{self.name}: either python or files"
-        assert self.python in (None, "pydoc_data.topics", "stdlib"), self.name
-        assert self.rows in ("documents", "lines"), self.name
-        assert all(self.field for file in self.all_files if file.name.endswith(".parquet")), self.name
-        assert len({file.name for file in self.all_files}) == len(self.all_files), self.name
 
     @property
     def all_files(self) -> tuple[PublishedFile, ...]:
@@ -109,8 +94,8 @@ def corpus(name: str) -> CatalogueEntry:
 
 def _total(wanted: Sequence[PublishedFile]) -> int | None:
     """Returns the bytes of all files; None where one size is unknown."""
-    sizes = [file.size for file in wanted if file.size is not None]
-    return sum(sizes) if sizes and len(sizes) == len(wanted) else None
+    sizes = [file.size or 0 for file in wanted]
+    return sum(sizes) if sizes and all(sizes) else None
 
 
 def sources(name: str, on_bytes: OnBytes = ignore) -> list[Source]:
@@ -139,9 +124,8 @@ def fetch(name: str, on_bytes: OnBytes = ignore) -> list[Path]:
 
 
 def _fetched(found: CatalogueEntry, wanted: Sequence[PublishedFile], on_bytes: OnBytes) -> list[Source]:
-    paths = _fetch(found, wanted, on_bytes)
-    lines = found.rows == "lines"
-    return [replace(_source(f"{found.name}/{path.name}", path), lines=lines) for path in paths]
+    files = [file_source(f"{found.name}/{path.name}", path) for path in _fetch(found, wanted, on_bytes)]
+    return [replace(file, lines=found.rows == "lines") for file in files]
 
 
 def _fetch(found: CatalogueEntry, wanted: Sequence[PublishedFile], on_bytes: OnBytes) -> list[Path]:
@@ -163,18 +147,9 @@ def _shifted(on_bytes: OnBytes, before: int, total: int | None) -> OnBytes:
     return lambda done, _: on_bytes(before + done, total)
 
 
-def _source(name: str, path: Path) -> Source:
-    stat = path.stat()
-    return Source(name, stat.st_size, stat.st_mtime_ns, partial(_open, path))
-
-
-def _open(path: Path) -> BinaryIO:
-    return path.open("rb")
-
-
 def _pydocs() -> Iterator[Source]:
     try:
-        topics = importlib.import_module("pydoc_data.topics").topics
+        from pydoc_data.topics import topics
     except ImportError:
         raise UserError(
             f"this Python ({platform.python_version()}) comes without pydoc_data, the text of the corpus pydocs",
@@ -193,8 +168,8 @@ def _stdlib() -> list[Source]:
     for parent, folders, entries in os.walk(root):
         folders[:] = sorted(set(folders) - skipped)
         for path in [Path(parent, entry) for entry in sorted(entries) if entry.endswith(".py")]:
-            if _is_utf8(path.read_bytes()):  # a few modules declare another encoding
-                found.append(_source(f"stdlib/{path.relative_to(root).as_posix()}", path))
+            if _is_text(path.read_bytes()):  # a few modules declare another encoding
+                found.append(file_source(f"stdlib/{path.relative_to(root).as_posix()}", path))
     if not found:
         raise UserError(
             f"this Python has no .py files of its own in {root}", "train on a text of your own: gpt train FILE"
@@ -202,9 +177,8 @@ def _stdlib() -> list[Source]:
     return found
 
 
-def _is_utf8(data: bytes) -> bool:
+def _is_text(data: bytes) -> bool:
     try:
-        data.decode("utf-8")
+        return "\0" not in data.decode()
     except UnicodeDecodeError:
         return False
-    return b"\0" not in data

@@ -46,20 +46,26 @@ def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
     unopened = [exact and utf8 and source.size > 0 and is_plain(source) for source in sources]  # 0 may mean unknown
     documents, sizes = 0, []
     stored = text = 1  # bytes of the opened sources
+    position = 0  # in the source that is being read
     reader = Reader(config)
+
+    def on_bytes(done: int) -> None:
+        nonlocal position
+        position = done
+
     for source, plain in zip(sources, unopened, strict=True):
         if plain:
             sizes.append(source.size - _mark(source))
             documents += sizes[-1] > 0
         else:
-            counted = _Count()
-            for chunk in reader.documents(source, counted.stored):
+            sizes.append(0)
+            position = 0
+            for chunk in reader.documents(source, on_bytes):
                 documents += chunk.begins
-                counted.text += utf8_size(chunk.text)
+                sizes[-1] += utf8_size(chunk.text)
                 if documents >= HASHED_SPLIT_FROM:
                     break
-            sizes.append(counted.text)
-            stored, text = stored + counted.position, text + counted.text
+            stored, text = stored + position, text + sizes[-1]
         if documents >= HASHED_SPLIT_FROM:
             packed = sum(s.size for s, plain in zip(sources, unopened, strict=True) if not plain)
             return Survey(HASHED_SPLIT_FROM, sum(s.size for s in sources) - packed + packed * text // stored, None)
@@ -72,16 +78,6 @@ def _mark(source: Source) -> int:
         return 0
     with contextlib.closing(open_source(source, lambda size: None)) as stream:
         return 3 * (stream.read(3) == codecs.BOM_UTF8)
-
-
-class _Count:
-    """Bytes of a source: of its text so far, and the position in its stored bytes."""
-
-    def __init__(self) -> None:
-        self.text = self.position = 0
-
-    def stored(self, position: int) -> None:
-        self.position = position
 
 
 @dataclass(frozen=True)
@@ -297,7 +293,7 @@ def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lam
     elif config.val_fraction == TextConfig.val_fraction:
         own = published(texts, on_bytes)
     if skipped is not None and skipped.count:
-        listen(events.Note(f"left out, since nobody may look at them: {skipped.count:,}; {skipped.examples[0]}"))
+        listen(events.Note(f"left out, since nobody may look at them: {skipped.count:,}; {skipped.first}"))
     found_sources = _without(found_sources, own, listen)
     found = survey(found_sources, reading)
     if not found.documents or not found.bytes:

@@ -5,16 +5,18 @@ and tables the values of a field; anything else is plain text.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from gpt.config import ReadConfig
 from gpt.errors import UserError, WorkError
-from gpt.text.formats import OnBad, RecordForm, TextEncoding, json_file, jsonl, parquet, table, text_form
+from gpt.text import formats
+from gpt.text.formats import RecordForm, Records, TextEncoding, text_form
 from gpt.text.unpack import (
     UNPACK,
-    Blocks,
     ByteStream,
     OnBytes,
     PackedFile,
@@ -23,12 +25,9 @@ from gpt.text.unpack import (
     damaged,
     open_source,
     opened_seekable,
-    spooled,
     tar_members,
     zip_members,
 )
-
-EXAMPLES = 5  # messages kept of all that was skipped
 
 
 def utf8_size(text: str) -> int:
@@ -46,16 +45,15 @@ class Chunk:
 
 @dataclass
 class Skipped:
-    """The files, members, lines and rows that ``--skip-bad`` left out: their number, and the first few errors."""
+    """The files, members, lines and rows that ``--skip-bad`` left out: their number, and the first error."""
 
     count: int = 0
-    examples: list[str] = field(default_factory=list)
+    first: str = ""
 
     def add(self, error: UserError) -> None:
         """Counts an error."""
         self.count += 1
-        if len(self.examples) < EXAMPLES:
-            self.examples.append(error.message)
+        self.first = self.first or error.message
 
 
 HEAD = 2**16  # characters; a document's first chunk holds at least so many, or all of it
@@ -112,26 +110,16 @@ def chunks_of(parts: Iterable[str | None]) -> Iterator[Chunk | None]:
         yield None
 
 
-def chunks_of_whole(texts: Iterable[str]) -> Iterator[Chunk]:
-    """Yields the chunks of whole documents; leaves out empty ones."""
-    for text in texts:
-        if 0 < len(text) <= LENGTH:
-            yield Chunk(text, True)
-        else:
-            yield from (Chunk(text[at : at + LENGTH], at == 0) for at in range(0, len(text), LENGTH))
-
-
 DEPTH = 8  # formats unpacked around each other at most; an archive may hold itself
 
-ReadTexts = Callable[[str, ByteStream, RecordForm, TextEncoding, OnBad], Iterator[str]]
-RECORDS: dict[str, ReadTexts] = {
-    ".jsonl": jsonl,
-    ".ndjson": jsonl,
-    ".jsonlines": jsonl,
-    ".json": json_file,
-    ".csv": partial(table, delimiter=","),
-    ".tsv": partial(table, delimiter="\t"),
-    ".parquet": parquet,
+RECORDS: dict[str, type[Records[Any]]] = {
+    ".jsonl": formats.JSONLines,
+    ".ndjson": formats.JSONLines,
+    ".jsonlines": formats.JSONLines,
+    ".json": formats.JSONFile,
+    ".csv": formats.Table,
+    ".tsv": formats.TabbedTable,
+    ".parquet": formats.Parquet,
 }
 
 
@@ -140,14 +128,17 @@ def _ignore(size: int) -> None:
 
 
 class Reader:
-    """Reads documents as a `ReadConfig` says; counts replaced bytes and skipped items. ``form`` says what is read from
-    a record; without it, the string at ``--field``."""
+    """Reads documents as a `ReadConfig` says; counts replaced bytes and skipped items.
+
+    With a ``form``, every file has records, JSON lines if its suffix is unknown, and what the form makes of one is a
+    single chunk. Without it, the text of a record is the string at ``--field``.
+    """
 
     def __init__(self, config: ReadConfig, form: RecordForm | None = None) -> None:
         if config.split_on is not None and "\n" in config.split_on:
             raise UserError("--split-on has a line break in it", "give one line, without its end")
         self.config = config
-        self._form = form or text_form(config.field)
+        self._form, self._only_records = form or text_form(config.field), form is not None
         self._encoding = TextEncoding(config.encoding, config.errors)
         self._utf8 = TextEncoding("utf-8", config.errors)  # for formats that are always UTF-8
         self.skipped = Skipped()
@@ -203,7 +194,7 @@ class Reader:
             yield from self._members(zip_members(file))
         elif ending == ".tar":
             yield from self._members(tar_members(file))
-        elif ending in RECORDS:
+        elif ending in RECORDS or self._only_records:
             yield from self._records(file, ending)
         elif self.config.skip_bad:
             yield from self._whole(file)
@@ -221,12 +212,16 @@ class Reader:
         with opened_seekable(file) if ending == ".parquet" else contextlib.closing(file.open()) as stream:
             if encoding.wide:  # lines are split as bytes
                 blocks = (block.encode() for block in encoding.blocks(file.name, stream))
-                stream, encoding = ByteStream(Blocks(blocks), partial(damaged, file.name)), self._utf8
-            texts = RECORDS[ending](file.name, stream, self._form, encoding, self._on_bad)
+                stream, encoding = ByteStream(_Blocks(blocks), partial(damaged, file.name)), self._utf8
+            kind = RECORDS.get(ending, formats.JSONLines)
+            texts = kind(file.name, stream, self._form, encoding, self._on_bad).documents()
             if self._lines:
                 yield from filter(None, chunks_of(text or " \n" for text in texts))  # WikiText's blank lines
             else:
-                yield from chunks_of_whole(texts)
+                size = sys.maxsize if self._only_records else LENGTH
+                for text in texts:
+                    for at in range(0, len(text), size):
+                        yield Chunk(text[at : at + size], at == 0)
 
     def _plain(self, file: PackedFile) -> Iterator[Chunk | None]:
         """Yields the chunks of a plain text's documents; None after each that is whole."""
@@ -236,44 +231,38 @@ class Reader:
             yield from chunks_of(blocks if separator is None else split_at(blocks, separator))
 
     def _whole(self, file: PackedFile) -> Iterator[Chunk]:
-        """Yields the chunks of documents without errors. A file with a document of several chunks is read twice."""
-        with contextlib.ExitStack() as stack:
-            if not file.reopenable:
-                file = stack.enter_context(spooled(file))
-            done, held = 0, None
-            replaced = self._encoding.replaced
-            first = self._plain(file)
-            for chunk in first:
-                if chunk is not None and held is not None:
-                    break  # a document of several chunks
-                if chunk is None and held is not None:
-                    yield held
-                    done += 1
-                held = chunk
-            else:
-                return
-            whole, error = done, None
-            try:
-                for chunk in first:
-                    whole += chunk is None
-            except UserError as bad:
-                error = bad
-            self._encoding.replaced = replaced
-            yield from _between(self._plain(file), done, whole)
-            if error is not None:
-                raise error
+        """Yields the chunks of the documents before the first error, then raises it. Reads the file twice."""
+        file = file if file.reopenable else file.spooled()
+        whole, error, replaced = 0, None, self._encoding.replaced
+        try:
+            for chunk in self._plain(file):
+                whole += chunk is None
+        except UserError as bad:
+            error = bad
+        self._encoding.replaced = replaced
+        for chunk in self._plain(file) if whole else ():
+            if chunk is not None:
+                yield chunk
+                continue
+            whole -= 1
+            if not whole:
+                break
+        if error is not None:
+            raise error
 
 
-def _between(documents: Iterator[Chunk | None], start: int, end: int) -> Iterator[Chunk]:
-    """Yields the chunks of ``documents[start:end]``."""
-    number = 0
-    for chunk in documents:
-        if number == end:
-            return
-        if chunk is None:
-            number += 1
-        elif number >= start:
-            yield chunk
+class _Blocks:
+    """Blocks of bytes as a file object."""
+
+    def __init__(self, blocks: Generator[bytes, None, None]) -> None:
+        self.blocks = blocks
+        self.close = blocks.close
+        self.rest = b""
+
+    def read(self, size: int, /) -> bytes:
+        block = self.rest or next(self.blocks, b"")
+        self.rest = block[size:]
+        return block[:size]
 
 
 def _kind(name: str) -> str:

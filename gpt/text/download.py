@@ -9,17 +9,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from email.message import Message
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
 from filelock import FileLock, Timeout
 
-from gpt.errors import UserError, WorkError
-from gpt.files import file_sha256, read_json, sync_folder, to_json, write_file
+from gpt.errors import WorkError
+from gpt.files import file_sha256, sync_folder, write_file
+from gpt.text.unpack import reason
 
-OnBytes = Callable[[int, int | None], None]  # is told how many bytes are there, and of how many, where that is known
+OnBytes = Callable[[int, int | None], None]  # gets the bytes that are here, and those of the whole file if known
 
 TIMEOUT = 60.0  # seconds without a byte
 WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further try; all of them again after any progress
@@ -42,39 +42,33 @@ def fetch(
     """Downloads ``url`` to ``target``, unless the file is there already and whole. Returns ``target``.
 
     After a cut or a Ctrl-C the bytes so far stay beside ``target``, and the download is resumed, now or by the next
-    call, if the server still has the same file. Processes that want the same file wait for one of them. Raises
-    `WorkError` without a network or room on the disk, and for a file of another size or sha256 than published.
+    call. Processes that want the same file wait for one of them. Raises `WorkError` without a network or room on the
+    disk, and for a file of another size or sha256 than published.
     """
-    download = _Download(url, target, sha256, size, on_bytes)
     with _disk_errors(target):
-        if not is_whole(url, target, sha256, size):
+        if not is_whole(target, sha256, size):
             target.parent.mkdir(parents=True, exist_ok=True)
+            download = _Download(url, target, sha256, size, on_bytes)
             with download.locked():
-                if not is_whole(url, target, sha256, size):
+                if not is_whole(target, sha256, size):
                     download.run(waits)
-                    download.finish()
     return target
 
 
-def is_whole(url: str, target: Path, sha256: str | None, size: int | None) -> bool:
-    """Whether ``target`` is the file at ``url``: by its sha256 where one is published, else by its size.
+def is_whole(target: Path, sha256: str | None, size: int | None) -> bool:
+    """Whether ``target`` is the published file: by its sha256 if one is published, else by its size.
 
-    A stamp beside it spares the checksum of a file that has not changed since. A file without a stamp was put there by
-    hand.
+    A stamp beside it spares the checksum of a file that has not changed since.
     """
-    if not seems_whole(target, size):
-        return False
-    stat = target.stat()
-    stamp = _read_stamp(target)
-    if (stamp.get("size"), stamp.get("mtime_ns")) != (stat.st_size, stat.st_mtime_ns):
-        stamp = {}
-    if sha256 is None:
-        return bool(stamp.get("url", url) == url)
-    if stamp.get("sha256") == sha256:
-        return True
+    if sha256 is None or not seems_whole(target, size):
+        return seems_whole(target, size)
+    path, stamp = _stamp(target, sha256)
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == stamp:
+            return True
     if file_sha256(target) != sha256:
         return False
-    _write_stamp(url, target, sha256)
+    _write_stamp(target, sha256)
     return True
 
 
@@ -105,16 +99,15 @@ class _Cut(Exception):
 
 
 class _Download:
-    """A download in progress: ``part`` holds the bytes so far, ``version`` the server's name for that file's version.
+    """A download in progress; ``part`` holds the bytes so far. Another address, size or sha256 has another part.
 
-    The part of another address, size or sha256 is another file.
+    A part needs no validator such as an ETag: the catalogue's addresses name a fixed revision, or have a sha256.
     """
 
     def __init__(self, url: str, target: Path, sha256: str | None, size: int | None, on_bytes: OnBytes) -> None:
         self.url, self.target, self.sha256, self.size, self.on_bytes = url, target, sha256, size, on_bytes
         key = hashlib.sha256(f"{url}\n{sha256}\n{size}".encode()).hexdigest()[:12]
         self.part = target.with_name(f".{target.name}.{key}.part")
-        self.version = target.with_name(f".{target.name}.{key}.version")
         self.answered = False  # whether any server has answered at all
 
     @contextlib.contextmanager
@@ -128,98 +121,76 @@ class _Download:
                 self.on_bytes(_size(self.part), self.size)
         try:
             yield
-            with contextlib.suppress(OSError):  # Windows keeps open files; a process that waits finds the target whole
-                Path(lock.lock_file).unlink()
         finally:
             lock.release()
 
     def run(self, waits: Sequence[float]) -> None:
-        """Makes ``part`` whole, in as many tries as ``waits`` allow since the last progress."""
+        """Makes ``part`` whole, in as many tries as ``waits`` allow since the last progress; checks and renames it."""
         left, most = list(waits), _size(self.part)
         while _size(self.part) != self.size:
             try:
-                return self._request()
+                self._request()
+                break
             except _Cut as cut:
                 if _size(self.part) > most:
                     left, most = list(waits), _size(self.part)
                 if not self.answered or not left:
                     raise self._error(f"cannot download {self.url}: {cut}") from None
                 time.sleep(left.pop(0))
-
-    def finish(self) -> None:
-        """Checks ``part`` and renames it to ``target``."""
         if self.sha256 is not None and (found := file_sha256(self.part)) != self.sha256:
-            size = _size(self.part)
-            self._forget()
-            raise self._error(
-                f"{self.url} gave {size:,} bytes that are not what was published: "
+            raise self._wrong(
+                f"gave {_size(self.part):,} bytes that are not what was published: "
                 f"their sha256 is {found[:16]}…, not {self.sha256[:16]}…"
             )
         os.replace(self.part, self.target)
         sync_folder(self.target.parent)
-        _write_stamp(self.url, self.target, self.sha256)
-        self.version.unlink(missing_ok=True)
+        if self.sha256 is not None:
+            _write_stamp(self.target, self.sha256)
 
     def _request(self) -> None:
-        """One request, for all bytes after those of the part. Raises `_Cut`."""
-        version = self.version.read_text() if self.version.exists() else ""
-        done = _size(self.part) if version else 0
-        with self._open(done, version) as response:
+        """Makes one request, for all bytes after those of the part. Raises `_Cut`."""
+        done = _size(self.part)
+        with self._open(done) as response:
             if response.status in BUSY:
                 raise _Cut(f"HTTP Error {response.status}: {response.reason}")
-            if done and response.status in (206, 416) and not _continues(response, done, version):
-                self._forget()  # the file has changed, or the server counts in another way
+            resumes = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {done}-")
+            if done and response.status in (206, 416) and not resumes:
+                self.part.unlink()  # the file has shrunk, or the server counts in another way
                 return self._request()
-            if response.status == 200:
-                done = 0
-                self._forget()
-            elif not (done and response.status == 206):
+            if response.status != 200 and not (done and resumes):
                 raise self._error(f"cannot download {self.url}: HTTP Error {response.status}: {response.reason}")
-            total = self._total(response, done)
-            if total is not None:
-                check_space(self.part.parent, total - done)
-            write_file(self.version, _version(response.headers).encode())
-            self._receive(response, total)
+            done = done if resumes else 0
+            length = response.headers.get("Content-Length", "")
+            total = done + int(length) if length.isdecimal() else self.size
+            if self.size not in (None, total):
+                raise self._wrong(f"has {total:,} bytes, not the {self.size:,} that were published")
+            self._receive(response, done, total)
 
-    def _open(self, done: int, version: str) -> Any:
+    def _open(self, done: int) -> Any:
         request = urllib.request.Request(self.url, headers={"User-Agent": "gpt", "Accept-Encoding": "identity"})
         if done:
             request.add_header("Range", f"bytes={done}-")
-            request.add_header("If-Range", version)
         try:
             response = urllib.request.build_opener(Redirects).open(request, timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
             response = error
         except (http.client.HTTPException, OSError) as error:
             self.answered |= not isinstance(error, urllib.error.URLError)  # a URLError: no server was reached
-            raise _Cut(_reason(error)) from None
+            raise _Cut(reason(getattr(error, "reason", error))) from None
         self.answered = True
         return response
 
-    def _total(self, response: Any, done: int) -> int | None:
-        """Returns the bytes of the whole file, as published or as the server says; both must agree."""
-        length = response.headers.get("Content-Length", "")
-        total = done + int(length) if length.isdecimal() else self.size
-        if self.size not in (None, total):
-            self._forget()
-            raise self._error(f"{self.url} has {total:,} bytes, not the {self.size:,} that were published")
-        return total
-
-    def _receive(self, response: Any, total: int | None) -> None:
-        with self.part.open("ab") as file:
-            done = file.tell()
+    def _receive(self, response: Any, done: int, total: int | None) -> None:
+        with self.part.open("ab" if done else "wb") as file:
             self.on_bytes(done, total)
-            while block := self._read(response):
+            while (total is None or done <= total) and (block := self._read(response)):
                 file.write(block)
                 done += len(block)
                 self.on_bytes(done, total)
-                if total is not None and done > total:
-                    break
             file.flush()
             os.fsync(file.fileno())
         if total is not None and done > total:
-            self._forget()
-            raise self._error(f"{self.url} gave more than the {total:,} bytes that were published")
+            raise self._wrong(f"gave more than the {total:,} bytes that were published")
         if total is not None and done < total:
             raise _Cut(f"the connection was cut after {done:,} of {total:,} bytes")
 
@@ -227,11 +198,12 @@ class _Download:
         try:
             return bytes(response.read(BLOCK))
         except (http.client.HTTPException, OSError) as error:
-            raise _Cut(_reason(error)) from None
+            raise _Cut(reason(error)) from None
 
-    def _forget(self) -> None:
+    def _wrong(self, what: str) -> WorkError:
+        """Removes the part, which is of no use, and returns the error."""
         self.part.unlink(missing_ok=True)
-        self.version.unlink(missing_ok=True)
+        return self._error(f"{self.url} {what}")
 
     def _error(self, message: str) -> WorkError:
         return WorkError(message, f"with a network elsewhere: download {self.url} and put it at {self.target}")
@@ -254,24 +226,6 @@ class Redirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _version(headers: Message) -> str:
-    """The validator of a file's version (RFC 9110, 8.8): a strong ETag, or else the time of the last change."""
-    tag = headers.get("ETag", "")
-    return headers.get("Last-Modified", "") if not tag or tag.startswith("W/") else tag
-
-
-def _continues(response: Any, done: int, version: str) -> bool:
-    """Whether a response has the bytes of the same version from ``done`` on."""
-    starts = response.headers.get("Content-Range", "").startswith(f"bytes {done}-")
-    return response.status == 206 and starts and _version(response.headers) == version
-
-
-def _reason(error: Exception) -> str:
-    """Returns the system's words for an error, which urllib wraps."""
-    inner = getattr(error, "reason", error)
-    return str(getattr(inner, "strerror", None) or inner) or type(error).__name__
-
-
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
@@ -279,22 +233,15 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _stamp(target: Path) -> Path:
-    return target.with_name(f".{target.name}.ok")
-
-
-def _write_stamp(url: str, target: Path, sha256: str | None) -> None:
+def _stamp(target: Path, sha256: str) -> tuple[Path, bytes]:
+    """Returns the path of the stamp, and what it holds while ``target`` has this sha256."""
     stat = target.stat()
-    stamp = {"url": url, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": sha256}
+    return target.with_name(f".{target.name}.ok"), f"{sha256} {stat.st_size} {stat.st_mtime_ns}\n".encode()
+
+
+def _write_stamp(target: Path, sha256: str) -> None:
     with contextlib.suppress(OSError):  # a read-only cache: the checksum is computed again next time
-        write_file(_stamp(target), to_json(stamp))
-
-
-def _read_stamp(target: Path) -> dict[str, Any]:
-    try:
-        return read_json(_stamp(target))
-    except UserError:
-        return {}
+        write_file(*_stamp(target, sha256))
 
 
 @contextlib.contextmanager

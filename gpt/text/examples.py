@@ -3,16 +3,16 @@ conversations."""
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from gpt.config import ReadConfig, TextConfig
+from gpt.config import TextConfig
 from gpt.errors import UserError
 from gpt.text import formats, sources
 from gpt.text.corpus import HASHED_SPLIT_FROM, hash_fraction
-from gpt.text.documents import Chunk, Reader, utf8_size
-from gpt.text.unpack import PackedFile, Source
+from gpt.text.documents import Reader, utf8_size
+from gpt.text.unpack import Source
 
 
 class Example:
@@ -100,31 +100,6 @@ class Conversation(Example):
 E = TypeVar("E", bound=Example)
 
 
-class ExampleReader(Reader, Generic[E]):
-    """Reads the examples in the records of every file. One whose suffix is unknown has JSON lines."""
-
-    def __init__(self, config: ReadConfig, kind: type[E]) -> None:
-        super().__init__(config, kind.records)
-        self.kind = kind
-
-    def examples(self, source: Source) -> Iterator[E]:
-        """Yields the examples of a source, in order. Raises `UserError` naming a line without one, unless
-        ``skip_bad``."""
-        held: list[str] = []
-        for chunk in self.documents(source):
-            if chunk.begins and held:
-                yield self.kind(*json.loads("".join(held)))
-                held.clear()
-            held.append(chunk.text)
-        if held:
-            yield self.kind(*json.loads("".join(held)))
-
-    def _plain(self, file: PackedFile) -> Iterator[Chunk | None]:
-        yield from self._records(file, ".jsonl")
-
-    _whole = _plain  # type: ignore[assignment]
-
-
 @dataclass(frozen=True)
 class ExampleCorpus(Generic[E]):
     """All examples, split into training and held-out ones, with a record of each source."""
@@ -142,12 +117,12 @@ def read_examples(
     """Reads all examples of ``texts`` into memory and splits them. Raises `UserError` where there are none."""
     if not texts:
         raise UserError(f"{kind.option} needs a TEXT", f"a file of {kind.form}, one a line")
-    reader = ExampleReader(ReadConfig(**{f.name: getattr(config, f.name) for f in fields(ReadConfig)}), kind)
+    reader = Reader(config, kind.records)
     skipped = reader.skipped if config.skip_bad else None
-    examples, read = _read(reader, sources.find(texts, skipped, note=note))
+    examples, read = _read(reader, kind, sources.find(texts, skipped, note=note))
     own: list[E] = []
     if config.val_text is not None:
-        own, more = _read(reader, sources.find([config.val_text], skipped, note=note))
+        own, more = _read(reader, kind, sources.find([config.val_text], skipped, note=note))
         read += more
     if not examples:
         raise UserError(f"{texts[0]} is empty: 0 {kind.plural}", f"give {kind.form}, one a line")
@@ -157,13 +132,14 @@ def read_examples(
     return ExampleCorpus(sources.run_name(texts), train, held_out, read, reader.skipped.count)
 
 
-def _read(reader: ExampleReader[E], found: Sequence[Source]) -> tuple[list[E], list[dict[str, Any]]]:
+def _read(reader: Reader, kind: type[E], found: Sequence[Source]) -> tuple[list[E], list[dict[str, Any]]]:
     """Returns the examples of sources, and of each source its size, number of examples, bytes and sha256."""
     examples: list[E] = []
     records: list[dict[str, Any]] = []
     for source in found:
         digest, first, size = hashlib.sha256(), len(examples), 0
-        for example in reader.examples(source):
+        for chunk in reader.documents(source):
+            example = kind(*json.loads(chunk.text))
             examples.append(example)
             size += sum(map(utf8_size, example.texts))
             digest.update(example.identity.encode())

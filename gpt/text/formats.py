@@ -9,28 +9,40 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from gpt.errors import UserError, WorkError
-from gpt.text.unpack import BUFFER, ByteStream, damaged, reason
+from gpt.text.unpack import BUFFER, ByteStream, damaged, reason, translated
 from gpt.words import counted
 
 BLOCK = 2**18  # bytes decoded at once; more is slower, since the system then provides new memory for each block
 
 
-class _Count(threading.local):
-    replaced = 0
+class _Invalid(threading.local):
+    """What the handlers of decoding errors below found in this thread."""
+
+    replaced = 0  # counted, since U+FFFD may also stand in the text itself
+    error: UnicodeDecodeError | None = None
 
 
-_count = _Count()
+_invalid = _Invalid()
 
 
 def _replace(error: UnicodeError) -> tuple[str | bytes, int]:
-    _count.replaced += 1
+    _invalid.replaced += 1
     return codecs.replace_errors(error)
 
 
-codecs.register_error("gpt.replace", _replace)  # counts, since U+FFFD may also stand in the text itself
+def _stop(error: UnicodeError) -> tuple[str, int]:
+    """Keeps the text before an invalid byte, and nothing after it."""
+    assert isinstance(error, UnicodeDecodeError)
+    _invalid.error = error
+    return "", len(error.object)
+
+
+codecs.register_error("gpt.replace", _replace)
+codecs.register_error("gpt.stop", _stop)
 
 
 _BOM = codecs.BOM_UTF8
@@ -61,14 +73,11 @@ class TextEncoding:
 
     def decode(self, data: bytes) -> str:
         """Decodes all of ``data``. Raises UnicodeDecodeError under "strict"."""
-        try:
+        if self.errors == "strict":
             return data.decode(self.name)
-        except UnicodeDecodeError:
-            if self.errors == "strict":
-                raise
-        before = _count.replaced
+        before = _invalid.replaced
         text = data.decode(self.name, self.errors)
-        self.replaced += _count.replaced - before
+        self.replaced += _invalid.replaced - before
         return text
 
     def blocks(self, name: str, stream: ByteStream) -> Iterator[str]:
@@ -76,7 +85,7 @@ class TextEncoding:
 
         Leaves out a byte-order mark at the start of the text, and of a line: there another file was appended.
         """
-        decoder = codecs.getincrementaldecoder(self.name)(self.errors)
+        decoder = codecs.getincrementaldecoder(self.name)("gpt.stop" if self.errors == "strict" else self.errors)
         offset, line = 0, 1  # of the block's first byte
         starts_line = True
         block = self._first(name, stream)
@@ -84,7 +93,7 @@ class TextEncoding:
             block, offset = block.removeprefix(_BOM), len(_BOM)
         while True:
             zero = -1 if self.wide else block.find(b"\0")
-            text, bad = self._as_far_as_it_goes(name, decoder, block if zero < 0 else block[:zero], final=not block)
+            text, bad = self._decoded(name, decoder, block if zero < 0 else block[:zero], final=not block)
             text, found, _ = text.partition("\0") if self.wide else (text, "", "")
             line += text.count("\n")
             if "\ufeff" in text:
@@ -92,10 +101,10 @@ class TextEncoding:
             if text:
                 starts_line = text.endswith("\n")
                 yield text
-            if zero >= 0:
-                raise _zero(name, f"byte at offset {offset + zero:,}")
-            if found:
-                raise _zero(name, f"character in line {line:,}")
+            if zero >= 0 or found:
+                where = f"character in line {line:,}" if found else f"byte at offset {offset + zero:,}"
+                hint = "give plain text, or leave such files out: --skip-bad"
+                raise UserError(f"{name} is no text: it has a zero {where}", hint)
             offset += len(block)
             if bad is not None:
                 raise self.error(name, bad, offset - len(bad.object) + bad.start, line)
@@ -117,21 +126,17 @@ class TextEncoding:
                 if start.startswith(mark):
                     raise UserError(f"{name} is {encoding.upper()}, not UTF-8", f"add --encoding {encoding}")
 
-    def _as_far_as_it_goes(
+    def _decoded(
         self, name: str, decoder: codecs.IncrementalDecoder, block: bytes, final: bool
     ) -> tuple[str, UnicodeDecodeError | None]:
         """Returns the characters before the first invalid byte, and the error there."""
-        state, before = decoder.getstate(), _count.replaced
+        before, _invalid.error = _invalid.replaced, None
         try:
             text = decoder.decode(block, final)
-            self.replaced += _count.replaced - before
-            return text, None
-        except UnicodeDecodeError as error:
-            decoder.setstate(state)  # error.object: the rest of the block before, and this block
-            good = len(block) - len(error.object) + error.start
-            return decoder.decode(block[: max(0, good)]), error
-        except UnicodeError as error:
+        except UnicodeError as error:  # not of a byte: UTF-16 without its mark
             raise UserError(f"{name} is not {self.shown}: {reason(error)}", self.hint) from None
+        self.replaced += _invalid.replaced - before
+        return text, _invalid.error
 
     @property
     def shown(self) -> str:
@@ -151,23 +156,17 @@ class TextEncoding:
         return UserError(f"{name} is not {self.shown}: {where}", self.hint)
 
 
-def _zero(name: str, where: str) -> UserError:
-    return UserError(
-        f"{name} is no text: it has a zero {where}", "give plain text, or leave such files out: --skip-bad"
-    )
-
-
 MAX_RECORD = 64 * 2**20  # bytes of a line, characters of a CSV row or of a JSON value
 ROWS = 64  # of a Parquet file, read at once
-_parse = json.JSONDecoder().raw_decode  # json.loads takes twice as long: it looks for white space around each value
-_SPACE = re.compile(r"[ \t\r\n]*")
+_decode = json.JSONDecoder().raw_decode  # json.loads takes twice as long: it looks for white space around each value
+_NO_SPACE, _NO_SPACE_OR_COMMA = re.compile(r"[^ \t\r\n]"), re.compile(r"[^ \t\r\n,]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 ROLES = ("system", "developer", "user", "assistant")
 OnBad = Callable[[UserError], None]  # raises the error, or counts it
 
 
-Place = tuple[str, str, int]  # a file, "line" or "row", and its number
+Place = Callable[[int], str]  # the number of a record → its place in words
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ class RecordForm:
     """What is read from each record of a file."""
 
     keys: tuple[str, ...]  # of the values that a record must have
-    text: Callable[[dict[str, Any], Place], str]  # a record and its place → a document. Raises `_Bad`
+    text: Callable[[dict[str, Any], int, Place], str]  # a record and its number → a document. Raises `_Bad`
     hint: str
     strings: bool = True  # whether the values are strings
     otherwise: str = ""  # added to the hints for JSON
@@ -188,47 +187,23 @@ class RecordForm:
         return found + [name for name in self.optional if name in known]
 
 
-def _lines(name: str, stream: ByteStream, encoding: TextEncoding, on_bad: OnBad) -> Iterator[tuple[int, int, bytes]]:
-    """Yields the number, the offset and the bytes of each line, its end included."""
-    buffered = io.BufferedReader(stream, BUFFER)
-    number, offset = 0, 0
-    while line := buffered.readline(MAX_RECORD + 1):
-        number += 1
-        if number == 1:
-            encoding.check_mark(name, line)
-        if len(line) <= MAX_RECORD:
-            yield number, offset, line
-        else:
-            on_bad(_too_long(name, number))
-            while line and not line.endswith(b"\n"):
-                offset += len(line)
-                line = buffered.readline(MAX_RECORD)
-        offset += len(line)
-
-
-def _too_long(name: str, line: int) -> UserError:
-    return UserError(
-        f"{name}, line {line:,}: longer than {MAX_RECORD:,} bytes", "cut it into several, or --skip-bad leaves it out"
-    )
-
-
-class _Bad(Exception):
-    """An error in a line, with a hint; the caller adds the line's number."""
+class _Bad(UserError):
+    """An error in a record, whose place is still to be added."""
 
 
 def text_form(field: str) -> RecordForm:
     """Documents: the string at the key ``field`` of each record."""
     hint = "--field names the key or column that holds the text"
     otherwise = "; to train on the JSON as it stands, rename the file to .txt"
-    return RecordForm((field,), lambda record, place: _string(record, field, hint), hint, otherwise=otherwise)
+    return RecordForm((field,), lambda record, number, place: _string(record, field, hint), hint, otherwise=otherwise)
 
 
-def _pair(record: dict[str, Any], place: Place) -> str:
+def _pair(record: dict[str, Any], number: int, place: Place) -> str:
     prompt, completion = (_string(record, key, PAIRS.hint, null=False) for key in PAIRS.keys)
-    return json.dumps([prompt, completion, _shown(*place)], ensure_ascii=False)
+    return json.dumps([prompt, completion, place(number)], ensure_ascii=False)
 
 
-def _chat(record: dict[str, Any], place: Place) -> str:
+def _chat(record: dict[str, Any], number: int, place: Place) -> str:
     hint = CHATS.hint
     messages = record.get(CHATS.columns(record)[0])
     if isinstance(messages, str):  # as a table holds them
@@ -245,12 +220,12 @@ def _chat(record: dict[str, Any], place: Place) -> str:
     system = record.get("system")
     if isinstance(system, str) and system and not any(message["role"] in ("system", "developer") for message in found):
         messages, found = [{}, *messages], [{"role": "system", "content": system}, *found]
-    answers = [number for number, message in enumerate(found) if message["role"] == "assistant"]
-    context = [number for number in answers if not _counts(messages[number])]
+    answers = [at for at, message in enumerate(found) if message["role"] == "assistant"]
+    context = [at for at in answers if not _counts(messages[at])]
     if len(context) == len(answers):
         what = 'each of the assistant\'s has "weight": 0' if answers else "no message is the assistant's"
         raise _Bad(f"{what}: there is nothing to learn", hint)
-    return json.dumps([found, _shown(*place), context], ensure_ascii=False)
+    return json.dumps([found, place(number), context], ensure_ascii=False)
 
 
 def _message(message: dict[str, Any]) -> dict[str, str]:
@@ -306,75 +281,118 @@ CHATS = RecordForm(
 )
 
 
-def jsonl(name: str, stream: ByteStream, form: RecordForm, encoding: TextEncoding, on_bad: OnBad) -> Iterator[str]:
-    """Yields the documents of JSON lines, an object each."""
-    for number, offset, line in _lines(name, stream, encoding, on_bad):
+Raw = TypeVar("Raw")
+
+
+class Records(Generic[Raw]):
+    """The records of a file, and what ``form`` reads from each. ``on_bad`` gets what is wrong with one."""
+
+    unit = "line"  # what places are counted in
+
+    def __init__(self, name: str, stream: ByteStream, form: RecordForm, encoding: TextEncoding, on_bad: OnBad) -> None:
+        self.name, self.stream, self.form, self.encoding, self.on_bad = name, stream, form, encoding, on_bad
+        self.otherwise = ""  # what else to do about a bad record
+
+    def _rows(self) -> Iterator[tuple[int, Raw]]:
+        """Yields the records as they are stored, and the number of each."""
+        raise NotImplementedError
+
+    def _parse(self, number: int, row: Raw) -> dict[str, Any] | None:
+        """Returns the values of a record; None for an empty one. Raises `_Bad`, or a `UserError` that has its place."""
+        raise NotImplementedError
+
+    def documents(self) -> Iterator[str]:
+        """Yields what the form makes of the records."""
+        for number, row in self._rows():
+            try:
+                record = self._parse(number, row)
+                if record is not None:
+                    text = self.form.text(record, number, self._place)
+                    yield text if text.isascii() else _without_surrogates(text, self.encoding)
+            except _Bad as bad:
+                self.on_bad(self._error(number, bad.message, bad.hint + self.otherwise))
+            except UserError as error:
+                self.on_bad(error)
+
+    def _place(self, number: int) -> str:
+        return f"{self.name}, {self.unit} {number:,}"
+
+    def _error(self, number: int, message: str, hint: str) -> UserError:
+        return UserError(f"{self._place(number)}: {message}", hint)
+
+    def _too_long(self, number: int) -> UserError:
+        what = f"longer than {MAX_RECORD:,} bytes"
+        return self._error(number, what, "cut it into several, or --skip-bad leaves it out")
+
+    def _lines(self) -> Iterator[tuple[int, tuple[int, bytes]]]:
+        """Yields the number of each line, with its offset and its bytes, its end included."""
+        buffered = io.BufferedReader(self.stream, BUFFER)
+        number, offset = 0, 0
+        while line := buffered.readline(MAX_RECORD + 1):
+            number += 1
+            if number == 1:
+                self.encoding.check_mark(self.name, line)
+            if len(line) <= MAX_RECORD:
+                yield number, (offset, line)
+            else:
+                self.on_bad(self._too_long(number))
+                while line and not line.endswith(b"\n"):
+                    offset += len(line)
+                    line = buffered.readline(MAX_RECORD)
+            offset += len(line)
+
+
+class JSONLines(Records[tuple[int, bytes]]):
+    """JSON lines, an object each."""
+
+    def _rows(self) -> Iterator[tuple[int, tuple[int, bytes]]]:
+        return self._lines()
+
+    def _parse(self, number: int, row: tuple[int, bytes]) -> dict[str, Any] | None:
+        offset, line = row
         if line.startswith(_BOM):  # of the file, or of one that was appended
             line, offset = line.removeprefix(_BOM), offset + len(_BOM)
         try:
-            text = encoding.decode(line).lstrip("\ufeff").strip(" \t\r\n")
-            if text:
-                value = form.text(_object(text), (name, "line", number))
-                if "\\" in text and not value.isascii():
-                    value = _without_surrogates(value, encoding)
-                yield value
+            text = self.encoding.decode(line).lstrip("\ufeff").strip(" \t\r\n")
         except UnicodeDecodeError as error:
-            on_bad(encoding.error(name, error, offset + error.start, number))
-        except _Bad as bad:
-            on_bad(_at_line(name, number, bad))
+            raise self.encoding.error(self.name, error, offset + error.start, number) from None
+        return _object(text) if text else None
 
 
-def json_file(name: str, stream: ByteStream, form: RecordForm, encoding: TextEncoding, on_bad: OnBad) -> Iterator[str]:
-    """Yields the documents of a JSON file: an array of objects, or objects one after another, on one line each or on
-    several. Where the file's object holds a single list of records, these are read."""
-    for line, record in _JSONFile(name, encoding.blocks(name, stream), form, on_bad).values():
-        try:
-            if not isinstance(record, dict):
-                raise _Bad("not a JSON object", form.hint)
-            document = form.text(record, (name, "line", line))
-            yield document if document.isascii() else _without_surrogates(document, encoding)
-        except _Bad as bad:
-            message, hint = bad.args
-            on_bad(_at_line(name, line, _Bad(message, hint + form.otherwise)))
+class JSONFile(Records[Any]):
+    """A JSON file, parsed as its text comes in: an array of objects, or objects one after another, on one line each or
+    on several. If the file's object holds a single list of records, these are read."""
 
-
-class _JSONFile:
-    """The values in a file of JSON, parsed as its text comes in."""
-
-    def __init__(self, name: str, blocks: Iterator[str], form: RecordForm, on_bad: OnBad) -> None:
-        self.name, self.form, self._on_bad = name, form, on_bad
-        self._blocks = blocks
+    def _rows(self) -> Iterator[tuple[int, Any]]:
+        self.otherwise = self.form.otherwise
+        self._blocks = self.encoding.blocks(self.name, self.stream)
         self._text, self._at = "", 0  # what is in memory, and the position in it
         self._line, self._counted = 1, 0  # the line of the position `_counted`
-
-    def values(self) -> Iterator[tuple[int, Any]]:
-        """Yields the values, each with the number of its first line."""
-        while (mark := self._next()) and mark != "[":
+        self._skipped = _NO_SPACE
+        array = self._next() == "["
+        if array:
+            self._at, self._skipped = self._at + 1, _NO_SPACE_OR_COMMA
+        while (mark := self._next()) and not (array and mark == "]"):
             line = self._line_at(self._at)
             try:
                 value = self._value()
             except UserError as error:
-                self._on_bad(error)
+                if array:
+                    raise
+                self.on_bad(error)
                 self._find_object()
                 continue
-            yield from ((line, record) for record in self._records(value))
-        if mark:
-            yield from self._array()
-            if self._next():
-                raise self._error("there is more behind the array", self._at)
+            yield from ((line, record) for record in ([value] if array else self._records(value)))
+        if array:
+            self._at += 1
+            if not mark or self._next():
+                what = "there is more behind the array" if mark else "the array has no end"
+                raise self._not_json(what, self._at)
 
-    def _array(self) -> Iterator[tuple[int, Any]]:
-        self._at += 1
-        mark = self._next()
-        while mark != "]":
-            yield self._line_at(self._at), self._value()
-            mark = self._next()
-            if mark not in ("]", ","):
-                raise self._error("Expecting ',' delimiter", self._at)
-            if mark == ",":
-                self._at += 1
-                self._next()
-        self._at += 1
+    def _parse(self, number: int, row: Any) -> dict[str, Any]:
+        if not isinstance(row, dict):
+            raise _Bad("not a JSON object", self.form.hint)
+        return row
 
     def _records(self, value: Any) -> list[Any]:
         """Returns the records that a value of the file stands for: those of its only list of them, or itself."""
@@ -387,32 +405,32 @@ class _JSONFile:
     def _next(self) -> str:
         """Skips white space. Returns the character after it, or nothing at the end."""
         while True:
-            self._at = _end_of_space(self._text, self._at)
-            if self._at < len(self._text) or not self._more():
+            found = self._skipped.search(self._text, self._at)
+            self._at = found.start() if found else len(self._text)
+            if found or not self._more():
                 return self._text[self._at : self._at + 1]
 
     def _value(self) -> Any:
         """Returns the value at the position, and moves behind it."""
         while True:
-            error: ValueError | None = None
             try:
-                value, end = _parse(self._text, self._at)
+                value, end = _decode(self._text, self._at)
+                if end < len(self._text) or not self._more():  # more digits may follow
+                    self._at = end
+                    return value
             except RecursionError:
-                raise self._error("it is too deep", self._at) from None
-            except ValueError as caught:  # also where the rest is not in memory yet
-                error, end = caught, len(self._text)
-            if end < len(self._text) or not self._more():
-                break
-        if error is not None:
-            raise self._error(getattr(error, "msg", reason(error)), getattr(error, "pos", self._at))
-        self._at = end
-        return value
+                raise self._not_json("it is too deep", self._at) from None
+            except ValueError as error:  # also where the rest is not in memory yet
+                if not self._more():
+                    raise self._not_json(
+                        getattr(error, "msg", reason(error)), getattr(error, "pos", self._at)
+                    ) from None
 
     def _more(self) -> bool:
         """Reads at least as much as is in memory from the position on. Returns False at the end."""
         parts, size = [self._text[self._at :]], 2 * (len(self._text) - self._at)
         if size > 2 * MAX_RECORD:
-            raise _too_long(self.name, self._line_at(self._at))
+            raise self._too_long(self._line_at(self._at))
         while sum(map(len, parts)) <= size and (block := next(self._blocks, "")):
             parts.append(block)
         if len(parts) == 1:
@@ -436,29 +454,14 @@ class _JSONFile:
         self._counted = position
         return self._line
 
-    def _error(self, what: str, position: int) -> UserError:
-        hint = "give an array of objects, or one object after another, or --skip-bad" + self.form.otherwise
-        return _at_line(self.name, self._line_at(position), _Bad(f"not JSON: {what}", hint))
-
-
-def _end_of_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    assert found is not None
-    return found.end()
-
-
-def _at_line(name: str, line: int, bad: _Bad) -> UserError:
-    message, hint = bad.args
-    return UserError(f"{_shown(name, 'line', line)}: {message}", hint)
-
-
-def _shown(name: str, unit: str, number: int) -> str:
-    return f"{name}, {unit} {number:,}"
+    def _not_json(self, what: str, position: int) -> UserError:
+        hint = "give an array of objects, or one object after another, or --skip-bad" + self.otherwise
+        return self._error(self._line_at(position), f"not JSON: {what}", hint)
 
 
 def _object(line: str) -> dict[str, Any]:
     try:
-        record, end = _parse(line)
+        record, end = _decode(line)
         if end < len(line):
             raise ValueError("there is more behind the object")
     except RecursionError:
@@ -501,100 +504,91 @@ def _missing(field: str, known: Iterable[Any], what: str) -> str:
     return f'no "{field}" in it; its {what}: {names}'
 
 
-def table(
-    name: str, stream: ByteStream, form: RecordForm, encoding: TextEncoding, on_bad: OnBad, delimiter: str
-) -> Iterator[str]:
-    """Yields the documents of the rows of a table; the first row names the columns."""
-    rows = _Rows(name, _lines(name, stream, encoding, on_bad), encoding.name, delimiter).good(on_bad)
-    line, header = next(rows, (0, [*form.keys]))
-    keys = form.columns(header)
-    for key in keys:
-        if key not in header:
-            raise _at_line(name, line, _Bad(_missing(key, header, "columns"), _column_hint(form, header, delimiter)))
-        if header.count(key) > 1:
-            raise _at_line(name, line, _Bad(f'it has {header.count(key)} columns called "{key}"', "rename all but one"))
-    columns = [(key, header.index(key)) for key in keys]
-    for line, row in rows:
-        if row == header:  # of a file that was appended
-            continue
-        try:
-            if len(row) != len(header):
-                raise _Bad(f"{counted(len(row), 'field')}, and the header has {len(header)}", _row_hint(delimiter))
-            yield form.text({key: _cell(row[column], encoding) for key, column in columns}, (name, "line", line))
-        except _Bad as bad:
-            on_bad(_at_line(name, line, bad))
+class Table(Records[list[str]]):
+    """The rows of a table; the first one names the columns. In CSV a row may span lines within quotes, of `MAX_RECORD`
+    characters together. TSV has no quotes (its media type, text/tab-separated-values): a row is a line."""
 
+    delimiter = ","
 
-def _column_hint(form: RecordForm, header: list[str], delimiter: str) -> str:
-    for other, word in ((";", "semicolons"), ("\t", "tabs"), (",", "commas"), ("|", "bars")):
-        if other != delimiter and len(header) == 1 and form.keys[0] in header[0].split(other):
-            return f"its columns are separated by {word}: convert it to commas (.csv) or tabs (.tsv)"
-    return form.hint
+    def _rows(self) -> Iterator[tuple[int, list[str]]]:
+        rows = self._good_rows()
+        line, self._header = next(rows, (0, [*self.form.keys]))
+        keys = self.form.columns(self._header)
+        for key in keys:
+            if key not in self._header:
+                raise self._error(line, _missing(key, self._header, "columns"), self._column_hint())
+            if self._header.count(key) > 1:
+                what = f'it has {self._header.count(key)} columns called "{key}"'
+                raise self._error(line, what, "rename all but one")
+        self._columns = {key: self._header.index(key) for key in keys}
+        yield from rows
 
+    def _parse(self, number: int, row: list[str]) -> dict[str, Any] | None:
+        if row == self._header:  # of a file that was appended
+            return None
+        if len(row) != len(self._header):
+            what = "a text with a comma or a line break needs quotes around it"
+            if self.delimiter == "\t":
+                what = "a text in .tsv has no tabs or line breaks, and quotes are ordinary characters"
+            raise _Bad(
+                f"{counted(len(row), 'field')}, and the header has {len(self._header)}",
+                f"{what}; --skip-bad leaves such rows out",
+            )
+        return {key: _cell(row[column], self.encoding) for key, column in self._columns.items()}
 
-def _row_hint(delimiter: str) -> str:
-    if delimiter == "\t":
-        what = "a text in .tsv has no tabs or line breaks, and quotes are ordinary characters"
-    else:
-        what = "a text with a comma or a line break needs quotes around it"
-    return f"{what}; --skip-bad leaves such rows out"
+    def _column_hint(self) -> str:
+        for other, word in ((";", "semicolons"), ("\t", "tabs"), (",", "commas"), ("|", "bars")):
+            if other != self.delimiter and len(self._header) == 1 and self.form.keys[0] in self._header[0].split(other):
+                return f"its columns are separated by {word}: convert it to commas (.csv) or tabs (.tsv)"
+        return self.form.hint
 
-
-class _Rows:
-    """The rows of a table. In CSV a row may span lines within quotes, of `MAX_RECORD` characters together. TSV has no
-    quotes (its media type, text/tab-separated-values): a row is a line."""
-
-    def __init__(self, name: str, lines: Iterator[tuple[int, int, bytes]], encoding: str, delimiter: str) -> None:
-        self.name, self.encoding = name, encoding
-        self._lines = lines
-        tabs = delimiter == "\t"
-        self._reader = map(_tab_separated, self) if tabs else csv.reader(self, delimiter=delimiter, strict=True)
-        self._first = self._line = self._size = 0  # the row's first line, last line so far, and characters
+    def _good_rows(self) -> Iterator[tuple[int, list[str]]]:
+        """Yields the rows that are not empty, each with the number of its first line."""
+        csv.field_size_limit(MAX_RECORD)  # for the whole process
+        self._left = self._lines()
+        self._first = self._last = self._size = 0  # the row's first line, last line so far, and characters
+        tabs = self.delimiter == "\t"
+        reader = map(_tab_separated, self) if tabs else csv.reader(self, delimiter=self.delimiter, strict=True)
+        while True:
+            self._first = self._size = 0
+            try:
+                row = next(reader, None)
+            except csv.Error as error:
+                line, what = self._last, str(error)
+                if what == "unexpected end of data":
+                    line, what = self._first, "a quote is never closed"
+                self.on_bad(self._error(line, what, "mend it, or --skip-bad leaves it out"))
+            except UserError as error:
+                self.on_bad(error)
+            else:
+                if row is None:
+                    return
+                if row:
+                    yield self._first, row
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
         """Returns the next line, for the parser. Unlike a generator, this continues after an error."""
-        self._line, _, line = next(self._lines)
-        self._first = self._first or self._line
+        self._last, (_, line) = next(self._left)
+        self._first = self._first or self._last
         if not self._size:  # the start of a row: of the file's first, or of a file that was appended
             line = line.removeprefix(_BOM)
         # Invalid bytes are carried through: they matter only in the wanted field.
-        text = line.decode(self.encoding, "surrogateescape")
+        text = line.decode(self.encoding.name, "surrogateescape")
         if not self._size:
             text = text.lstrip("\ufeff")  # of another encoding
         self._size += len(text)
         if self._size > MAX_RECORD:
-            raise _too_long(self.name, self._line)
+            raise self._too_long(self._last)
         return text
 
-    def good(self, on_bad: OnBad) -> Iterator[tuple[int, list[str]]]:
-        """Yields the rows that are not empty, each with the number of its first line."""
-        while True:
-            self._first = self._size = 0
-            try:
-                row = self._next_row()
-            except UserError as error:
-                on_bad(error)
-                continue
-            if row is None:
-                return
-            if row:
-                yield self._first, row
 
-    def _next_row(self) -> list[str] | None:
-        limit = csv.field_size_limit(MAX_RECORD)  # a setting of the whole process: restored after each row
-        try:
-            return next(self._reader, None)
-        except csv.Error as error:
-            line, what = self._line, str(error)
-            if what == "unexpected end of data":
-                line, what = self._first, "a quote is never closed"
-            message = f"{self.name}, line {line:,}: {what}"
-            raise UserError(message, "mend it, or --skip-bad leaves it out") from None
-        finally:
-            csv.field_size_limit(limit)
+class TabbedTable(Table):
+    """The rows of a .tsv file."""
+
+    delimiter = "\t"
 
 
 def _tab_separated(line: str) -> list[str]:
@@ -607,36 +601,48 @@ def _cell(value: str, encoding: TextEncoding) -> str:
         raise _Bad("a zero byte is no text", "--skip-bad leaves such rows out")
     if value.isascii() or not _SURROGATE.search(value):
         return value
+    return _decoded(value.encode(encoding.name, "surrogateescape"), encoding, encoding.hint)
+
+
+def _decoded(data: bytes, encoding: TextEncoding, hint: str) -> str:
     try:
-        return encoding.decode(value.encode(encoding.name, "surrogateescape"))
+        return encoding.decode(data)
     except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise _Bad(f"not {encoding.shown}: byte 0x{byte:02x}", encoding.hint) from None
+        raise _Bad(f"not {encoding.shown}: byte 0x{data[error.start]:02x}", hint) from None
 
 
-def parquet(name: str, stream: ByteStream, form: RecordForm, encoding: TextEncoding, on_bad: OnBad) -> Iterator[str]:
-    """Yields the documents of the rows of a Parquet file. Raises `WorkError` without pyarrow."""
-    try:
-        from pyarrow import parquet as pq
-    except ImportError:
-        raise WorkError(f"{name} needs the package pyarrow", "pip install 'gpt[parquet]'") from None
-    row = 0
-    try:
-        about = pq.read_metadata(stream)
-        schema = about.schema.to_arrow_schema()
-        keys = form.columns(schema.names)
-        for key in keys:
-            _check_column(name, key, schema, form)
-        with pq.ParquetFile(stream, metadata=about, read_dictionary=keys if form.strings else None) as opened:
-            for batch in opened.iter_batches(ROWS, columns=keys, use_threads=False):
-                columns = [_values(batch.column(batch.schema.get_field_index(key))) for key in keys]
-                for values in zip(*columns, strict=True):
-                    row += 1
-                    yield _row((name, "row", row), dict(zip(keys, values, strict=True)), form, encoding, on_bad)
-    except UserError:
-        raise
-    except Exception as error:  # pyarrow raises many kinds
-        raise damaged(name, error) from None
+class Parquet(Records[tuple[Any, ...]]):
+    """The rows of a Parquet file. Raises `WorkError` without pyarrow."""
+
+    unit = "row"
+
+    def _rows(self) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        try:
+            from pyarrow import parquet as pq
+        except ImportError:
+            raise WorkError(f"{self.name} needs the package pyarrow", "pip install 'gpt[parquet]'") from None
+        with translated(partial(damaged, self.name)):  # pyarrow raises many kinds
+            about = pq.read_metadata(self.stream)
+            schema = about.schema.to_arrow_schema()
+            self._keys = keys = self.form.columns(schema.names)
+            for key in keys:
+                if key not in schema.names:
+                    raise UserError(f"{self.name}: {_missing(key, schema.names, 'columns')}", self.form.hint)
+                kind = schema.field(key).type
+                if self.form.strings and not _is_text(kind):
+                    raise UserError(f'{self.name}: "{key}" holds {kind}, not strings', self.form.hint)
+            dictionaries = keys if self.form.strings else None
+            with pq.ParquetFile(self.stream, metadata=about, read_dictionary=dictionaries) as opened:
+                batches = opened.iter_batches(ROWS, columns=keys, use_threads=False)
+                columns = ([_values(batch.column(key)) for key in keys] for batch in batches)
+                yield from enumerate((row for batch in columns for row in zip(*batch, strict=True)), 1)
+
+    def _parse(self, number: int, row: tuple[Any, ...]) -> dict[str, Any]:
+        if any(isinstance(value, bytes) and len(value) > MAX_RECORD for value in row):
+            raise _Bad(f"longer than {MAX_RECORD:,} bytes", "cut it into several, or --skip-bad")
+        hint = "--errors replace, or --skip-bad"
+        decoded = (_decoded(value, self.encoding, hint) if isinstance(value, bytes) else value for value in row)
+        return dict(zip(self._keys, decoded, strict=True))
 
 
 def _values(column: Any) -> list[Any]:
@@ -653,35 +659,4 @@ def _is_text(kind: Any) -> bool:
     import pyarrow as pa
 
     plain = kind.value_type if pa.types.is_dictionary(kind) else kind
-    strings = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
-    return any(is_it(plain) for is_it in strings)
-
-
-def _check_column(name: str, key: str, schema: Any, form: RecordForm) -> None:
-    if key not in schema.names:
-        raise UserError(f"{name}: {_missing(key, schema.names, 'columns')}", form.hint)
-    kind = schema.field(key).type
-    if form.strings and not _is_text(kind):
-        raise UserError(f'{name}: "{key}" holds {kind}, not strings', form.hint)
-
-
-def _row(place: Place, values: dict[str, Any], form: RecordForm, encoding: TextEncoding, on_bad: OnBad) -> str:
-    """Returns the document of a row; an empty one, which is left out, after an error."""
-    try:
-        for key, data in values.items():
-            if isinstance(data, bytes):
-                values[key] = _utf8(data, encoding)
-        return form.text(values, place)
-    except _Bad as bad:
-        message, hint = bad.args
-        on_bad(UserError(f"{_shown(*place)}: {message}", hint))
-    return ""
-
-
-def _utf8(data: bytes, encoding: TextEncoding) -> str:
-    if len(data) > MAX_RECORD:
-        raise _Bad(f"longer than {MAX_RECORD:,} bytes", "cut it into several, or --skip-bad")
-    try:
-        return encoding.decode(data)
-    except UnicodeDecodeError as error:
-        raise _Bad(f"not UTF-8: byte 0x{data[error.start]:02x}", "--errors replace, or --skip-bad") from None
+    return str(plain) in ("string", "large_string", "string_view", "null")

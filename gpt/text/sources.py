@@ -10,8 +10,7 @@ import os
 import shlex
 import stat
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
@@ -23,7 +22,7 @@ from gpt.text.documents import Skipped
 from gpt.text.download import OnBytes, ignore
 from gpt.text.token_folder import is_token_folder
 from gpt.text.tokenizer_files import RANKS, WHOLE
-from gpt.text.unpack import ByteStream, Source, reason, spool
+from gpt.text.unpack import ByteStream, Copy, Source, file_source, reason, translated
 
 DEFAULT = "pydocs"  # the corpus to read where no text is given
 
@@ -46,41 +45,16 @@ def find(
     """
     if not texts:
         return catalogue.sources(DEFAULT)  # even if a file has that name
-    left_out = _LeftOut()
-    found = (source for text in dict.fromkeys(texts) for source in _sources_of(text, skipped, on_bytes, left_out))
+    finder = _Finder(skipped)
     once: dict[str, Source] = {}
-    for source in found:
-        once.setdefault(identity(source), source)
-    for line in left_out.notes():
-        note(line)
+    for text in dict.fromkeys(texts):
+        for source in finder.sources(text, on_bytes):
+            once.setdefault(identity(source), source)
+    for (one, many), places in finder.left_out.items():
+        if places:
+            what = f"{one}: " if len(places) == 1 else f"{len(places):,} {many}, such as "
+            note(f"skipped {what}{next(iter(places.values()))}")
     return list(once.values())
-
-
-_LEFT_OUT = {  # kinds of paths, in words
-    "broken": ("a broken link", "broken links"),
-    "upward": ("a link to a folder above it", "links to folders above them"),
-    "special": ("a pipe, socket or device", "pipes, sockets or devices"),
-}
-
-
-class _LeftOut:
-    """What folders contain that is not read."""
-
-    def __init__(self) -> None:
-        self.paths: dict[str, dict[str, str]] = {kind: {} for kind in _LEFT_OUT}
-
-    def add(self, kind: str, path: str) -> None:
-        """Adds a path, which may have been added by another name."""
-        place = Path(os.path.realpath(Path(path).parent), Path(path).name)
-        self.paths[kind].setdefault(str(place), path)
-
-    def notes(self) -> Iterator[str]:
-        """Yields a line for each kind."""
-        for kind, (one, many) in _LEFT_OUT.items():
-            paths = list(self.paths[kind].values())
-            if paths:
-                what = f"{one}: " if len(paths) == 1 else f"{len(paths):,} {many}, such as "
-                yield f"skipped {what}{paths[0]}"
 
 
 def identity(source: Source) -> str:
@@ -94,23 +68,6 @@ def published(texts: Sequence[str], on_bytes: OnBytes = ignore) -> list[Source]:
     if len(texts) == 1 and _status(texts[0]) is None and texts[0] in catalogue.names():
         return catalogue.val_sources(texts[0], on_bytes)
     return []
-
-
-def _sources_of(text: str, skipped: Skipped | None, on_bytes: OnBytes, left_out: _LeftOut) -> list[Source]:
-    if text == "-":
-        return [_standard_input()]
-    status = _status(text)
-    if status is not None:
-        return _folder(text, skipped, left_out) if stat.S_ISDIR(status.st_mode) else _files([text], skipped)
-    if "://" in text:
-        return find_remote(text)
-    if glob.has_magic(text):
-        return _pattern(text, skipped, left_out)
-    if text in catalogue.names():
-        return catalogue.sources(text, on_bytes)
-    if "/" in text or "\\" in text or "." in text:
-        raise UserError(f"there is no file {text}", "give a file, a folder, - for standard input, or a corpus by name")
-    raise UserError(f'there is no file and no corpus called "{text}"', did_you_mean(text, catalogue.names()))
 
 
 def _status(text: str) -> os.stat_result | None:
@@ -127,59 +84,11 @@ def _unreadable(name: str, error: OSError) -> UserError:
     return UserError(f"cannot read {name}: {reason(error)}", "look at its permissions, or leave it out: --skip-bad")
 
 
-def _folder(folder: str, skipped: Skipped | None, left_out: _LeftOut) -> list[Source]:
-    if _is_tokens(folder):
-        raise UserError(f"{folder} is tokenized already", f"gpt train {shlex.quote(folder)} takes it as it is")
-    found = _files(_below(folder, skipped, left_out), skipped)
-    if not found:
-        raise UserError(f"the folder {folder} has no files in it (hidden ones are skipped)")
-    return found
-
-
 def _is_tokens(folder: str) -> bool:
     """Whether a folder is a token folder. Other folders may have a manifest.json too."""
     with contextlib.suppress(PermissionError):  # an error where the folder is listed
         return any(Path(folder, name).is_file() for name in (RANKS, WHOLE)) and is_token_folder(folder)
     return False
-
-
-def _below(folder: str, skipped: Skipped | None, left_out: _LeftOut) -> Iterator[str]:
-    """Yields the regular files below a folder, sorted, without hidden ones and token folders. Links are followed, each
-    folder is read once."""
-
-    def cannot_list(error: OSError) -> None:
-        _bad(_unreadable(f"the folder {error.filename}", error), skipped)
-
-    seen = {os.path.realpath(folder)}
-    for parent, folders, names in os.walk(folder, onerror=cannot_list, followlinks=True):
-        if _is_tokens(parent):
-            folders.clear()
-            continue
-        visible = [str(Path(parent, name)) for name in sorted(folders) if not name.startswith(".")]
-        around = os.path.realpath(parent) if visible else ""
-        folders[:] = [Path(path).name for path in visible if _is_new(path, around, seen, left_out)]
-        for path in (str(Path(parent, name)) for name in sorted(names) if not name.startswith(".")):
-            kind = _type(path)
-            if kind == stat.S_IFREG:
-                yield path
-            else:
-                left_out.add("special" if kind else "broken", path)
-
-
-def _is_new(path: str, around: str, seen: set[str], left_out: _LeftOut) -> bool:
-    """Whether a folder, or what a link to one leads to, is still to be read; from now on it is in ``seen``. ``around``
-    is the real path of the folder that it is in.
-
-    A link to a folder that it is in is left out: all that is around the folder asked for would be read with it.
-    """
-    real = os.path.realpath(path)
-    if real in seen:
-        return False
-    if (around.removesuffix(os.sep) + os.sep).startswith(real.removesuffix(os.sep) + os.sep):
-        left_out.add("upward", path)
-        return False
-    seen.add(real)
-    return True
 
 
 def _type(path: str) -> int:
@@ -192,32 +101,121 @@ def _type(path: str) -> int:
         return 0
 
 
-def _bad(error: UserError, skipped: Skipped | None) -> None:
-    """Counts an error, or raises it where nothing is to be skipped."""
-    if skipped is None:
-        raise error from None
-    skipped.add(error)
+_BROKEN = ("a broken link", "broken links")
+_UPWARD = ("a link to a folder above it", "links to folders above them")
+_SPECIAL = ("a pipe, socket or device", "pipes, sockets or devices")
 
 
-def _pattern(pattern: str, skipped: Skipped | None, left_out: _LeftOut) -> list[Source]:
-    """Returns the files that a pattern matches, and those below folders that it matches, sorted."""
-    paths: set[str] = set()
-    parts = PurePath(pattern).parts
-    at = parts.index("**") if "**" in parts else len(parts)  # where glob itself would follow links without end
-    for match in glob.iglob(pattern if at == len(parts) else str(PurePath(*parts[:at]))):
-        if _type(match) == stat.S_IFDIR:
-            named = Path(match).name not in ("", "..")
-            if named and not _is_new(match, os.path.realpath(Path(match).parent), set(), left_out):
+class _Finder:
+    """Finds what a user's words name. ``skipped``, if given, counts what cannot be read.
+
+    ``left_out``: the paths in folders that are not read, by kind and by their real places.
+    """
+
+    def __init__(self, skipped: Skipped | None) -> None:
+        self.skipped = skipped
+        self.left_out: dict[tuple[str, str], dict[Path, str]] = {kind: {} for kind in (_BROKEN, _UPWARD, _SPECIAL)}
+
+    def sources(self, text: str, on_bytes: OnBytes) -> Iterable[Source]:
+        """Returns the sources that a word names."""
+        if text == "-":
+            return [_standard_input()]
+        status = _status(text)
+        if status is not None:
+            return self._folder(text) if stat.S_ISDIR(status.st_mode) else self._files([text])
+        if "://" in text:
+            return find_remote(text)
+        if glob.has_magic(text):
+            return self._pattern(text)
+        if text in catalogue.names():
+            return catalogue.sources(text, on_bytes)
+        if "/" in text or "\\" in text or "." in text:
+            hint = "give a file, a folder, - for standard input, or a corpus by name"
+            raise UserError(f"there is no file {text}", hint)
+        raise UserError(f'there is no file and no corpus called "{text}"', did_you_mean(text, catalogue.names()))
+
+    def _folder(self, folder: str) -> list[Source]:
+        if _is_tokens(folder):
+            raise UserError(f"{folder} is tokenized already", f"gpt train {shlex.quote(folder)} takes it as it is")
+        found = self._files(self._below(folder))
+        if not found:
+            raise UserError(f"the folder {folder} has no files in it (hidden ones are skipped)")
+        return found
+
+    def _pattern(self, pattern: str) -> list[Source]:
+        """Returns the files that a pattern matches, and those below folders that it matches, sorted."""
+        paths: set[str] = set()
+        parts = PurePath(pattern).parts
+        at = parts.index("**") if "**" in parts else len(parts)  # where glob itself would follow links without end
+        for match in glob.iglob(pattern if at == len(parts) else str(PurePath(*parts[:at]))):
+            if _type(match) == stat.S_IFDIR:
+                if Path(match).name in ("", "..") or self._is_new(match, set()):
+                    below = self._below(match)
+                    paths.update(
+                        path for path in below if _matches(PurePath(path).relative_to(match).parts, parts[at:])
+                    )
+            elif _type(match) == stat.S_IFREG and at == len(parts):
+                paths.add(match)
+        if not paths:
+            hint = "** goes into folders: 'texts/**/*.txt'; hidden files are skipped"
+            raise UserError(f"no file matches {pattern}", hint)
+        return self._files(sorted(paths))
+
+    def _below(self, folder: str) -> Iterator[str]:
+        """Yields the regular files below a folder, sorted, without hidden ones and token folders. Links are followed,
+        each folder is read once."""
+
+        def cannot_list(error: OSError) -> None:
+            self._bad(_unreadable(f"the folder {error.filename}", error))
+
+        seen = {os.path.realpath(folder)}
+        for parent, folders, names in os.walk(folder, onerror=cannot_list, followlinks=True):
+            if _is_tokens(parent):
+                folders.clear()
                 continue
-            below = _below(match, skipped, left_out)
-            paths.update(path for path in below if _matches(PurePath(path).relative_to(match).parts, parts[at:]))
-        elif _type(match) == stat.S_IFREG and at == len(parts):
-            paths.add(match)
-    if not paths:
-        raise UserError(
-            f"no file matches {pattern}", "** goes into folders: 'texts/**/*.txt'; hidden files are skipped"
-        )
-    return _files(sorted(paths), skipped)
+            visible = [name for name in sorted(folders) if not name.startswith(".")]
+            folders[:] = [name for name in visible if self._is_new(str(Path(parent, name)), seen)]
+            for path in (str(Path(parent, name)) for name in sorted(names) if not name.startswith(".")):
+                kind = _type(path)
+                if kind == stat.S_IFREG:
+                    yield path
+                else:
+                    self._leave_out(_SPECIAL if kind else _BROKEN, path)
+
+    def _is_new(self, path: str, seen: set[str]) -> bool:
+        """Whether a folder, or what a link to one leads to, is still to be read; from now on it is in ``seen``.
+
+        A link to a folder that it is in is left out: all that is around the folder asked for would be read with it.
+        """
+        real = Path(os.path.realpath(path))
+        if str(real) in seen:
+            return False
+        around = Path(os.path.realpath(Path(path).parent))
+        if around.is_relative_to(real):
+            self._leave_out(_UPWARD, path)
+            return False
+        seen.add(str(real))
+        return True
+
+    def _leave_out(self, kind: tuple[str, str], path: str) -> None:
+        """Adds a path, which may have been added by another name."""
+        place = Path(os.path.realpath(Path(path).parent), Path(path).name)
+        self.left_out[kind].setdefault(place, path)
+
+    def _files(self, paths: Iterable[str]) -> list[Source]:
+        found = []
+        for path in paths:
+            try:
+                found.append(_file(path))
+            except UserError as error:
+                self._bad(error)
+        return found
+
+    def _bad(self, error: UserError) -> None:
+        """Counts an error, or raises it where nothing is to be skipped."""
+        if self.skipped is None:
+            raise error from None
+        self.skipped.add(error)
 
 
 def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
@@ -229,26 +227,14 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
     return bool(names) and fnmatch.fnmatch(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
 
 
-def _files(paths: Iterator[str] | Sequence[str], skipped: Skipped | None) -> list[Source]:
-    found = []
-    for path in paths:
-        try:
-            found.append(_file(path))
-        except UserError as error:
-            _bad(error, skipped)
-    return found
-
-
 def _file(path: str) -> Source:
     try:
-        status = Path(path).stat()
-        if stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode):  # which may never end
+        kind = stat.S_IFMT(Path(path).stat().st_mode)
+        if kind in (stat.S_IFCHR, stat.S_IFBLK):  # which may never end
             raise UserError(f"{path} is a device, and no text", "give a file, a folder, or - for standard input")
-        if not stat.S_ISREG(status.st_mode):  # a pipe, as in <(command)
-            return _spooled(path, open(path, "rb"))
+        return file_source(path, Path(path)) if kind == stat.S_IFREG else _spooled(path, open(path, "rb"))
     except OSError as error:
         raise _unreadable(path, error) from None
-    return Source(path, status.st_size, status.st_mtime_ns, partial(open, path, "rb"))  # type: ignore[arg-type]
 
 
 def _standard_input() -> Source:
@@ -259,56 +245,8 @@ def _standard_input() -> Source:
 
 def _spooled(name: str, stream: BinaryIO) -> Source:
     """Copies a stream to the disk, since it can be read only once."""
-    copy = _Copy(
-        spool(ByteStream(stream, lambda error: UserError(f"cannot read {name}: {reason(error)}")), in_memory=0)
-    )
-    return Source(name, copy.size, 0, copy.open, temporary=True)
-
-
-class _Copy:
-    """A file without a name that exists until nobody can open it any more."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.size = os.fstat(file.fileno()).st_size
-        weakref.finalize(self, file.close)
-
-    def open(self) -> BinaryIO:
-        return cast(BinaryIO, io.BufferedReader(_View(self)))
-
-    def read(self, position: int, size: int) -> bytes:
-        if hasattr(os, "pread"):
-            return os.pread(self.file.fileno(), size, position)  # a forked process shares the file's position
-        self.file.seek(position)
-        return self.file.read(size)
-
-
-class _View(io.RawIOBase):
-    """A reader of a copy, with its own position."""
-
-    def __init__(self, copy: _Copy) -> None:
-        self.copy = copy
-        self.position = 0
-
-    def readinto(self, buffer: Any, /) -> int:
-        data = self.copy.read(self.position, len(buffer))
-        buffer[: len(data)] = data
-        self.position += len(data)
-        return len(data)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.position
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        start = (0, self.position, self.copy.size)[whence]
-        self.position = max(0, start + offset)
-        return self.position
+    copy = Copy(name, ByteStream(stream, lambda error: UserError(f"cannot read {name}: {reason(error)}")))
+    return Source(name, copy.size, 0, cast(Callable[[], BinaryIO], copy.open), temporary=True)
 
 
 def run_name(texts: Sequence[str]) -> str:
@@ -337,14 +275,10 @@ def find_remote(address: str) -> list[Source]:
 
     Raises `UserError` where there is none, `WorkError` where a package that fsspec needs, or the network, is missing.
     """
-    try:
+    with translated(partial(_remote_error, address)):
         files, path = _filesystem(address)
         found = dict(_remote_files(files, path, address))
         sources = [_remote_source(files, path, info) for path, info in sorted(found.items())]
-    except UserError:
-        raise
-    except Exception as error:  # of any library that fsspec uses
-        raise _remote_error(address, error) from None
     if not sources:
         raise UserError(f"there is no file at {address}", "a folder's name, or a pattern, must lead to one")
     return sources
@@ -373,26 +307,18 @@ def _filesystem(address: str) -> tuple[Any, str]:
 def _remote_files(files: Any, path: str, address: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     web = address.startswith(("http://", "https://"))
     if "*" in path or "[" in path or ("?" in path and not web):
-        for name, info in files.glob(path, detail=True).items():
-            if info["type"] == "file":
-                yield name, info
-            else:
-                yield from _remote_below(files, name)
+        found = files.glob(path, detail=True)
     elif web and address.endswith("/"):  # fsspec takes any page with links for a folder
-        yield from _remote_below(files, path)
+        found = {path: {"type": "directory"}}
     else:
-        info = files.info(path)
-        if info["type"] == "directory":
-            yield from _remote_below(files, path)
-        else:
-            yield path, info
-
-
-def _remote_below(files: Any, folder: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for name, info in files.find(folder, detail=True).items():
-        inside = name.removeprefix(folder).split("/")
-        if info["type"] == "file" and not any(part.startswith(".") for part in inside):
+        found = {path: files.info(path)}
+    for name, info in found.items():
+        if info["type"] != "directory":
             yield name, info
+            continue
+        for file, about in files.find(name, detail=True).items():
+            if not any(part.startswith(".") for part in file.removeprefix(name).split("/")):
+                yield file, about
 
 
 def _remote_source(files: Any, path: str, info: Mapping[str, Any]) -> Source:
@@ -402,32 +328,22 @@ def _remote_source(files: Any, path: str, info: Mapping[str, Any]) -> Source:
 
 def _remote_time(info: Mapping[str, Any]) -> int:
     """Returns the time of the last change in nanoseconds, 0 if the file system does not tell it."""
-    for key in _TIMES:
-        value = info.get(key)
-        try:
+    for value in map(info.get, _TIMES):
+        with contextlib.suppress(TypeError, ValueError):
             if isinstance(value, str):
                 iso = value[:1].isdigit()
                 value = datetime.datetime.fromisoformat(value) if iso else email.utils.parsedate_to_datetime(value)
-            if isinstance(value, datetime.datetime):
-                value = value.timestamp()
-            if isinstance(value, int | float):
-                return int(value * 1e9)
-        except ValueError:
-            continue
+            return int((value.timestamp() if isinstance(value, datetime.datetime) else value) * 1e9)  # type: ignore[operator]
     return 0
 
 
 def _open_remote(address: str) -> BinaryIO:
-    try:
+    to_error = partial(_remote_error, address)
+    web = address.startswith(("http://", "https://"))
+    with translated(to_error):
         files, path = _filesystem(address)
-        web = address.startswith(("http://", "https://"))
         file = files.open(path, "rb", **({"block_size": 0} if web else {}))  # one request instead of one for each block
-    except UserError:
-        raise
-    except Exception as error:
-        raise _remote_error(address, error) from None
-    seekable = not web and file.seekable()
-    return cast(BinaryIO, _WholeBlocks(ByteStream(file, partial(_remote_error, address), seekable=seekable)))
+    return cast(BinaryIO, _WholeBlocks(ByteStream(file, to_error, seekable=not web and file.seekable())))
 
 
 class _WholeBlocks(io.BufferedReader):

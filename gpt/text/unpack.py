@@ -6,15 +6,19 @@ Errors name the file in one line. Nothing is unpacked to a path, and names in ar
 import contextlib
 import gzip
 import io
+import mmap
 import re
 import shutil
+import sys
 import tarfile
 import tempfile
+import weakref
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, BinaryIO, Protocol, cast
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from gpt.errors import UserError, WorkError
 
@@ -31,9 +35,13 @@ class Source:
     lines: bool = False  # rows are the lines of one text, not documents
 
 
+def file_source(name: str, path: Path) -> Source:
+    """Returns a file on the disk as a source."""
+    status = path.stat()
+    return Source(name, status.st_size, status.st_mtime_ns, partial(open, path, "rb"))  # type: ignore[arg-type]
+
+
 BUFFER = 2**18  # bytes read at once from a packed file, or one of lines
-IN_MEMORY = 2**22  # bytes; a longer copy goes to the disk
-ZSTD_STEP = 128  # bytes; each 4 may decode to a block of 128 KiB, so one step to 4 MiB at most
 
 OnBytes = Callable[[int], None]  # gets the number of stored bytes read so far
 
@@ -46,11 +54,26 @@ class StreamError(UserError):
         self.name = name
 
 
-class Readable(Protocol):
-    """The part of a file object that a `ByteStream` needs."""
+def reason(error: BaseException) -> str:
+    """Returns an error's message, on one line."""
+    words = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return words.splitlines()[0]
 
-    def read(self, size: int, /) -> bytes: ...  # noqa: D102
-    def close(self) -> None: ...  # noqa: D102
+
+def damaged(name: str, error: Exception) -> StreamError:
+    """Returns the error for a file that is not what its suffix promises."""
+    return StreamError(name, f"{name} is damaged: {reason(error)}", "get it once more, or leave it out with --skip-bad")
+
+
+@contextlib.contextmanager
+def translated(to_error: Callable[[Exception], UserError]) -> Iterator[None]:
+    """Turns what a library raises, of whatever type, into a `UserError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise to_error(error) from None
 
 
 class ByteStream(io.RawIOBase):
@@ -60,34 +83,23 @@ class ByteStream(io.RawIOBase):
     """
 
     def __init__(
-        self, inner: Readable, to_error: Callable[[Exception], UserError], on_read: OnBytes | None = None,
-        *, seekable: bool = False, close: tuple[Readable, ...] = (),
+        self, inner: Any, to_error: Callable[[Exception], UserError], on_read: OnBytes | None = None,
+        *, seekable: bool = False, close: tuple[Any, ...] = (),
     ) -> None:  # fmt: skip
-        self.inner: Any = inner
+        self.inner = inner
         self.to_error = to_error
         self.on_read = on_read
         self._read = getattr(inner, "read1", inner.read)
         self._seekable = seekable
         self._to_close = (inner, *close)
 
-    def read(self, size: int = -1, /) -> bytes:
-        """Returns at most ``size`` bytes; none only at the end."""
-        if size < 0:
-            return self.readall() or b""
-        try:
-            data: bytes = self._read(size)
-        except UserError:
-            raise
-        except Exception as error:
-            raise self.to_error(error) from None
+    def readinto(self, buffer: Any, /) -> int:
+        """Reads into a buffer; returns the number of bytes, 0 only at the end."""
+        with translated(self.to_error):
+            data: bytes = self._read(len(buffer))
+        buffer[: len(data)] = data
         if self.on_read is not None:
             self.on_read(len(data))
-        return data
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Reads into a buffer; returns the number of bytes."""
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
         return len(data)
 
     def readable(self) -> bool:
@@ -100,12 +112,9 @@ class ByteStream(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         """Seeks in the wrapped stream; returns the new position."""
-        try:
-            return int(self.inner.seek(offset, whence))
-        except UserError:
-            raise
-        except Exception as error:
-            raise self.to_error(error) from None
+        with translated(self.to_error):
+            self.inner.seek(offset, whence)
+        return self.tell()
 
     def tell(self) -> int:
         """Returns the position in the wrapped stream."""
@@ -116,36 +125,12 @@ class ByteStream(io.RawIOBase):
         if not self.closed:
             super().close()
             for each in self._to_close:
-                with contextlib.suppress(OSError):
-                    each.close()
+                _close(each)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedFile:
-    """A source, or a member of an archive, with the formats that are still to be unpacked."""
-
-    name: str  # for errors: "texts.zip/one.txt.gz"
-    kind: str  # the name in lower case, without the suffixes that are unpacked already
-    open: Callable[[], ByteStream]
-    reopenable: bool = True
-    depth: int = 0  # formats unpacked so far
-
-    def unpacked(self, ending: str) -> "PackedFile":
-        """Returns the file with ``ending``, one of `UNPACK`, unpacked."""
-        unpack, inner = UNPACK[ending]
-        kind = self.kind.removesuffix(ending) + inner
-        return PackedFile(self.name, kind, lambda: unpack(self.name, self.open()), self.reopenable, self.depth + 1)
-
-
-def reason(error: BaseException) -> str:
-    """Returns an error's message, on one line."""
-    words = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    return words.splitlines()[0]
-
-
-def damaged(name: str, error: Exception) -> StreamError:
-    """Returns the error for a file that is not what its suffix promises."""
-    return StreamError(name, f"{name} is damaged: {reason(error)}", "get it once more, or leave it out with --skip-bad")
+def _close(file: Any) -> None:
+    with contextlib.suppress(OSError):  # a copy may have bytes that the disk has no room for
+        file.close()
 
 
 def open_source(source: Source, on_bytes: OnBytes) -> ByteStream:
@@ -168,70 +153,50 @@ def open_source(source: Source, on_bytes: OnBytes) -> ByteStream:
         raise to_error(error) from None
 
 
-def gunzip(name: str, packed: ByteStream) -> ByteStream:
-    """Unpacks gzip, member after member."""
-    buffered = io.BufferedReader(packed, BUFFER)
-    return ByteStream(gzip.GzipFile(fileobj=buffered), lambda error: damaged(name, error), close=(buffered,))
+class Copy:
+    """A copy of a stream, in a temporary file without a name that exists until nobody can open it any more.
+
+    Raises `WorkError` where the disk has no room.
+    """
+
+    def __init__(self, name: str, stream: ByteStream) -> None:
+        self.name = name
+        try:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115
+            weakref.finalize(self, _close, self._file)
+            shutil.copyfileobj(stream, self._file, BUFFER)
+            self._file.flush()
+        except OSError as error:
+            hint = "make room there, or name another folder in TMPDIR"
+            raise WorkError(f"cannot write to {tempfile.gettempdir()}: {reason(error)}", hint) from None
+        self.size = self._file.tell()
+
+    def open(self) -> ByteStream:
+        """Opens the copy, as often as needed. Each stream has a position of its own, in forked processes too."""
+        view = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else io.BytesIO()
+        return ByteStream(view, partial(damaged, self.name), seekable=True)
 
 
-def unzstd(name: str, packed: ByteStream) -> ByteStream:
-    """Unpacks Zstandard, frame after frame. Raises `WorkError` without the package."""
-    try:
-        import zstandard
-    except ImportError:
-        raise WorkError(f"{name} needs the package zstandard", "pip install 'gpt[zstd]'") from None
+@dataclass(frozen=True, slots=True)
+class PackedFile:
+    """A source, or a member of an archive, with the formats that are still to be unpacked."""
 
-    def frames() -> Iterator[bytes]:
-        frame = None
-        while data := packed.read(BUFFER):
-            for start in range(0, len(data), ZSTD_STEP):
-                rest = data[start : start + ZSTD_STEP]
-                while rest:
-                    frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                    yield frame.decompress(rest)
-                    rest = b""
-                    if frame.eof:  # the library's own reader doesn't report a cut frame
-                        rest, frame = frame.unused_data, None
-        if frame is not None:
-            raise EOFError("it ends in the middle of a frame")
+    name: str  # for errors: "texts.zip/one.txt.gz"
+    kind: str  # the name in lower case, without the suffixes that are unpacked already
+    open: Callable[[], ByteStream]
+    reopenable: bool = True
+    depth: int = 0  # formats unpacked so far
 
-    return ByteStream(Blocks(frames()), lambda error: damaged(name, error), close=(packed,))
+    def unpacked(self, ending: str) -> "PackedFile":
+        """Returns the file with ``ending``, one of `UNPACK`, unpacked."""
+        unpack, inner = UNPACK[ending]
+        kind = self.kind.removesuffix(ending) + inner
+        return replace(self, kind=kind, open=lambda: unpack(self.name, self.open()), depth=self.depth + 1)
 
-
-class Blocks:
-    """Blocks of bytes as a file object."""
-
-    def __init__(self, blocks: Iterator[bytes]) -> None:
-        self.blocks = blocks
-        self.rest = b""
-
-    def read(self, size: int, /) -> bytes:
-        """Returns at most ``size`` bytes; none only at the end."""
-        while not self.rest:
-            block = next(self.blocks, None)
-            if block is None:
-                return b""
-            self.rest = block
-        data, self.rest = self.rest[:size], self.rest[size:]
-        return data
-
-    def close(self) -> None:
-        """Closes the generator of the blocks."""
-        close = getattr(self.blocks, "close", None)
-        if close is not None:
-            close()
-
-
-@contextlib.contextmanager
-def spooled(file: PackedFile) -> Iterator[PackedFile]:
-    """Yields a copy that can be opened repeatedly and is seekable: in memory if it is small, else on the disk."""
-    with contextlib.closing(file.open()) as stream, spool(stream) as copy:
-
-        def again() -> ByteStream:
-            copy.seek(0)
-            return ByteStream(_Unclosed(copy), lambda error: damaged(file.name, error), seekable=True)
-
-        yield PackedFile(file.name, file.kind, again, True, file.depth)
+    def spooled(self) -> "PackedFile":
+        """Returns a copy that can be opened again and is seekable."""
+        with contextlib.closing(self.open()) as stream:
+            return replace(self, open=Copy(self.name, stream).open, reopenable=True)
 
 
 @contextlib.contextmanager
@@ -241,35 +206,27 @@ def opened_seekable(file: PackedFile) -> Iterator[ByteStream]:
         if stream.seekable():
             yield stream
         else:
-            with spool(stream) as copy:
-                yield ByteStream(copy, lambda error: damaged(file.name, error), seekable=True)
+            with contextlib.closing(Copy(file.name, stream).open()) as copy:
+                yield copy
 
 
-def spool(stream: ByteStream, in_memory: int = IN_MEMORY) -> BinaryIO:
-    """Copies a stream into a temporary file without a name. Raises `WorkError` where the disk has no room."""
-    made = tempfile.SpooledTemporaryFile(in_memory) if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
-    copy = cast(BinaryIO, made)
+def gunzip(name: str, packed: ByteStream) -> ByteStream:
+    """Unpacks gzip, member after member."""
+    buffered = io.BufferedReader(packed, BUFFER)
+    return ByteStream(gzip.GzipFile(fileobj=buffered), partial(damaged, name), close=(buffered,))
+
+
+def unzstd(name: str, packed: ByteStream) -> ByteStream:
+    """Unpacks Zstandard, frame after frame. Before Python 3.14, raises `WorkError` without the package."""
     try:
-        shutil.copyfileobj(stream, copy, BUFFER)
-        copy.seek(0)
-    except OSError as error:
-        copy.close()
-        hint = "make room there, or name another folder in TMPDIR"
-        raise WorkError(f"cannot write to {tempfile.gettempdir()}: {reason(error)}", hint) from None
-    except BaseException:
-        copy.close()
-        raise
-    return copy
-
-
-class _Unclosed:
-    """A file whose `close` does nothing, so that it can be read again."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.read, self.seek, self.tell = file.read, file.seek, file.tell
-
-    def close(self) -> None:
-        """Does nothing."""
+        if sys.version_info >= (3, 14):
+            import compression.zstd as zstd
+        else:
+            import backports.zstd as zstd
+    except ImportError:
+        raise WorkError(f"{name} needs the package backports.zstd", "pip install 'gpt[zstd]'") from None
+    buffered = io.BufferedReader(packed, BUFFER)
+    return ByteStream(zstd.ZstdFile(buffered), partial(damaged, name), close=(buffered,))
 
 
 # How to unpack a suffix, and the suffix that is left.
@@ -288,49 +245,42 @@ _EXTENDED = {tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE
 
 def zip_members(archive: PackedFile) -> Iterator[PackedFile]:
     """Yields the regular files of a ``.zip`` that are not hidden."""
-    with opened_seekable(archive) as stream, _damage_errors(archive.name), _zip(stream) as opened:
-        for info in opened.infolist():
+
+    def opened(info: zipfile.ZipInfo, name: str) -> ByteStream:
+        if info.flag_bits & 1:
+            raise UserError(f"{name} is encrypted", "unpack the archive yourself, and give the files")
+        if info.compress_type not in _METHODS:
+            method = f"method {info.compress_type}; only deflate (8) is read"
+            raise UserError(f"{name} is packed by {method}", "unpack the archive yourself, and give the files")
+        return ByteStream(members.open(info), partial(damaged, name))
+
+    with (
+        opened_seekable(archive) as stream,
+        translated(partial(damaged, archive.name)),
+        zipfile.ZipFile(io.BufferedReader(stream, BUFFER)) as members,
+    ):
+        for info in members.infolist():
             if not info.is_dir() and not _hidden(info.filename):
-                yield _member(
-                    archive, info.filename, partial(_open_zipped, archive.name, opened, info), reopenable=True
-                )
-
-
-def _zip(stream: ByteStream) -> zipfile.ZipFile:
-    return zipfile.ZipFile(io.BufferedReader(stream, BUFFER))
-
-
-def _open_zipped(archive: str, opened: zipfile.ZipFile, info: zipfile.ZipInfo) -> ByteStream:
-    name = member_name(archive, info.filename)
-    if info.flag_bits & 1:
-        raise UserError(f"{name} is encrypted", "unpack the archive yourself, and give the files")
-    if info.compress_type not in _METHODS:
-        method = f"method {info.compress_type}; only deflate (8) is read"
-        raise UserError(f"{name} is packed by {method}", "unpack the archive yourself, and give the files")
-    try:
-        return ByteStream(opened.open(info), lambda error: damaged(name, error))
-    except UserError:
-        raise
-    except Exception as error:
-        raise damaged(name, error) from None
+                yield _member(archive, info.filename, partial(opened, info), reopenable=True)
 
 
 def tar_members(archive: PackedFile) -> Iterator[PackedFile]:
     """Yields the regular files of a ``.tar`` that are not hidden. Each must be read before the next one."""
-    with contextlib.closing(archive.open()) as stream, _damage_errors(archive.name):
-        opened = tarfile.open(fileobj=stream, mode="r|", bufsize=BUFFER, tarinfo=_Header)  # noqa: SIM115
-        while (info := opened.next()) is not None:
-            opened.members.clear()  # type: ignore[attr-defined]  # it would keep them all
+
+    def opened(info: tarfile.TarInfo, name: str) -> ByteStream:
+        return ByteStream(members.extractfile(info), partial(damaged, archive.name))
+
+    with (
+        contextlib.closing(archive.open()) as stream,
+        translated(partial(damaged, archive.name)),
+        tarfile.open(fileobj=stream, mode="r|", bufsize=BUFFER, tarinfo=_Header) as members,
+    ):
+        while (info := members.next()) is not None:
+            members.members.clear()  # type: ignore[attr-defined]  # it would keep them all
             if info.isreg() and not _hidden(info.name):
-                yield _member(archive, info.name, partial(_open_tarred, archive.name, opened, info), reopenable=False)
+                yield _member(archive, info.name, partial(opened, info), reopenable=False)
         while stream.read(BUFFER):  # a checksum of the packed archive is at its end
             pass
-
-
-def _open_tarred(archive: str, opened: tarfile.TarFile, info: tarfile.TarInfo) -> ByteStream:
-    inner = opened.extractfile(info)
-    assert inner is not None, "a regular file has contents"
-    return ByteStream(inner, lambda error: damaged(archive, error))
 
 
 class _Header(tarfile.TarInfo):
@@ -350,32 +300,21 @@ class _Header(tarfile.TarInfo):
         return info
 
 
-@contextlib.contextmanager
-def _damage_errors(name: str) -> Iterator[None]:
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise damaged(name, error) from None
-
-
-def member_name(archive: str, name: str) -> str:
-    """Returns a member's name for errors."""
-    return f"{archive}/" + "".join(c if c.isprintable() else "?" for c in name)
-
-
-def _member(archive: PackedFile, name: str, open_: Callable[[], ByteStream], *, reopenable: bool) -> PackedFile:
+def _member(archive: PackedFile, name: str, opened: Callable[[str], ByteStream], *, reopenable: bool) -> PackedFile:
     """Returns a member; opening it is an error if its name leads out of the archive."""
-    if name.startswith(("/", "\\")) or re.match(r"[A-Za-z]:[/\\]", name) or ".." in _parts(name):
+    printable = "".join(c if c.isprintable() else "?" for c in name)
+    shown = f"{archive.name}/{printable}"
 
-        def open_() -> ByteStream:
+    def open_() -> ByteStream:
+        if name.startswith(("/", "\\")) or re.match(r"[A-Za-z]:[/\\]", name) or ".." in _parts(name):
             raise UserError(
-                f"{archive.name} is refused: its member {member_name('', name)[1:]} leads out of it",
+                f"{archive.name} is refused: its member {printable} leads out of it",
                 "no honest archive has such a name; unpack it yourself if you trust it",
             )
+        with translated(partial(damaged, shown)):
+            return opened(shown)
 
-    return PackedFile(member_name(archive.name, name), name.lower(), open_, reopenable, archive.depth + 1)
+    return PackedFile(shown, name.lower(), open_, reopenable, archive.depth + 1)
 
 
 def _hidden(name: str) -> bool:
