@@ -38,14 +38,20 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Yields a file that becomes ``path`` at the end, and is removed after an error. Raises OSError."""
+def whole_file(path: Path, digest: "hashlib._Hash | None" = None, new: bool = False) -> Iterator[BinaryIO]:
+    """Yields a file that becomes ``path`` at the end, and is removed after an error. With the ``digest`` of what was
+    written it is read back from the disk first. Raises OSError: FileExistsError if it is to be ``new`` and there is one
+    by then."""
     beside = path.parent / _temporary_name(path)
     try:
         with beside.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if digest is not None and file_sha256(beside, from_disk=True) != digest.hexdigest():
+            raise OSError(errno.EIO, "what was written is not what can be read", str(path))
+        if new and os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, EXISTS_NOW, str(path))
         os.replace(beside, path)
         sync_folder(path.parent)
     except BaseException:
@@ -60,16 +66,16 @@ def _temporary_name(path: Path) -> str:
     return f"{TEMPORARY}{os.getpid()}-{path.name[-50:]}"
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Writes ``data`` to ``path``, whole or not at all. Raises OSError."""
-    with whole_file(path) as file:
-        file.write(data)
+def write_file(path: Path, data: bytes) -> str:
+    """Writes ``data`` to ``path`` as `write_pieces` does."""
+    return write_pieces(path, [data])
 
 
-def write_pieces(path: Path, pieces: Iterable[Any]) -> str:
-    """Writes pieces one after the other to ``path``, whole or not at all; returns the sha256. Raises OSError."""
+def write_pieces(path: Path, pieces: Iterable[Any], new: bool = False) -> str:
+    """Writes pieces one after the other to ``path``, whole or not at all, reads them back, and returns their sha256.
+    Raises OSError as `whole_file` does."""
     digest = hashlib.sha256()
-    with whole_file(path) as file:
+    with whole_file(path, digest, new) as file:
         for piece in pieces:
             file.write(piece)
             digest.update(piece)

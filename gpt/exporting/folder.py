@@ -14,7 +14,7 @@ from gpt.device import DTYPES
 from gpt.errors import UserError
 from gpt.exporting.provenance import CARD
 from gpt.exporting.source import SourceModel, whole
-from gpt.files import to_json, whole_folder, write_file, write_pieces
+from gpt.files import to_json, whole_folder, write_file
 from gpt.model.params import Parameter, named_parameters
 from gpt.model.quantize import Quantized
 from gpt.runs import checkpoint, quantized, tensors
@@ -31,13 +31,9 @@ def write(out: Path, source: SourceModel, dtype: str, meta: dict[str, Any], card
     there to be edited. Raises OSError, and `UserError` for numbers that the dtype cannot hold."""
     found = _files(source, dtype, meta)
     with whole_folder(out) as beside:
-        # One after the other, and not side by side: where a signal ends this, no thread may still be writing.
-        sums = {
-            name: write_pieces(beside / name, [data] if isinstance(data, bytes) else tensors.pieces(data))
-            for name, data in sorted(found.items())
-        }
+        # One after the other, and not side by side: after a signal, no thread may still be writing.
+        sums = {name: checkpoint.write_one(beside / name, data) for name, data in sorted(found.items())}
         run_folder.write_checksums(beside, sums)
-        run_folder.read_back(beside, sums)
         write_file(beside / CARD, card.encode())
     return sum(len(data) for data in found.values() if not isinstance(data, bytes))
 

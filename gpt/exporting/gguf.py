@@ -3,10 +3,8 @@
 Names of tensors and keys are those of the package gguf, an extra. Matrices lie there as here, (out, in).
 """
 
-import errno
 import io
 import math
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,7 +20,7 @@ from gpt.config import GPTConfig
 from gpt.errors import UserError, WorkError
 from gpt.exporting import gguf_tokenizer
 from gpt.exporting.source import SourceModel, whole
-from gpt.files import EXISTS_NOW, file_sha256, write_pieces
+from gpt.files import write_pieces
 from gpt.model.params import Parameter, Shape, named_parameters
 from gpt.model.positions import rotary_rates
 from gpt.model.quantize import GROUP, Quantized, to_int4
@@ -122,10 +120,8 @@ def write(path: Path, source: SourceModel, kind: str, name: str, license: str | 
     parts = _parts(source.config, kind)
     header = _header(source, kind, name, license, [part for together in parts.values() for part in together])
     weights: Parameters = {**source.weights, _ROPE_FREQS: lambda: _rope_factors(source.config)}
-    written = False  # all of it, so that what is at ``path`` from then on is ours
 
     def pieces() -> Iterator[bytes | memoryview]:
-        nonlocal written
         yield header
         for ours, together in parts.items():
             value = weights[ours]()
@@ -133,18 +129,8 @@ def write(path: Path, source: SourceModel, kind: str, name: str, license: str | 
                 data = _stored(ours, _rows(value, part.rows), part.kind)
                 yield np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
                 yield bytes(-data.nbytes % package().GGUF_DEFAULT_ALIGNMENT)
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, EXISTS_NOW, str(path))
-        written = True
 
-    try:
-        digest = write_pieces(path, pieces())
-        if file_sha256(path, from_disk=True) != digest:
-            raise OSError(errno.EIO, "what was written is not what can be read", str(path))
-    except BaseException:
-        if written:
-            path.unlink(missing_ok=True)
-        raise
+    write_pieces(path, pieces(), new=True)
     return sum(map(len, parts.values()))
 
 

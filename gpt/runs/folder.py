@@ -1,7 +1,6 @@
 """Run folders and the checkpoints in them: names, checksums, index. Files and JSON only; torch is not imported."""
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -130,16 +129,6 @@ def verify_checksums(folder: Path, training: bool = False) -> None:
     for name in wanted:
         if found[name] != sums[name]:
             raise UserError(f"{folder / name} is damaged: its sha256 is not the one it was saved with", HINT)
-
-
-def read_back(folder: Path, sums: Mapping[str, str]) -> None:
-    """Compares what the disk holds with the checksums of what was to be written. Raises OSError."""
-    if read_checksums(folder) != sums:
-        raise OSError(errno.EIO, "what was written is not what can be read", str(folder / CHECKSUMS))
-    found = side_by_side(lambda name: file_sha256(folder / name, from_disk=True), sums)
-    for name, expected in sums.items():
-        if found[name] != expected:
-            raise OSError(errno.EIO, "what was written is not what can be read", str(folder / name))
 
 
 def weight_checksums(folder: Path) -> dict[str, str]:

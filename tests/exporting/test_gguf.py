@@ -246,7 +246,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 def test_disk_that_gives_back_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf, "file_sha256", lambda path, from_disk: "other")
+    monkeypatch.setattr("gpt.files.file_sha256", lambda path, from_disk: "other")
     with pytest.raises(OSError, match="not what can be read"):
         gguf.write(tmp_path / "it", source_of(model_of("gpt2")), "f16", "it")
     assert not list(tmp_path.iterdir())
