@@ -13,7 +13,7 @@ from typing import Any
 
 from gpt.errors import UserError
 from gpt.files import read_json, read_regular
-from gpt.runs import adapter, folder, hf, hub
+from gpt.runs import folder, hf, hub
 from gpt.runs.record import RunRecord, Table
 from gpt.settings import LARGEST, Count, checked
 from gpt.text import catalogue
@@ -85,7 +85,7 @@ def _provenance(path: Path, line: int = 0) -> Provenance:
         except UserError as error:
             hint = "copy the checkpoint out of its run: then its card says that its training is not known"
             raise UserError(error.message, hint) from None
-    if adapter.is_adapter(path):
+    if folder.is_adapter(path):
         return Provenance(ancestors=_line(folder.base_of(path), folder.base_folder(path), line))
     base = _front_matter(path).get("base_model", "")
     on_hub = HUB_NAME.fullmatch(base) is not None

@@ -34,7 +34,6 @@ CHECKSUMS = "checksums.json"
 META = "gpt.json"
 ADAPTER = "adapter_config.json"  # of adapters, in PEFT's layout
 MOST_ADAPTERS = 100  # on top of each other; one that names itself as its base would never end
-LONGEST_NAME = 60  # characters, of a file of a checkpoint: no system takes more than 255 bytes
 TRAINING = ("training.json", "training.safetensors")  # for resuming alone; older checkpoints lose it
 KEPT = "checkpoints saved before, if any, are whole"
 BASE_HINT = (
@@ -108,7 +107,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
     if not isinstance(sums, dict) or record.get("self") != _checksum_of(sums):
         raise UserError(f"{folder} is damaged: it has no valid {CHECKSUMS}", HINT)
     for name in sums:
-        if not is_file_name(name) or len(name) > LONGEST_NAME:
+        if not is_file_name(name):
             raise UserError(f"{folder / CHECKSUMS} names a file outside its folder: {name[:80]!r}", HINT)
     return sums
 
@@ -202,7 +201,12 @@ def can_resume(path: Path) -> bool:
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder looks like a checkpoint, ours, transformers' or PEFT's. Raises `UserError` where it cannot be
     read."""
-    return _has(path, "config.json") or _has(path, ADAPTER)
+    return _has(path, "config.json") or is_adapter(path)
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a checkpoint contains only adapters. Raises `UserError` where it cannot be read."""
+    return _has(path, ADAPTER)
 
 
 _bases: dict[Path, str] = {}  # by the adapters on top of them, where the user named them
@@ -211,11 +215,11 @@ _bases: dict[Path, str] = {}  # by the adapters on top of them, where the user n
 def name_base(path: Path, base: str) -> None:
     """Puts ``base``, as `find_checkpoint` takes it, in the place of the model that the files of the adapters at
     ``path`` name. Raises `UserError` where there are no adapters."""
-    if not _has(path, ADAPTER):
+    if not is_adapter(path):
         raise UserError(f"{path} is a whole model, and no adapter to another one", "leave out --base")
     named = base if hub.is_remote(base) else str(find_checkpoint(base).absolute())
     with contextlib.suppress(UserError):  # files that name no base
-        while not hub.is_remote(below := base_of(path)) and _has(Path(below), ADAPTER):
+        while not hub.is_remote(below := base_of(path)) and is_adapter(Path(below)):
             path = Path(below)
     _bases[path.absolute()] = named
 
@@ -254,7 +258,7 @@ def lineage(path: Path) -> Iterator[Path]:
     here = path
     for _ in range(MOST_ADAPTERS):
         yield here
-        if not _has(here, ADAPTER):
+        if not is_adapter(here):
             return
         here = base_folder(here)
     raise UserError(f"{path} ends a chain of more than {MOST_ADAPTERS} adapters", "merge some of them")
@@ -264,7 +268,7 @@ def home(path: Path) -> Path:
     """The folder that has the shape of a checkpoint: itself, or the base of a PEFT adapter. A ``config.json`` that
     other programs leave in an adapter folder counts for nothing, as in PEFT."""
     for here in lineage(path):
-        if _has(here, META) or not _has(here, ADAPTER):
+        if _has(here, META) or not is_adapter(here):
             break
     return here
 

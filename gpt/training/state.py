@@ -167,11 +167,12 @@ def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
     optional = expected | drawn | elsewhere
 
     where = [path / TENSORS]
-    found = tensors.read(where, {}, "the model", dtypes=_DTYPES, optional=optional, keep=parallel.part)
+    stored = tensors.find(where, optional, "the model", dtypes=_DTYPES)
+    found = {name: parallel.part(name, each.mapped()) for name, each in stored.items()}
     whole = set(expected) <= set(found) or not any(name.startswith(MOMENT) for name in found)
     if not whole or not all(name in found for name in drawn if name != _RANDOM + "cuda"):
         raise UserError(f"{path / TENSORS} is damaged: not all of the training state is in it")
-    if adapter.is_adapter(path):
+    if folder.is_adapter(path):
         added, _ = adapter.tensors(path, saved.recipe.model, saved.recipe.lora_rank)
         if {name: tuple(each.shape) for name, each in added.items()} != parallel.shapes:
             raise UserError(f"{path} is damaged: its adapters are not those of its training state", folder.HINT)
