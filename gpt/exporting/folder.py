@@ -40,18 +40,16 @@ def write(out: Path, source: SourceModel, dtype: str, meta: dict[str, Any], card
 
 def _files(source: SourceModel, dtype: str, meta: dict[str, Any]) -> checkpoint.Files:
     """The files of the checkpoint by name; weights are read, and converted to ``dtype``, as they are written."""
-    of = checkpoint.TokenizerFiles(source.tokenizer, source.config)
-    if TOKENIZER_CONFIG in of.files:
-        said = json.loads(of.files[TOKENIZER_CONFIG])
-        if any(key in said for key in _OF_A_MACHINE):
-            kept = {key: value for key, value in said.items() if key not in _OF_A_MACHINE}
-            of.files = {**of.files, TOKENIZER_CONFIG: to_json(kept)}
+    of, table = checkpoint.TokenizerFiles(source.tokenizer, source.config), named_parameters(source.config)
     if dtype in quantized.BITS:
         store = quantized.to_stored(source.config, quantized.BITS[dtype], source.weights)
-        return checkpoint.contents(source.config, {}, of, meta, lambda *_: checkpoint.in_files(store), dtype)
-    table = named_parameters(source.config)
-    weights = {name: _converted(name, table[name], get, dtype) for name, get in source.weights.items()}
-    return checkpoint.contents(source.config, weights, of, meta, dtype=dtype)
+        files = checkpoint.contents(source.config, {}, of, meta, lambda *_: checkpoint.in_files(store), dtype)
+    else:
+        weights = {name: _converted(name, table[name], get, dtype) for name, get in source.weights.items()}
+        files = checkpoint.contents(source.config, weights, of, meta, dtype=dtype)
+    said = json.loads(of.files.get(TOKENIZER_CONFIG, b"{}"))
+    kept = {key: value for key, value in said.items() if key not in _OF_A_MACHINE}
+    return files if kept == said else {**files, TOKENIZER_CONFIG: to_json(kept)}
 
 
 def _converted(name: str, parameter: Parameter, get: Callable[[], Tensor | Quantized], dtype: str) -> tensors.Deferred:

@@ -109,13 +109,6 @@ def test_an_unembedding_that_is_not_the_embedding_is_used(
     is_transformers(path.parent / "out")
 
 
-def test_an_unembedding_that_is_the_embedding_is_not_told(made: Made) -> None:
-    path = made(tied=True)
-    add_tensors(path, {"lm_head.weight": load_file(path / "model.safetensors")["model.embed_tokens.weight"]})
-    is_transformers(path)
-    assert checkpoint.peek(path)[0].tied
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_tied_model_may_be_stored_by_its_unembedding(made: Made, family: str) -> None:
     """safetensors' `save_model` writes a tensor that has two names under the first of them."""
