@@ -41,8 +41,7 @@ class Trace:
     sums to one, and later keys have weight 0."""
 
     ids: Ints  # (T)
-    layers: list[int]  # whose patterns these are
-    patterns: Floats  # (len(layers), H, T, T)
+    patterns: Floats  # (layers, H, T, T)
     residual: Tensor  # (L + 1, T, C): the residual stream after the embedding and after each block
     logits: Tensor  # (T, V)
 
@@ -77,7 +76,7 @@ def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = 
         for hook in hooks:
             hook.remove()
     stacked = torch.stack([patterns[layer] for layer in kept]).numpy()
-    return Trace(idx[0].cpu().numpy(), kept, stacked, torch.stack(residual).float(), logits)
+    return Trace(idx[0].cpu().numpy(), stacked, torch.stack(residual).float(), logits)
 
 
 def _numbers(what: str, tensor: Tensor) -> Tensor:

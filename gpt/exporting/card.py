@@ -118,19 +118,17 @@ def _training(source: SourceModel) -> Iterator[str]:
     steps = f"{counted(saved['step'], 'step')}{seen}, " if "step" in saved else ""
     where = f"{provenance.tokens:,} tokens of text" if provenance.tokens else "text"
     yield f"Trained for {steps}on {where}. The text, with the sha256 of single files:"
-    yield _table(("text", "files", "bytes", "sha256"), *map(_text_row, provenance.texts))
+    rows = [
+        (_code(text.name), f"{text.files:,}", f"{text.bytes:,}" if text.bytes else "", _code(text.sha256 or "unknown"))
+        for text in provenance.texts
+    ]
+    yield _table(("text", "files", "bytes", "sha256"), *rows)
     if provenance.settings:
-        rows = ((_code(name), _setting(value)) for name, value in provenance.settings.items())
-        yield _table(("setting", "value"), *rows)
-
-
-def _text_row(text: Text) -> tuple[str, ...]:
-    size = "" if text.bytes is None else f"{text.bytes:,}"
-    return _code(text.name), f"{text.files:,}", size, _code(text.sha256) if text.sha256 else ""
-
-
-def _setting(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else _code(str(value))
+        settings = [
+            (_code(name), f"{value:g}" if isinstance(value, float) else _code(str(value)))
+            for name, value in provenance.settings.items()
+        ]
+        yield _table(("setting", "value"), *settings)
 
 
 def _losses(source: SourceModel, facts: Facts) -> Iterator[str]:

@@ -13,10 +13,10 @@ from gpt.config import GPTConfig
 from gpt.device import DTYPES
 from gpt.errors import UserError
 from gpt.exporting.provenance import CARD
-from gpt.exporting.source import SourceModel, whole
+from gpt.exporting.source import SourceModel
 from gpt.files import to_json, whole_folder, write_file
 from gpt.model.params import Parameter, named_parameters
-from gpt.model.quantize import Quantized
+from gpt.model.quantize import Quantized, whole
 from gpt.runs import checkpoint, quantized, tensors
 from gpt.runs import folder as run_folder
 from gpt.text.tokenizer_files import TOKENIZER_CONFIG

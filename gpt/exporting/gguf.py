@@ -19,11 +19,11 @@ from torch import Tensor
 from gpt.config import GPTConfig
 from gpt.errors import UserError, WorkError
 from gpt.exporting import gguf_tokenizer
-from gpt.exporting.source import SourceModel, whole
+from gpt.exporting.source import SourceModel
 from gpt.files import write_pieces
 from gpt.model.params import Parameter, Shape, named_parameters
 from gpt.model.positions import rotary_rates
-from gpt.model.quantize import GROUP, Quantized, to_int4
+from gpt.model.quantize import GROUP, Quantized, to_int4, whole
 from gpt.runs import hf
 from gpt.runs.checkpoint import Parameters
 
@@ -187,7 +187,7 @@ def _stored(ours: str, value: Tensor | Quantized, kind: str) -> Array:
     `UserError` for numbers that the type cannot hold."""
     if kind == "q4_0":
         return _q4_0(ours, value)
-    gguf, numbers = package(), whole(value)
+    gguf, numbers = package(), whole(value).float()
     stored: Array
     if kind == "q8_0":
         with np.errstate(over="ignore", invalid="ignore"):
@@ -205,7 +205,7 @@ def _q4_0(ours: str, value: Tensor | Quantized) -> Array:
     not rounded anew."""
     if not isinstance(value, Quantized) or value.bits != 4:
         try:
-            value = to_int4(whole(value))
+            value = to_int4(whole(value).float())
         except UserError as error:
             raise UserError(f"{ours}: {error.message}", _OTHER_TYPE) from None
     rows, groups = value.scales.shape

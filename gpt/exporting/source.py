@@ -5,12 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from gpt.config import GPTConfig
 from gpt.exporting.provenance import Provenance, read_provenance
 from gpt.files import read_json
-from gpt.model.quantize import Quantized
 from gpt.runs import checkpoint, folder
 from gpt.runs.checkpoint import Parameters
 from gpt.text.tokenizer import Tokenizer
@@ -38,8 +35,3 @@ def open_source(path: Path, words: str = "") -> SourceModel:
     saved = {key: meta[key] for key in _KEPT if type(meta.get(key)) in (int, float)}
     tokenizer = checkpoint.load_tokenizer(path, config)
     return SourceModel(path, config, tokenizer, weights, read_provenance(path, words), saved)
-
-
-def whole(value: Tensor | Quantized) -> Tensor:
-    """A parameter in float32."""
-    return value.dequantize() if isinstance(value, Quantized) else value.float()

@@ -127,11 +127,10 @@ def to_stored(config: GPTConfig, ours: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def from_stored(config: GPTConfig, get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yields each parameter by our name, of the tensors that ``get`` returns by their names in the layout. One that is
-    stored by itself is a view of that tensor."""
-    for name, together in _by_parameter(config):
-        yield name, _joined(together, get)
+def from_stored(config: GPTConfig, get: Callable[[str], Tensor]) -> Parameters:
+    """The parameters by our names, of the tensors that ``get`` returns by their names in the layout. One that is stored
+    by itself is a view of that tensor."""
+    return {name: partial(_joined, together, get) for name, together in _by_parameter(config)}
 
 
 def _joined(together: Mapping[str, hf.Stored], get: Callable[[str], Tensor]) -> Tensor:
@@ -349,10 +348,7 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
                 f"{path}: {hf.UNEMBEDDING} is not the embedding, though config.json says that they are tied: it is used"
             )
             config = replace(config, tied=False)
-    return config, {
-        name: partial(_joined, together, lambda theirs: found[theirs].mapped())
-        for name, together in _by_parameter(config)
-    }
+    return config, from_stored(config, lambda theirs: found[theirs].mapped())
 
 
 def _check_size(files: list[Path], config: GPTConfig, bits: int | None) -> None:

@@ -135,9 +135,9 @@ def weight_checksums(folder: Path) -> dict[str, str]:
     return {path.name: file_sha256(path) for path in sorted(folder.glob("*.safetensors")) if path.name not in TRAINING}
 
 
-def checkpoints(run: Path) -> list[Entry]:
-    """The checkpoints on disk of a run, by step, each with the loss that it records. Raises `UserError` where the run
-    cannot be read."""
+def checkpoints(run: Path, note: Callable[[str], None] = lambda text: None) -> list[Entry]:
+    """The checkpoints on disk of a run, by step, each with the loss that it records. ``note`` is told of a loss that
+    cannot be read. Raises `UserError` if the run cannot be read."""
     entries = []
     with reading(run):
         inside = list(run.iterdir())
@@ -145,8 +145,10 @@ def checkpoints(run: Path) -> list[Entry]:
         match = _STEP.fullmatch(path.name)
         if match and path.is_dir():
             loss: Any = None
-            with contextlib.suppress(UserError):
+            try:
                 loss = read_json(path / META).get("val_loss")
+            except UserError as error:
+                note(f"{error.message}: the best is taken of the other checkpoints")
             number = type(loss) in (int, float) and abs(loss) <= LARGEST
             entries.append(Entry(int(match[1]), float(loss) if number else None))
     return sorted(entries, key=lambda entry: entry.step)
@@ -343,11 +345,10 @@ def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text
 
 def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
     check_run(run)
-    entries = checkpoints(run)
+    entries = checkpoints(run, note) if which == "best" else checkpoints(run)
     if not entries:
         raise UserError(f"the run {run} has no checkpoint yet", "wait for its first one, or train again")
     if which == "best":
-        _tell_unmeasured(run, entries, note)
         return run / best(entries).name
     if which == "latest":
         return newest_whole(run, note)
@@ -355,16 +356,6 @@ def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
     if step not in [entry.step for entry in entries]:
         raise UserError(f"{run} has no checkpoint {which}", "it has " + ", ".join(entry.name for entry in entries))
     return run / step_name(step)
-
-
-def _tell_unmeasured(run: Path, entries: list[Entry], note: Callable[[str], None]) -> None:
-    """Tells ``note`` of checkpoints whose loss cannot be read: one of them may be the best."""
-    for entry in entries:
-        if entry.val_loss is None:
-            try:
-                read_json(run / entry.name / META)
-            except UserError as error:
-                note(f"{error.message}: the best is taken of the other checkpoints")
 
 
 def newest_whole(run: Path, note: Callable[[str], None], training: bool = False) -> Path:
