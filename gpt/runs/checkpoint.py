@@ -184,8 +184,8 @@ def load(
     base is gone.
     """
     if folder.is_adapter(path):
-        config, said = _describe(path), adapter.read(path)
-        model = load(said.find_base(path), device, shape or config).model
+        config, said, base = _open_adapter(path)
+        model = load(base, device, shape or config).model
         added, roles = adapter.tensors(path, config, said.rank)
         lora.merge(model, added, said.scale, roles)
         if bits is not None:
@@ -209,10 +209,9 @@ def open_weights(path: Path) -> tuple[GPTConfig, Parameters]:
     """The shape of a checkpoint, whose checksums are verified, and its parameters by our names, in the model's order.
     Each is read when it is asked for; adapters are merged when the first one is. Raises `UserError` as `load` does, for
     what can be seen without the weights."""
-    config = _describe(path)
     if not folder.is_adapter(path):
-        return _stored_parameters(path, config)
-    adapter.read(path).find_base(path)
+        return _stored_parameters(path, _describe(path))
+    config, _, _ = _open_adapter(path)
 
     @functools.cache
     def merged() -> Mapping[str, Tensor]:
@@ -220,6 +219,13 @@ def open_weights(path: Path) -> tuple[GPTConfig, Parameters]:
         return {**model.state_dict(), **fixed(model)}
 
     return config, {name: partial(lambda name: merged()[name], name) for name in named_parameters(config)}
+
+
+def _open_adapter(path: Path) -> tuple[GPTConfig, adapter.Adapter, Path]:
+    """The shape of an adapter's model, the adapter, and its base's folder, which has the shape if PEFT wrote it."""
+    config, found = _describe(path), adapter.read(path)
+    base = found.find_base(path)
+    return config if folder.home(path) == path else open_weights(base)[0], found, base
 
 
 def _describe(path: Path) -> GPTConfig:

@@ -375,6 +375,13 @@ def test_a_template_may_be_put_beside_a_tokenizer_of_ours(run_folder: Path, tmp_
     assert chat.render(load(path).tokenizer, CHAT) == "[user]the cat"
 
 
+def test_an_adapter_to_a_tied_model_that_has_an_unembedding_of_its_own(adapter: Path, tmp_path: Path) -> None:
+    expected = load(adapter).generate("the", max_tokens=5, greedy=True)
+    change(tmp_path / "theirs/config.json", tie_word_embeddings=True)
+    with pytest.warns(ModelWarning, match="is not the embedding"):
+        assert load(adapter).generate("the", max_tokens=5, greedy=True) == expected
+
+
 # A config.json that another program left beside an adapter
 
 
