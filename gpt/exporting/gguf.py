@@ -119,7 +119,9 @@ def write(path: Path, source: SourceModel, kind: str, name: str, license: str | 
     there by then, and `UserError` for numbers that the type cannot hold."""
     parts = _parts(source.config, kind)
     header = _header(source, kind, name, license, [part for together in parts.values() for part in together])
-    weights: Parameters = {**source.weights, _ROPE_FREQS: lambda: _rope_factors(source.config)}
+    plain = replace(source.config, rope_scaling=None)
+    factors = lambda: rotary_rates(plain) / rotary_rates(source.config)  # divisors of the frequencies, (D / 2)
+    weights: Parameters = {**source.weights, _ROPE_FREQS: factors}
 
     def pieces() -> Iterator[bytes | memoryview]:
         yield header
@@ -132,11 +134,6 @@ def write(path: Path, source: SourceModel, kind: str, name: str, license: str | 
 
     write_pieces(path, pieces(), new=True)
     return sum(map(len, parts.values()))
-
-
-def _rope_factors(config: GPTConfig) -> Tensor:
-    """Returns the divisors of the frequencies of rotary positions, (D / 2)."""
-    return rotary_rates(replace(config, rope_scaling=None)) / rotary_rates(config)
 
 
 def _header(source: SourceModel, kind: str, name: str, license: str | None, parts: list[_Part]) -> bytes:

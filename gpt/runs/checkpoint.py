@@ -85,13 +85,8 @@ def contents(
         "config.json": to_json(hf.to_hf_config(config, bos, eos, dtype)),
         "generation_config.json": to_json({"bos_token_id": bos, "eos_token_id": eos}),
         folder.META: to_json(own),
-        **(store or _weights)(config, arrays),
+        **(store(config, arrays) if store else in_files(to_stored(config, arrays))),
     }
-
-
-def _weights(config: GPTConfig, arrays: tensors.Arrays) -> Files:
-    """The files of a model's weights."""
-    return in_files(to_stored(config, arrays))
 
 
 def in_files(arrays: tensors.Arrays) -> Files:
