@@ -134,12 +134,12 @@ def tokens(
     if not words:
         raise UserError("there is nothing to cut", "give TEXT, or --file")
     page.check_out(out)
-    from gpt.runs import checkpoint, folder
+    from gpt.runs import checkpoint, folder, hf
 
     from . import render_inspect, views
 
     path = folder.find_checkpoint(model)
-    _, tokenizer = checkpoint.peek(path)
+    tokenizer = checkpoint.load_tokenizer(path, hf.load_config(path))
     data = views.tokens_data(tokenizer.encode(words).tolist(), tokenizer, str(path), words)
     page.show(
         "tokens", f"tokens: {path}", out, json,

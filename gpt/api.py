@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass, fields, replace
@@ -24,12 +25,11 @@ from gpt.device import Compute
 from gpt.errors import Interrupted, UserError, did_you_mean
 from gpt.evaluate import Documents, Encoded, Evaluation, OnWindow, evaluate
 from gpt.export_config import ExportConfig
-from gpt.files import scratch_folder
 from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.model.quantize import round_matrices
-from gpt.runs import adapter, checkpoint, folder, hf, quantized
+from gpt.runs import checkpoint, folder, hf, quantized
 from gpt.sample_config import Dtype, SampleConfig
 from gpt.settings import from_dict
 from gpt.text.shards import SIDES, Side
@@ -173,8 +173,8 @@ def _opened(
         note(f"{texts[0]} is no folder of tokens: all of it is measured, and --split is not used")
     corpus = open_corpus(texts, TextConfig(**vars(config), val_fraction=0))
     try:
-        with StopSignal(at_once=True), scratch_folder("gpt-eval-") as place:
-            folder = tokenize(corpus, tokenizer, place / "tokens", listen=listen)
+        with StopSignal(at_once=True), tempfile.TemporaryDirectory(prefix="gpt-eval-") as place:
+            folder = tokenize(corpus, tokenizer, Path(place) / "tokens", listen=listen)
             stream = folder.stream("train")
             try:
                 yield folder, stream.documents
@@ -208,12 +208,12 @@ def load(
     found = folder.find_checkpoint(None if path is None else str(path), note)
     if base is not None:
         folder.name_base(found, str(base))
-    stored = None if adapter.is_adapter(found) else hf.load_bits(found)
+    stored = None if folder.is_adapter(found) else hf.load_bits(found)
     if sampling is not None and dtype == "auto":
         dtype = next((name for name, each in quantized.BITS.items() if each == stored), dtype)
     compute = _pick(device, dtype)
     bits, decodes = quantized.BITS.get(dtype), sampling is not None
-    compute = _fitted(found, compute, dtype, (decodes or bits is not None) and not adapter.is_adapter(found), note)
+    compute = _fitted(found, compute, dtype, (decodes or bits is not None) and not folder.is_adapter(found), note)
     finish, narrow = None, torch.float32
     compiles = sampling is not None and sampling.compile == "on"
     # Guesses are checked some at a time, by other kernels than a single position: in int8 their texts could differ.

@@ -13,7 +13,6 @@ import stat
 import sys
 import tempfile
 import threading
-import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import BufferedReader
@@ -27,7 +26,7 @@ from gpt.errors import UserError, WorkError, check_text
 JSON_LIMIT = 64 * 2**20  # bytes; no JSON file of ours is larger
 LINE_LIMIT = 2**20  # bytes of a JSON line
 LINES_LIMIT = 2**30  # bytes of a file of JSON lines
-LONGEST_NAME = 255  # characters of a file name
+LONGEST_NAME = 255  # bytes of a file name
 DEEPEST = 64  # levels of lists and objects in JSON
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -38,14 +37,20 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Yields a file that becomes ``path`` at the end, and is removed after an error. Raises OSError."""
+def whole_file(path: Path, digest: "hashlib._Hash | None" = None, new: bool = False) -> Iterator[BinaryIO]:
+    """Yields a file that becomes ``path`` at the end, and is removed after an error. With the ``digest`` of what was
+    written it is read back from the disk first. Raises OSError: FileExistsError if it is to be ``new`` and there is one
+    by then."""
     beside = path.parent / _temporary_name(path)
     try:
         with beside.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if digest is not None and file_sha256(beside, from_disk=True) != digest.hexdigest():
+            raise OSError(errno.EIO, "what was written is not what can be read", str(path))
+        if new and os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, EXISTS_NOW, str(path))
         os.replace(beside, path)
         sync_folder(path.parent)
     except BaseException:
@@ -60,16 +65,16 @@ def _temporary_name(path: Path) -> str:
     return f"{TEMPORARY}{os.getpid()}-{path.name[-50:]}"
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Writes ``data`` to ``path``, whole or not at all. Raises OSError."""
-    with whole_file(path) as file:
-        file.write(data)
+def write_file(path: Path, data: bytes) -> str:
+    """Writes ``data`` to ``path`` as `write_pieces` does."""
+    return write_pieces(path, [data])
 
 
-def write_pieces(path: Path, pieces: Iterable[Any]) -> str:
-    """Writes pieces one after the other to ``path``, whole or not at all; returns the sha256. Raises OSError."""
+def write_pieces(path: Path, pieces: Iterable[Any], new: bool = False) -> str:
+    """Writes pieces one after the other to ``path``, whole or not at all, reads them back, and returns their sha256.
+    Raises OSError as `whole_file` does."""
     digest = hashlib.sha256()
-    with whole_file(path) as file:
+    with whole_file(path, digest, new) as file:
         for piece in pieces:
             file.write(piece)
             digest.update(piece)
@@ -163,7 +168,7 @@ def _without_waiting(name: str, flags: int) -> int:
 
 def is_file_name(name: str) -> bool:
     """Whether a name that was read from a file can be a file name in a folder, on every system."""
-    fits = 0 < len(name) <= LONGEST_NAME and name.isprintable()
+    fits = name.isprintable() and 0 < len(name.encode()) <= LONGEST_NAME
     return fits and name != ".." and Path(name).name == name
 
 
@@ -284,24 +289,6 @@ def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
         raise
     shutil.rmtree(aside, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def scratch_folder(prefix: str) -> Iterator[Path]:
-    """Yields a temporary folder that is removed at the end. One that a killed process left behind is removed by the
-    next process that wants a folder with this prefix. Raises OSError."""
-    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with contextlib.suppress(OSError, Timeout, NotImplementedError):
-            status = left.lstat()
-            own = stat.S_ISDIR(status.st_mode) and (not hasattr(os, "getuid") or status.st_uid == os.getuid())
-            if own and time.time() - status.st_mtime > 60:  # a younger one may not be locked yet
-                with FileLock(left / LOCK, timeout=0):
-                    pass
-                shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix) as place, contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError, NotImplementedError):  # a file system without locks
-            held.enter_context(FileLock(Path(place, LOCK), timeout=0))
-        yield Path(place)
 
 
 def recover(parent: Path) -> None:

@@ -2,8 +2,7 @@
 positions. Nothing here changes the model."""
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +41,7 @@ class Trace:
     sums to one, and later keys have weight 0."""
 
     ids: Ints  # (T)
-    layers: list[int]  # whose patterns these are
-    patterns: Floats  # (len(layers), H, T, T)
+    patterns: Floats  # (layers, H, T, T)
     residual: Tensor  # (L + 1, T, C): the residual stream after the embedding and after each block
     logits: Tensor  # (T, V)
 
@@ -64,10 +62,21 @@ def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = 
         if layer in kept:
             patterns[layer] = module.pattern(x, rope)[0].cpu()
 
-    with torch.inference_mode(), _evaluating(model), _hooked(model, attends, residual):
-        logits = _numbers("logits", model(idx)[0].float())
+    def passes(module: Any, args: tuple[Any, ...]) -> None:
+        residual.append(args[0][0])
+
+    hooks = [block.attn.register_forward_pre_hook(attends) for block in model.h]  # type: ignore[union-attr]
+    hooks += [module.register_forward_pre_hook(passes) for module in (*model.h, model.ln_f)]
+    training = model.training
+    try:
+        with torch.inference_mode():
+            logits = _numbers("logits", model.eval()(idx)[0].float())
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
     stacked = torch.stack([patterns[layer] for layer in kept]).numpy()
-    return Trace(idx[0].cpu().numpy(), kept, stacked, torch.stack(residual).float(), logits)
+    return Trace(idx[0].cpu().numpy(), stacked, torch.stack(residual).float(), logits)
 
 
 def _numbers(what: str, tensor: Tensor) -> Tensor:
@@ -76,33 +85,6 @@ def _numbers(what: str, tensor: Tensor) -> Tensor:
     if wrong:
         raise NotANumber(f"{wrong:,} of {tensor.numel():,} {what} of the model are no finite numbers")
     return tensor
-
-
-@contextmanager
-def _evaluating(model: GPT) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
-@contextmanager
-def _hooked(model: GPT, attends: Any, residual: list[Tensor]) -> Iterator[None]:
-    """Within the context ``attends`` is called with each attention's input, and ``residual`` collects the inputs of
-    blocks and of the last LayerNorm."""
-
-    def passes(module: Any, args: tuple[Any, ...]) -> None:
-        residual.append(args[0][0])
-
-    hooks = [block.attn.register_forward_pre_hook(attends) for block in model.h]  # type: ignore[union-attr]
-    hooks += [module.register_forward_pre_hook(passes) for module in (*model.h, model.ln_f)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @dataclass(frozen=True)

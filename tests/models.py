@@ -83,7 +83,8 @@ def source_of(model: GPT, tokenizer: Tokenizer | None = None) -> SourceModel:
 def ours_with(theirs: "PreTrainedModel", config: GPTConfig) -> GPT:
     """Our model with the weights of one of transformers'."""
     model = GPT(config).eval()
-    model.load_state_dict(dict(checkpoint.from_stored(config, theirs.state_dict().__getitem__)))
+    stored = checkpoint.from_stored(config, theirs.state_dict().__getitem__)
+    model.load_state_dict({name: get() for name, get in stored.items()})
     return model
 
 

@@ -217,9 +217,8 @@ def test_look_is_one_model_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         assert np.allclose(seen.logits, model(torch.tensor([ids[9:]]))[0, -1].numpy(), atol=1e-6)
     whole, one = (inspect.look(model, ids, bytes_tokenizer(), head=head) for head in (None, 1))
-    for all_heads, this in ((whole.here, one.here), (whole.probe, one.probe)):
-        assert np.array_equal(this.entropy, all_heads.entropy[:, 1:])
-        assert np.array_equal(this.scores["previous"], all_heads.scores["previous"][:, 1:])  # type: ignore[arg-type,index]
+    assert np.array_equal(one.here.entropy, whole.here.entropy[:, 1:])
+    assert np.array_equal(one.probe.entropy, whole.probe.entropy[:, 1:])
     with pytest.raises(UserError, match="there is no layer 2") as wrong:
         inspect.look(model, ids, bytes_tokenizer(), layer=2)
     assert wrong.value.hint == "the model has 2, from 0 to 1"

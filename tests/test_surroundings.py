@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from conftest import FAST, TINY, Gpt, make_text, one_line_of_what_and_what_next, send, train
-from filelock import FileLock
 
 import gpt as library
 from gpt import events, files
@@ -142,22 +141,6 @@ def test_an_interrupted_eval_leaves_no_tokens(
             model.evaluate_files([str(text)], **{moment: lambda *_: send(signum)})
         assert stopped.value.exit_code == 128 + signum
         assert [path.name for path in text.parent.iterdir()] == ["book.txt"]
-
-
-def test_what_a_killed_eval_left_is_removed_by_the_next(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(workdir))
-    for name in ("gpt-eval-killed", "gpt-eval-running", "gpt-eval-young", "other-killed"):
-        Path(name, "tokens").mkdir(parents=True)
-    Path("gpt-eval-link").symlink_to("other-killed")
-    hour_ago = time.time() - 3600
-    with FileLock("gpt-eval-running/.lock"):
-        for name in ("gpt-eval-killed", "gpt-eval-running", "other-killed"):
-            os.utime(name, (hour_ago, hour_ago))
-        with files.scratch_folder("gpt-eval-") as place:
-            assert {path.name for path in workdir.iterdir()} == {
-                "gpt-eval-running", "gpt-eval-young", "gpt-eval-link", "other-killed", place.name,
-            }  # fmt: skip
-    assert not place.exists()
 
 
 @posix

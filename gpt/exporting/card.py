@@ -1,14 +1,11 @@
 """The model card of an exported folder: ``README.md``, as the hub reads it. It names no path, user or host."""
 
 import json
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gpt.errors import UserError
 from gpt.evaluate import Evaluation
-from gpt.exporting import gguf
 from gpt.exporting.provenance import HUB_NAME, Text
 from gpt.exporting.source import SourceModel
 from gpt.model.params import breakdown
@@ -16,16 +13,6 @@ from gpt.runs import hf, quantized
 from gpt.words import counted
 
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, **quantized.BITS}
-_STORED = {
-    "int8": "matrices and embeddings in int8 with a scale for each row; the rest in float32",
-    "int4": "the blocks' matrices in int4 with a scale for each 32 numbers, embeddings in int8 with one for each row; "
-    "the rest in float32",
-}
-_WORDS = {
-    "layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "gelu": "GELU", "swiglu": "SwiGLU", "learned": "learned positions",
-    "sinusoidal": "sine/cosine positions", "rotary": "rotary positions",
-}  # fmt: skip
-_LICENSE_OF_BASE = "that is the base's license, and says nothing of this model's"
 
 
 @dataclass(frozen=True)
@@ -52,10 +39,10 @@ def card(source: SourceModel, facts: Facts) -> str:
     """The card's text: the hub's YAML, then Markdown."""
     parts = [
         _front(source, facts),
-        f"# {_plain(facts.name)}",
+        f"# {facts.name if HUB_NAME.fullmatch(facts.name) else _code(facts.name)}",
         _introduction(source, facts),
         "## Model",
-        _table([("", ""), *_model(source, facts)]),
+        *_model(source, facts),
         "## Training",
         *_training(source),
         *_losses(source, facts),
@@ -65,12 +52,12 @@ def card(source: SourceModel, facts: Facts) -> str:
         "## Limits",
         _LIMITS.format(context=source.config.block_size),
     ]
-    return _visible("\n\n".join(parts) + "\n", "\n\t")  # some words are from a downloaded run.json
+    return "\n\n".join(parts) + "\n"
 
 
 def _front(source: SourceModel, facts: Facts) -> str:
     provenance = source.provenance
-    # Everything here is of a known form, or in JSON's quotes, which are YAML's too.
+    # Everything here has a known form, or is quoted as in JSON, which YAML reads too.
     named = [each.name for each in provenance.ancestors if each.on_hub and HUB_NAME.fullmatch(each.name)]
     datasets = sorted({text.dataset for text in provenance.texts or [] if text.dataset})
     lines = [
@@ -92,37 +79,34 @@ def _in_transformers(source: SourceModel, facts: Facts) -> bool:
 
 
 def _introduction(source: SourceModel, facts: Facts) -> str:
-    said = "A decoder that writes text on, token by token, made with the command line program `gpt`."
+    said = "A decoder that generates text token by token, made with the command-line program `gpt`."
     line = source.provenance.ancestors
     if line:
         how = "It is fine-tuned from" if source.provenance.texts is not None else "It is a copy of"
         said += f" {how} {', made from '.join(_code(each.name) for each in line)}."
     said += "" if facts.license else " Its makers have not said under which license it may be used."
-    for each in (each for each in line if each.license):
-        said += f" The card of {_code(each.name)} gives the license {_code(each.license or '')}: {_LICENSE_OF_BASE}."
+    for each in line:
+        if each.license:
+            said += f" The card of {_code(each.name)} gives the license {_code(each.license)}, for that model only."
     return said
 
 
-def _model(source: SourceModel, facts: Facts) -> Iterator[tuple[str, str]]:
-    config, bits = source.config, BITS[facts.dtype]
-    kind = f"`{config.layout}`" if config.layout != hf.OWN_TYPE else "of its own, which transformers does not have"
-    parts = [_WORDS[part] for part in (config.norm, config.mlp, config.positions)]
-    heads = f"{config.n_head}" + (f", {config.kv_heads} of keys and values" if config.kv_heads != config.n_head else "")
-    yield "architecture", f"{kind}: {', '.join(parts)}"
-    yield "layers", f"{config.n_layer}"
-    yield "heads", heads
-    yield "width", f"{config.n_embd:,}"
-    yield "context", f"{config.block_size:,} tokens"
+def _model(source: SourceModel, facts: Facts) -> Iterator[str]:
+    config = source.config
+    kind = config.layout if config.layout != hf.OWN_TYPE else "gpt, which transformers does not have"
+    rows = {
+        "architecture": f"{kind}: {config.norm}, {config.mlp}, {config.positions} positions",
+        "layers, heads, width": f"{config.n_layer}, {config.n_head} ({config.kv_heads} key/value), {config.n_embd:,}",
+        "context": counted(config.block_size, "token"),
+        "vocabulary": counted(config.vocab_size, "id"),
+        "parameters": f"{breakdown(config).trainable:,}",
+        "weights": facts.dtype,
+    }
     if any(config.windows):
-        yield "windows", f"{config.window:,} tokens in {sum(map(bool, config.windows))} of the layers"
-    yield "vocabulary", f"{config.vocab_size:,} ids"
-    yield "parameters", f"{breakdown(config).trainable:,}"
-    yield "weights", f"{facts.dtype}" + (f": {_STORED[facts.dtype]}" if facts.dtype in _STORED else "")
-    if source.provenance.bits < bits:
-        yield (
-            "rounded before",
-            f"to {source.provenance.bits} bits: a wider dtype does not bring back what was lost then",
-        )
+        rows["windows"] = f"{config.window:,} tokens in {sum(map(bool, config.windows))} of the layers"
+    if source.provenance.bits < BITS[facts.dtype]:
+        rows["rounded before"] = f"to {source.provenance.bits} bits: a wider dtype does not bring back what was lost"
+    yield _table(("", ""), *rows.items())
 
 
 def _training(source: SourceModel) -> Iterator[str]:
@@ -133,28 +117,18 @@ def _training(source: SourceModel) -> Iterator[str]:
     seen = f", {saved['tokens_seen']:,} tokens in all" if saved.get("tokens_seen") else ""
     steps = f"{counted(saved['step'], 'step')}{seen}, " if "step" in saved else ""
     where = f"{provenance.tokens:,} tokens of text" if provenance.tokens else "text"
-    yield f"Trained for {steps}on {where}. The text, by name and checksum:"
-    rows = [_text_row(text) for text in provenance.texts]
-    yield _table([("text", "files", "bytes", "sha256"), *rows])
-    if any(text.files > 1 for text in provenance.texts):
-        yield (
-            "A sha256 is that of the text in UTF-8; of several files it is that of their lines `SHA256  NAME`, with "
-            "two spaces between and a newline at the end of each."
-        )
-    settings = [(_plain(name.replace("_", " ")), _setting(value)) for name, value in provenance.settings.items()]
-    if settings:
-        yield _table([("setting", "value"), *settings])
-
-
-def _text_row(text: Text) -> tuple[str, ...]:
-    size = "" if text.bytes is None else f"{text.bytes:,}"
-    return _code(text.name), f"{text.files:,}", size, _code(text.sha256) if text.sha256 else "unknown"
-
-
-def _setting(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else f"{value}" if isinstance(value, int) else _code(str(value))
+    yield f"Trained for {steps}on {where}. The text, with the sha256 of single files:"
+    rows = [
+        (_code(text.name), f"{text.files:,}", f"{text.bytes:,}" if text.bytes else "", _code(text.sha256 or "unknown"))
+        for text in provenance.texts
+    ]
+    yield _table(("text", "files", "bytes", "sha256"), *rows)
+    if provenance.settings:
+        settings = [
+            (_code(name), f"{value:g}" if isinstance(value, float) else _code(str(value)))
+            for name, value in provenance.settings.items()
+        ]
+        yield _table(("setting", "value"), *settings)
 
 
 def _losses(source: SourceModel, facts: Facts) -> Iterator[str]:
@@ -169,90 +143,67 @@ def _losses(source: SourceModel, facts: Facts) -> Iterator[str]:
         exact = ", before its weights were rounded" if facts.dtype != "float32" or provenance.bits < 32 else ""
         yield f"On {over}: {loss:.4f} nats per token{bits}{exact}."
     if found is not None:
-        text, rows = found.text, [("", "nats per token", "bits per byte")]
-        for when, each in (("before", found.before), (f"as it is here, in {facts.dtype}", found.after)):
-            rows.append((when, f"{each.loss:.4f}", f"{each.bits_per_byte:.4f}"))
-        sum = f" (sha256 {_code(text.sha256)})" if text.sha256 else ""
-        yield f"On {found.before.tokens:,} tokens of {_code(text.name)}{sum}:"
-        yield _table(rows)
-
-
-_ASKED = (
-    'messages = [{"role": "user", "content": "Hello!"}]',
-    "ids = tokenizer.apply_chat_template(",
-    '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"',
-    ").input_ids",
-)
+        checksum = f" (sha256 {_code(found.text.sha256)})" if found.text.sha256 else ""
+        yield f"On {found.before.tokens:,} tokens of {_code(found.text.name)}{checksum}:"
+        whens = (("before", found.before), (f"as it is here, in {facts.dtype}", found.after))
+        rows = ((when, f"{each.loss:.4f}", f"{each.bits_per_byte:.4f}") for when, each in whens)
+        yield _table(("", "nats per token", "bits per byte"), *rows)
 
 
 def _use(source: SourceModel, facts: Facts) -> Iterator[str]:
-    name = _visible(facts.name)
-    yield "With `gpt`:"
-    talks = source.tokenizer.chat_template is not None
+    name, talks = _visible(facts.name), source.tokenizer.chat_template is not None
     how = "-i" if talks else '"Once upon"'
-    yield _fenced(f"gpt sample {how} -m {shlex.quote(name)}", "console")
+    yield f"```console\ngpt sample {how} -m {shlex.quote(name)}\n```"
     if _in_transformers(source, facts):
-        yield "With transformers:"
-        lines = (
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            f"model = AutoModelForCausalLM.from_pretrained({json.dumps(name)})",
-            f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)})",
-            *(_ASKED if talks else ['ids = tokenizer("Once upon", return_tensors="pt").input_ids']),
-            "print(tokenizer.decode(model.generate(ids, max_new_tokens=40, do_sample=True)[0]))",
-        )
-        yield _fenced("\n".join(lines), "python")
+        asked = 'tokenizer("Once upon", return_tensors="pt")'
+        if talks:
+            asked = (
+                'tokenizer.apply_chat_template([{"role": "user", "content": "Hello!"}], add_generation_prompt=True,\n'
+                '    return_dict=True, return_tensors="pt")'
+            )
+        yield _PYTHON.format(name=json.dumps(name), asked=asked)
     elif source.config.layout != hf.OWN_TYPE:
-        yield "transformers does not read these weights: `gpt export` makes a folder in float32 of them that it reads."
-    try:
-        gguf.check(source)
-    except UserError:
-        return
-    yield "With llama.cpp, ollama or LM Studio, as a GGUF file:"
-    yield _fenced(f"gpt export {shlex.quote(name)} -o model.gguf", "console")
+        yield "transformers does not read these weights; `gpt export` turns them into a float32 folder that it reads."
+
+
+_PYTHON = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained({name})
+tokenizer = AutoTokenizer.from_pretrained({name})
+inputs = {asked}
+print(tokenizer.decode(model.generate(inputs.input_ids, max_new_tokens=40, do_sample=True)[0]))
+```"""
 
 
 def _samples(facts: Facts) -> Iterator[str]:
     if facts.samples:
         yield "## Samples"
-        yield "Drawn with the default settings of `gpt sample` from no prompt, and not chosen among others:"
-        yield from (_fenced(_visible(sample, "\n\t"), "text") for sample in facts.samples)
+        yield "Drawn with the default settings of `gpt sample`, without a prompt, and not selected:"
+    for number, sample in enumerate(facts.samples, 1):
+        yield f"Sample {number}:"
+        lines = sample.expandtabs(4).split("\n")
+        yield "\n".join(f"    {_visible(line)}" for line in lines)  # nothing can end an indented block
 
 
 _LIMITS = """\
-The model continues a text with what is likely after it, given its last {context:,} tokens. Nothing here checks that
-what it writes is true, safe or fit for a purpose, and no figure above says so. It knows the language, the subjects and
-the prejudices of the text that it was trained on, and may repeat parts of that text word for word, private ones too."""
+The model continues a text with what is likely after its last {context:,} tokens. Nothing here checks that what it
+writes is true, safe or fit for a purpose, and no figure above says so. It knows the language, the subjects and the
+prejudices of the text that it was trained on, and may repeat parts of that text word for word, private ones too."""
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def _table(*rows: Sequence[str]) -> str:
     """A table, the titles first."""
-    lines = ["| " + " | ".join(each.replace("|", "\\|") for each in row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+    titles, *lines = ("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join([titles, "|" + "---|" * len(rows[0]), *lines])
 
 
-def _visible(text: str, kept: str = "") -> str:
+def _visible(text: str) -> str:
     """A text whose control characters, and half characters, are written as escapes."""
-    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
-
-
-def _plain(text: str) -> str:
-    """A text in which nothing is Markdown."""
-    return re.sub(r"([\\`*<>\[\]#|&!])", r"\\\1", _visible(text))
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _code(text: str) -> str:
-    """A text between more backticks than it has in a row."""
-    shown, fence = _visible(text), "`" * (_longest_run(text) + 1)
-    space = " " if shown.startswith("`") or shown.endswith("`") or not shown.strip() else ""
-    return f"{fence}{space}{shown}{space}{fence}"
-
-
-def _fenced(text: str, language: str) -> str:
-    """A block that nothing in the text can end."""
-    fence = "`" * max(3, _longest_run(text) + 1)
-    return f"{fence}{language}\n{text}\n{fence}"
-
-
-def _longest_run(text: str) -> int:
-    return max(map(len, re.findall("`+", text)), default=0)
+    """A text as code, in which nothing is Markdown and nothing ends a cell of a table."""
+    return f"`{_visible(text).replace('`', chr(39)).replace('|', chr(92) + '|') or ' '}`"

@@ -13,10 +13,10 @@ from gpt.config import GPTConfig
 from gpt.device import DTYPES
 from gpt.errors import UserError
 from gpt.exporting.provenance import CARD
-from gpt.exporting.source import SourceModel, whole
-from gpt.files import to_json, whole_folder, write_file, write_pieces
+from gpt.exporting.source import SourceModel
+from gpt.files import to_json, whole_folder, write_file
 from gpt.model.params import Parameter, named_parameters
-from gpt.model.quantize import Quantized
+from gpt.model.quantize import Quantized, whole
 from gpt.runs import checkpoint, quantized, tensors
 from gpt.runs import folder as run_folder
 from gpt.text.tokenizer_files import TOKENIZER_CONFIG
@@ -31,31 +31,25 @@ def write(out: Path, source: SourceModel, dtype: str, meta: dict[str, Any], card
     there to be edited. Raises OSError, and `UserError` for numbers that the dtype cannot hold."""
     found = _files(source, dtype, meta)
     with whole_folder(out) as beside:
-        # One after the other, and not side by side: where a signal ends this, no thread may still be writing.
-        sums = {
-            name: write_pieces(beside / name, [data] if isinstance(data, bytes) else tensors.pieces(data))
-            for name, data in sorted(found.items())
-        }
+        # One after the other, and not side by side: after a signal, no thread may still be writing.
+        sums = {name: checkpoint.write_one(beside / name, data) for name, data in sorted(found.items())}
         run_folder.write_checksums(beside, sums)
-        run_folder.read_back(beside, sums)
         write_file(beside / CARD, card.encode())
     return sum(len(data) for data in found.values() if not isinstance(data, bytes))
 
 
 def _files(source: SourceModel, dtype: str, meta: dict[str, Any]) -> checkpoint.Files:
     """The files of the checkpoint by name; weights are read, and converted to ``dtype``, as they are written."""
-    of = checkpoint.TokenizerFiles(source.tokenizer, source.config)
-    if TOKENIZER_CONFIG in of.files:
-        said = json.loads(of.files[TOKENIZER_CONFIG])
-        if any(key in said for key in _OF_A_MACHINE):
-            kept = {key: value for key, value in said.items() if key not in _OF_A_MACHINE}
-            of.files = {**of.files, TOKENIZER_CONFIG: to_json(kept)}
+    of, table = checkpoint.TokenizerFiles(source.tokenizer, source.config), named_parameters(source.config)
     if dtype in quantized.BITS:
         store = quantized.to_stored(source.config, quantized.BITS[dtype], source.weights)
-        return checkpoint.contents(source.config, {}, of, meta, lambda *_: checkpoint.in_files(store), dtype)
-    table = named_parameters(source.config)
-    weights = {name: _converted(name, table[name], get, dtype) for name, get in source.weights.items()}
-    return checkpoint.contents(source.config, weights, of, meta, dtype=dtype)
+        files = checkpoint.contents(source.config, {}, of, meta, lambda *_: checkpoint.in_files(store), dtype)
+    else:
+        weights = {name: _converted(name, table[name], get, dtype) for name, get in source.weights.items()}
+        files = checkpoint.contents(source.config, weights, of, meta, dtype=dtype)
+    said = json.loads(of.files.get(TOKENIZER_CONFIG, b"{}"))
+    kept = {key: value for key, value in said.items() if key not in _OF_A_MACHINE}
+    return files if kept == said else {**files, TOKENIZER_CONFIG: to_json(kept)}
 
 
 def _converted(name: str, parameter: Parameter, get: Callable[[], Tensor | Quantized], dtype: str) -> tensors.Deferred:

@@ -3,10 +3,8 @@
 Names of tensors and keys are those of the package gguf, an extra. Matrices lie there as here, (out, in).
 """
 
-import errno
 import io
 import math
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,11 +19,11 @@ from torch import Tensor
 from gpt.config import GPTConfig
 from gpt.errors import UserError, WorkError
 from gpt.exporting import gguf_tokenizer
-from gpt.exporting.source import SourceModel, whole
-from gpt.files import EXISTS_NOW, file_sha256, write_pieces
+from gpt.exporting.source import SourceModel
+from gpt.files import write_pieces
 from gpt.model.params import Parameter, Shape, named_parameters
 from gpt.model.positions import rotary_rates
-from gpt.model.quantize import GROUP, Quantized, to_int4
+from gpt.model.quantize import GROUP, Quantized, to_int4, whole
 from gpt.runs import hf
 from gpt.runs.checkpoint import Parameters
 
@@ -121,11 +119,11 @@ def write(path: Path, source: SourceModel, kind: str, name: str, license: str | 
     there by then, and `UserError` for numbers that the type cannot hold."""
     parts = _parts(source.config, kind)
     header = _header(source, kind, name, license, [part for together in parts.values() for part in together])
-    weights: Parameters = {**source.weights, _ROPE_FREQS: lambda: _rope_factors(source.config)}
-    written = False  # all of it, so that what is at ``path`` from then on is ours
+    plain = replace(source.config, rope_scaling=None)
+    factors = lambda: rotary_rates(plain) / rotary_rates(source.config)  # divisors of the frequencies, (D / 2)
+    weights: Parameters = {**source.weights, _ROPE_FREQS: factors}
 
     def pieces() -> Iterator[bytes | memoryview]:
-        nonlocal written
         yield header
         for ours, together in parts.items():
             value = weights[ours]()
@@ -133,24 +131,9 @@ def write(path: Path, source: SourceModel, kind: str, name: str, license: str | 
                 data = _stored(ours, _rows(value, part.rows), part.kind)
                 yield np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
                 yield bytes(-data.nbytes % package().GGUF_DEFAULT_ALIGNMENT)
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, EXISTS_NOW, str(path))
-        written = True
 
-    try:
-        digest = write_pieces(path, pieces())
-        if file_sha256(path, from_disk=True) != digest:
-            raise OSError(errno.EIO, "what was written is not what can be read", str(path))
-    except BaseException:
-        if written:
-            path.unlink(missing_ok=True)
-        raise
+    write_pieces(path, pieces(), new=True)
     return sum(map(len, parts.values()))
-
-
-def _rope_factors(config: GPTConfig) -> Tensor:
-    """Returns the divisors of the frequencies of rotary positions, (D / 2)."""
-    return rotary_rates(replace(config, rope_scaling=None)) / rotary_rates(config)
 
 
 def _header(source: SourceModel, kind: str, name: str, license: str | None, parts: list[_Part]) -> bytes:
@@ -201,7 +184,7 @@ def _stored(ours: str, value: Tensor | Quantized, kind: str) -> Array:
     `UserError` for numbers that the type cannot hold."""
     if kind == "q4_0":
         return _q4_0(ours, value)
-    gguf, numbers = package(), whole(value)
+    gguf, numbers = package(), whole(value).float()
     stored: Array
     if kind == "q8_0":
         with np.errstate(over="ignore", invalid="ignore"):
@@ -219,7 +202,7 @@ def _q4_0(ours: str, value: Tensor | Quantized) -> Array:
     not rounded anew."""
     if not isinstance(value, Quantized) or value.bits != 4:
         try:
-            value = to_int4(whole(value))
+            value = to_int4(whole(value).float())
         except UserError as error:
             raise UserError(f"{ours}: {error.message}", _OTHER_TYPE) from None
     rows, groups = value.scales.shape

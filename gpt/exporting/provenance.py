@@ -1,11 +1,10 @@
 """A model's provenance, for its card: the text and settings that it was trained with, and the models it was made from.
 
 It is read from ``run.json`` and written into the ``gpt.json`` of an exported folder, so that later exports know it too.
-Of paths and addresses it has the last part alone: no folder, user or host of a machine.
+Only the last part of a path or address is kept: no folder, user or host of a machine.
 """
 
 import contextlib
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from typing import Any
 
 from gpt.errors import UserError
 from gpt.files import read_json, read_regular
-from gpt.runs import adapter, folder, hf, hub
+from gpt.runs import folder, hf, hub
 from gpt.runs.record import RunRecord, Table
 from gpt.settings import LARGEST, Count, checked
 from gpt.text import catalogue
@@ -35,8 +34,7 @@ _ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets")
 
 @dataclass(frozen=True)
 class Text:
-    """A text that was read: a file, a corpus, or several. ``sha256`` is of its UTF-8; of several files, of their lines
-    ``SHA256  NAME``."""
+    """One or several files of text. ``sha256`` is that of a single file, in UTF-8."""
 
     name: str
     files: Count = 1
@@ -68,12 +66,11 @@ class Provenance:
 
 
 def read_provenance(path: Path, words: str) -> Provenance:
-    """The provenance of the checkpoint at ``path``, which the user named by ``words``. Raises `UserError` where a file
-    that tells it is damaged."""
+    """The provenance of the checkpoint at ``path``, which the user named by ``words``. Raises `UserError` if a file
+    that records it is damaged."""
     found = _provenance(path)
-    if found.texts is None:  # then it is a model of others
-        ancestors = found.ancestors if _is_exported(path) else _line(words, path)
-        found = replace(found, ancestors=ancestors)
+    if found.texts is None and not _is_exported(path):  # somebody else's model
+        found = replace(found, ancestors=_line(words, path))
     return replace(found, bits=min(found.bits, hf.load_bits(folder.home(path)) or 32))
 
 
@@ -88,7 +85,7 @@ def _provenance(path: Path, line: int = 0) -> Provenance:
         except UserError as error:
             hint = "copy the checkpoint out of its run: then its card says that its training is not known"
             raise UserError(error.message, hint) from None
-    if adapter.is_adapter(path):
+    if folder.is_adapter(path):
         return Provenance(ancestors=_line(folder.base_of(path), folder.base_folder(path), line))
     base = _front_matter(path).get("base_model", "")
     on_hub = HUB_NAME.fullmatch(base) is not None
@@ -102,20 +99,15 @@ def _is_exported(path: Path) -> bool:
 def _of_run(record: RunRecord, path: Path, line: int) -> Provenance:
     resolved, result = record.resolved or {}, record.result or {}
     own = {key: resolved.get(key) for key in (*_SETTINGS, *(_ADAPTERS if resolved.get("lora_rank") else ()))}
-    model = resolved.get("model")
-    if isinstance(model, dict):
-        own["context"] = model.get("block_size")
-    if record.compute is not None:
-        own["dtype"] = record.compute.dtype
+    own |= {"dtype": record.compute.dtype} if record.compute else {}
     own |= {kind: True for kind in ("pairs", "chat") if record.settings and record.settings.get(kind)}
     if record.init is not None:
         own.pop("preset")  # only the one of the nearest size, whose defaults were taken
-    settings: Table = {key: each for key, each in own.items() if not isinstance(each, dict | None)}
     is_best = result.get("checkpoint") == path.name
     return Provenance(
         None if record.sources is None else texts_of(record.sources, record.texts or []),
         record.tokens.train if record.tokens else None,
-        settings,
+        {key: each for key, each in own.items() if not isinstance(each, dict | None)},
         _number(result.get("val_loss")) if is_best else None,
         _number(result.get("bits_per_byte")) if is_best else None,
         _line(record.init.model, Path(record.init.path), line) if record.init else [],
@@ -129,28 +121,25 @@ def _number(value: Any) -> float | None:
 def _line(words: str, path: Path, line: int = 0) -> list[Ancestor]:
     """The model at ``path``, which the user named by ``words``, and the models that it was made from in turn."""
     on_hub = hub.is_remote(words)
-    name = (
-        words.removeprefix(hub.PREFIX).partition("@")[0]
-        if on_hub
-        else _own_name(words) or _own_name(str(path.absolute()))
-    )
+    name = _own_name(words) or _own_name(str(path.absolute()))
+    if on_hub:
+        name = words.removeprefix(hub.PREFIX).partition("@")[0]
     before: list[Ancestor] = []
     with contextlib.suppress(UserError, OSError):  # it may be gone, or have changed
         before = _provenance(path, line + 1).ancestors if line < _LONGEST_LINE and path.is_dir() else []
-    said = _front_matter(path)
-    license = said.get("license_name") or said.get("license") or "/"  # a name stands beside the license "other"
+    card = _front_matter(path)
+    license = card.get("license_name") or card.get("license") or "/"  # a license called "other" has a name beside it
     return [Ancestor(name or "a model without a name", on_hub, None if "/" in license else license), *before]
 
 
 def _own_name(words: str) -> str:
-    """The name of a run, a checkpoint or a folder: the last part of its path that says something."""
+    """The name of a run, a checkpoint or a folder: the last meaningful part of its path."""
     parts = [part for part in re.split(r"[/\\]", _PART.sub("", words)) if part.strip(".")]
-    said = [part for part in parts if not folder.is_step_name(part)]
-    return said[-1] if said else ""
+    return next((part for part in reversed(parts) if not folder.is_step_name(part)), "")
 
 
 def _front_matter(path: Path) -> dict[str, str]:
-    """The words among the values of the YAML at the top of a model's card; of a card that cannot be read none."""
+    """The plain words in the YAML of a model's card; none if the card cannot be read."""
     try:
         text = read_regular(path / CARD, _LARGEST_CARD).decode("utf-8-sig", "replace").replace("\r\n", "\n")
     except UserError:
@@ -160,37 +149,34 @@ def _front_matter(path: Path) -> dict[str, str]:
 
 
 def texts_of(sources: Sequence[Mapping[str, Any]], asked: Sequence[str] = ()) -> list[Text]:
-    """The texts of a run's ``sources``: each corpus among the ``asked`` as one, of many others the first ones."""
-    corpora = {name: list[Mapping[str, Any]]() for name in asked if name in catalogue.names()}
-    files: list[Text] = []
-    rest: list[Mapping[str, Any]] = []
+    """The texts of a run's ``sources``: a corpus among the ``asked`` is one, other files are listed up to a limit, and
+    the rest is one."""
+    corpora = [catalogue.corpus(name) for name in asked if name in catalogue.names()]
+    published = {f"{corpus.name}/{file.name}": corpus.homepage for corpus in corpora for file in corpus.all_files}
+    groups: dict[str, list[Mapping[str, Any]]] = {corpus.name: [] for corpus in corpora}
     for source in sources:
         name = str(source.get("name"))
-        of = name.partition("/")[0]
-        if of in corpora and of != name:
-            corpora[of].append(source)
-        elif len(files) < _MOST_TEXTS:
-            files.append(joined(last_part(name), [source], _dataset(name)))
-        else:
-            rest.append(source)
-    whole = [joined(name, some, _corpus_dataset(name, some)) for name, some in corpora.items() if some]
-    return [*whole, *files, *([joined(f"{len(rest):,} more files", rest)] if rest else [])]
+        group = name.partition("/")[0]
+        group = group if group in groups else name
+        known = group in groups or len(groups) < _MOST_TEXTS
+        groups.setdefault(group if known else "more files", []).append(source)
+    return [joined(last_part(name), some, published) for name, some in groups.items() if some]
 
 
-def joined(name: str, sources: Sequence[Mapping[str, Any]], dataset: str | None = None) -> Text:
-    """Several files as one text."""
-    sums = [str(source.get("sha256")) for source in sources]
+def joined(name: str, sources: Sequence[Mapping[str, Any]], published: Mapping[str, str] | None = None) -> Text:
+    """One or several files as one text. ``published``: addresses of files by name, if those are not their names."""
     sizes = [source.get("bytes") for source in sources]
     whole = [size for size in sizes if type(size) is int and size >= 0]
-    named = zip(sums, (last_part(str(source.get("name"))) for source in sources), strict=True)
-    one = hashlib.sha256("".join(f"{sum}  {of}\n" for sum, of in named).encode("utf-8", "surrogateescape")).hexdigest()
-    known = all(re.fullmatch("[0-9a-f]{64}", sum) for sum in sums)
+    sums = [str(source.get("sha256")) for source in sources]
+    single = len(sums) == 1 and re.fullmatch("[0-9a-f]{64}", sums[0])
+    names = [str(source.get("name")) for source in sources]
+    datasets = {found and found[1] for found in (_ON_HUB.match((published or {}).get(each, each)) for each in names)}
     return Text(
         name,
         len(sources),
         sum(whole) if len(whole) == len(sizes) else None,
-        None if not known else sums[0] if len(sums) == 1 else one,
-        dataset,
+        sums[0] if single else None,
+        datasets.pop() if len(datasets) == 1 else None,
     )
 
 
@@ -201,15 +187,3 @@ def last_part(name: str) -> str:
         path = re.split("[?#]", name.partition("://")[2])[0].partition("/")[2]
     parts = [part for part in re.split(r"[/\\]", path) if part.strip(".")]
     return parts[-1] if parts else "a text without a name"
-
-
-def _dataset(address: str) -> str | None:
-    found = _ON_HUB.match(address)
-    return found[1] if found else None
-
-
-def _corpus_dataset(name: str, sources: Sequence[Mapping[str, Any]]) -> str | None:
-    """The data set of the hub that a corpus is; None where these are files of a folder of its name."""
-    entry = catalogue.corpus(name)
-    published = {f"{name}/{file.name}" for file in entry.all_files}
-    return _dataset(entry.homepage) if published.issuperset(str(source.get("name")) for source in sources) else None

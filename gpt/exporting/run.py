@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -83,12 +83,10 @@ def check(source: SourceModel, target: Target) -> None:
 
 def stored(source: SourceModel, target: Target) -> Parameters:
     """The weights as they will be written."""
+    restored = gguf.restored if target.is_file else folder.restored
 
     def get(name: str) -> Tensor | Quantized:
-        value = source.weights[name]()
-        if target.is_file:
-            return gguf.restored(source.config, name, value, target.type)
-        return folder.restored(source.config, name, value, target.type)
+        return restored(source.config, name, source.weights[name](), target.type)
 
     return {name: partial(get, name) for name in source.weights}
 
@@ -117,37 +115,27 @@ def write(
 ) -> tuple[int, int]:
     """Writes the target and returns its tensors and bytes. Raises OSError, and `UserError` for numbers that its type
     cannot hold."""
-    seen = SourceModel(**{**vars(source), "weights": _watched(source, on_bytes)})
+    sizes = {name: 4 * p.numel for name, p in named_parameters(source.config).items()}
+    unread = dict(sizes)
+
+    def watched(name: str) -> Tensor | Quantized:
+        value = source.weights[name]()
+        unread.pop(name, None)
+        on_bytes(sum(sizes.values()) - sum(unread.values()), sum(sizes.values()))
+        return value
+
+    seen = replace(source, weights={name: partial(watched, name) for name in source.weights})
     if target.is_file:
         count = gguf.write(target.out, seen, target.type, target.out.stem, target.license)
         return count, target.out.stat().st_size
-    provenance = {**asdict(source.provenance), "bits": min(BITS[target.type], source.provenance.bits)}
-    meta = {**source.saved, KEY: provenance, "export": {"dtype": target.type, **_measured(comparison)}}
-    facts = Facts(target.out.name, target.type, target.license, comparison, samples)
-    count = folder.write(target.out, seen, target.type, meta, card(source, facts))
-    return count, sum(file.stat().st_size for file in target.out.iterdir())
-
-
-def _measured(comparison: Comparison | None) -> dict[str, object]:
-    if comparison is None:
-        return {}
-    return {
+    provenance = replace(source.provenance, bits=min(BITS[target.type], source.provenance.bits))
+    measured = comparison and {
         "text": asdict(comparison.text),
         "tokens": comparison.before.tokens,
         "loss_before": comparison.before.loss,
         "loss_after": comparison.after.loss,
     }
-
-
-def _watched(source: SourceModel, on_bytes: OnBytes) -> Parameters:
-    """The weights, of which each tells when it is read."""
-    sizes = {name: 4 * p.numel for name, p in named_parameters(source.config).items()}
-    total, seen = sum(sizes.values()), dict[str, int]()
-
-    def get(name: str) -> Tensor | Quantized:
-        value = source.weights[name]()
-        seen[name] = sizes[name]
-        on_bytes(sum(seen.values()), total)
-        return value
-
-    return {name: partial(get, name) for name in source.weights}
+    meta = {**source.saved, KEY: asdict(provenance), "export": {"dtype": target.type, **(measured or {})}}
+    facts = Facts(target.out.name, target.type, target.license, comparison, samples)
+    count = folder.write(target.out, seen, target.type, meta, card(source, facts))
+    return count, sum(file.stat().st_size for file in target.out.iterdir())

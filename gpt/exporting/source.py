@@ -1,21 +1,14 @@
 """The model that is exported: its shape, tokenizer, weights, which are read one by one, and provenance."""
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.exporting.provenance import Provenance, read_provenance
 from gpt.files import read_json
-from gpt.model.params import named_parameters
-from gpt.model.quantize import Quantized
-from gpt.runs import adapter, checkpoint, folder
+from gpt.runs import checkpoint, folder
 from gpt.runs.checkpoint import Parameters
 from gpt.text.tokenizer import Tokenizer
 
@@ -35,24 +28,10 @@ class SourceModel:
 
 
 def open_source(path: Path, words: str = "") -> SourceModel:
-    """Opens the checkpoint at ``path``, which the user named by ``words``, after its checksums have been verified;
-    adapters are merged into their base once a weight is asked for. Raises `UserError` as `checkpoint.load` does."""
-    config, tokenizer = checkpoint.peek(path)
-    if adapter.is_adapter(path):
-
-        @functools.cache
-        def merged() -> Mapping[str, Tensor]:
-            model = checkpoint.load(path, torch.device("cpu")).model
-            return {**model.state_dict(), **checkpoint.fixed(model)}
-
-        weights: Parameters = {name: partial(lambda name: merged()[name], name) for name in named_parameters(config)}
-    else:
-        weights = checkpoint.stored_parameters(path, config)
+    """Opens the checkpoint at ``path``, which the user named by ``words``. Raises `UserError` as `checkpoint.load`
+    does."""
+    config, weights = checkpoint.open_weights(path)
     meta = read_json(path / folder.META) if (path / folder.META).is_file() else {}
     saved = {key: meta[key] for key in _KEPT if type(meta.get(key)) in (int, float)}
+    tokenizer = checkpoint.load_tokenizer(path, config)
     return SourceModel(path, config, tokenizer, weights, read_provenance(path, words), saved)
-
-
-def whole(value: Tensor | Quantized) -> Tensor:
-    """A parameter in float32."""
-    return value.dequantize() if isinstance(value, Quantized) else value.float()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpt.config import LORA_ROLES, GPTConfig
 from gpt.errors import UserError
-from gpt.files import read_json, reading, to_json
+from gpt.files import read_json, to_json
 from gpt.model import lora
 from gpt.runs import folder, hf, hub
 from gpt.runs import tensors as files
@@ -71,15 +71,6 @@ class Adapter:
         if self.sha256 and folder.weight_checksums(base) != self.sha256:
             raise UserError(f"{path} is an adapter to {self.base}, whose weights are others now", folder.BASE_HINT)
         return base
-
-
-def is_adapter(path: Path) -> bool:
-    """Whether a checkpoint holds adapters alone. Raises `UserError` for those of before PEFT's layout."""
-    with reading(path):
-        former = (path / "adapter.safetensors").is_file()
-    if former:
-        raise UserError(f"{path} has adapters in the layout of a former version", "train them anew")
-    return (path / folder.ADAPTER).is_file()
 
 
 def read(path: Path) -> Adapter:
@@ -167,7 +158,7 @@ def tensors(path: Path, config: GPTConfig, rank: int) -> tuple[dict[str, Tensor]
         raise UserError(f"{path} has no {FILE}", hint)
     possible = _stored(config, rank, LORA_ROLES)
     shapes = {name: each.shape for name, each in possible.items()}
-    found = files.read([path / FILE], {}, "an adapter to its base", optional=shapes)
+    found = files.find([path / FILE], shapes, "an adapter to its base")
     roles = {role for name in found for role in possible[name].roles}
     ordered = tuple(role for role in LORA_ROLES if role in roles)
     stored = _stored(config, rank, ordered)
@@ -176,5 +167,5 @@ def tensors(path: Path, config: GPTConfig, rank: int) -> tuple[dict[str, Tensor]
         raise UserError(f"{path / FILE} is damaged: the tensor {(missing or ['of any adapter'])[0]} is missing")
     joined: dict[str, list[Tensor]] = {}
     for name, each in stored.items():
-        joined.setdefault(each.ours, []).append(found[name].float())
+        joined.setdefault(each.ours, []).append(found[name].mapped().float())
     return {name: torch.cat(some) for name, some in joined.items()}, ordered

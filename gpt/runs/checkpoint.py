@@ -1,5 +1,6 @@
 """Reads and writes checkpoint folders: weights and tokenizer in the layout of `gpt.runs.hf`, safetensors only."""
 
+import collections
 import functools
 import itertools
 import re
@@ -84,13 +85,8 @@ def contents(
         "config.json": to_json(hf.to_hf_config(config, bos, eos, dtype)),
         "generation_config.json": to_json({"bos_token_id": bos, "eos_token_id": eos}),
         folder.META: to_json(own),
-        **(store or _weights)(config, arrays),
+        **(store(config, arrays) if store else in_files(to_stored(config, arrays))),
     }
-
-
-def _weights(config: GPTConfig, arrays: tensors.Arrays) -> Files:
-    """The files of a model's weights."""
-    return in_files(to_stored(config, arrays))
 
 
 def in_files(arrays: tensors.Arrays) -> Files:
@@ -126,11 +122,10 @@ def to_stored(config: GPTConfig, ours: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def from_stored(config: GPTConfig, get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yields each parameter by our name, of the tensors that ``get`` returns by their names in the layout. One that is
-    stored by itself is a view of that tensor."""
-    for name, together in _by_parameter(config):
-        yield name, _joined(together, get)
+def from_stored(config: GPTConfig, get: Callable[[str], Tensor]) -> Parameters:
+    """The parameters by our names, of the tensors that ``get`` returns by their names in the layout. One that is stored
+    by itself is a view of that tensor."""
+    return {name: partial(_joined, together, get) for name, together in _by_parameter(config)}
 
 
 def _joined(together: Mapping[str, hf.Stored], get: Callable[[str], Tensor]) -> Tensor:
@@ -149,24 +144,21 @@ def fixed(model: GPT) -> dict[str, Tensor]:
 
 
 def write(target: Path, files: Files) -> None:
-    """Writes a checkpoint, synced, whole or not at all. Before it takes its name it is read back from the disk, and its
-    checksums are compared with those of what was to be written. Raises OSError."""
+    """Writes a checkpoint, synced and read back from the disk, whole or not at all. Raises OSError."""
     with whole_folder(target, replace=True) as beside:
-
-        def written(name: str) -> str:
-            data = files[name]
-            return write_pieces(beside / name, [data] if isinstance(data, bytes) else tensors.pieces(data))
-
-        sums = side_by_side(written, sorted(files))
+        sums = side_by_side(lambda name: write_one(beside / name, files[name]), sorted(files))
         folder.write_checksums(beside, sums)
-        folder.read_back(beside, sums)
+
+
+def write_one(path: Path, data: bytes | tensors.Arrays) -> str:
+    """Writes a file of a checkpoint and returns its sha256. Raises OSError."""
+    return write_pieces(path, [data] if isinstance(data, bytes) else tensors.pieces(data))
 
 
 def load(
     path: Path,
     device: torch.device,
     shape: GPTConfig | None = None,
-    above: int = 0,
     dtype: torch.dtype = torch.float32,
     mapped: bool = False,
     finish: Callable[[nn.Module], object] | None = None,
@@ -175,25 +167,20 @@ def load(
     """Loads the checkpoint at ``path``, ours or transformers', which is checked before anything is allocated from it.
 
     ``shape`` may differ from the checkpoint's own in dropout and by a shorter context, to which a table of positions is
-    cut. An adapter is merged into the weights that it belongs to; ``above`` counts the adapters on top of this
-    checkpoint. Weights are read straight into ``dtype``, with an adapter into float32.
+    cut. An adapter is merged into the weights that it belongs to. Weights are read straight into ``dtype``, with an
+    adapter into float32.
 
-    Where it is ``mapped``, weights that are stored as they are needed stay in the file, and the model is not to be
-    trained. ``finish`` is given each block once it is read, and at last the model, to lay them out for decoding.
-    Rounded matrices are restored, exactly. With ``bits`` all that are not stored so are rounded instead, to what a
-    folder of so many bits has, for ``finish`` to lay out.
+    With ``mapped``, weights that are stored as they are needed stay in the file, and the model cannot be trained.
+    ``finish`` is given each block once it is read, and at last the model, to lay them out for decoding. Rounded
+    matrices are restored exactly. With ``bits`` the others are rounded, as in a folder of that many bits, for
+    ``finish`` to lay out.
 
     Raises `UserError` for damage (a checksum, a shape, a number), for a model of another kind, and for an adapter whose
     base is gone.
     """
-    config = _describe(path)
-    if adapter.is_adapter(path):
-        said = adapter.read(path)
-        if above == folder.MOST_ADAPTERS:
-            raise UserError(
-                f"{path} ends a chain of more than {folder.MOST_ADAPTERS} adapters", "use --merge-lora in between"
-            )
-        model = load(said.find_base(path), device, shape or config, above + 1).model
+    if folder.is_adapter(path):
+        config, said, base = _open_adapter(path)
+        model = load(base, device, shape or config).model
         added, roles = adapter.tensors(path, config, said.rank)
         lora.merge(model, added, said.scale, roles)
         if bits is not None:
@@ -201,56 +188,53 @@ def load(
         if finish is not None:
             finish(model)
     else:
-        model = build(shape or config, stored_parameters(path, config), device, dtype, mapped, finish, bits)
+        config, stored = open_weights(path)
+        model = build(shape or config, stored, device, dtype, mapped, finish, bits)
     return Checkpoint(model, load_tokenizer(path, config))
 
 
 def peek(path: Path) -> tuple[GPTConfig, Tokenizer]:
-    """Reads the shape and the tokenizer of a checkpoint and verifies its checksums; its weights stay on the disk.
-
-    Raises `UserError` as `load` does, for what can be seen without the weights.
-    """
-    config = _describe(path)
-    if adapter.is_adapter(path):
-        adapter.read(path).find_base(path)
-    else:
-        _weight_files(path)
+    """Reads the shape and the tokenizer of a checkpoint; its weights stay on the disk. Raises `UserError` as
+    `open_weights` does."""
+    config, _ = open_weights(path)
     return config, load_tokenizer(path, config)
 
 
+def open_weights(path: Path) -> tuple[GPTConfig, Parameters]:
+    """The shape of a checkpoint, whose checksums are verified, and its parameters by our names, in the model's order.
+    Each is read when it is asked for; adapters are merged when the first one is. Raises `UserError` as `load` does, for
+    what can be seen without the weights."""
+    if not folder.is_adapter(path):
+        return _stored_parameters(path, _describe(path))
+    config, _, _ = _open_adapter(path)
+
+    @functools.cache
+    def merged() -> Mapping[str, Tensor]:
+        model = load(path, torch.device("cpu")).model
+        return {**model.state_dict(), **fixed(model)}
+
+    return config, {name: partial(lambda name: merged()[name], name) for name in named_parameters(config)}
+
+
+def _open_adapter(path: Path) -> tuple[GPTConfig, adapter.Adapter, Path]:
+    """The shape of an adapter's model, the adapter, and its base's folder, which has the shape if PEFT wrote it."""
+    config, found = _describe(path), adapter.read(path)
+    base = found.find_base(path)
+    return config if folder.home(path) == path else open_weights(base)[0], found, base
+
+
 def _describe(path: Path) -> GPTConfig:
-    """The shape of a checkpoint's model. Raises `UserError` for a damaged one, and for one of another version."""
-    path = folder.home(path)
-    with reading(path):
-        ours = (path / folder.META).exists() or (path / folder.CHECKSUMS).exists()
+    """The shape of a checkpoint's model, as its ``config.json`` has it. Raises `UserError` for a damaged one, and for
+    one of another version."""
+    collections.deque(folder.lineage(path), maxlen=0)  # raises for adapters without an end, or without a base
+    home = folder.home(path)
+    with reading(home):
+        ours = (home / folder.META).exists() or (home / folder.CHECKSUMS).exists()
     if ours:
-        folder.verify_checksums(path)
-    meta = read_json(path / folder.META) if ours else {}
-    if ours and meta.get("format") != FORMAT:
-        raise UserError(f"{path} has format {meta.get('format')!r}; this program reads format {FORMAT}", "update gpt")
-    config = hf.load_config(path)
-    if config.tied and not adapter.is_adapter(path) and hf.load_bits(path) is None and _has_own_head(path, config):
-        warn(f"{path}: {hf.UNEMBEDDING} is not the embedding, though config.json says that they are tied: it is used")
-        config = replace(config, tied=False)
-    return config
-
-
-def _has_own_head(path: Path, config: GPTConfig) -> bool:
-    """Whether an unembedding is stored that is not the embedding."""
-    shape = (config.vocab_size, config.n_embd)
-    both = {hf.UNEMBEDDING: shape, hf.embedding_name(config): shape}
-
-    def ours(theirs: str) -> str | None:
-        name = hf.full_name(theirs, config)
-        return name if name in both else None
-
-    files = [file for file in _weight_files(path) if file.exists()]
-    try:
-        found = [each.mapped() for each in tensors.find(files, {}, "config.json", ours=ours, optional=both).values()]
-    except UserError:
-        return False  # reading the weights says why
-    wide = functools.reduce(torch.promote_types, (each.dtype for each in found), torch.float16)
-    return len(found) == 2 and not torch.equal(*(each.to(wide) for each in found))
+        folder.verify_checksums(home)
+        if (found := read_json(home / folder.META).get("format")) != FORMAT:
+            raise UserError(f"{home} has format {found!r}; this program reads format {FORMAT}", "update gpt")
+    return hf.load_config(home)
 
 
 def load_tokenizer(path: Path, config: GPTConfig) -> Tokenizer:
@@ -304,31 +288,28 @@ def _weight_files(path: Path) -> list[Path]:
 def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None]) -> None:
     """Passes every parameter of the checkpoint at ``path`` to ``put``, one after the other, whole and on the host.
     Raises `UserError` as `load` does."""
-    if adapter.is_adapter(path):
-        for name, parameter in load(path, torch.device("cpu"), shape).model.named_parameters():
-            put(name, parameter.detach())
-        return
-    config = _describe(path)
     table = named_parameters(shape)
-    for name, get in stored_parameters(path, config).items():
+    for name, get in open_weights(path)[1].items():
         if table[name].trained:
             value = whole(get())
             put(name, (value[: shape.block_size] if name == "wpe.weight" else value).float())
 
 
-def stored_parameters(path: Path, config: GPTConfig) -> Parameters:
+def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parameters]:
     """The parameters of a checkpoint by our names, in the model's order. Each is read when it is asked for, in the
     dtype of the files: a view of a mapped file where it is stored by itself. Before any is read, names, shapes and
-    dtypes of all are compared with the configuration. Raises `UserError` where they differ."""
+    dtypes of all are compared with the configuration, which is returned too: untied if the files have an unembedding
+    of its own. Raises `UserError` if they differ."""
     files = _weight_files(path)
     values = read_json(path / "config.json")
     bits = quantized.read_bits(values)
     if bits is not None:
-        _check_size(path, config, bits)
+        _check_size(files, config, bits)
         places = quantized.layout(config, bits)
         shapes = {name: shape for name, (shape, _) in places.items()}
         found = tensors.find(files, shapes, "config.json", dtypes={name: code for name, (_, code) in places.items()})
-        return quantized.from_stored(config, bits, lambda name: found[name].mapped(), str(path))
+        tensors.check_all(files, shapes, found)
+        return config, quantized.from_stored(config, bits, lambda name: found[name].mapped(), str(path))
     beside: list[str] = []
 
     def ours(theirs: str) -> str | None:
@@ -340,11 +321,11 @@ def stored_parameters(path: Path, config: GPTConfig) -> Parameters:
 
     rounded = quantized.of_others(values)
     try:
-        _check_size(path, config, None)
+        _check_size(files, config, None)
         expected = {name: each.shape for name, each in hf.stored_tensors(config).items()}
         parts = {*map(hf.part_of, expected), hf.part_of(hf.UNEMBEDDING)}
         optional = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)}
-        found = tensors.find(files, {}, "config.json", ours=ours, optional=expected | optional)
+        found = tensors.find(files, expected | optional, "config.json", ours=ours)
         if config.tied and hf.UNEMBEDDING in found:  # safetensors' save_model writes it under this name alone
             found.setdefault(hf.embedding_name(config), found[hf.UNEMBEDDING])
         tensors.check_all(files, expected, found)
@@ -360,20 +341,26 @@ def stored_parameters(path: Path, config: GPTConfig) -> Parameters:
     if beside:
         more = f" and {len(beside) - 1:,} more" if len(beside) > 1 else ""
         warn(f"{path}: the tensor {beside[0]:.80}{more} is no part of the decoder, and is not used")
-    return {
-        name: partial(_joined, together, lambda theirs: found[theirs].mapped())
-        for name, together in _by_parameter(config)
-    }
+    if config.tied and hf.UNEMBEDDING in found:
+        both = [found[name].mapped() for name in (hf.embedding_name(config), hf.UNEMBEDDING)]
+        wide = torch.promote_types(both[0].dtype, both[1].dtype)
+        if not torch.equal(both[0].to(wide), both[1].to(wide)):
+            warn(
+                f"{path}: {hf.UNEMBEDDING} is not the embedding, though config.json says that they are tied: it is used"
+            )
+            config = replace(config, tied=False)
+    return config, from_stored(config, lambda theirs: found[theirs].mapped())
 
 
-def _check_size(path: Path, config: GPTConfig, bits: int | None) -> None:
+def _check_size(files: list[Path], config: GPTConfig, bits: int | None) -> None:
     """Raises `UserError` for a shape that the files on disk are too small to hold, before memory is spent on it."""
-    size = sum(file.stat().st_size for file in _weight_files(path) if file.exists())
+    size = sum(file.stat().st_size for file in files if file.exists())
     count = sum(p.numel * (config.n_layer if p.in_blocks else 1) for p in parameters(config))
     least = count * (bits or 16) // 8
     if size < least:
         raise UserError(
-            f"{path}: the weights have {size:,} bytes; config.json asks for {least:,} at least", "copy it anew"
+            f"{files[0].parent}: the weights have {size:,} bytes; config.json asks for {least:,} at least",
+            "copy it anew",
         )
 
 

@@ -1,7 +1,6 @@
 """Run folders and the checkpoints in them: names, checksums, index. Files and JSON only; torch is not imported."""
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -35,7 +34,6 @@ CHECKSUMS = "checksums.json"
 META = "gpt.json"
 ADAPTER = "adapter_config.json"  # of adapters, in PEFT's layout
 MOST_ADAPTERS = 100  # on top of each other; one that names itself as its base would never end
-LONGEST_NAME = 60  # characters, of a file of a checkpoint: no system takes more than 255 bytes
 TRAINING = ("training.json", "training.safetensors")  # for resuming alone; older checkpoints lose it
 KEPT = "checkpoints saved before, if any, are whole"
 BASE_HINT = (
@@ -109,7 +107,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
     if not isinstance(sums, dict) or record.get("self") != _checksum_of(sums):
         raise UserError(f"{folder} is damaged: it has no valid {CHECKSUMS}", HINT)
     for name in sums:
-        if not is_file_name(name) or len(name) > LONGEST_NAME:
+        if not is_file_name(name):
             raise UserError(f"{folder / CHECKSUMS} names a file outside its folder: {name[:80]!r}", HINT)
     return sums
 
@@ -132,24 +130,14 @@ def verify_checksums(folder: Path, training: bool = False) -> None:
             raise UserError(f"{folder / name} is damaged: its sha256 is not the one it was saved with", HINT)
 
 
-def read_back(folder: Path, sums: Mapping[str, str]) -> None:
-    """Compares what the disk holds with the checksums of what was to be written. Raises OSError."""
-    if read_checksums(folder) != sums:
-        raise OSError(errno.EIO, "what was written is not what can be read", str(folder / CHECKSUMS))
-    found = side_by_side(lambda name: file_sha256(folder / name, from_disk=True), sums)
-    for name, expected in sums.items():
-        if found[name] != expected:
-            raise OSError(errno.EIO, "what was written is not what can be read", str(folder / name))
-
-
 def weight_checksums(folder: Path) -> dict[str, str]:
     """The sha256 of each file of weights in a checkpoint, by name: they identify a model."""
     return {path.name: file_sha256(path) for path in sorted(folder.glob("*.safetensors")) if path.name not in TRAINING}
 
 
-def checkpoints(run: Path) -> list[Entry]:
-    """The checkpoints on disk of a run, by step, each with the loss that it records. Raises `UserError` where the run
-    cannot be read."""
+def checkpoints(run: Path, note: Callable[[str], None] = lambda text: None) -> list[Entry]:
+    """The checkpoints on disk of a run, by step, each with the loss that it records. ``note`` is told of a loss that
+    cannot be read. Raises `UserError` if the run cannot be read."""
     entries = []
     with reading(run):
         inside = list(run.iterdir())
@@ -157,8 +145,10 @@ def checkpoints(run: Path) -> list[Entry]:
         match = _STEP.fullmatch(path.name)
         if match and path.is_dir():
             loss: Any = None
-            with contextlib.suppress(UserError):
+            try:
                 loss = read_json(path / META).get("val_loss")
+            except UserError as error:
+                note(f"{error.message}: the best is taken of the other checkpoints")
             number = type(loss) in (int, float) and abs(loss) <= LARGEST
             entries.append(Entry(int(match[1]), float(loss) if number else None))
     return sorted(entries, key=lambda entry: entry.step)
@@ -213,7 +203,12 @@ def can_resume(path: Path) -> bool:
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder looks like a checkpoint, ours, transformers' or PEFT's. Raises `UserError` where it cannot be
     read."""
-    return _has(path, "config.json") or _has(path, ADAPTER)
+    return _has(path, "config.json") or is_adapter(path)
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a checkpoint contains only adapters. Raises `UserError` where it cannot be read."""
+    return _has(path, ADAPTER)
 
 
 _bases: dict[Path, str] = {}  # by the adapters on top of them, where the user named them
@@ -222,11 +217,11 @@ _bases: dict[Path, str] = {}  # by the adapters on top of them, where the user n
 def name_base(path: Path, base: str) -> None:
     """Puts ``base``, as `find_checkpoint` takes it, in the place of the model that the files of the adapters at
     ``path`` name. Raises `UserError` where there are no adapters."""
-    if not _has(path, ADAPTER):
+    if not is_adapter(path):
         raise UserError(f"{path} is a whole model, and no adapter to another one", "leave out --base")
     named = base if hub.is_remote(base) else str(find_checkpoint(base).absolute())
     with contextlib.suppress(UserError):  # files that name no base
-        while not hub.is_remote(below := base_of(path)) and _has(Path(below), ADAPTER):
+        while not hub.is_remote(below := base_of(path)) and is_adapter(Path(below)):
             path = Path(below)
     _bases[path.absolute()] = named
 
@@ -265,7 +260,7 @@ def lineage(path: Path) -> Iterator[Path]:
     here = path
     for _ in range(MOST_ADAPTERS):
         yield here
-        if not _has(here, ADAPTER):
+        if not is_adapter(here):
             return
         here = base_folder(here)
     raise UserError(f"{path} ends a chain of more than {MOST_ADAPTERS} adapters", "merge some of them")
@@ -275,7 +270,7 @@ def home(path: Path) -> Path:
     """The folder that has the shape of a checkpoint: itself, or the base of a PEFT adapter. A ``config.json`` that
     other programs leave in an adapter folder counts for nothing, as in PEFT."""
     for here in lineage(path):
-        if _has(here, META) or not _has(here, ADAPTER):
+        if _has(here, META) or not is_adapter(here):
             break
     return here
 
@@ -350,11 +345,10 @@ def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text
 
 def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
     check_run(run)
-    entries = checkpoints(run)
+    entries = checkpoints(run, note) if which == "best" else checkpoints(run)
     if not entries:
         raise UserError(f"the run {run} has no checkpoint yet", "wait for its first one, or train again")
     if which == "best":
-        _tell_unmeasured(run, entries, note)
         return run / best(entries).name
     if which == "latest":
         return newest_whole(run, note)
@@ -362,16 +356,6 @@ def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
     if step not in [entry.step for entry in entries]:
         raise UserError(f"{run} has no checkpoint {which}", "it has " + ", ".join(entry.name for entry in entries))
     return run / step_name(step)
-
-
-def _tell_unmeasured(run: Path, entries: list[Entry], note: Callable[[str], None]) -> None:
-    """Tells ``note`` of checkpoints whose loss cannot be read: one of them may be the best."""
-    for entry in entries:
-        if entry.val_loss is None:
-            try:
-                read_json(run / entry.name / META)
-            except UserError as error:
-                note(f"{error.message}: the best is taken of the other checkpoints")
 
 
 def newest_whole(run: Path, note: Callable[[str], None], training: bool = False) -> Path:

@@ -4,6 +4,7 @@ A matrix, (out, in), is a tensor of levels under our name and one of its scales.
 ``quantization_config`` without a ``quant_method``: transformers refuses such a folder instead of misreading it.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -63,13 +64,20 @@ def layout(config: GPTConfig, bits: int) -> dict[str, tuple[Shape, str]]:
 
 
 def to_stored(config: GPTConfig, bits: int, weights: Mapping[str, Callable[[], Tensor | Quantized]]) -> dict[str, Any]:
-    """The tensors of the files. A matrix is rounded when its scales are written; its levels are held until they are."""
-    table, found = named_parameters(config), dict[str, Any]()
-    each = {name: _Rounding(p, weights[name], bits) for name, p in table.items()}
-    for name, (shape, code) in layout(config, bits).items():
-        get = each[name].levels if name in each else each[name.removesuffix(SCALES)].scales
-        found[name] = Deferred(shape, get, code)
-    return found
+    """The tensors of the files. A matrix is rounded when its scales are written, which are before all levels."""
+    table = named_parameters(config)
+
+    @functools.cache
+    def stored(name: str) -> Tensor | Quantized:
+        return rounded(table[name], weights[name](), bits)
+
+    def part(name: str) -> np.ndarray[Any, Any]:
+        value = stored(name.removesuffix(SCALES))
+        if isinstance(value, Quantized):
+            value = value.scales if name.endswith(SCALES) else value.levels
+        return value.numpy()
+
+    return {name: Deferred(shape, partial(part, name), code) for name, (shape, code) in layout(config, bits).items()}
 
 
 def rounded(parameter: Parameter, value: Tensor | Quantized, bits: int) -> Tensor | Quantized:
@@ -79,27 +87,6 @@ def rounded(parameter: Parameter, value: Tensor | Quantized, bits: int) -> Tenso
         return value
     exact = whole(value)
     return exact.float() if kept is None else round_matrix(exact, kept)
-
-
-class _Rounding:
-    """A parameter that is rounded once: its scales are written before its levels."""
-
-    def __init__(self, parameter: Parameter, get: Callable[[], Tensor | Quantized], bits: int) -> None:
-        self.parameter, self.get, self.bits = parameter, get, bits
-        self.held: Tensor | Quantized | None = None
-
-    def scales(self) -> np.ndarray[Any, Any]:
-        """The scales; the levels are held."""
-        self.held = rounded(self.parameter, self.get(), self.bits)
-        assert isinstance(self.held, Quantized)
-        return self.held.scales.numpy()
-
-    def levels(self) -> np.ndarray[Any, Any]:
-        """The levels, which are let go; the numbers of a parameter that is not rounded."""
-        held, self.held = self.held, None
-        if held is None:
-            held = rounded(self.parameter, self.get(), self.bits)
-        return (held.levels if isinstance(held, Quantized) else held).numpy()
 
 
 def from_stored(

@@ -133,19 +133,16 @@ class Report:
         record = self.record
         if not self.is_run:
             return {}
-        resolved = dict(record.resolved or {})
-        shape, ramp = resolved.pop("model", None), resolved.pop("ramp", None)
-        tables = {key: str(value) for key, value in resolved.items() if isinstance(value, dict)}  # of a later version
+        resolved = {"model": {}, **(record.resolved or {})}
+        shape, resolved["batch_ramp"] = resolved.pop("model"), resolved.pop("ramp", None)
+        flat = {**(shape if isinstance(shape, dict) else {}), **resolved}
         return {
             "text": ", ".join(record.texts or []) or None,
             "init": record.init and record.init.model,
             "tokenizer": record.tokenizer and record.tokenizer.name,
             "train_tokens": record.tokens and record.tokens.train,
             "held_out_tokens": record.tokens and record.tokens.held_out,
-            **(shape if isinstance(shape, dict) else {}),
-            **resolved,
-            **tables,
-            "batch_ramp": None if ramp is None else str(ramp),
+            **{key: str(value) if isinstance(value, dict) else value for key, value in flat.items()},
             "device": record.compute and record.compute.device,
             "dtype": record.compute and record.compute.dtype,
             "threads": record.compute and record.compute.threads,

@@ -20,7 +20,6 @@ from gpt.errors import UserError, check_text
 from gpt.files import open_regular, reading
 
 Array = npt.NDArray[Any]
-Shapes = Mapping[str, tuple[int, ...]]
 WEIGHTS = ("F32", "F16", "BF16")
 HINT = "copy or save it anew"
 _CODES = {
@@ -115,24 +114,36 @@ class Found:
 
 def find(
     files: Sequence[Path],
-    expected: Shapes,
+    shapes: Mapping[str, tuple[int, ...]],
     where: str,
     *,
     ours: Callable[[str], str | None] = lambda name: name,
     dtypes: Sequence[str] | Mapping[str, str] = WEIGHTS,
-    optional: Shapes | None = None,
 ) -> dict[str, Found]:
     """Finds the tensors of some files, by the name that ``ours`` gives them (None: left out), and reads none.
 
-    The names, shapes and dtypes of all are compared with what is ``expected`` or ``optional``, and the lengths of
-    headers with that: nothing is allocated by a file's word alone. ``dtypes`` are those that all may have, or the
-    one of each by name. Raises `UserError`; ``where`` names the source of what is expected.
+    The names, shapes and dtypes of all are compared with the ``shapes`` that may be there, and the lengths of headers
+    with their number: nothing is allocated by a file's word alone. ``dtypes`` are those that all may have, or the one
+    of each by name. Raises `UserError`; ``where`` names the source of the shapes.
     """
-    shapes = {**(optional or {}), **expected}
     found: dict[str, Found] = {}
     for file in files:
-        found |= _check(file, shapes, where, ours, dtypes)
-    check_all(files, expected, found)
+        _check_header(file, len(shapes))
+        with _opened(file) as opened:
+            for theirs in opened.keys():  # noqa: SIM118
+                name = ours(theirs)
+                if name is None:
+                    continue
+                tensor = opened.get_slice(theirs)
+                shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+                if name not in shapes:
+                    raise UserError(f"{file} has a tensor {theirs[:80]} that {where} has no place for")
+                if shape != shapes[name]:
+                    raise UserError(f"{file}: {theirs} has the shape {shape}; {where} asks for {shapes[name]}")
+                allowed = [dtypes[name]] if isinstance(dtypes, Mapping) else dtypes
+                if dtype not in allowed:
+                    raise UserError(f"{file}: {theirs} is {dtype}; {', '.join(allowed)} can be read")
+                found[name] = Found(file, theirs)
     return found
 
 
@@ -144,24 +155,14 @@ def check_all(files: Sequence[Path], expected: Iterable[str], found: Iterable[st
         raise UserError(f"{files[0].parent}: the tensor {missing[0]}{more} is missing from the weights")
 
 
-def read(
-    files: Sequence[Path],
-    expected: Shapes,
-    where: str,
-    *,
-    dtypes: Sequence[str] = WEIGHTS,
-    optional: Shapes | None = None,
-    keep: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
-) -> dict[str, Tensor]:
-    """Reads the tensors of some files one after the other, as they are stored, or as ``keep`` returns each of them,
-    once `find` has checked all. Raises `UserError`."""
-    find(files, expected, where, dtypes=dtypes, optional=optional)
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        with _opened(file) as opened:
-            for name in opened.keys():  # noqa: SIM118
-                tensors[name] = keep(name, opened.get_tensor(name))
-    return tensors
+def _check_header(file: Path, count: int) -> None:
+    """Raises `UserError` for a header that is longer than those of ``count`` tensors."""
+    with reading(file), open_regular(file) as opened:
+        start = opened.read(_LENGTH.size)
+        size = os.fstat(opened.fileno()).st_size
+    length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else size
+    if length > min(size - _LENGTH.size, _HEADER_ROOM + _HEADER_EACH * count):
+        raise UserError(f"{file} is damaged or no safetensors file: its header has {length:,} bytes", HINT)
 
 
 @contextlib.contextmanager
@@ -172,37 +173,3 @@ def _opened(file: Path) -> Iterator[Any]:
             yield opened
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is damaged or no safetensors file: {error}", HINT) from None
-
-
-def _check(
-    file: Path,
-    shapes: Shapes,
-    where: str,
-    ours: Callable[[str], str | None],
-    dtypes: Sequence[str] | Mapping[str, str],
-) -> dict[str, Found]:
-    """Checks the header of a file against ``shapes``, and returns what it has."""
-    with reading(file), open_regular(file) as opened_file:
-        start = opened_file.read(_LENGTH.size)
-        size = os.fstat(opened_file.fileno()).st_size
-    length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else size
-    if length > min(size - _LENGTH.size, _HEADER_ROOM + _HEADER_EACH * len(shapes)):
-        raise UserError(f"{file} is damaged or no safetensors file: its header has {length:,} bytes", HINT)
-    found: dict[str, Found] = {}
-    with _opened(file) as opened:
-        for theirs in opened.keys():  # noqa: SIM118
-            name = ours(theirs)
-            if name is None:
-                continue
-            tensor = opened.get_slice(theirs)
-            if name not in shapes:
-                raise UserError(f"{file} has a tensor {theirs[:80]} that {where} has no place for")
-            if tuple(tensor.get_shape()) != shapes[name]:
-                raise UserError(
-                    f"{file}: {theirs} has the shape {tuple(tensor.get_shape())}; {where} asks for {shapes[name]}"
-                )
-            allowed = [dtypes[name]] if isinstance(dtypes, Mapping) else dtypes
-            if tensor.get_dtype() not in allowed:
-                raise UserError(f"{file}: {theirs} is {tensor.get_dtype()}; {', '.join(allowed)} can be read")
-            found[name] = Found(file, theirs)
-    return found

@@ -148,16 +148,23 @@ def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
     """
     moments = parallel.optimizer.shapes(parallel.own, parallel.shapes)
     expected = {MOMENT + name: shape for name, shape in moments.items()}
-    drawn = {RANDOM + "torch": tuple(torch.get_rng_state().shape)}
-    # Of a GPU, which may be another one now; and of Python and numpy, from which nothing is drawn any more.
-    others = {"cuda": (16,), "mps": (44,), "python": (625,), "numpy": (624,)}
-    optional = expected | {RANDOM + name: shape for name, shape in others.items()}
+    # The host's; a GPU's, which may be another one now; and of Python and numpy, from which nothing is drawn any more.
+    drawn = {
+        "torch": tuple(torch.get_rng_state().shape),
+        "cuda": (16,),
+        "mps": (44,),
+        "python": (625,),
+        "numpy": (624,),
+    }
+    optional = expected | {RANDOM + name: shape for name, shape in drawn.items()}
 
     where = [path / TENSORS]
-    found = tensors.read(where, drawn, "the model", dtypes=_DTYPES, optional=optional, keep=parallel.part)
-    if not set(expected) <= set(found) and any(name.startswith(MOMENT) for name in found):
+    stored = tensors.find(where, optional, "the model", dtypes=_DTYPES)
+    found = {name: parallel.part(name, each.mapped()) for name, each in stored.items()}
+    whole = set(expected) <= set(found) or not any(name.startswith(MOMENT) for name in found)
+    if not whole or RANDOM + "torch" not in found:
         raise UserError(f"{path / TENSORS} is damaged: not all of the training state is in it")
-    if adapter.is_adapter(path):
+    if folder.is_adapter(path):
         added, _ = adapter.tensors(path, saved.recipe.model, saved.recipe.lora_rank)
         if {name: tuple(each.shape) for name, each in added.items()} != parallel.shapes:
             raise UserError(f"{path} is damaged: its adapters are not those of its training state", folder.HINT)

@@ -83,15 +83,13 @@ def test_the_card_of_a_run(run_folder: Path, chapter: Path) -> None:
         f"| `text.txt` | 1 | {source['bytes']:,} | `{source['sha256']}` |",
         f"| parameters | {breakdown(config).trainable:,} |",
         f"| context | {config.block_size} tokens |",
-        f"| vocabulary | {config.vocab_size} ids |",
         f"Trained for 30 steps, 7,680 tokens in all, on {record['tokens']['train']:,} tokens of text.",
-        f"| lr | {record['resolved']['lr']:g} |",
-        f"| optimizer | `{record['resolved']['optimizer']}` |",
+        f"| `lr` | {record['resolved']['lr']:g} |",
+        f"| `optimizer` | `{record['resolved']['optimizer']}` |",
         f"{record['result']['val_loss']:.4f} nats per token, {record['result']['bits_per_byte']:.4f} bits per byte.",
         "of `chapter.txt` (sha256 `",
         'gpt sample "Once upon" -m out',
         'AutoModelForCausalLM.from_pretrained("out")',
-        "gpt export out -o model.gguf",
     ):
         assert part in text, part
     assert "## Samples" not in text
@@ -104,27 +102,25 @@ def test_a_folder_without_a_run_says_that_it_does_not_know(run_folder: Path, wor
     text = read_card(Path("out"))
     assert "How it was trained, and on which data, was not recorded" in text
     assert "It is a copy of `theirs`." in text
-    assert "The card of `theirs` gives the license `mit`: that is the base's license" in text
+    assert "The card of `theirs` gives the license `mit`, for that model only" in text
     assert front(Path("out"))["license"] == "unknown"
     assert "base_model" not in front(Path("out"))  # a name on this disk is none of the hub
 
 
 @pytest.mark.parametrize(
-    ("config", "dtype", "in_transformers", "in_llama_cpp"),
+    ("config", "dtype", "in_transformers"),
     [
-        (GPTConfig(257, 32, 2, 2, 32, positions="rotary"), "float32", False, False),
-        (GPTConfig.of("modern", 257, 32, 2, 2, 32), "float32", True, True),
-        (GPTConfig.of("modern", 257, 32, 2, 2, 32), "int8", False, True),
-        (GPTConfig.of("modern", 257, 32, 4, 2, 32, window=8), "float32", True, False),
+        (GPTConfig(257, 32, 2, 2, 32, positions="rotary"), "float32", False),
+        (GPTConfig.of("modern", 257, 32, 4, 2, 32, window=8), "float32", True),
+        (GPTConfig.of("modern", 257, 32, 2, 2, 32), "int8", False),
     ],
 )
-def test_the_card_names_programs_that_read_the_folder(
-    config: GPTConfig, dtype: str, in_transformers: bool, in_llama_cpp: bool
+def test_the_card_names_transformers_if_it_reads_the_folder(
+    config: GPTConfig, dtype: str, in_transformers: bool
 ) -> None:
     text = card(a_source(config), Facts("it", dtype))
     assert ("AutoModelForCausalLM" in text) == in_transformers
     assert ("library_name: transformers" in text) == in_transformers
-    assert ("-o model.gguf" in text) == in_llama_cpp
     assert ("| windows | 8 tokens in 2 of the layers |" in text) == (config.window == 8)
 
 
@@ -156,17 +152,13 @@ def test_no_name_or_sample_ends_what_it_stands_in(name: str) -> None:
     assert said["license"] == "unknown"
     assert "base_model" not in said
     assert set(said) == {"license", "library_name", "pipeline_tag", "tags"}
-    outside, fence = [], ""
-    for line in text.split("\n"):
-        if fence:
-            fence = "" if line == fence else fence
-        elif line.startswith("```"):
-            fence = line[: len(line) - len(line.lstrip("`"))]
-        else:
-            outside.append(line)
-    assert fence == ""
-    titles = [line for line in outside if line.startswith("#")]
-    assert list(titles[1:]) == [f"## {title}" for title in ("Model", "Training", "Use", "Samples", "Limits")]
+    lines = [line for line in text.split("\n") if not line.startswith("    ")]  # samples are indented
+    assert [line for line in lines if line.startswith("```")] == ["```console", "```", "```python", "```"]
+    titles = [line for line in lines if line.startswith("#")]
+    assert titles[1:] == [f"## {title}" for title in ("Model", "Training", "Use", "Samples", "Limits")]
+    plain = re.sub(r"```.*?\n```|`[^`\n]*`", "", "\n".join(lines), flags=re.DOTALL)
+    assert not re.search(r"<script>|\[a\]", plain)
+    assert {line.count("|") for line in plain.split("\n") if line.startswith("|")} == {3, 5}
     text.encode()  # no half of a character
     assert not [char for char in text if not char.isprintable() and char != "\n"]
 
@@ -174,10 +166,10 @@ def test_no_name_or_sample_ends_what_it_stands_in(name: str) -> None:
 def test_samples_stand_in_the_card_only_where_they_are_asked_for(run_folder: Path) -> None:
     library.export(run_folder, "out", samples=2, dtype="int8")
     text = read_card(Path("out"))
-    assert text.split("## Samples")[1].split("## Limits")[0].count("```text") == 2
+    assert "Sample 2:" in text and "Sample 3:" not in text
     loaded = api.load("out", dtype="float32")
     for sample in loaded.generate(num=2):  # of the weights that are in the folder
-        assert cards._visible(sample, "\n\t") in text
+        assert all(f"\n    {cards._visible(line)}\n" in text for line in sample.expandtabs(4).split("\n"))
 
 
 def test_losses_of_rounded_weights_are_told_apart() -> None:
@@ -204,7 +196,7 @@ def test_fine_tuned_from_a_folder_with_a_license(run_folder: Path, text: Path) -
         assert (said["license"], said["base_model"]) == ("mit", "me/first")
         assert "It is fine-tuned from `base`, made from `me/first`." in words
         assert "The card of `base` gives the license `cc-by-4.0`" in words
-        assert ("| lora rank | 2 |" in words) == (name == "adapters")
+        assert ("| `lora_rank` | `2` |" in words) == (name == "adapters")
     Path("peft").mkdir()  # with what PEFT writes alone
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(folder.find_checkpoint("runs/adapters") / name, "peft")
@@ -219,12 +211,6 @@ def test_fine_tuned_from_a_folder_with_a_license(run_folder: Path, text: Path) -
     shutil.rmtree(base)
     library.export("runs/tuned", "later")
     assert "It is fine-tuned from `base`." in read_card(Path("later"))
-
-
-def test_the_name_of_a_base_is_the_last_part_of_its_path() -> None:
-    some = ("runs/book:best", "/home/me/runs/book/step-000500", "C:\\Users\\me\\book\\")
-    assert {provenance._own_name(words) for words in some} == {"book"}
-    assert provenance._own_name("../..") == ""
 
 
 @pytest.mark.parametrize("said", ["---\nlicense: [a, b]\n---", "---\n: \n", "\xff", "---\nlicense: /home/me/x\n---"])
@@ -255,11 +241,10 @@ def test_a_corpus_is_one_text_and_many_files_are_a_few_lines() -> None:
     assert (one.name, one.files, one.dataset) == ("wikitext-2", 1, "Salesforce/wikitext")
     (mine,) = texts_of(several(["wikitext-2/a.txt", "wikitext-2/b.txt"]), ["wikitext-2"])  # a folder of that name
     assert (mine.files, mine.bytes, mine.dataset) == (2, 4, None)
-    lines = "".join(f"{at:064x}  {name}.txt\n" for at, name in enumerate("ab"))
-    assert mine.sha256 == provenance.hashlib.sha256(lines.encode()).hexdigest()
+    assert mine.sha256 is None
     many = texts_of(several([f"f/{n}.txt" for n in range(50)]), ["f"])
     assert len(many) == 21
-    assert (many[-1].name, many[-1].files, many[-1].bytes) == ("30 more files", 30, 60)
+    assert (many[-1].name, many[-1].files, many[-1].bytes) == ("more files", 30, 60)
     assert texts_of([{"name": "x", "sha256": "`"}])[0].sha256 is None
 
 
@@ -394,7 +379,7 @@ def test_exported_again(run_folder: Path, chapter: Path) -> None:
     library.export("first", "second")
     library.export("second", "third", dtype="int4")
     words = read_card(Path("second"))
-    assert "| rounded before | to 4 bits: a wider dtype does not bring back what was lost then |" in words
+    assert "| rounded before | to 4 bits: a wider dtype does not bring back what was lost |" in words
     assert "`text.txt`" in words
     assert "before its weights were rounded" in words
     assert "rounded before" not in read_card(Path("third"))
@@ -480,24 +465,28 @@ def test_a_disk_that_is_full_leaves_nothing(
             break
         one_line_of_what_and_what_next(done, "No space left on device", 1)
         # Once it has its name it is whole: only the sync of the folder around it has failed.
-        assert list(Path().iterdir()) == [] or folder.is_checkpoint(Path(out))
+        assert list(Path().iterdir()) == [] or Path(out).is_file() or folder.is_checkpoint(Path(out))
         shutil.rmtree("a", ignore_errors=True)
     assert at >= 1
 
 
-def test_two_exports_to_one_place(run_folder: Path, chapter: Path, workdir: Path) -> None:
-    """The second one to end finds the first one's folder, and leaves it as it is."""
+@pytest.mark.parametrize("out", ["out", "out.gguf"])
+def test_two_exports_to_one_place(run_folder: Path, chapter: Path, workdir: Path, out: str) -> None:
+    """The second one to end finds what the first one wrote, and leaves it as it is."""
     heard: list[str] = []
 
     def listen(event: Any) -> None:
         if isinstance(event, events.Progress) and not heard:
             heard.append(event.what)
-            code = f"import gpt; gpt.export({str(run_folder)!r}, 'out', dtype='int8')"
+            code = f"import gpt; gpt.export({str(run_folder)!r}, {out!r}, license='mit')"
             subprocess.run([sys.executable, "-c", code], check=True, cwd=workdir)
 
     with pytest.raises(WorkError, match="another process has made it in the meantime"):
-        library.export(run_folder, "out", listen=listen)
+        library.export(run_folder, out, listen=listen)
     assert heard == ["written"]
-    assert meta(Path("out"))["export"]["dtype"] == "int8"
-    folder.verify_checksums(Path("out"))
-    assert sorted(path.name for path in Path().iterdir()) == ["chapter.txt", "out"]
+    library.export(run_folder, f"again/{out}", license="mit")
+    found, again = Path(out), Path(f"again/{out}")
+    if found.is_dir():
+        found, again = found / "checksums.json", again / "checksums.json"
+    assert found.read_bytes() == again.read_bytes()
+    assert sorted(path.name for path in Path().iterdir()) == ["again", "chapter.txt", out]

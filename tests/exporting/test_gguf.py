@@ -1,7 +1,6 @@
 """GGUF files, read with the package gguf's own reader and compared with the model; refusals and faults."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -133,12 +132,10 @@ def test_metadata(tmp_path: Path) -> None:
     }  # fmt: skip
     expected = {f"general.{key}": value for key, value in general.items()}
     assert found == expected | {f"llama.{key}": value for key, value in shape.items()}
-    for kind, number in (("f32", 0), ("f16", 1), ("q8_0", 7)):
-        gguf.write(tmp_path / kind, source_of(model_of("gpt2")), kind, "It")
-        found = metadata(tmp_path / kind)
-        assert found["general.file_type"] == number
-        assert found["gpt2.attention.layer_norm_epsilon"] == pytest.approx(1e-5)
-        assert not any("rope" in key or "rms" in key or "length" in key for key in found if "attention" in key)
+    gguf.write(tmp_path / "gpt2", source_of(model_of("gpt2")), "f16", "It")
+    found = metadata(tmp_path / "gpt2")
+    assert (found["general.file_type"], found["gpt2.attention.layer_norm_epsilon"]) == (1, pytest.approx(1e-5))
+    assert not any("rope" in key or "rms" in key or "length" in key for key in found if "attention" in key)
 
 
 def test_weights_in_other_dtypes(tmp_path: Path) -> None:
@@ -152,17 +149,6 @@ def test_weights_in_other_dtypes(tmp_path: Path) -> None:
         for name, value in narrow.items():
             assert torch.equal(gguf.restored(source.config, name, value, kind), found[name]), name
             assert kind != "f32" or torch.equal(value.float(), found[name]), name
-
-
-def test_rope_factors_are_llamas(tmp_path: Path) -> None:
-    """Llama 3.1's rule, written out."""
-    config = model_of("llama").config
-    gguf.write(tmp_path / "it", source_of(model_of("llama")), "f16", "it")
-    for i, factor in enumerate(read(tmp_path / "it", config)[0]["rope_freqs.weight"].tolist()):
-        rate = config.rope_base ** (-2 * i / config.head_size)
-        turns = SCALING.original * rate / (2 * np.pi)
-        kept = min(max((turns - SCALING.low) / (SCALING.high - SCALING.low), 0), 1)
-        assert rate / factor == pytest.approx(kept * rate + (1 - kept) * rate / SCALING.factor, rel=1e-6)
 
 
 def test_bytes_follow_from_the_model(tmp_path: Path) -> None:
@@ -220,35 +206,6 @@ def test_numbers_that_a_type_cannot_hold(tmp_path: Path, kind: str, value: float
     assert "--type" in error.value.hint
     with pytest.raises(UserError, match=f"^{name}"):
         gguf.restored(model_of("gpt2").config, name, changed(name, value).weights[name](), kind)
-    assert not list(tmp_path.iterdir())
-
-
-def at_tensor(source: SourceModel, number: int, do: Callable[[], None]) -> SourceModel:
-    """The model, of which reading the parameter of that number does something first."""
-    name = list(source.weights)[number]
-    get = source.weights[name]
-
-    def read_and_do() -> Tensor | Quantized:
-        do()
-        return get()
-
-    return replace(source, weights={**source.weights, name: read_and_do})
-
-
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "it"
-    for appear in (lambda: path.write_text("there"), lambda: path.symlink_to("nowhere")):
-        with pytest.raises(FileExistsError):
-            gguf.write(path, at_tensor(source_of(model_of("gpt2")), 3, appear), "f16", "it")
-        assert list(tmp_path.iterdir()) == [path]
-        assert path.is_symlink() or path.read_text() == "there"
-        path.unlink()
-
-
-def test_disk_that_gives_back_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf, "file_sha256", lambda path, from_disk: "other")
-    with pytest.raises(OSError, match="not what can be read"):
-        gguf.write(tmp_path / "it", source_of(model_of("gpt2")), "f16", "it")
     assert not list(tmp_path.iterdir())
 
 

@@ -11,12 +11,8 @@ from conftest import make_text
 from gguf import GGUFWriter, TokenType
 from tokenizers import models, pre_tokenizers
 
-from gpt import api
-from gpt.config import GPTConfig
 from gpt.errors import UserError
 from gpt.exporting import gguf_tokenizer
-from gpt.model.decoder import GPT
-from gpt.runs import checkpoint
 from gpt.text.backends import ByteBPE
 from gpt.text.boundaries import GPT2_PATTERN, LLAMA3_PATTERN, MINBPE_PATTERN, OLD_GPT2_PATTERN
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, learn_tokenizer
@@ -162,15 +158,3 @@ def test_a_text_ends_where_ours_does() -> None:
     with pytest.raises(UserError, match="would not end a text at all the 5 tokens"):
         gguf_tokenizer.check(replace(tokenizer, more_ends=frozenset({499, 500, 501, 502})))
     assert "<|im_end|> too" in gguf_tokenizer.differences(replace(tokenizer, more_ends=frozenset()))[0]
-
-
-def test_an_export_says_what_differs(tmp_path: Path) -> None:
-    tokenizer = find_tokenizer(str(vocabularies.write("qwen", tmp_path / "qwen")))
-    model = GPT(GPTConfig.of("modern", tokenizer.vocab_size, 16, 1, 1, 16))
-    checkpoint.save(tmp_path / "model", model, checkpoint.TokenizerFiles(tokenizer, model.config), {"step": 0})
-    said: list[str] = []
-    api.export(tmp_path / "model", tmp_path / "model.gguf", note=said.append)
-    assert said == gguf_tokenizer.differences(tokenizer) != []
-    said.clear()
-    api.export(tmp_path / "model", tmp_path / "folder", note=said.append)
-    assert said == []

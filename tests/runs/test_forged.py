@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,10 +170,6 @@ def test_a_member_of_another_kind(gpt: Gpt, run: Path, key: str, value: Any) -> 
         one_line_of_what_and_what_next(gpt(*command), f"{run / 'run.json'} is damaged")
 
 
-def test_the_model_that_a_run_was_tuned_from_is_reported(made: Path) -> None:
-    assert report.report(made / "lora").settings["init"] == str(made / "run")
-
-
 # metrics.jsonl
 
 STEP = {"event": "step", "step": 3, "tokens": 8, "seconds": 1.5, "loss": 2.5, "lr": 0.1, "grad_norm": 1.0,
@@ -222,24 +217,14 @@ def test_large_numbers_are_drawn(gpt: Gpt, run: Path, number: float) -> None:
     assert (found.unread, len(found.steps)) == (0, 15)
 
 
-def test_steps_that_always_go_back_take_no_longer(tmp_path: Path) -> None:
-    history, began = report.History(), time.monotonic()
-    count = 100_000
-    for step in [*range(count), *range(count, 0, -1)]:
-        history.add(events.StepEvent(step, 1, 1.0, 1.0, 1.0, 1.0, 1.0))
-    assert [each.step for each in history.steps] == [0, 1]
-    assert time.monotonic() - began < 20
-
-
 # training.json
 
 
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        ("recipe.lr", 1e308), ("recipe.steps", 0), ("recipe.steps", 2**60), ("recipe.lora_rank", 2**40),
-        ("recipe.tensor", 10**6), ("state.rate_factor", 2.0), ("state.step", -1), ("state.best_loss", 1e308),
-        ("machine.device", "cuda\u001b[31m"), ("machine.dtype", "int3"),
+        ("recipe.lr", 1e308), ("recipe.steps", 2**60), ("state.rate_factor", 2.0), ("state.step", -1),
+        ("state.best_loss", 1e308), ("machine.device", "cuda\u001b[31m"),
     ],
 )  # fmt: skip
 def test_what_goes_on_is_within_bounds(gpt: Gpt, run: Path, place: str, value: Any) -> None:

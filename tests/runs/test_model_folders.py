@@ -109,13 +109,6 @@ def test_an_unembedding_that_is_not_the_embedding_is_used(
     is_transformers(path.parent / "out")
 
 
-def test_an_unembedding_that_is_the_embedding_is_not_told(made: Made) -> None:
-    path = made(tied=True)
-    add_tensors(path, {"lm_head.weight": load_file(path / "model.safetensors")["model.embed_tokens.weight"]})
-    is_transformers(path)
-    assert checkpoint.peek(path)[0].tied
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_tied_model_may_be_stored_by_its_unembedding(made: Made, family: str) -> None:
     """safetensors' `save_model` writes a tensor that has two names under the first of them."""
@@ -380,6 +373,13 @@ def test_a_template_may_be_put_beside_a_tokenizer_of_ours(run_folder: Path, tmp_
     (path / "chat_template.jinja").write_text(OWN, encoding="utf-8")
     assert load(path).tokenizer.chat_template == OWN
     assert chat.render(load(path).tokenizer, CHAT) == "[user]the cat"
+
+
+def test_an_adapter_to_a_tied_model_that_has_an_unembedding_of_its_own(adapter: Path, tmp_path: Path) -> None:
+    expected = load(adapter).generate("the", max_tokens=5, greedy=True)
+    change(tmp_path / "theirs/config.json", tie_word_embeddings=True)
+    with pytest.warns(ModelWarning, match="is not the embedding"):
+        assert load(adapter).generate("the", max_tokens=5, greedy=True) == expected
 
 
 # A config.json that another program left beside an adapter

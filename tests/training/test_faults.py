@@ -1,11 +1,11 @@
 """Faults: disks that fail, files that are damaged or forged, runs that are killed. `tests/stress/faults.py` does many."""
 
-import contextlib
 import errno
 import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -79,26 +79,14 @@ def test_everything_is_synced_before_it_takes_its_name(tmp_path: Path, monkeypat
 
 def test_what_the_disk_did_not_keep_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that takes a write and holds something else: the new checkpoint never gets its name."""
-    contents = faults.small_checkpoint_files()
-    whole = files.whole_file.__wrapped__  # type: ignore[attr-defined]
+    contents, fsync = faults.small_checkpoint_files(), os.fsync
 
-    def lossy(path: Path) -> Any:
-        yield from whole(path)
-        if path.name == "model.safetensors":
-            data = bytearray(path.read_bytes())
-            data[-5] ^= 1
-            path.write_bytes(data)
+    def lossy(descriptor: int) -> None:
+        fsync(descriptor)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.ftruncate(descriptor, 5)
 
-    monkeypatch.setattr(files, "whole_file", contextlib.contextmanager(lossy))
-    with pytest.raises(OSError, match="what was written is not what can be read"):
-        checkpoint.write(tmp_path / "step-000001", contents)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_sums_that_the_disk_did_not_keep_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record that fits itself, and knows of no file."""
-    contents, write_checksums = faults.small_checkpoint_files(), folder.write_checksums
-    monkeypatch.setattr(folder, "write_checksums", lambda beside, sums: write_checksums(beside, {}))
+    monkeypatch.setattr(os, "fsync", lossy)
     with pytest.raises(OSError, match="what was written is not what can be read"):
         checkpoint.write(tmp_path / "step-000001", contents)
     assert list(tmp_path.iterdir()) == []
@@ -117,7 +105,7 @@ def test_what_is_read_back_comes_from_the_disk(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "posix_fadvise", forgets)
     saved = tmp_path / "step-000001"
     checkpoint.write(saved, contents)
-    assert forgotten == {path.stat().st_ino for path in saved.iterdir() if path.name != folder.CHECKSUMS}
+    assert forgotten == {path.stat().st_ino for path in saved.iterdir()}
 
 
 def test_what_a_killed_save_left_is_in_nobodys_way(tmp_path: Path) -> None:
