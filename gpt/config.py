@@ -395,7 +395,7 @@ class TextConfig(LearnConfig):
         None, "A text to hold out instead; then all of TEXT is trained on.", panel=_DATA, shown="none"
     )
     jobs: int | None = option(
-        None, "Processes that tokenize; the ids are the same for any number.",
+        None, "Threads that tokenize, one a core at most; the ids are the same for any number.",
         panel=_MACHINE, shown="one a core", low=1, high=1024,
     )  # fmt: skip
     seed: int = option(1337, "Same seed: the same split into training and held-out text.", panel=_RUN, low=0)

@@ -19,8 +19,7 @@ from gpt.errors import UserError
 from gpt.files import LINES_LIMIT, disk_errors, open_regular, read_regular, whole_folder, write_file
 from gpt.settings import Count, checked
 from gpt.text.corpus import Corpus
-from gpt.text.encoders import EncodedItem
-from gpt.text.shards import SIDES, Ids, Offsets, Shard, Side, write_shard
+from gpt.text.shards import SIDES, Ids, Shard, Side, write_shard
 from gpt.text.token_folder import (
     COUNTS,
     MANIFEST,
@@ -39,16 +38,32 @@ _FOR_BAD_TEXT = ("errors", "skip_bad")  # settings of reading that matter for da
 _OTHER_FOLDER = "tokenize into another folder, with --out"
 
 
+def _by_side() -> dict[Side, int]:
+    return dict.fromkeys(SIDES, 0)
+
+
 @dataclass
-class ItemEnd:
-    """The end of an item: all that a slice which ends there has to record."""
+class Item:
+    """Texts to be encoded at once, each with whether it begins a document and its side; and all that a slice which ends
+    here has to record."""
 
     group: int
-    items: int  # of the group, this one included
+    number: int  # in the group, from 1
+    texts: list[str] = field(default_factory=list)
+    begins: list[bool] = field(default_factory=list)
+    sides: list[Side] = field(default_factory=list)
+    bytes: dict[Side, int] = field(default_factory=_by_side)
     last: bool = False  # of the group
-    bytes: dict[Side, int] = field(default_factory=lambda: {"train": 0, "val": 0})  # of the item's text
     sources: list[SourceRecord] = field(default_factory=list)  # that end in the item
     counts: dict[str, int] = field(default_factory=dict)  # of the group so far
+
+
+@dataclass
+class EncodedItem:
+    """An item's ids by side, with `Tokenizer.opening` before each document, and the offsets of the documents."""
+
+    ids: dict[Side, Ids] = field(default_factory=dict)
+    offsets: dict[Side, list[int]] = field(default_factory=lambda: {side: [] for side in SIDES})
 
 
 @dataclass(frozen=True)
@@ -61,8 +76,7 @@ class Slice:
     last: bool  # of the group
     shards: list[ShardRecord]
     sources: list[SourceRecord]  # that end in the slice
-    read: dict[str, Count]  # counts of the group so far
-    encoded: dict[str, Count]  # counts of this slice
+    counts: dict[str, Count]  # of the group so far
 
 
 @dataclass
@@ -101,31 +115,27 @@ class ShardWriter:
 
     def _begin(self) -> None:
         self._ids: dict[Side, list[Ids]] = {side: [] for side in SIDES}
-        self._offsets: dict[Side, list[Offsets]] = {side: [] for side in SIDES}
-        self._lengths = dict.fromkeys(SIDES, 0)
-        self._bytes = dict.fromkeys(SIDES, 0)
+        self._offsets: dict[Side, list[int]] = {side: [] for side in SIDES}
+        self._lengths, self._bytes = _by_side(), _by_side()
         self._sources: list[SourceRecord] = []
-        self._counts = {"end_of_text_in_text": 0, "cut_pieces": 0}
 
-    def add(self, end: ItemEnd, encoded: EncodedItem) -> None:
+    def add(self, item: Item, encoded: EncodedItem) -> None:
         """Takes the next item; writes the slice that it ends. Raises `WorkError` where the disk is full."""
         for side, ids in encoded.ids.items():
-            self._offsets[side].append(encoded.offsets[side] + np.uint64(self._lengths[side]))
+            self._offsets[side] += (self._lengths[side] + offset for offset in encoded.offsets[side])
             self._ids[side].append(ids)
             self._lengths[side] += len(ids)
-            self._bytes[side] += end.bytes[side]
-        self._sources += end.sources
-        self._counts["end_of_text_in_text"] += encoded.end_of_text_in_text
-        self._counts["cut_pieces"] += encoded.cut_pieces
-        if end.last or sum(self._lengths.values()) >= SLICE_IDS:
+            self._bytes[side] += item.bytes[side]
+        self._sources += item.sources
+        if item.last or sum(self._lengths.values()) >= SLICE_IDS:
             with disk_errors(self.folder):
-                self._write(end)
+                self._write(item)
             self._begin()
 
-    def _write(self, end: ItemEnd) -> None:
-        number = self.done.count(end.group)
-        made = [self._write_shard(side, end.group, number) for side in SIDES if self._lengths[side]]
-        finished = Slice(end.group, number, end.items, end.last, made, self._sources, end.counts, self._counts)
+    def _write(self, item: Item) -> None:
+        number = self.done.count(item.group)
+        made = [self._write_shard(side, item.group, number) for side in SIDES if self._lengths[side]]
+        finished = Slice(item.group, number, item.number, item.last, made, self._sources, item.counts)
         with (self.folder / PROGRESS).open("ab") as file:
             file.write(_line(asdict(finished)))
             file.flush()
@@ -133,7 +143,7 @@ class ShardWriter:
         self.done.add(finished)
 
     def _write_shard(self, side: Side, group: int, number: int) -> ShardRecord:
-        name, offsets = shard_name(side, group, number), np.concatenate(self._offsets[side])
+        name, offsets = shard_name(side, group, number), np.array(self._offsets[side], np.uint64)
         sha256 = write_shard(self.folder / name, self._ids[side], offsets, self.vocab_size)
         return ShardRecord(name, side, group, number, len(offsets), self._lengths[side], self._bytes[side], sha256)
 
@@ -254,7 +264,7 @@ def _read_slice(line: bytes) -> Slice | None:
     """Returns the slice in a line of progress; None where the line is torn or damaged."""
     with contextlib.suppress(ValueError, RecursionError, UserError):
         found = checked(Slice, json.loads(line), PROGRESS)
-        if {*found.read, *found.encoded} <= set(COUNTS):
+        if found.counts.keys() == set(COUNTS):
             return found
     return None
 
@@ -307,7 +317,7 @@ def finish(out: Path, about: Mapping[str, Any], done: FinishedSlices) -> None:
     """Writes the manifest, with which the folder is finished."""
     counts = dict.fromkeys(COUNTS, 0)
     for each in done.all():
-        for key, value in [*each.encoded.items(), *(each.read.items() if each.last else [])]:
+        for key, value in each.counts.items() if each.last else ():
             counts[key] += value
     shards = [shard for each in done.all() for shard in each.shards]
     sources = [source for each in done.all() for source in each.sources]
