@@ -237,6 +237,13 @@ class Tokenizer:
             digest.update(json.dumps(further, sort_keys=True).encode())
         return digest.hexdigest()
 
+    def gives_the_ids_of(self, other: "Tokenizer") -> bool:
+        """Whether it is the same as another: by its fingerprint or, where one of the two is of an older version of gpt,
+        in which tiktoken ran vocabularies of others, by its pattern and tokens."""
+        mine, theirs = ((each.pattern, each.eot, each.bos, each._added, each._bytes) for each in (self, other))
+        is_older = type(self.backend) is not type(other.backend) and self.pattern != ""
+        return self.fingerprint == other.fingerprint or (is_older and mine == theirs)
+
 
 def _further(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns what files record, beside all else, of a tokenizer that has more than ours have."""

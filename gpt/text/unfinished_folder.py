@@ -38,10 +38,6 @@ _FOR_BAD_TEXT = ("errors", "skip_bad")  # settings of reading that matter for da
 _OTHER_FOLDER = "tokenize into another folder, with --out"
 
 
-def _by_side() -> dict[Side, int]:
-    return dict.fromkeys(SIDES, 0)
-
-
 @dataclass
 class Item:
     """Texts to be encoded at once, each with whether it begins a document and its side; and all that a slice which ends
@@ -52,7 +48,7 @@ class Item:
     texts: list[str] = field(default_factory=list)
     begins: list[bool] = field(default_factory=list)
     sides: list[Side] = field(default_factory=list)
-    bytes: dict[Side, int] = field(default_factory=_by_side)
+    bytes: dict[Side, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
     last: bool = False  # of the group
     sources: list[SourceRecord] = field(default_factory=list)  # that end in the item
     counts: dict[str, int] = field(default_factory=dict)  # of the group so far
@@ -111,31 +107,23 @@ class ShardWriter:
 
     def __init__(self, folder: Path, vocab_size: int, done: FinishedSlices) -> None:
         self.folder, self.vocab_size, self.done = folder, vocab_size, done
-        self._begin()
-
-    def _begin(self) -> None:
-        self._ids: dict[Side, list[Ids]] = {side: [] for side in SIDES}
-        self._offsets: dict[Side, list[int]] = {side: [] for side in SIDES}
-        self._lengths, self._bytes = _by_side(), _by_side()
-        self._sources: list[SourceRecord] = []
+        self._items: list[tuple[Item, EncodedItem]] = []
 
     def add(self, item: Item, encoded: EncodedItem) -> None:
         """Takes the next item; writes the slice that it ends. Raises `WorkError` where the disk is full."""
-        for side, ids in encoded.ids.items():
-            self._offsets[side] += (self._lengths[side] + offset for offset in encoded.offsets[side])
-            self._ids[side].append(ids)
-            self._lengths[side] += len(ids)
-            self._bytes[side] += item.bytes[side]
-        self._sources += item.sources
-        if item.last or sum(self._lengths.values()) >= SLICE_IDS:
+        item.texts.clear()  # a slice has 64 MB of text and more
+        self._items.append((item, encoded))
+        if item.last or sum(len(ids) for _, each in self._items for ids in each.ids.values()) >= SLICE_IDS:
             with disk_errors(self.folder):
                 self._write(item)
-            self._begin()
+            self._items = []
 
-    def _write(self, item: Item) -> None:
-        number = self.done.count(item.group)
-        made = [self._write_shard(side, item.group, number) for side in SIDES if self._lengths[side]]
-        finished = Slice(item.group, number, item.number, item.last, made, self._sources, item.counts)
+    def _write(self, last: Item) -> None:
+        sides = [side for side in SIDES if any(side in encoded.ids for _, encoded in self._items)]
+        number = self.done.count(last.group)
+        made = [self._write_shard(side, last.group, number) for side in sides]
+        sources = [source for item, _ in self._items for source in item.sources]
+        finished = Slice(last.group, number, last.number, last.last, made, sources, last.counts)
         with (self.folder / PROGRESS).open("ab") as file:
             file.write(_line(asdict(finished)))
             file.flush()
@@ -143,9 +131,17 @@ class ShardWriter:
         self.done.add(finished)
 
     def _write_shard(self, side: Side, group: int, number: int) -> ShardRecord:
-        name, offsets = shard_name(side, group, number), np.array(self._offsets[side], np.uint64)
-        sha256 = write_shard(self.folder / name, self._ids[side], offsets, self.vocab_size)
-        return ShardRecord(name, side, group, number, len(offsets), self._lengths[side], self._bytes[side], sha256)
+        name, length = shard_name(side, group, number), 0
+        ids: list[Ids] = []
+        offsets: list[int] = []
+        for _, encoded in self._items:
+            if side in encoded.ids:
+                offsets += (length + offset for offset in encoded.offsets[side])
+                ids.append(encoded.ids[side])
+                length += len(ids[-1])
+        sha256 = write_shard(self.folder / name, ids, np.array(offsets, np.uint64), self.vocab_size)
+        size = sum(item.bytes[side] for item, _ in self._items)
+        return ShardRecord(name, side, group, number, len(offsets), length, size, sha256)
 
 
 def _line(values: Mapping[str, Any]) -> bytes:
@@ -192,24 +188,22 @@ def check_begun(out: Path, corpus: Corpus, share: tuple[int, int] | None) -> Tok
     Raises `UserError` where the folder is made from other text or with other settings, naming what differs.
     """
     finished = (out / MANIFEST).exists()
-    was = TokenFolder(out).manifest if finished else _first_line(out)["about"]
+    if finished:
+        folder = TokenFolder(out)
+        was, sources = folder.manifest, [[source.name, source.size, source.time] for source in folder.sources()]
+    else:
+        was, sources = (_first_line(out)[key] for key in ("about", "sources"))
     temporary = next((source.name for source in corpus.sources if source.temporary), None)
     if temporary is not None:
         raise UserError(
             f"{out} is there, and {temporary} cannot be compared with what it was made from",
             "put the text into a file, or give another --out",
         )
-    for key, value in corpus.asked.items():
-        if was["asked"].get(key) != value:
-            raise UserError(
-                f"{out} was begun with {key} {was['asked'].get(key)}, now {value}", "give the same, or another --out"
-            )
     tokenizer = read_own(out, was.get("tokenizer"), str(out / (MANIFEST if finished else PROGRESS)))
     now = provenance(corpus, tokenizer, share)
     if corpus.asked["tokenizer"] != "auto":
         now["tokenizer"] = describe(find_tokenizer(corpus.asked["tokenizer"]))
-    begun = [[s.name, s.size, s.time] for s in TokenFolder(out).sources()] if finished else _first_line(out)["sources"]
-    _check_sources(out, begun, corpus, share if finished else None)
+    _check_sources(out, sources, corpus, share if finished else None)
     _check_settings(out, was, now)
     return tokenizer
 
@@ -301,10 +295,11 @@ def _check_settings(out: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -
             said = f"{out} was begun with another {key}: {_short(was.get(key))}, now {_short(now[key])}"
             raise UserError(said, _OTHER_FOLDER)
     strict = was["reading"].get("errors") == "strict" and not was["reading"].get("skip_bad")
-    for key, value in now["reading"].items():
-        # Up to the first bad byte, strict reading makes the same ids as any other.
-        if was["reading"].get(key) != value and not (strict and key in _FOR_BAD_TEXT):
-            raise UserError(f"{out} was begun with {key} {was['reading'].get(key)!r}, now {value!r}", _OTHER_FOLDER)
+    for table in ("asked", "reading"):
+        for key, value in now[table].items():
+            # Up to the first bad byte, strict reading makes the same ids as any other.
+            if was[table].get(key) != value and not (strict and key in _FOR_BAD_TEXT):
+                raise UserError(f"{out} was begun with {key} {was[table].get(key)!r}, now {value!r}", _OTHER_FOLDER)
 
 
 def _short(value: Any) -> str:

@@ -487,7 +487,7 @@ def test_damaged_folders_are_refused(texts: Path, tmp_path: Path) -> None:
 
 
 def test_no_room_is_said(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path) -> None:
+    def full(path: Path, pieces: list[bytes]) -> str:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -495,7 +495,7 @@ def test_no_room_is_said(texts: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(WorkError, match=r"the tokens need about 0 MB, and 0 MB are free"):
             make(texts, tmp_path / "out")
     assert not (tmp_path / "out").exists()  # it is said before the work
-    monkeypatch.setattr("gpt.text.shards.whole_file", full)
+    monkeypatch.setattr("gpt.text.shards.write_pieces", full)
     with pytest.raises(WorkError, match="No space left on device"):
         make(texts, tmp_path / "out")
 

@@ -276,6 +276,10 @@ def test_a_tokenizer_that_tiktoken_ran_in_older_versions_is_read(both: Both, tmp
     again = tokenizer_files.find_tokenizer(str(tmp_path / "older"))
     assert again == older
     assert [again.prompt(text) for text in TEXTS] == [now.prompt(text) for text in TEXTS]
+    assert again.fingerprint != now.fingerprint
+    assert again.gives_the_ids_of(now)  # so that its tokens can be trained on
+    assert not again.gives_the_ids_of(both("llama3")[0])
+    assert not again.gives_the_ids_of(replace(now, eot=now.all_specials["<|im_start|>"], specials={}))
 
 
 # Through the program
@@ -357,10 +361,11 @@ def test_the_older_pair_of_another_family_is_refused(folders: dict[str, Path], t
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": {"type": "BPE", "vocab": {"a": "b"}, "merges": []}}, "is no tokenizer of the tokenizers library"),
+        ({"model": {"type": "BPE", "vocab": {"a": "b"}, "merges": []}}, "a value is not of the kind"),
+        ({"model": {"type": "BPE"}}, "is no tokenizer of the tokenizers library: 'vocab' is missing"),
         ({"decoder": {"type": "Replace", "pattern": {"Regex": "a"}, "content": ""}}, "decoder .*Regex.* is not one that"),
-        ({"added_tokens": [{"content": "</s>"}]}, "is no tokenizer of the tokenizers library"),
-        ({"added_tokens": 5}, "is no tokenizer of the tokenizers library"),
+        ({"added_tokens": [{"content": "</s>"}]}, "'id' is missing"),
+        ({"added_tokens": 5}, "a value is not of the kind"),
         ({"normalizer": {"type": "Nothing"}}, "cannot read the tokenizer.json"),
     ],
 )  # fmt: skip
