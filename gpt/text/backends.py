@@ -27,7 +27,9 @@ Int64s = npt.NDArray[np.int64]
 HINT = "take another --tokenizer, or break up the long runs of one kind of character in the text"
 
 
-_BETWEEN, _BETWEEN_ID = "\U0010fffe|between|\U0010fffe", 2**31  # texts that tiktoken encodes in one call
+# What stands between texts that tiktoken encodes in one call. It ends in another character than it begins with, so that
+# no end of a text can be a part of it.
+_BETWEEN, _BETWEEN_ID = "\U0010fffe|between|\U0010ffff", 2**31
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -217,7 +217,7 @@ class TokenDocument:
         return self.stream.take(self.start + start, max(0, stop - start))[::step]
 
 
-class TokenDocuments(Sequence[TokenDocument]):
+class TokenDocuments:
     """The documents of a stream."""
 
     def __init__(self, stream: TokenStream) -> None:
@@ -232,17 +232,9 @@ class TokenDocuments(Sequence[TokenDocument]):
     def __len__(self) -> int:
         return len(self.stream.offsets) - 1
 
-    @overload
-    def __getitem__(self, number: int) -> TokenDocument: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[TokenDocument]: ...
-    def __getitem__(self, number: int | slice) -> TokenDocument | list[TokenDocument]:
-        if isinstance(number, slice):
-            return [self[i] for i in range(*number.indices(len(self)))]
-        if not -len(self) <= number < len(self):
-            raise IndexError(number)
-        number %= len(self)
-        return TokenDocument(self.stream, int(self.stream.offsets[number]) + 1, int(self.stream.offsets[number + 1]))
+    def __getitem__(self, number: int) -> TokenDocument:
+        start, end = self.stream.offsets[number : number + 2].tolist()
+        return TokenDocument(self.stream, start + 1, end)
 
     def __iter__(self) -> Iterator[TokenDocument]:
         return (self[number] for number in range(len(self)))
