@@ -12,6 +12,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate, chain, islice
 from pathlib import Path
 
@@ -55,8 +56,9 @@ def read_items(corpus: Corpus, group: int, tokenizer: Tokenizer, on_bytes: OnByt
         }
 
     for number in corpus.groups[group]:
-        source = _Source(corpus, number, reader, on_bytes)
-        for text, begins, side, cut in cut_documents(source.assigned(), tokenizer.pattern):
+        source = corpus.sources[number]
+        chunks = _Counted(reader.documents(source, partial(on_bytes, number)))
+        for text, begins, side, cut in cut_documents(corpus.assign(chunks, number), tokenizer.pattern):
             item.texts.append(text)
             item.begins.append(begins)
             item.sides.append(side)
@@ -68,36 +70,28 @@ def read_items(corpus: Corpus, group: int, tokenizer: Tokenizer, on_bytes: OnByt
                 item.counts = counts()
                 yield item
                 item, size = Item(group, item.number + 1), 0
-        item.sources.append(source.record(group))
+        item.sources.append(chunks.record(source, group))
     item.counts, item.last = counts(), True
     yield item
 
 
-class _Source:
-    """A source that is being read: the sha256, bytes and documents of its text."""
+class _Counted:
+    """The chunks of a source, with the sha256, bytes and documents of those that were read."""
 
-    def __init__(self, corpus: Corpus, number: int, reader: Reader, on_bytes: OnBytes) -> None:
-        self.source: Source = corpus.sources[number]
-        self.corpus, self.number, self.reader, self.on_bytes = corpus, number, reader, on_bytes
-        self.documents = self.bytes = 0
-        self.sum = hashlib.sha256()
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        self.chunks, self.documents, self.bytes, self.sum = chunks, 0, 0, hashlib.sha256()
 
-    def assigned(self) -> Iterator[tuple[Chunk, bool]]:
-        return iter(self.corpus.assign(self._counted(), self.number))
-
-    def _counted(self) -> Iterator[Chunk]:
-        for chunk in self.reader.documents(self.source, lambda position: self.on_bytes(self.number, position)):
+    def __iter__(self) -> Iterator[Chunk]:
+        for chunk in self.chunks:
             data = chunk.text.encode()
             self.sum.update(data)
             self.bytes += len(data)
             self.documents += chunk.begins
             yield chunk
 
-    def record(self, group: int) -> SourceRecord:
-        source = self.source
-        return SourceRecord(
-            group, source.name, source.size, source.time, self.documents, self.bytes, self.sum.hexdigest()
-        )
+    def record(self, source: Source, group: int) -> SourceRecord:
+        sha256 = self.sum.hexdigest()
+        return SourceRecord(group, source.name, source.size, source.time, self.documents, self.bytes, sha256)
 
 
 def encode(tokenizer: Tokenizer, item: Item) -> EncodedItem:

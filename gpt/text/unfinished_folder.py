@@ -1,7 +1,6 @@
 """A token folder while it is being made, slice by slice, so that a resume skips finished slices.
 
-A slice is a shard of each side, of about `SLICE_IDS` ids of one group of sources. The first line of ``progress.jsonl``
-says what the folder is made from; each further line is a finished slice.
+The first line of ``progress.jsonl`` says what the folder is made from; each further line is a finished slice.
 """
 
 import contextlib
