@@ -350,8 +350,9 @@ class TextConfig(LearnConfig):
     )
     val_text: str | None = _data(None, "A text to hold out instead; then all of TEXT is trained on.", shown="none")
     jobs: int | None = _machine(
-        None, "Processes that tokenize; the ids are the same for any number.", shown="one a core", low=1, high=1024
-    )
+        None, "Threads that tokenize, one a core at most; the ids are the same for any number.",
+        shown="one a core", low=1, high=1024,
+    )  # fmt: skip
     seed: int = _run(1337, "Same seed: the same split into training and held-out text.", low=0)
 
     def __post_init__(self) -> None:

@@ -18,13 +18,8 @@ from conftest import FAST, TINY, Gpt, make_text, one_line_of_what_and_what_next,
 
 import gpt as library
 from gpt import events, files
-from gpt.config import TextConfig
 from gpt.errors import Interrupted, WorkError
 from gpt.interrupt import SIGNALS, StopSignal, heeded
-from gpt.text import encoders, tokenize
-from gpt.text.corpus import open_corpus
-from gpt.text.encoders import Encoders
-from gpt.text.tokenizer import bytes_tokenizer
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals and names")
 SETTINGS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -49,13 +44,6 @@ def test_saving_and_loading_need_no_shared_memory(no_semaphores: None, text: Pat
     assert library.load(f"{result.run}:step-4").generate("the", max_tokens=3)
 
 
-def test_tokenizing_falls_back_to_one_job(no_semaphores: None, gpt: Gpt, text: Path) -> None:
-    done = gpt("tokenize", text, "--jobs", "2", "--tokenizer", "bytes", "-o", "tokens")
-    assert done.code == 0, done.err
-    assert "tokenizing in one process" in done.err
-    assert Path("tokens/manifest.json").exists()
-
-
 def test_an_error_of_the_disk_names_the_place_that_failed(workdir: Path) -> None:
     elsewhere = OSError(errno.ENOSPC, "No space left on device", "/elsewhere/pool")
     with pytest.raises(WorkError, match="cannot write /elsewhere/pool: No space"), files.disk_errors(Path("run/step")):
@@ -72,13 +60,11 @@ SHADOWS = ("gpt", "gpt_cli", "gpt_data", "torch", "numpy", "jinja2", "sitecustom
 
 @posix
 @pytest.mark.slow
-def test_nothing_of_the_current_folder_is_imported(run_folder: Path, workdir: Path) -> None:
-    """Every command that starts processes: ranks, encoders, multiprocessing's resource tracker, a chat template."""
+def test_nothing_of_the_current_folder_is_imported(workdir: Path) -> None:
+    """Every command that starts processes: ranks, multiprocessing's resource tracker, a chat template."""
     for name in {*sys.stdlib_module_names, *SHADOWS} - {"__main__"}:
         Path(f"{name}.py").write_text(f"open('IMPORTED', 'a').write({name!r} + '\\n')\nraise SystemExit(77)\n")
     Path("book.txt").write_text(make_text(), encoding="utf-8")
-    text = make_text(1000)
-    Path("large.txt").write_text(text * (tokenize.INLINE_BYTES // len(text.encode()) + 1), encoding="utf-8")
     message = '{"messages": [{"role": "user", "content": "%s"}, {"role": "assistant", "content": "%s"}]}\n'
     Path("chat.jsonl").write_text("".join(message % pair for pair in pairwise(make_text(3000).split())), "utf-8")
     few = [*SETTINGS, "--vocab-size", "300", "--steps", "2", "--quiet"]
@@ -86,12 +72,9 @@ def test_nothing_of_the_current_folder_is_imported(run_folder: Path, workdir: Pa
     command = shutil.which("gpt", path=Path(sys.executable).parent)
     assert command is not None
     for args in (
-        ["tokenize", "book.txt", "--jobs", "2", "--tokenizer", "bytes", "-o", "tokens"],
-        ["train", "large.txt", *few, "-o", "large"],
         ["train", "book.txt", *few, "--nproc", "2", "-o", "two"],
         ["train", "chat.jsonl", *few, "--chat", "-o", "chat"],
         ["sample", "-i", "-m", "chat", "-n", "2"],
-        ["eval", str(run_folder), "large.txt", "--quiet"],
     ):
         done = subprocess.run([command, *args], input=b"hello\n", capture_output=True, env=environment, timeout=200)
         assert done.returncode == 0, (args, done.stderr)
@@ -145,32 +128,29 @@ def test_an_interrupted_eval_leaves_no_tokens(
 
 @posix
 @pytest.mark.slow
-def test_a_signal_to_all_processes_of_a_tokenization_is_an_interruption(
-    text: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As `timeout` sends it: the processes that encode die of it, and the command says that it was interrupted."""
-    monkeypatch.setattr(encoders, "_encode_in_process", _terminate_all)
-    with pytest.raises(Interrupted, match="0 slices finished in out: continue with --resume"):
-        found = open_corpus([str(text)], TextConfig(tokenizer="bytes"))
-        tokenize.tokenize(found, bytes_tokenizer(), Path("out"), jobs=2)
+def test_a_terminal_that_closes_saves_the_run(text: Path) -> None:
+    """The kernel sends SIGHUP, and every write to the terminal fails from then on."""
+    import pty
+
+    leader, terminal = pty.openpty()
+    words = ["train", text, *SETTINGS, "--vocab-size", "300", "--steps", "1000000", "--compile", "off", "-o", "run"]
+    process = spawn(*words, start_new_session=True, preexec_fn=lambda: _take_terminal(terminal), stderr=terminal)
+    os.close(terminal)
+    end = time.monotonic() + 100
+    while not (Path("run/metrics.jsonl").exists() and b'"step": 5' in Path("run/metrics.jsonl").read_bytes()):
+        assert time.monotonic() < end
+        os.read(leader, 65536)
+    os.close(leader)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGHUP
+    assert library.load("run").path.name.startswith("step-")
 
 
-def _terminate_all(*item: object) -> None:
-    os.kill(os.getppid(), signal.SIGTERM)
-    time.sleep(0.2)  # the parent notes its signal before it sees that the pool has broken
-    os.kill(os.getpid(), signal.SIGTERM)
+def _take_terminal(terminal: int) -> None:
+    import fcntl
+    import termios
 
-
-@posix
-def test_processes_of_the_pool_leave_hang_ups_to_their_parent() -> None:
-    with Encoders(2) as pool:
-        assert pool.pool is not None
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-        for _ in range(2):
-            pool.tokenizers.put(None)
-        assert signal.SIGHUP in pool.pool.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
-        assert signal.SIGHUP not in mask
-        assert "PYTHONSAFEPATH" not in os.environ or os.environ["PYTHONSAFEPATH"] != "1"
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
 
 def test_work_goes_on_where_stderr_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,11 @@ Neither knows which tokens begin or end a text; `gpt.text.tokenizer` does.
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,23 +18,22 @@ import tiktoken
 
 from gpt.errors import UserError
 from gpt.text import untrusted
-from gpt.text.boundaries import DIGITS_PATTERN, GPT2_PATTERN, cuts, is_known, matches_nothing
+from gpt.text.boundaries import DIGITS_PATTERN, GPT2_PATTERN, is_known, parts_of
 from gpt.text.untrusted import steps
 
+T = TypeVar("T")
 Ids = npt.NDArray[np.uint32]
 Int64s = npt.NDArray[np.int64]
 HINT = "take another --tokenizer, or break up the long runs of one kind of character in the text"
 
 
-class _Pickled:
-    """Pickles the fields of a dataclass alone, without what it has cached."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+# What stands between texts that tiktoken encodes in one call. It ends in another character than it begins with, so that
+# no end of a text can be a part of it.
+_BETWEEN, _BETWEEN_ID = "\U0010fffe|between|\U0010ffff", 2**31
 
 
 @dataclass(frozen=True)
-class ByteBPE(_Pickled):
+class ByteBPE:
     """A byte-level BPE that tiktoken runs. ``nfc``: text is normalized to NFC first, in runs of older versions of gpt
     that have Qwen's vocabulary."""
 
@@ -52,36 +51,36 @@ class ByteBPE(_Pickled):
     @cached_property
     def _encoding(self) -> tiktoken.Encoding:
         try:
-            found = tiktoken.Encoding("gpt", pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens={})
+            return tiktoken.Encoding(
+                "gpt", pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens={_BETWEEN: _BETWEEN_ID}
+            )
         except ValueError as error:
             raise UserError(f"the tokenizer's pattern is not valid: {error}") from None
-        if not self._is_known and matches_nothing(self.pattern):
-            raise UserError("the tokenizer's pattern is not valid: it matches the empty text")  # tiktoken would panic
-        return found
 
-    @cached_property
-    def _is_known(self) -> bool:
-        return is_known(self.pattern)
-
-    def encode(self, text: str, added: Mapping[str, int], specials: bool, continues: bool) -> tuple[Ids, int]:
-        """Returns the ids of ``text`` and the number of cuts in pieces that were too long.
+    def encode(self, text: str, added: Mapping[str, int], specials: bool, continues: bool) -> Ids:
+        """Returns the ids of ``text``.
 
         The words ``added`` get their ids wherever they stand; ``specials``: special tokens are among them.
         ``continues``: the text follows another one, so that no space is put before it.
         """
-        if not added:
-            return self._encode(text)
         words = sorted(added, key=len, reverse=True)
-        parts = re.split(f"({'|'.join(map(re.escape, words))})", text)
-        ids, count = [], 0
-        for i, part in enumerate(parts):
+        split = re.split(f"({'|'.join(map(re.escape, words))})", text) if added else [text]
+        ids = []
+        for i, part in enumerate(split):
             if i % 2:
                 ids.append(np.array([added[part]], np.uint32))
-            elif part or len(parts) == 1:
-                found, cut = self._encode(part)
-                ids.append(found)
-                count += cut
-        return np.concatenate(ids), count
+            elif part or len(split) == 1:
+                ids += map(self._merge, parts_of(self._normalized(part), self.pattern))
+        return np.concatenate(ids) if len(ids) != 1 else ids[0]
+
+    def encode_all(self, texts: Sequence[str], added: Mapping[str, int]) -> list[Ids]:
+        """Returns the ids of each text, in one call of tiktoken's for them all, during which other threads run."""
+        joined = _BETWEEN.join(texts)
+        if added or joined.count(_BETWEEN) >= len(texts):
+            return [self.encode(text, added, False, False) for text in texts]
+        ids = self._merge(self._normalized(joined), {_BETWEEN})
+        places = np.flatnonzero(ids == _BETWEEN_ID)
+        return [part[i > 0 :] for i, part in enumerate(np.split(ids, places))]
 
     def size(self, text: str) -> int:
         """Returns the number of bytes of all tokens of ``text``."""
@@ -94,41 +93,36 @@ class ByteBPE(_Pickled):
 
         return NFC().normalize_str(text)
 
-    def _encode(self, text: str) -> tuple[Ids, int]:
-        text = self._normalized(text)
-        places, cut = cuts(text, self.pattern)
-        ids = [self._merge(part) for part in split(text, places)]
-        return np.concatenate(ids) if len(ids) != 1 else ids[0], cut
-
-    def _merge(self, text: str) -> Ids:
+    def _merge(self, text: str, allowed: AbstractSet[str] = frozenset()) -> Ids:
         encoding = self._encoding
 
-        def merge() -> Ids:
-            return encoding.encode_to_numpy(text, disallowed_special=())
+        def work() -> Ids:
+            return encoding.encode_to_numpy(text, allowed_special=allowed, disallowed_special=())
 
-        try:
-            if self._is_known:
-                return merge()
-            with untrusted.silent():
-                return untrusted.timed(merge, len(text))
-        except BaseException as error:
-            if not _is_panic(error) and "Regex error" not in str(error):
-                raise
-            message = f"the tokenizer's pattern fails on a text of {len(text):,} characters: {error}"
-            raise UserError(message, HINT) from None
+        return _run(work, len(text), not is_known(self.pattern), "the tokenizer's pattern")
 
 
-def split(text: str, cuts: Iterable[int]) -> Iterator[str]:
-    """Yields the parts of ``text`` between ``cuts``."""
-    for start, end in pairwise([0, *sorted(cuts), len(text)]):
-        yield text[start:end]
+def _run(work: Callable[[], T], size: int, is_risky: bool, what: str) -> T:
+    """Returns ``work()``, a call of native code for ``size`` characters; a risky one may take long, or panic. Raises
+    `UserError` where it fails."""
+    try:
+        if not is_risky and size <= untrusted.SHORT_IF_LINEAR:
+            return work()
+        with untrusted.silent() if is_risky else contextlib.nullcontext():
+            return untrusted.timed(work, size)
+    except UserError:
+        raise
+    except BaseException as error:  # a panic of pyo3 is no Exception
+        if not _is_panic(error) and not isinstance(error, Exception):
+            raise
+        raise UserError(f"{what} fails on a text of {size:,} characters: {error}", HINT) from None
 
 
 Step = tuple[str, str, str]  # the type of a decoder, what it replaces, by what
 
 
 @dataclass(frozen=True)
-class Library(_Pickled):
+class Library:
     """A ``tokenizer.json`` that the tokenizers library runs: any model, normalizer and pre-tokenizer that it has."""
 
     data: bytes = field(repr=False)  # of the file
@@ -150,7 +144,7 @@ class Library(_Pickled):
         spaced = any(kind in ("Join", "WordPiece") for kind, _, _ in self._steps)
         return spaced or (
             self._continuing is not self._tokenizer
-            and list(self.encode("a", {}, False, False)[0]) != list(self.encode("a", {}, False, True)[0])
+            and list(self.encode("a", {}, False, False)) != list(self.encode("a", {}, False, True))
         )
 
     @cached_property
@@ -188,32 +182,36 @@ class Library(_Pickled):
         kinds = [step for step in self._steps if step[0] != "ByteLevel"]
         return {id: token_bytes(word, kinds) for id, word in words.items() if word}
 
-    def encode(self, text: str, added: Mapping[str, int], specials: bool, continues: bool) -> tuple[Ids, int]:
+    def encode(self, text: str, added: Mapping[str, int], specials: bool, continues: bool) -> Ids:
         """Returns what `ByteBPE.encode` does. The library knows the words ``added`` itself."""
         tokenizer = self._continuing if continues else self._tokenizer
-        tokenizer.encode_special_tokens = not specials
-        return np.array(self._encoded(tokenizer, text).ids, np.uint32), 0
+        if tokenizer.encode_special_tokens == specials:
+            tokenizer.encode_special_tokens = not specials
+        return self._ids(tokenizer, [text])[0]
 
-    def _encoded(self, tokenizer: Any, text: str) -> Any:
-        if len(text) * self._growth > untrusted.MOST_CHARACTERS:
+    def encode_all(self, texts: Sequence[str], added: Mapping[str, int]) -> list[Ids]:
+        """Returns the ids of each text, in one call of the library's for them all, during which other threads run."""
+        return self._ids(self._tokenizer, texts)
+
+    def _ids(self, tokenizer: Any, texts: Sequence[str]) -> list[Ids]:
+        return [np.array(each.ids, np.uint32) for each in self._encoded(tokenizer, texts, tokenizer.encode_batch_fast)]
+
+    def _encoded(self, tokenizer: Any, texts: Sequence[str], batch: Callable[..., list[Any]]) -> list[Any]:
+        size = sum(map(len, texts))
+        if size * self._growth > untrusted.MOST_CHARACTERS:
             raise UserError(
-                f"a text of {len(text):,} characters is too long for a tokenizer that may make it {self._growth} times "
+                f"a text of {size:,} characters is too long for a tokenizer that may make it {self._growth} times "
                 "as long",
                 "break it up into documents",
             )
-        try:
-            if not self._is_risky and len(text) <= untrusted.SHORT_IF_LINEAR:
-                return tokenizer.encode(text, add_special_tokens=False)
-            with untrusted.silent() if self._is_risky else contextlib.nullcontext():
-                # Unlike `encode`, `encode_batch` lets other threads run.
-                return untrusted.timed(lambda: tokenizer.encode_batch([text], add_special_tokens=False)[0], len(text))
-        except UserError:
-            raise
-        except BaseException as error:  # a panic of pyo3 is no Exception
-            if not _is_panic(error) and not isinstance(error, Exception):
-                raise
-            message = f"the tokenizer fails on a text of {len(text):,} characters: {error}"
-            raise UserError(message, HINT) from None
+
+        def work() -> list[Any]:
+            if self._is_risky or size > untrusted.SHORT_IF_LINEAR:
+                return batch(texts, add_special_tokens=False)
+            # The library warns of a process that is forked after a batch.
+            return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+        return _run(work, size, self._is_risky, "the tokenizer")
 
     @cached_property
     def _is_risky(self) -> bool:
@@ -224,7 +222,7 @@ class Library(_Pickled):
     def offsets(self, text: str) -> tuple[Int64s, Int64s]:
         """Returns the characters of ``text`` at which its tokens start and end, special tokens among them."""
         self._tokenizer.encode_special_tokens = False
-        found = self._encoded(self._tokenizer, text).offsets
+        found = self._encoded(self._tokenizer, [text], self._tokenizer.encode_batch)[0].offsets
         starts, ends = np.array(found, np.int64).reshape(-1, 2).T
         return starts, ends
 
@@ -268,7 +266,9 @@ def _made(values: Mapping[str, Any]) -> Any:
     untrusted.check(values)
     try:
         with untrusted.silent():
-            return Tokenizer.from_str(plain)
+            made = Tokenizer.from_str(plain)
+            made.encode_special_tokens = True  # before threads share it
+            return made
     except BaseException as error:  # a panic of pyo3 is no Exception
         if not _is_panic(error) and not isinstance(error, Exception):
             raise

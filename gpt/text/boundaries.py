@@ -1,4 +1,4 @@
-"""Cuts of a text before it is tokenized: a document of any size in parts, a piece of any length in bounds.
+"""Where a document may be cut, so that one of any size is tokenized in parts.
 
 A tokenizer's pattern cuts a text into pieces, and each piece is merged by itself. A cut between two pieces changes no
 id where neither side looks across it: as ``\\s+(?!\\S)``, say, looks past the white space that it takes. A document
@@ -8,8 +8,6 @@ under a pattern of unknown form is encoded whole.
 import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any
 
 from gpt.errors import UserError
 
@@ -20,17 +18,14 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 # The same after each digit is cut off by itself, as in SmolLM2's vocabulary: white space before a digit ends a part.
 DIGITS_PATTERN = r"""'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}++| ?[^\s\p{L}\p{N}]++|\s++(?=\p{N}|$)|\s+(?!\S)|\s"""
 
-# A run of white space this long overflows the regex engine's stack if something follows it (tiktoken 0.14: at a
-# million). The patterns give its last character to the text after it, so a cut before that changes no id.
-LONG_SPACE = 10_000
-LONG_PIECE = 2**20  # characters; a single piece longer than this is cut: merging takes more than linear time
-MOST_UNCUT = 2**27  # characters held of a document in which no place to cut is found: a bomb must not fill the memory
+STEP = 2**18  # characters that are looked at for a place to cut
+LONGEST = 2**19  # characters without such a place that are cut anywhere: longer runs of white space overflow the regex
+# engine's stack (tiktoken 0.14: at a million), and longer words take more than linear time to merge
+MOST_UNCUT = 2**27  # characters held of a document under a pattern of unknown form: a bomb must not fill the memory
 MOST_WHOLE = 2**24  # as much for the tokenizers library, which takes some 110 bytes a character
-LONG_SPACE_PIECE = 2**19  # as much for white space, which o200k's pattern puts on that stack even at a text's end
 
 # What \s means to the regex engine: Unicode's White_Space (Python's own \s has four control characters more).
 SPACES = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-_BLANK = re.compile(f"[{SPACES}]")
 _INLINE_SPACES = SPACES.replace(r"\t-\r", r"\t\x0b\x0c")
 
 # Characters that are letters, and ones that are neither letter, number, mark, space nor apostrophe, in every version of
@@ -91,135 +86,46 @@ def _last_rule(pattern: str) -> re.Pattern[str] | None:
     return re.compile("(?s:.*)(?:" + "|".join(f"{a}(?={b})" for a, b in rules) + ")") if rules else None
 
 
-@lru_cache
-def _compiled(pattern: str) -> Any:
-    import regex  # here, since only odd texts need it
-
-    return regex.compile(pattern)
-
-
 def is_known(pattern: str) -> bool:
     """Whether a pattern is of known form: its pieces join to the whole text, and it means the same to tiktoken's regex
-    engine and to the tokenizers library's (tests/test_tokenizer_files.py compares them)."""
+    engine and to the tokenizers library's."""
     # The library's engine reads {1,3}+ as ({1,3})+, and $ as the end of a line, to which only a + lets it go back.
     alike = not re.search(r"\d\}\+|\$", pattern.replace(r"\s++$", ""))
     return alike and _rules(pattern) is not None
 
 
-def matches_nothing(pattern: str) -> bool:
-    """Whether a pattern matches an empty part of some text, as far as a few characters show."""
-    try:
-        return any(match.end() == match.start() for match in _compiled(pattern).finditer("aA 1.\n\té漢'"))
-    except Exception:  # a pattern that another engine understands
-        return False
-
-
-def last_boundary(text: str, pattern: str, start: int = 0, end: int | None = None) -> int:
-    """Returns the largest position found, between ``start`` and ``end`` and neither of these, at which ``text`` may be
-    cut; 0 where there is none. Whatever follows the cut, the ids of both sides are those of the whole."""
+def _last_boundary(text: str, pattern: str) -> int:
+    """Returns the largest position found at which ``text`` may be cut, and not 0 or its end; 0 where there is none.
+    Whatever follows the cut, the ids of both sides are those of the whole."""
     rule = _last_rule(pattern)
-    found = rule.match(text, start, len(text) if end is None else end) if rule else None
+    found = rule.match(text) if rule else None
     return found.end() if found else 0
 
 
-def cuts(text: str, pattern: str) -> tuple[list[int], int]:
-    """Returns where ``text`` is to be cut so that tiktoken takes about linear time and no regex engine's stack
-    overflows, in order, and how many of these cuts lie inside a piece that is too long: these alone change ids."""
-    if len(text) <= LONG_SPACE or not _rules(pattern):
-        return [], 0
-    inside, before = _piece_cuts(text, pattern)
-    return sorted({*inside, *before, *_space_cuts(text, pattern)}), len(inside)
-
-
-def _space_cuts(text: str, pattern: str) -> Iterator[int]:
-    """Cuts between the pieces of each long run of white space that something follows.
-
-    The last character of a run belongs to the piece after it. In some patterns a piece of white space ends with its
-    last line end, and the rest of the run is another piece. In SmolLM2's a run before a digit is a piece: it is cut
-    at its end, and not at all before what may be a digit to the regex engine.
-    """
-    digits = pattern == DIGITS_PATTERN
-    by_line = _rules(pattern) is not _GPT2_RULES
-    for start, end in _long_runs(text):
-        line = max(text.rfind("\r", start, end), text.rfind("\n", start, end)) + 1 if by_line else 0
-        if digits and not re.match(f"[{_LETTERS}{_OTHERS}]", text[end]):
-            yield from [end] if text[end] in "0123456789" else []
-        elif line < end:
-            yield from {line, end - 1} if line > start else {end - 1}
-
-
-def _long_runs(text: str) -> Iterator[tuple[int, int]]:
-    """Start and end of each run of at least `LONG_SPACE` white-space characters that does not end the text."""
-    step = LONG_SPACE // 8
-    for samples in re.finditer(f"[{SPACES}]{{7,}}", text[::step]):  # a long run is seen 8 times, or 7
-        start, end = max(0, samples.start() - 1) * step, (samples.end() + 1) * step
-        for run in re.finditer(f"(?<![{SPACES}])[{SPACES}]{{{LONG_SPACE},}}", text[start:end]):
-            if start + run.end() < len(text):
-                yield start + run.start(), start + run.end()
-
-
-def _piece_cuts(text: str, pattern: str) -> tuple[list[int], list[int]]:
-    """Cuts inside pieces that are too long, from left to right; after each the text is cut into pieces again. And cuts
-    before such pieces of white space, which would join the line ends before them if a text ended in them."""
-    inside: list[int] = []
-    before: list[int] = []
-    at = 0
-    while len(text) - at > LONG_SPACE_PIECE:
-        boundary = last_boundary(text, pattern, at, at + LONG_SPACE_PIECE + 1)
-        if boundary:
-            at = boundary
-            continue
-        start, at = _next_far(text, pattern, at)
-        if start is not None:
-            inside.append(at)
-            if _BLANK.match(text, start) and text[start - 1 : start] in ("\r", "\n"):
-                before.append(start)
-    return inside, before
-
-
-def _next_far(text: str, pattern: str, at: int) -> tuple[int | None, int]:
-    """Finds, near ``at``, the start of the first piece that is too long and the cut inside it; else
-    None and the end of the last one."""
-    far = at + LONG_SPACE_PIECE
-    for piece in _compiled(pattern).finditer(text, at, far + 2 * LONG_PIECE):
-        start, end = piece.span()
-        if end - start > _limit(text, start, end):
-            # Decided by no more text than `parts` is sure to have, so that both decide it alike.
-            seen = _compiled(pattern).match(text, start, start + 2 * LONG_PIECE)
-            end = seen.end() if seen else start
-            limit = _limit(text, start, end)
-            return (start, start + limit) if end - start > limit else (None, max(end, at + 1))
-        if end >= far:
-            return None, end
-    return None, max(far, at + 1)
-
-
-def _limit(text: str, start: int, end: int) -> int:
-    return LONG_SPACE_PIECE if _BLANK.match(text, start) and _BLANK.match(text, max(start, end - 1)) else LONG_PIECE
-
-
-def parts(chunks: Iterable[str], pattern: str, size: int) -> Iterator[tuple[str, bool]]:
+def parts(chunks: Iterable[str], pattern: str, size: int = STEP) -> Iterator[tuple[str, bool]]:
     """Cuts the chunks of one document into parts of about ``size`` characters, or of as many as it takes, whose
-    ids one after the other are the whole document's. With each, whether it ends inside a piece that was too long.
+    ids one after the other are the whole document's. After `LONGEST` characters without a place to cut, a part ends
+    anywhere. With each part, whether it ends so.
 
-    No part is empty. Under a pattern of unknown form there is one part. Raises `UserError` for more than `MOST_UNCUT`
-    characters between two places to cut, or for a longer document than `MOST_WHOLE` where there is no pattern.
+    No part is empty. Under a pattern of unknown form there is one part. Raises `UserError` for a document of more than
+    `MOST_UNCUT` characters there, or `MOST_WHOLE` where there is no pattern.
     """
+    is_cut, most = _rules(pattern) is not None, MOST_UNCUT if pattern else MOST_WHOLE
     held: list[str] = []
     length, wanted = 0, size
-    for chunk in chunks:
-        held.append(chunk)
-        length += len(chunk)
-        if length >= wanted and _rules(pattern):
+    for step in (chunk[at : at + STEP] for chunk in chunks for at in range(0, len(chunk), STEP)):
+        held.append(step)
+        length += len(step)
+        if is_cut and length >= wanted:
             text = "".join(held)
-            boundary = last_boundary(text, pattern)
-            places = [(boundary, False)] if boundary else _forced(text, pattern)
-            for (start, _), (end, inside) in pairwise([(0, False), *places]):
-                yield text[start:end], inside
-            held = [text[places[-1][0] :] if places else text]
-            length = len(held[0])
-            wanted = max(size, 2 * length)
-        if length > (MOST_UNCUT if pattern else MOST_WHOLE):
+            end = _last_boundary(text, pattern)
+            anywhere = not end and length >= LONGEST
+            end = LONGEST if anywhere else end
+            if end:
+                yield text[:end], anywhere
+            held, length = [text[end:]], length - end
+            wanted = max(size, min(2 * length, LONGEST))
+        elif not is_cut and length > most:
             raise UserError(
                 f"a document has {length:,} characters without a place to cut it under the tokenizer's pattern",
                 "--split-on cuts it into documents; or take another --tokenizer",
@@ -228,10 +134,8 @@ def parts(chunks: Iterable[str], pattern: str, size: int) -> Iterator[tuple[str,
         yield "".join(held), False
 
 
-def _forced(text: str, pattern: str) -> list[tuple[int, bool]]:
-    """Cuts in and before pieces that are too long, whatever text follows, and whether each is inside a piece."""
-    settled = len(text) - 2 * LONG_PIECE
-    if settled <= 0:
-        return []
-    inside, before = _piece_cuts(text, pattern)
-    return sorted((cut, cut in inside) for cut in {*inside, *before} if cut < settled)
+def parts_of(text: str, pattern: str) -> list[str]:
+    """Returns the parts of a text, one for a text of usual length, so that a regex engine takes each of them."""
+    if len(text) <= LONGEST + STEP or not _rules(pattern):
+        return [text]
+    return [part for part, _ in parts([text], pattern)]

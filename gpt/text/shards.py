@@ -7,21 +7,19 @@ inside a document that began in the file before it.
 """
 
 import contextlib
-import hashlib
 import mmap
 import os
 import struct
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from gpt.errors import UserError
-from gpt.files import file_sha256, open_regular, whole_file
+from gpt.files import file_sha256, open_regular, write_pieces
 
 MAGIC = b"GPTIDS\r\n"
 VERSION = 2
@@ -39,7 +37,7 @@ Offsets = npt.NDArray[np.uint64]
 
 def id_type(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
     """Returns uint16 where all ids fit, else uint32."""
-    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def write_shard(path: Path, ids: Iterable[Ids], offsets: Offsets, vocab_size: int) -> str:
@@ -47,7 +45,6 @@ def write_shard(path: Path, ids: Iterable[Ids], offsets: Offsets, vocab_size: in
 
     Raises `UserError` for an id outside the vocabulary.
     """
-    _check_little_endian()
     parts = [np.ascontiguousarray(part, id_type(vocab_size)) for part in ids]
     count = sum(map(len, parts))
     if max((int(part.max()) for part in parts if len(part)), default=0) >= vocab_size:
@@ -56,13 +53,7 @@ def write_shard(path: Path, ids: Iterable[Ids], offsets: Offsets, vocab_size: in
     itemsize = id_type(vocab_size).itemsize
     header = HEADER.pack(MAGIC, VERSION, itemsize, vocab_size, flags, count, len(offsets))
     padding = bytes(-count * itemsize % 8)
-    blocks: list[Any] = [header, *parts, padding, np.ascontiguousarray(offsets, np.uint64)]
-    digest = hashlib.sha256()
-    with whole_file(path) as file:
-        for block in blocks:
-            file.write(block)
-            digest.update(block)
-    return digest.hexdigest()
+    return write_pieces(path, [header, *parts, padding, np.ascontiguousarray(offsets, "<u8")])
 
 
 class Shard:
@@ -72,7 +63,6 @@ class Shard:
     """
 
     def __init__(self, path: Path) -> None:
-        _check_little_endian()
         self.path = path
         self._map: mmap.mmap | None = None
         with self._system_errors(), open_regular(path) as file:
@@ -106,7 +96,7 @@ class Shard:
                 HINT,
             )
         self.continues = bool(flags & CONTINUES)
-        self._dtype = np.dtype(np.uint16 if self.itemsize == 2 else np.uint32)
+        self._dtype = np.dtype(f"<u{self.itemsize}")
         ids_end = HEADER.size + self.count * self.itemsize
         self._offsets_start = ids_end + -(self.count * self.itemsize) % 8
         promised = self._offsets_start + self.documents * 8
@@ -129,7 +119,7 @@ class Shard:
 
     def offsets(self) -> Offsets:
         """Returns the places of the documents' end-of-text ids. Raises `UserError` where they are out of order."""
-        offsets: Offsets = np.frombuffer(self._mapped(), np.uint64, self.documents, self._offsets_start).copy()
+        offsets: Offsets = np.frombuffer(self._mapped(), "<u8", self.documents, self._offsets_start).copy()
         wrong_start = self.count > 0 and not self.continues and (not len(offsets) or offsets[0] != 0)
         disorder = len(offsets) and (np.any(offsets[1:] <= offsets[:-1]) or offsets[-1] >= self.count)
         if wrong_start or disorder:
@@ -151,11 +141,6 @@ class Shard:
             self.take(start, start + 2**22)
             self.release()
         self.offsets()
-
-
-def _check_little_endian() -> None:
-    if sys.byteorder != "little":
-        raise UserError("token files are little-endian and this machine is not")
 
 
 Int64s = npt.NDArray[np.int64]
@@ -232,7 +217,7 @@ class TokenDocument:
         return self.stream.take(self.start + start, max(0, stop - start))[::step]
 
 
-class TokenDocuments(Sequence[TokenDocument]):
+class TokenDocuments:
     """The documents of a stream."""
 
     def __init__(self, stream: TokenStream) -> None:
@@ -247,17 +232,9 @@ class TokenDocuments(Sequence[TokenDocument]):
     def __len__(self) -> int:
         return len(self.stream.offsets) - 1
 
-    @overload
-    def __getitem__(self, number: int) -> TokenDocument: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[TokenDocument]: ...
-    def __getitem__(self, number: int | slice) -> TokenDocument | list[TokenDocument]:
-        if isinstance(number, slice):
-            return [self[i] for i in range(*number.indices(len(self)))]
-        if not -len(self) <= number < len(self):
-            raise IndexError(number)
-        number %= len(self)
-        return TokenDocument(self.stream, int(self.stream.offsets[number]) + 1, int(self.stream.offsets[number + 1]))
+    def __getitem__(self, number: int) -> TokenDocument:
+        start, end = self.stream.offsets[number : number + 2].tolist()
+        return TokenDocument(self.stream, start + 1, end)
 
     def __iter__(self) -> Iterator[TokenDocument]:
         return (self[number] for number in range(len(self)))

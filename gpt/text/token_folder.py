@@ -127,7 +127,7 @@ class TokenFolder:
 
     def read_for(self, tokenizer: Tokenizer) -> bool:
         """Takes the tokenizer of a model, whose ids may be fewer, for its own. False where it is another one."""
-        same = self.tokenizer.fingerprint == tokenizer.fingerprint
+        same = self.tokenizer.gives_the_ids_of(tokenizer)
         if same:
             self.tokenizer = tokenizer
         return same

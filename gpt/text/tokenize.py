@@ -1,16 +1,22 @@
-"""Text → a token folder: this process reads and writes, others encode, all in the order of the text.
+"""Text → a token folder: this thread reads and writes, others encode, all in the order of the text.
 
-The shards depend on the text and the settings alone, not on the number of processes or on interruptions: sources form
+The shards depend on the text and the settings alone, not on the number of threads or on interruptions: sources form
 groups, a group's text forms items, and a slice (one shard of each side) ends with an item. A finished slice is a line
 of ``progress.jsonl``; a resume reads the unfinished group again and encodes what is missing.
 """
 
 import contextlib
 import hashlib
+import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate, chain, islice
 from pathlib import Path
+
+import numpy as np
 
 from gpt import events
 from gpt.config import TokenizeConfig
@@ -21,11 +27,11 @@ from gpt.peaks import cores
 from gpt.text import unfinished_folder
 from gpt.text.corpus import Corpus, Listener, cut_documents, open_corpus
 from gpt.text.documents import Chunk, Reader, utf8_size
-from gpt.text.encoders import EncodedItem, Encoders, Item
+from gpt.text.shards import Ids, Side, id_type
 from gpt.text.token_folder import MANIFEST, SourceRecord, TokenFolder
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokenizer_files import tokenizer_files
-from gpt.text.unfinished_folder import FinishedSlices, ItemEnd
+from gpt.text.unfinished_folder import EncodedItem, FinishedSlices, Item
 from gpt.text.unpack import Source
 from gpt.text.vocabulary import tokenizer_for
 from gpt.words import counted
@@ -36,61 +42,116 @@ ITEM_DOCUMENTS = 4096  # … in at most so many texts
 OnBytes = Callable[[int, int], None]  # gets a source's number and its bytes read so far
 
 
-def read_items(corpus: Corpus, group: int, pattern: str, on_bytes: OnBytes) -> Iterator[tuple[Item, ItemEnd]]:
+def read_items(corpus: Corpus, group: int, tokenizer: Tokenizer, on_bytes: OnBytes) -> Iterator[Item]:
     """Yields the items of a group, in order. The last one may be empty."""
     reader = Reader(corpus.reading)
-    item, end, size, cuts = Item(), ItemEnd(group, 1), 0, 0
+    item, size, cuts, ends = Item(group, 1), 0, 0, 0
 
     def counts() -> dict[str, int]:
-        return {"replaced": reader.replaced, "skipped": reader.skipped.count, "cut_pieces": cuts}
+        return {
+            "replaced": reader.replaced,
+            "skipped": reader.skipped.count,
+            "cut_pieces": cuts,
+            "end_of_text_in_text": ends,
+        }
 
     for number in corpus.groups[group]:
-        source = _Source(corpus, number, reader, on_bytes)
-        for text, begins, side, cut in cut_documents(source.assigned(), pattern):
+        source = corpus.sources[number]
+        chunks = _Counted(reader.documents(source, partial(on_bytes, number)))
+        for text, begins, side, cut in cut_documents(corpus.assign(chunks, number), tokenizer.pattern):
             item.texts.append(text)
             item.begins.append(begins)
             item.sides.append(side)
-            end.bytes[side] += utf8_size(text)
+            item.bytes[side] += utf8_size(text)
             size += len(text)
             cuts += cut
+            ends += text.count(tokenizer.eot_token)
             if size >= ITEM or len(item.texts) >= ITEM_DOCUMENTS:
-                end.counts = counts()
-                yield item, end
-                item, end, size = Item(), ItemEnd(group, end.items + 1), 0
-        end.sources.append(source.record(group))
-    end.counts, end.last = counts(), True
-    yield item, end
+                item.counts = counts()
+                yield item
+                item, size = Item(group, item.number + 1), 0
+        item.sources.append(chunks.record(source, group))
+    item.counts, item.last = counts(), True
+    yield item
 
 
-class _Source:
-    """A source that is being read: the sha256, bytes and documents of its text."""
+class _Counted:
+    """The chunks of a source, with the sha256, bytes and documents of those that were read."""
 
-    def __init__(self, corpus: Corpus, number: int, reader: Reader, on_bytes: OnBytes) -> None:
-        self.source: Source = corpus.sources[number]
-        self.corpus, self.number, self.reader, self.on_bytes = corpus, number, reader, on_bytes
-        self.documents = self.bytes = 0
-        self.sum = hashlib.sha256()
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        self.chunks, self.documents, self.bytes, self.sum = chunks, 0, 0, hashlib.sha256()
 
-    def assigned(self) -> Iterator[tuple[Chunk, bool]]:
-        return iter(self.corpus.assign(self._counted(), self.number))
-
-    def _counted(self) -> Iterator[Chunk]:
-        for chunk in self.reader.documents(self.source, lambda position: self.on_bytes(self.number, position)):
+    def __iter__(self) -> Iterator[Chunk]:
+        for chunk in self.chunks:
             data = chunk.text.encode()
             self.sum.update(data)
             self.bytes += len(data)
             self.documents += chunk.begins
             yield chunk
 
-    def record(self, group: int) -> SourceRecord:
-        source = self.source
-        return SourceRecord(
-            group, source.name, source.size, source.time, self.documents, self.bytes, self.sum.hexdigest()
-        )
+    def record(self, source: Source, group: int) -> SourceRecord:
+        sha256 = self.sum.hexdigest()
+        return SourceRecord(group, source.name, source.size, source.time, self.documents, self.bytes, sha256)
 
 
-INLINE_BYTES = 4_000_000  # of text; for less, starting processes takes longer than the work
-MOST_PER_CORE = 2  # processes; a thousand on two cores take minutes to start, and gain nothing
+def encode(tokenizer: Tokenizer, item: Item) -> EncodedItem:
+    """Encodes the texts of an item."""
+    dtype = id_type(tokenizer.vocab_size)
+    opening = np.array(tokenizer.opening, dtype)
+    encoded = EncodedItem()
+    parts: dict[Side, list[Ids]] = {"train": [], "val": []}
+    lengths = dict.fromkeys(parts, 0)
+    for ids, begins, side in zip(tokenizer.encode_all(item.texts), item.begins, item.sides, strict=True):
+        if begins:
+            encoded.offsets[side].append(lengths[side])
+            parts[side].append(opening)
+        parts[side].append(ids.astype(dtype))
+        lengths[side] += len(ids) + begins * len(opening)
+    encoded.ids = {side: np.concatenate(arrays) for side, arrays in parts.items() if arrays}
+    return encoded
+
+
+AHEAD = 16  # items in memory beyond two for each thread, to encode while this one writes
+
+
+def _encoded(tokenizer: Tokenizer, items: Iterable[Item], jobs: int) -> Generator[tuple[Item, EncodedItem], None, None]:
+    """Yields every item with its ids, in order. ``jobs`` threads encode: tiktoken and the tokenizers library let other
+    threads run meanwhile."""
+    tokenizer.encode("")  # what it makes for its first text is made once, and not by each thread
+    waiting = deque[tuple[Item, Future[EncodedItem]]]()
+
+    def finished(most: int) -> Iterator[tuple[Item, EncodedItem]]:
+        while len(waiting) > most:
+            item, done = waiting[0]
+            yield item, done.result()
+            waiting.popleft()
+
+    pool = ThreadPoolExecutor(jobs)
+    with contextlib.ExitStack() as held:
+        held.callback(pool.shutdown, cancel_futures=True)
+        held.enter_context(_one_thread_a_job())
+        try:
+            for item in items:
+                waiting.append((item, pool.submit(encode, tokenizer, item)))
+                yield from finished(2 * jobs + AHEAD)
+        except Exception:  # what comes before a text that cannot be read is finished
+            yield from finished(0)
+            raise
+        yield from finished(0)
+
+
+@contextlib.contextmanager
+def _one_thread_a_job() -> Iterator[None]:
+    """Keeps the tokenizers library from using all cores for each of the threads that call it."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listener = lambda event: None) -> TokenFolder:
@@ -100,20 +161,19 @@ def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listene
     """
     if config.out is None:
         raise UserError("where should the tokens go?", "name a new folder: gpt tokenize TEXT -o DIR")
-    out, note = Path(config.out), lambda text: listen(events.Note(text))
+    out = Path(config.out)
     with reading(out):
         begun = config.resume and out.is_dir()
     if not begun:
         check_new(out, "give another --out; where it is unfinished, --resume continues it")
     corpus = open_corpus(texts, config, listen)
-    with Encoders(_jobs(config.jobs, corpus), note) as encoders:
-        if begun:
-            tokenizer = unfinished_folder.check_begun(out, corpus, config.share)
-            if (out / MANIFEST).exists():
-                return TokenFolder(out)
-        else:
-            tokenizer = tokenizer_for(corpus, config, note)
-        return tokenize(corpus, tokenizer, out, encoders=encoders, share=config.share, listen=listen)
+    if begun:
+        tokenizer = unfinished_folder.check_begun(out, corpus, config.share)
+        if (out / MANIFEST).exists():
+            return TokenFolder(out)
+    else:
+        tokenizer = tokenizer_for(corpus, config, lambda text: listen(events.Note(text)))
+    return tokenize(corpus, tokenizer, out, config.jobs, config.share, listen)
 
 
 def tokenize(
@@ -123,13 +183,12 @@ def tokenize(
     jobs: int | None = None,
     share: tuple[int, int] | None = None,
     listen: Listener = lambda event: None,
-    encoders: Encoders | None = None,
 ) -> TokenFolder:
     """Makes the token folder ``out``, or resumes it where it was begun with the same text and settings.
 
-    ``share``: the I-th of N parts of the sources. ``encoders``: processes that were started before, instead of
-    ``jobs``. Raises `UserError` for text that cannot be read, or where another process has ``out``; `WorkError` where
-    the disk is full; `Interrupted` after a signal. Finished slices always stay valid.
+    ``share``: the I-th of N parts of the sources. Raises `UserError` for text that cannot be read, or where another
+    process has ``out``; `WorkError` where the disk is full; `Interrupted` after a signal. Finished slices always stay
+    valid.
     """
     about = unfinished_folder.provenance(corpus, tokenizer, share)
     i, n = share or (1, 1)
@@ -140,41 +199,36 @@ def tokenize(
         if begun:
             held.enter_context(unfinished_folder.locked(out))
             done = unfinished_folder.read_progress(out, about)
-        items = _items(corpus, mine, done, tokenizer.pattern, listen)
-        encoders = encoders or held.enter_context(Encoders(_jobs(jobs, corpus), lambda text: listen(events.Note(text))))
         stop = held.enter_context(_stopped(out, done))
-        stream = encoders.encode(tokenizer, items)
-        described = None if begun else tokenizer_files(tokenizer)  # half a second, while processes start and encode
+        items = _items(corpus, mine, done, tokenizer, listen)
+        stream = held.enter_context(contextlib.closing(_encoded(tokenizer, items, min(jobs or cores(), cores()))))
         first = list(islice(stream, 1))
-        if described is not None:
+        if not begun:
             _check_room(corpus, first, len(mine) / len(corpus.groups), out, listen)
-            unfinished_folder.begin(out, about, corpus, described)
+            unfinished_folder.begin(out, about, corpus, tokenizer_files(tokenizer))
             held.enter_context(unfinished_folder.locked(out))
         writer = unfinished_folder.ShardWriter(out, tokenizer.vocab_size, done)
-        for end, encoded in stop.watching(chain(first, stream)):
-            writer.add(end, encoded)
-        unfinished_folder.finish(out, about, done)
+        for item, encoded in stop.watching(chain(first, stream)):
+            writer.add(item, encoded)
         unfinished_folder.finish(out, about, done)
     return TokenFolder(out)
 
 
 @contextlib.contextmanager
 def _stopped(out: Path, done: FinishedSlices) -> Iterator[StopSignal]:
-    """Yields a `StopSignal`, and raises `Interrupted` where a signal stopped the work. It may have ended processes that
-    encode as well: `timeout` sends it to the whole process group."""
+    """Yields a `StopSignal`, and raises `Interrupted` where a signal stopped the work."""
     with StopSignal() as stop:
         try:
             yield stop
-        except (Stopped, WorkError):
-            if stop.signum is None:
-                raise
+        except Stopped:
+            assert stop.signum is not None
             finished = f"{counted(len(done.all()), 'slice')} finished in {out}"
             raise Interrupted(stop.signum, f"interrupted; {finished}: continue with --resume") from None
 
 
 def _items(
-    corpus: Corpus, groups: Sequence[int], done: FinishedSlices, pattern: str, listen: Listener
-) -> Iterator[tuple[Item, ItemEnd]]:
+    corpus: Corpus, groups: Sequence[int], done: FinishedSlices, tokenizer: Tokenizer, listen: Listener
+) -> Iterator[Item]:
     """Yields the items that are still to be encoded."""
     sizes = [source.size for source in corpus.sources]
     mine = [number for group in groups for number in corpus.groups[group]]
@@ -186,21 +240,14 @@ def _items(
 
     for group in groups:
         if not done.is_whole(group):
-            yield from islice(read_items(corpus, group, pattern, on_bytes), done.items(group), None)
-
-
-def _jobs(asked: int | None, corpus: Corpus) -> int:
-    """Returns the number of processes: one per core, or 1 (this one) for a small text."""
-    if asked is None:
-        return cores() if corpus.found.bytes > INLINE_BYTES else 1
-    return min(asked, MOST_PER_CORE * cores())
+            yield from islice(read_items(corpus, group, tokenizer, on_bytes), done.items(group), None)
 
 
 def _check_room(
-    corpus: Corpus, first: list[tuple[ItemEnd, EncodedItem]], share: float, out: Path, listen: Listener
+    corpus: Corpus, first: list[tuple[Item, EncodedItem]], share: float, out: Path, listen: Listener
 ) -> None:
     """Estimates the size of the tokens from the first item. Raises `WorkError` where the disk has less room."""
-    size = sum(sum(end.bytes.values()) for end, _ in first)
+    size = sum(sum(item.bytes.values()) for item, _ in first)
     encoded_size = sum(ids.nbytes for _, encoded in first for ids in encoded.ids.values())
     needed = round(corpus.found.bytes * share * encoded_size / max(1, size))
     place = next(folder for folder in [out, *out.absolute().parents] if folder.exists())

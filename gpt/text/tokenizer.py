@@ -8,9 +8,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import tiktoken
 from gpt.config import MOST_IDS
 from gpt.errors import UserError, WorkError
 from gpt.files import cache_dir
-from gpt.text.backends import ByteBPE, Ids, Library, split
+from gpt.text.backends import ByteBPE, Ids, Library
 from gpt.text.boundaries import GPT2_PATTERN, SPACES
 
 END_OF_TEXT = "<|endoftext|>"
@@ -28,15 +29,11 @@ CHAT_TEMPLATE = "chat_template.jinja"
 GPT2_FINGERPRINT = "278c76e956a0d28755e8cb07656cc21c373520d95c7af18e9db55b9938d6c5fb"
 LONGEST_LEARNT = 64  # characters of a token; longer ones would be lines of dashes, and slow to merge
 
-_OTHERS = rf"[^a-zA-Z0-9{SPACES}]"
-
-
-def _run(kind: str, least: int) -> re.Pattern[str]:
-    """Finds runs of a kind of character, each from its start only, so that long runs take linear time."""
-    return re.compile(rf"(?<!{kind}){kind}{{{least},}}")
-
-
-_LEARNT_RUNS = [_run(kind, LONGEST_LEARNT + 1) for kind in (r"[^\W_]", _OTHERS, f"[{SPACES}]")]
+# Runs of a kind of character that are longer, each found from its start only, so that long runs take linear time.
+_LEARNT_RUNS = [
+    re.compile(rf"(?<!{kind}){kind}{{{LONGEST_LEARNT + 1},}}")
+    for kind in (r"[^\W_]", rf"[^a-zA-Z0-9{SPACES}]", f"[{SPACES}]")
+]
 
 
 @dataclass(frozen=True)
@@ -162,7 +159,7 @@ class Tokenizer:
     def encode(self, text: str, specials: bool = False, continues: bool = False) -> Ids:
         """Returns the ids of ``text``, uint32. With ``specials``, special tokens get their ids; else they are text.
         ``continues``: the text follows another one, so that no space is put before it."""
-        return self._usable(self.backend.encode(text, self._added if specials else self.words, specials, continues)[0])
+        return self._usable(self.backend.encode(text, self._added if specials else self.words, specials, continues))
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Ids, npt.NDArray[np.bool_]]:
         """Returns the ids of ``text``, special tokens among them, and which of them have a part in one of the ``spans``
@@ -179,10 +176,9 @@ class Tokenizer:
             marked |= (starts < end) & (ends > start)
         return ids, marked
 
-    def encode_counted(self, text: str) -> tuple[Ids, int]:
-        """Returns the ids of ``text``, without special tokens, and the number of cuts in pieces that were too long."""
-        ids, cuts = self.backend.encode(text, self.words, False, False)
-        return self._usable(ids), cuts
+    def encode_all(self, texts: Sequence[str]) -> list[Ids]:
+        """Returns the ids of each text, without special tokens."""
+        return [self._usable(ids) for ids in self.backend.encode_all(texts, self.words)]
 
     def prompt(self, text: str) -> list[int]:
         """Returns the ids from which a text is continued, one at least: those that transformers gives, where its files
@@ -241,6 +237,13 @@ class Tokenizer:
             digest.update(json.dumps(further, sort_keys=True).encode())
         return digest.hexdigest()
 
+    def gives_the_ids_of(self, other: "Tokenizer") -> bool:
+        """Whether it is the same as another: by its fingerprint or, where one of the two is of an older version of gpt,
+        in which tiktoken ran vocabularies of others, by its pattern and tokens."""
+        mine, theirs = ((each.pattern, each.eot, each.bos, each._added, each._bytes) for each in (self, other))
+        is_older = type(self.backend) is not type(other.backend) and self.pattern != ""
+        return self.fingerprint == other.fingerprint or (is_older and mine == theirs)
+
 
 def _further(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns what files record, beside all else, of a tokenizer that has more than ours have."""
@@ -252,10 +255,12 @@ def _further(tokenizer: Tokenizer) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value not in (False, None, {})}
 
 
-def _every(text: str, runs: Iterable[re.Pattern[str]], length: int) -> set[int]:
-    """Returns the cuts after which no run is longer than ``length``."""
-    found = (match for run in runs for match in run.finditer(text))
-    return {cut for match in found for cut in range(match.start() + length, match.end(), length)}
+def _learnt_parts(text: str) -> Iterator[str]:
+    """Yields the parts of a text in which no run is longer than `LONGEST_LEARNT`."""
+    runs = (run.span() for kind in _LEARNT_RUNS for run in kind.finditer(text))
+    cuts = {cut for start, end in runs for cut in range(start + LONGEST_LEARNT, end, LONGEST_LEARNT)}
+    for start, end in pairwise([0, *sorted(cuts), len(text)]):
+        yield text[start:end]
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -288,7 +293,7 @@ def learn_tokenizer_up_to(texts: Iterable[str], vocab_size: int, specials: Seque
 
     check_specials(specials)
     learner = rustbpe.Tokenizer()
-    pieces = (piece for text in texts for piece in split(text, _every(text, _LEARNT_RUNS, LONGEST_LEARNT)))
+    pieces = (piece for text in texts for piece in _learnt_parts(text))
     learner.train_from_iterator(pieces, max(256, vocab_size - 1 - len(specials)), pattern=GPT2_PATTERN)
     ranks = {bytes(token): rank for token, rank in learner.get_mergeable_ranks()}
     further = {special: id for id, special in enumerate(specials, len(ranks) + 1)}

@@ -224,8 +224,15 @@ def _tokens_beside(
             normalized = bool(token.get("normalized", not is_special))
             new.append({"id": id, "content": word, **flags, "normalized": normalized, "special": is_special})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"the files beside {where} list no tokens: {type(error).__name__} {error}") from None
+        raise UserError(f"the files beside {where} list no tokens: {_fault(error)}") from None
     return new
+
+
+def _fault(error: Exception) -> str:
+    """Returns what is wrong with JSON of another form, in words."""
+    if isinstance(error, KeyError):
+        return f"{error.args[0]!r} is missing"
+    return f"a value is not of the kind that it should be: {error}"
 
 
 def read_template(folder: Path) -> dict[str, bytes]:
@@ -413,7 +420,7 @@ def from_tokenizer_json(
             raise UserError("a tokenizer with dropout gives other ids each time")
         tokenizer = _tokenizer(backend, specials, words, _bos(whole), settings, where)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{where} is no tokenizer of the tokenizers library: {type(error).__name__} {error}") from None
+        raise UserError(f"{where} is no tokenizer of the tokenizers library: {_fault(error)}") from None
     # GPT-2's own tokenizer needs no files of others.
     gpt2 = tokenizer.fingerprint == GPT2_FINGERPRINT
     return replace(tokenizer, name="gpt2") if gpt2 else replace(tokenizer, files=files)

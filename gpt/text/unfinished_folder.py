@@ -1,7 +1,6 @@
 """A token folder while it is being made, slice by slice, so that a resume skips finished slices.
 
-A slice is a shard of each side, of about `SLICE_IDS` ids of one group of sources. The first line of ``progress.jsonl``
-says what the folder is made from; each further line is a finished slice.
+The first line of ``progress.jsonl`` says what the folder is made from; each further line is a finished slice.
 """
 
 import contextlib
@@ -19,8 +18,7 @@ from gpt.errors import UserError
 from gpt.files import LINES_LIMIT, disk_errors, open_regular, read_regular, whole_folder, write_file
 from gpt.settings import Count, checked
 from gpt.text.corpus import Corpus
-from gpt.text.encoders import EncodedItem
-from gpt.text.shards import SIDES, Ids, Offsets, Shard, Side, write_shard
+from gpt.text.shards import SIDES, Ids, Shard, Side, write_shard
 from gpt.text.token_folder import (
     COUNTS,
     MANIFEST,
@@ -40,15 +38,27 @@ _OTHER_FOLDER = "tokenize into another folder, with --out"
 
 
 @dataclass
-class ItemEnd:
-    """The end of an item: all that a slice which ends there has to record."""
+class Item:
+    """Texts to be encoded at once, each with whether it begins a document and its side; and all that a slice which ends
+    here has to record."""
 
     group: int
-    items: int  # of the group, this one included
+    number: int  # in the group, from 1
+    texts: list[str] = field(default_factory=list)
+    begins: list[bool] = field(default_factory=list)
+    sides: list[Side] = field(default_factory=list)
+    bytes: dict[Side, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
     last: bool = False  # of the group
-    bytes: dict[Side, int] = field(default_factory=lambda: {"train": 0, "val": 0})  # of the item's text
     sources: list[SourceRecord] = field(default_factory=list)  # that end in the item
     counts: dict[str, int] = field(default_factory=dict)  # of the group so far
+
+
+@dataclass
+class EncodedItem:
+    """An item's ids by side, with `Tokenizer.opening` before each document, and the offsets of the documents."""
+
+    ids: dict[Side, Ids] = field(default_factory=dict)
+    offsets: dict[Side, list[int]] = field(default_factory=lambda: {side: [] for side in SIDES})
 
 
 @dataclass(frozen=True)
@@ -61,8 +71,7 @@ class Slice:
     last: bool  # of the group
     shards: list[ShardRecord]
     sources: list[SourceRecord]  # that end in the slice
-    read: dict[str, Count]  # counts of the group so far
-    encoded: dict[str, Count]  # counts of this slice
+    counts: dict[str, Count]  # of the group so far
 
 
 @dataclass
@@ -97,35 +106,23 @@ class ShardWriter:
 
     def __init__(self, folder: Path, vocab_size: int, done: FinishedSlices) -> None:
         self.folder, self.vocab_size, self.done = folder, vocab_size, done
-        self._begin()
+        self._items: list[tuple[Item, EncodedItem]] = []
 
-    def _begin(self) -> None:
-        self._ids: dict[Side, list[Ids]] = {side: [] for side in SIDES}
-        self._offsets: dict[Side, list[Offsets]] = {side: [] for side in SIDES}
-        self._lengths = dict.fromkeys(SIDES, 0)
-        self._bytes = dict.fromkeys(SIDES, 0)
-        self._sources: list[SourceRecord] = []
-        self._counts = {"end_of_text_in_text": 0, "cut_pieces": 0}
-
-    def add(self, end: ItemEnd, encoded: EncodedItem) -> None:
+    def add(self, item: Item, encoded: EncodedItem) -> None:
         """Takes the next item; writes the slice that it ends. Raises `WorkError` where the disk is full."""
-        for side, ids in encoded.ids.items():
-            self._offsets[side].append(encoded.offsets[side] + np.uint64(self._lengths[side]))
-            self._ids[side].append(ids)
-            self._lengths[side] += len(ids)
-            self._bytes[side] += end.bytes[side]
-        self._sources += end.sources
-        self._counts["end_of_text_in_text"] += encoded.end_of_text_in_text
-        self._counts["cut_pieces"] += encoded.cut_pieces
-        if end.last or sum(self._lengths.values()) >= SLICE_IDS:
+        item.texts.clear()  # a slice has 64 MB of text and more
+        self._items.append((item, encoded))
+        if item.last or sum(len(ids) for _, each in self._items for ids in each.ids.values()) >= SLICE_IDS:
             with disk_errors(self.folder):
-                self._write(end)
-            self._begin()
+                self._write(item)
+            self._items = []
 
-    def _write(self, end: ItemEnd) -> None:
-        number = self.done.count(end.group)
-        made = [self._write_shard(side, end.group, number) for side in SIDES if self._lengths[side]]
-        finished = Slice(end.group, number, end.items, end.last, made, self._sources, end.counts, self._counts)
+    def _write(self, last: Item) -> None:
+        sides = [side for side in SIDES if any(side in encoded.ids for _, encoded in self._items)]
+        number = self.done.count(last.group)
+        made = [self._write_shard(side, last.group, number) for side in sides]
+        sources = [source for item, _ in self._items for source in item.sources]
+        finished = Slice(last.group, number, last.number, last.last, made, sources, last.counts)
         with (self.folder / PROGRESS).open("ab") as file:
             file.write(_line(asdict(finished)))
             file.flush()
@@ -133,9 +130,17 @@ class ShardWriter:
         self.done.add(finished)
 
     def _write_shard(self, side: Side, group: int, number: int) -> ShardRecord:
-        name, offsets = shard_name(side, group, number), np.concatenate(self._offsets[side])
-        sha256 = write_shard(self.folder / name, self._ids[side], offsets, self.vocab_size)
-        return ShardRecord(name, side, group, number, len(offsets), self._lengths[side], self._bytes[side], sha256)
+        name, length = shard_name(side, group, number), 0
+        ids: list[Ids] = []
+        offsets: list[int] = []
+        for _, encoded in self._items:
+            if side in encoded.ids:
+                offsets += (length + offset for offset in encoded.offsets[side])
+                ids.append(encoded.ids[side])
+                length += len(ids[-1])
+        sha256 = write_shard(self.folder / name, ids, np.array(offsets, np.uint64), self.vocab_size)
+        size = sum(item.bytes[side] for item, _ in self._items)
+        return ShardRecord(name, side, group, number, len(offsets), length, size, sha256)
 
 
 def _line(values: Mapping[str, Any]) -> bytes:
@@ -182,24 +187,22 @@ def check_begun(out: Path, corpus: Corpus, share: tuple[int, int] | None) -> Tok
     Raises `UserError` where the folder is made from other text or with other settings, naming what differs.
     """
     finished = (out / MANIFEST).exists()
-    was = TokenFolder(out).manifest if finished else _first_line(out)["about"]
+    if finished:
+        folder = TokenFolder(out)
+        was, sources = folder.manifest, [[source.name, source.size, source.time] for source in folder.sources()]
+    else:
+        was, sources = (_first_line(out)[key] for key in ("about", "sources"))
     temporary = next((source.name for source in corpus.sources if source.temporary), None)
     if temporary is not None:
         raise UserError(
             f"{out} is there, and {temporary} cannot be compared with what it was made from",
             "put the text into a file, or give another --out",
         )
-    for key, value in corpus.asked.items():
-        if was["asked"].get(key) != value:
-            raise UserError(
-                f"{out} was begun with {key} {was['asked'].get(key)}, now {value}", "give the same, or another --out"
-            )
     tokenizer = read_own(out, was.get("tokenizer"), str(out / (MANIFEST if finished else PROGRESS)))
     now = provenance(corpus, tokenizer, share)
     if corpus.asked["tokenizer"] != "auto":
         now["tokenizer"] = describe(find_tokenizer(corpus.asked["tokenizer"]))
-    begun = [[s.name, s.size, s.time] for s in TokenFolder(out).sources()] if finished else _first_line(out)["sources"]
-    _check_sources(out, begun, corpus, share if finished else None)
+    _check_sources(out, sources, corpus, share if finished else None)
     _check_settings(out, was, now)
     return tokenizer
 
@@ -254,7 +257,7 @@ def _read_slice(line: bytes) -> Slice | None:
     """Returns the slice in a line of progress; None where the line is torn or damaged."""
     with contextlib.suppress(ValueError, RecursionError, UserError):
         found = checked(Slice, json.loads(line), PROGRESS)
-        if {*found.read, *found.encoded} <= set(COUNTS):
+        if found.counts.keys() == set(COUNTS):
             return found
     return None
 
@@ -291,10 +294,11 @@ def _check_settings(out: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -
             said = f"{out} was begun with another {key}: {_short(was.get(key))}, now {_short(now[key])}"
             raise UserError(said, _OTHER_FOLDER)
     strict = was["reading"].get("errors") == "strict" and not was["reading"].get("skip_bad")
-    for key, value in now["reading"].items():
-        # Up to the first bad byte, strict reading makes the same ids as any other.
-        if was["reading"].get(key) != value and not (strict and key in _FOR_BAD_TEXT):
-            raise UserError(f"{out} was begun with {key} {was['reading'].get(key)!r}, now {value!r}", _OTHER_FOLDER)
+    for table in ("asked", "reading"):
+        for key, value in now[table].items():
+            # Up to the first bad byte, strict reading makes the same ids as any other.
+            if was[table].get(key) != value and not (strict and key in _FOR_BAD_TEXT):
+                raise UserError(f"{out} was begun with {key} {was[table].get(key)!r}, now {value!r}", _OTHER_FOLDER)
 
 
 def _short(value: Any) -> str:
@@ -307,7 +311,7 @@ def finish(out: Path, about: Mapping[str, Any], done: FinishedSlices) -> None:
     """Writes the manifest, with which the folder is finished."""
     counts = dict.fromkeys(COUNTS, 0)
     for each in done.all():
-        for key, value in [*each.encoded.items(), *(each.read.items() if each.last else [])]:
+        for key, value in each.counts.items() if each.last else ():
             counts[key] += value
     shards = [shard for each in done.all() for shard in each.shards]
     sources = [source for each in done.all() for source in each.sources]

@@ -9,6 +9,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from gpt.errors import UserError
@@ -89,23 +90,22 @@ def timed(work: Callable[[], T], size: int) -> T:
     answered, and it can be given up. Raises `UserError` where it takes too long, and whatever it raises."""
     if size <= SHORT:
         return work()
-    results, errors = list[T](), list[BaseException]()
+    done = Future[T]()
 
     def run() -> None:
         try:
-            results.append(work())
+            done.set_result(work())
         except BaseException as error:  # a panic of pyo3 is no Exception
-            errors.append(error)
+            done.set_exception(error)
 
     limit = SECONDS + size / RATE
-    thread = threading.Thread(target=run, daemon=True, name="gpt-tokenizer")
-    thread.start()
-    thread.join(limit)
-    if thread.is_alive():
-        raise UserError(f"the tokenizer takes longer than {limit:,.0f} s for a text of {size:,} characters", _HINT)
-    if errors:
-        raise errors[0]
-    return results[0]
+    threading.Thread(target=run, daemon=True, name="gpt-tokenizer").start()
+    try:
+        return done.result(limit)
+    except TimeoutError:
+        raise UserError(
+            f"the tokenizer takes longer than {limit:,.0f} s for a text of {size:,} characters", _HINT
+        ) from None
 
 
 _silence = threading.Lock()

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from conftest import Done, Gpt, make_text
 
-from gpt.text.encoders import Item, encode
+from gpt.config import TextConfig
+from gpt.text.corpus import open_corpus
 from gpt.text.token_folder import TokenFolder
+from gpt.text.tokenize import tokenize as tokenize_corpus
 from gpt.text.tokenizer import bytes_tokenizer
 
 
@@ -97,7 +99,8 @@ def test_tokens_are_not_tokenized_again(gpt: Gpt, texts: Path) -> None:
     assert (done.code, "one is tokenized already" in done.err) == (2, True)
 
 
-def test_the_end_of_text_that_is_counted_is_the_tokenizers() -> None:
-    tokenizer = replace(bytes_tokenizer(), eot_token="</s>")
-    encoded = encode(tokenizer, Item(["a </s> b </s> <|endoftext|>"], [True], ["train"]))
-    assert encoded.end_of_text_in_text == 2
+def test_the_end_of_text_that_is_counted_is_the_tokenizers(workdir: Path) -> None:
+    Path("a.txt").write_text("a </s> b </s> <|endoftext|>")
+    corpus = open_corpus(["a.txt"], TextConfig(val_fraction=0))
+    folder = tokenize_corpus(corpus, replace(bytes_tokenizer(), eot_token="</s>"), Path("out"))
+    assert folder.manifest["end_of_text_in_text"] == 2

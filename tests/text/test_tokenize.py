@@ -1,8 +1,7 @@
-"""Text → token shards: the same for any number of processes, after any interruption, in any number of parts."""
+"""Text → token shards: the same for any number of threads, after any interruption, in any number of parts."""
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -21,7 +20,7 @@ import gpt
 from gpt import events
 from gpt.config import TokenizeConfig
 from gpt.errors import Interrupted, UserError, WorkError
-from gpt.text import encoders, shards, token_folder, tokenize, unfinished_folder
+from gpt.text import shards, token_folder, unfinished_folder
 from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenize import tokenize_texts
 
@@ -91,10 +90,11 @@ def test_the_ids_are_the_text(texts: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_any_number_of_processes_makes_the_same(texts: Path, tmp_path: Path) -> None:
+def test_any_number_of_threads_makes_the_same(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = make(texts, tmp_path / "one", jobs=1)
-    three = make(texts, tmp_path / "three", jobs=3)
-    assert contents(one.path) == contents(three.path)
+    monkeypatch.setattr("gpt.text.tokenize.cores", lambda: 3)
+    many = make(texts, tmp_path / "many", jobs=1024)
+    assert contents(one.path) == contents(many.path)
 
 
 def test_few_documents_are_split_at_the_end_and_val_text_apart(tmp_path: Path) -> None:
@@ -168,13 +168,13 @@ _write = unfinished_folder.ShardWriter._write
 def _failing_at(count: int) -> Callable[..., None]:
     done = iter(range(count))
 
-    def write(self: unfinished_folder.ShardWriter, end: unfinished_folder.ItemEnd) -> None:
+    def write(self: unfinished_folder.ShardWriter, item: unfinished_folder.Item) -> None:
         if next(done, None) is None:
             (self.folder / ".tmp-1-torn.ids").write_bytes(b"torn")
             with (self.folder / token_folder.PROGRESS).open("ab") as file:
                 file.write(b'{"group": 1, "it')
             raise Stop
-        _write(self, end)
+        _write(self, item)
 
     return write
 
@@ -323,7 +323,7 @@ def test_one_process_at_a_time(texts: Path, tmp_path: Path, script: list[str]) -
     out = tmp_path / "out"
     command = [*script, str(texts), "-o", str(out), "--vocab-size", "400", "--jobs", "1", "-q", "--resume"]
 
-    def second(self: unfinished_folder.ShardWriter, end: unfinished_folder.ItemEnd) -> None:
+    def second(self: unfinished_folder.ShardWriter, item: unfinished_folder.Item) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert f"error: another process is writing {out}" in done.stderr
@@ -487,7 +487,7 @@ def test_damaged_folders_are_refused(texts: Path, tmp_path: Path) -> None:
 
 
 def test_no_room_is_said(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path) -> None:
+    def full(path: Path, pieces: list[bytes]) -> str:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -495,40 +495,9 @@ def test_no_room_is_said(texts: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(WorkError, match=r"the tokens need about 0 MB, and 0 MB are free"):
             make(texts, tmp_path / "out")
     assert not (tmp_path / "out").exists()  # it is said before the work
-    monkeypatch.setattr("gpt.text.shards.whole_file", full)
+    monkeypatch.setattr("gpt.text.shards.write_pieces", full)
     with pytest.raises(WorkError, match="No space left on device"):
         make(texts, tmp_path / "out")
-
-
-def _die(*item: object) -> None:
-    os._exit(9)
-
-
-def test_a_process_that_dies_is_one_line(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoders, "_encode_in_process", _die)
-    with pytest.raises(WorkError, match="ended unexpectedly"):
-        make(texts, tmp_path / "out", jobs=2)
-
-
-@pytest.mark.skipif(not Path("/proc").exists(), reason="looks into /proc")
-def test_processes_end_with_their_parent(tmp_path: Path) -> None:
-    code = (
-        "import os, time; from gpt.text.encoders import Encoders; from gpt.text.tokenizer import bytes_tokenizer\n"
-        "with Encoders(2) as encoders:\n"  # not below `if __name__ == '__main__'`: nobody imports this again
-        "    for _ in range(2):\n"
-        "        encoders.tokenizers.put(bytes_tokenizer())\n"
-        "    print(*{encoders.pool.submit(os.getpid).result() for _ in range(20)}, flush=True); time.sleep(60)"
-    )
-    (tmp_path / "script.py").write_text(code)
-    with subprocess.Popen([sys.executable, "script.py"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        children = process.stdout.readline().split()
-        process.kill()
-    assert children
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{child}").exists() for child in children):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_progress_reaches_the_whole(texts: Path, tmp_path: Path) -> None:
@@ -548,13 +517,3 @@ def test_interrupted_before_the_first_step_nothing_is_left(texts: Path, tmp_path
     with pytest.raises(Interrupted, match="nothing is left of the run"):
         _train(texts, tmp_path / "run", listen=stop)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_thousand_processes_are_not_begun(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[int] = []
-    one = lambda jobs, note: begun.append(jobs) or encoders.Encoders(1)
-    monkeypatch.setattr(tokenize, "Encoders", one)
-    make(texts, tmp_path / "out", jobs=1024)
-    make(texts, tmp_path / "other", jobs=2)
-    assert begun[0] <= 2 * (os.cpu_count() or 1)
-    assert begun[1] == 2

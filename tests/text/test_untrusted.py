@@ -85,13 +85,13 @@ def test_usual_normalizers_are_accepted_and_give_the_librarys_ids(normalizer: An
     library = a_tokenizer(normalizer=normalizer)
     text = "Some  text, ``naive'', 100 a" * 20
     expected = Tokenizer.from_str(library.data.decode()).encode(text, add_special_tokens=False).ids
-    assert library.encode(text, {}, False, False)[0].tolist() == expected
+    assert library.encode(text, {}, False, False).tolist() == expected
 
 
 def test_memory_is_bounded_where_a_text_may_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(untrusted, "MOST_CHARACTERS", 1000)
     library = a_tokenizer(normalizer=replaces("a", "aaaa"))
-    assert len(library.encode("a" * 250, {}, False, False)[0]) == 1000
+    assert len(library.encode("a" * 250, {}, False, False)) == 1000
     with pytest.raises(UserError, match="a text of 251 characters is too long for a tokenizer .* 4 times as long"):
         library.encode("a" * 251, {}, False, False)
 
@@ -118,7 +118,7 @@ def test_a_signal_is_answered_while_a_tokenizer_computes() -> None:
 @pytest.mark.parametrize("pattern", ["[", "", "x*", r"\b"])
 def test_a_pattern_that_is_none_or_matches_nothing_is_refused(pattern: str) -> None:
     tokenizer = ByteBPE(pattern, bytes_tokenizer().backend.ranks)  # type: ignore[union-attr]
-    with pytest.raises(UserError, match="the tokenizer's pattern is not valid"):
+    with pytest.raises(UserError, match="the tokenizer's pattern (is not valid|fails on)"):
         tokenizer.encode("some text", {}, False, False)
 
 
