@@ -17,7 +17,7 @@ demo: $(VENV)/.made
 
 # What a change is tested with: some minutes. `make test-all` runs these and the slow ones: several processes, kills, the
 # wheel, the site, README pages, browsers. CI runs test-all. A single test: .venv/bin/python -m pytest tests/test_x.py -k name
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.made-dev
 	$(PYTEST) -m "not slow and not more"
 

@@ -89,6 +89,14 @@ more = functools.partial(pytest.param, marks=pytest.mark.more)  # one that `make
 
 
 @pytest.fixture(autouse=True)
+def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end with a sample of few tokens: 80 would take as long as a dozen steps."""
+    import gpt
+
+    monkeypatch.setattr("gpt.training.evaluation.SAMPLE", gpt.SampleConfig(max_tokens=4))
+
+
+@pytest.fixture(autouse=True)
 def _without_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is put into the folder of compiled programs, which is the user's; `test_native` has one of its own."""
     from gpt import programs
@@ -301,22 +309,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-SLOW_FIXTURES = {
-    "several_trained",
-    "browser",
-    "wheel",
-    "built",
-    "few_steps",
-}  # several processes, the site, README pages
+# Several processes, the site, README pages.
+SLOW_FIXTURES = {"several_trained", "browser", "wheel", "built", "few_steps"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what needs a slow fixture as slow, and has one process run all tests of a file that share it."""
+    """Marks what needs a slow fixture as slow."""
     for item in items:
         if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
 
 
 @pytest.fixture(scope="module")
@@ -332,8 +334,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def disguise(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """`fake_cuda.disguised`, to be entered: CUDA devices that are the CPU. Skips where they cannot be had. Samples of
-    runs are short: 80 tokens would take as long as all steps."""
+    """`fake_cuda.disguised`, to be entered: CUDA devices that are the CPU. Skips where they cannot be had."""
     import fake_cuda
 
     if (reason := fake_cuda.why_not()) is not None:
@@ -344,9 +345,6 @@ def disguise(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         fake_cuda.build(folder)
     except fake_cuda.Unavailable as error:
         pytest.skip(str(error))
-    import gpt
-
-    request.getfixturevalue("monkeypatch").setattr("gpt.training.evaluation.SAMPLE", gpt.SampleConfig(max_tokens=4))
     return functools.partial(fake_cuda.disguised, folder)
 
 

@@ -21,7 +21,7 @@ from gpt.evaluate import total_loss
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
 from gpt.text.tokenizer_files import find_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama.cpp")]  # one process learns and trains for all
+pytestmark = pytest.mark.slow
 TEXTS = llama_cpp.texts(200)
 TEXT = "\n".join(pydoc_data.topics.topics.values())[:40_000]
 
