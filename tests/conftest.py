@@ -43,26 +43,9 @@ for name in [name for name in os.environ if name.startswith("GPT_")]:
     del os.environ[name]  # a twin set outside must not change what is tested
 
 WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "the",
-    "mat",
-    "while",
-    "it’s",
-    "raining",
-    "in",
-    "Zürich;",
-    "naïve",
-    "dogs",
-    "🐕",
-    "chased",
-    "1234567",
-    "cats,",
-    "WE'LL",
-    "SEE!\r\n\t",
-]
+    "the", "cat", "sat", "on", "the", "mat", "while", "it’s", "raining", "in", "Zürich;", "naïve", "dogs", "🐕", "chased",
+    "1234567", "cats,", "WE'LL", "SEE!\r\n\t",
+]  # fmt: skip
 
 
 def make_text(n_words: int = 4000, seed: int = 0) -> str:
@@ -85,7 +68,7 @@ class Done:
 
 Gpt = Callable[..., Done]
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # a case of a parametrized test
-more = functools.partial(pytest.param, marks=pytest.mark.more)  # one that `make test-more` alone runs
+more = functools.partial(pytest.param, marks=pytest.mark.more)  # one that only `make test-more` runs
 
 
 @pytest.fixture(autouse=True)
