@@ -338,6 +338,7 @@ def test_a_conversation_is_alone(gpt: Gpt, run_folder: Path) -> None:
         refused(gpt("sample", "-i", "-m", run_folder, *more), "--interactive reads prompts")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_on_a_terminal_ctrl_c_ends_the_text_and_not_the_program(run_folder: Path, tmp_path: Path) -> None:
     import pty
@@ -373,6 +374,7 @@ def test_on_a_terminal_ctrl_c_ends_the_text_and_not_the_program(run_folder: Path
     os.close(terminal)
 
 
+@pytest.mark.slow
 def test_sampling_imports_no_more_than_it_needs(run_folder: Path) -> None:
     """Guards the time that it takes to start: torch's compiler alone takes seconds to import."""
     code = (
@@ -461,6 +463,7 @@ def test_runs_that_may_not_be_read_are_passed_over(
 # Many samples
 
 
+@pytest.mark.slow
 def test_samples_are_made_as_they_are_read(run_folder: Path, tmp_path: Path) -> None:
     """However many are asked for, the first ones come at once, and a pipe that is closed then is no error."""
     args = ["sample", "the", "-m", run_folder, "-n", "3", "--seed", "1", "--json"]
@@ -474,6 +477,7 @@ def test_samples_are_made_as_they_are_read(run_folder: Path, tmp_path: Path) -> 
     assert [piece.sample.text for piece in few if piece.sample] == [line["text"] for line in lines]
 
 
+@pytest.mark.slow
 def test_a_file_of_many_samples_is_gone_on_with(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     out, args = tmp_path / "out.jsonl", ["-m", run_folder, "-n", "3", "--seed", "1"]
     prompts = tmp_path / "prompts.jsonl"
