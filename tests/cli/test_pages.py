@@ -150,21 +150,7 @@ def test_contrast_is_enough_to_read(open_page: Any, attention: tuple[Path, dict[
     backs = ["rgb(255, 255, 255)", "rgb(20, 23, 27)"][:: 1 if scheme == "light" else -1]
     style = "const s = getComputedStyle(document.documentElement), probe = document.createElement('i'); document.body.append(probe);"
     names = [
-        "--text",
-        "--soft",
-        "--mark",
-        "--warn",
-        "--hot",
-        "--c0",
-        "--c1",
-        "--c2",
-        "--c3",
-        "--c4",
-        "--c5",
-        "--c6",
-        "--c7",
-        "--back",
-        "--panel",
+        *map("--{}".format, ("text", "soft", "mark", "warn", "hot", *(f"c{n}" for n in range(8)), "back", "panel"))
     ]
     colours = page.evaluate(
         f"() => {{ {style} return {names}.map(n => {{ probe.style.color = s.getPropertyValue(n); return getComputedStyle(probe).color; }}); }}"

@@ -179,21 +179,9 @@ def test_no_command_imports_torch(gpt: Gpt, book: Path) -> None:
 def test_train_takes_a_tokenizer_by_its_folder(gpt: Gpt, book: Path) -> None:
     learn(gpt, book)
     few = [
-        "--steps",
-        "1",
-        "--n-layer",
-        "1",
-        "--n-head",
-        "1",
-        "--n-embd",
-        "8",
-        "--block-size",
-        "8",
-        "--batch-tokens",
-        "8",
-        "--sample-every",
-        "0",
-    ]
+        "--steps", "1", "--n-layer", "1", "--n-head", "1", "--n-embd", "8", "--block-size", "8", "--batch-tokens", "8",
+        "--sample-every", "0",
+    ]  # fmt: skip
     done = gpt("train", book, "--tokenizer", "vocab", *few, "-o", "run")
     assert done.code == 0, done.err
     assert find_tokenizer("run").fingerprint == find_tokenizer("vocab").fingerprint != bytes_tokenizer().fingerprint
