@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import GPT2_RANKS, SHARED, make_text, needs_shared
+from conftest import GPT2_RANKS, SHARED, make_text, needs_shared, slow
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -74,8 +74,7 @@ def save_ours(path: Path, config: GPTConfig, tok: tokenizer.Tokenizer) -> GPT:
     return model
 
 
-@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
-@pytest.mark.parametrize("kind", ["bpe", "bytes"])
+@pytest.mark.parametrize(("kind", "positions"), [("bpe", "learned"), slow("bytes", "sinusoidal")])
 def test_transformers_reads_ours(tmp_path: Path, kind: str, positions: str) -> None:
     tok = tokenizer.learn_tokenizer([make_text()], 400) if kind == "bpe" else tokenizer.bytes_tokenizer()
     config = GPTConfig(tok.vocab_size, 64, 2, 4, 32, dropout=0.1, positions=positions)  # type: ignore[arg-type]
@@ -145,6 +144,7 @@ def test_ours_reads_transformers(gpt2_folder: Path) -> None:
     assert_equal_to_transformers(gpt2_folder, with_tokenizer=False)
 
 
+@pytest.mark.slow
 def test_transformers_folder_with_its_own_tokenizer(tmp_path: Path) -> None:
     """Trained by the tokenizers library: the special token first, bytes in its own order."""
     from tokenizers import ByteLevelBPETokenizer
