@@ -267,6 +267,7 @@ def test_which_process_ended_the_others() -> None:
     assert _ended({0: 75}, None) == Ended(1, 0)
 
 
+@pytest.mark.slow
 def test_a_status_that_was_said_stands_whatever_ends_a_process_after_that() -> None:
     """A launcher that sees another one's end first tells the one that has said its word to end too. Rank 0's word counts."""
     code = """
