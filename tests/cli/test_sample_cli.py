@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Done, Gpt, spawn
+from conftest import Done, Gpt, slow, spawn
 from conftest import one_line_of_what_and_what_next as refused
 
 import gpt as library
@@ -123,7 +123,7 @@ def test_prompts_on_a_terminal_have_a_line_above_each(gpt: Gpt, run_folder: Path
     assert piped.out == out
 
 
-@pytest.mark.parametrize("how", [["--seed", "3", "-N", "2"], ["--beam", "2", "--n-best", "2"]])
+@pytest.mark.parametrize("how", [slow(["--seed", "3", "-N", "2"]), ["--beam", "2", "--n-best", "2"]])
 def test_a_file_of_samples_is_gone_on_with(
     gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path, how: list[str]
 ) -> None:

@@ -167,7 +167,7 @@ def write_adapter(model: GPT, base: Path, path: Path, rank: int, targets: str = 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("targets", ["all", "attention", "output,down", "query,value"])
+@pytest.mark.parametrize("targets", ["all", slow("attention"), "output,down", slow("query,value")])
 def test_peft_loads_ours(family: str, targets: str, workdir: Path) -> None:
     config = FAMILIES[family]
     if family == "gpt2" and targets == "query,value":
