@@ -212,4 +212,3 @@ def test_layers_of_175_billion_parameters_on_1024_processes() -> None:
     finally:
         dist.destroy_process_group()
     assert held == [rank_parameters(config, 128, 8)] * 3  # which `test_plan` compares with the arithmetic
-    assert 16 * held[0] < 3e9 / 8  # bytes: parameters, gradients, two moments of an eighth of the layers
