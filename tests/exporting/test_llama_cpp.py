@@ -22,7 +22,7 @@ from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
 from gpt.text.tokenizer_files import find_tokenizer
 
 pytestmark = pytest.mark.slow
-TEXTS = llama_cpp.texts(200)
+TEXTS = llama_cpp.texts(100)
 TEXT = "\n".join(pydoc_data.topics.topics.values())[:40_000]
 
 Serve = Callable[..., LlamaCpp]
@@ -117,19 +117,19 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_texts_are_ours(name: str, trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
     model = trained(name, **MODELS[name])
-    some = llama_cpp.prompts(model, TEXT, 20)
+    some = llama_cpp.prompts(model, TEXT, 8)
     with LlamaCpp(llama_cpp.exported(model, tmp_path / "model.gguf", type="f32")) as server:
         theirs = [server.continuation(prompt) for prompt in some]
     with llama_cpp.with_table_gelu():
         found = llama_cpp.greedy(model, some, theirs)
     assert all(gap < llama_cpp.TIE for gap in found.apart), found
-    assert found.tokens > 300 and len({tuple(ids) for ids in theirs}) > 10
-    assert name == "bytes" or sum(ids[-1] == model.tokenizer.eot for ids in theirs) > 5
+    assert found.tokens > 150 and len({tuple(ids) for ids in theirs}) > 5
+    assert name == "bytes" or sum(ids[-1] == model.tokenizer.eot for ids in theirs) > 1
 
 
 def test_losses_and_log_probabilities_are_ours(trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
     model = trained("learnt", **MODELS["learnt"])
-    some = llama_cpp.text_windows(model, TEXT)[:2]
+    some = llama_cpp.text_windows(model, TEXT)[:1]
     for kind, within in (("f32", 2e-4), ("f16", 5e-4), ("q8_0", 5e-3), ("q4_0", 5e-3)):
         with LlamaCpp(llama_cpp.exported(model, tmp_path / f"{kind}.gguf", type=kind)) as server:
             theirs = llama_cpp.their_loss(server, some)
