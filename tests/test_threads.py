@@ -227,7 +227,7 @@ print(*found)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @needs_openmp
 def test_threads_sleep_while_spinning_is_off() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in waiting.POLICY}
