@@ -116,9 +116,10 @@ class LlamaCpp:
         return float(found["logprob"])
 
     def logprobs(self, ids: Sequence[int], vocab_size: int) -> Numbers:
-        """Returns the log-probabilities (V) of all ids after others."""
+        """Returns the log-probabilities (V) of all ids after others. Id 65, an A, is forced: with a part of a character
+        llama.cpp gives none."""
         found = np.full(vocab_size, np.nan)
-        for each in self._probabilities(ids, vocab_size, [])["top_logprobs"]:
+        for each in self._probabilities(ids, vocab_size, [[65, 1e9]])["top_logprobs"]:
             found[each["id"]] = each["logprob"]
         return found
 
