@@ -15,9 +15,10 @@ demo: $(VENV)/.made
 	$(BIN)/gpt train
 	$(BIN)/gpt sample "The statement" --temperature 0.6 --min-p 0.15 --no-repeat-ngram 4 --max-tokens 40
 
-# What a change is tested with: some minutes. `make test-all` runs these and the slow ones: several processes, kills, the
+# What a change is tested with: two minutes or three. `make test-all` adds the slow ones: several processes, kills, the
 # wheel, the site, README pages, browsers. CI runs test-all. A single test: .venv/bin/python -m pytest tests/test_x.py -k name
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+# Each file in one process, so that what it makes once is made once.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.made-dev
 	$(PYTEST) -m "not slow and not more"
 

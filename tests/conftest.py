@@ -43,26 +43,9 @@ for name in [name for name in os.environ if name.startswith("GPT_")]:
     del os.environ[name]  # a twin set outside must not change what is tested
 
 WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "the",
-    "mat",
-    "while",
-    "it’s",
-    "raining",
-    "in",
-    "Zürich;",
-    "naïve",
-    "dogs",
-    "🐕",
-    "chased",
-    "1234567",
-    "cats,",
-    "WE'LL",
-    "SEE!\r\n\t",
-]
+    "the", "cat", "sat", "on", "the", "mat", "while", "it’s", "raining", "in", "Zürich;", "naïve", "dogs", "🐕", "chased",
+    "1234567", "cats,", "WE'LL", "SEE!\r\n\t",
+]  # fmt: skip
 
 
 def make_text(n_words: int = 4000, seed: int = 0) -> str:
@@ -85,7 +68,15 @@ class Done:
 
 Gpt = Callable[..., Done]
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # a case of a parametrized test
-more = functools.partial(pytest.param, marks=pytest.mark.more)  # one that `make test-more` alone runs
+more = functools.partial(pytest.param, marks=pytest.mark.more)  # one that only `make test-more` runs
+
+
+@pytest.fixture(autouse=True)
+def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end with a sample of few tokens: 80 would take as long as a dozen steps."""
+    import gpt
+
+    monkeypatch.setattr("gpt.training.evaluation.SAMPLE", gpt.SampleConfig(max_tokens=4))
 
 
 @pytest.fixture(autouse=True)
@@ -301,22 +292,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-SLOW_FIXTURES = {
-    "several_trained",
-    "browser",
-    "wheel",
-    "built",
-    "few_steps",
-}  # several processes, the site, README pages
+# Several processes, the site, README pages.
+SLOW_FIXTURES = {"several_trained", "browser", "wheel", "built", "few_steps"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what needs a slow fixture as slow, and has one process run all tests of a file that share it."""
+    """Marks what needs a slow fixture as slow."""
     for item in items:
         if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
 
 
 @pytest.fixture(scope="module")
@@ -332,8 +317,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def disguise(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """`fake_cuda.disguised`, to be entered: CUDA devices that are the CPU. Skips where they cannot be had. Samples of
-    runs are short: 80 tokens would take as long as all steps."""
+    """`fake_cuda.disguised`, to be entered: CUDA devices that are the CPU. Skips where they cannot be had."""
     import fake_cuda
 
     if (reason := fake_cuda.why_not()) is not None:
@@ -344,9 +328,6 @@ def disguise(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         fake_cuda.build(folder)
     except fake_cuda.Unavailable as error:
         pytest.skip(str(error))
-    import gpt
-
-    request.getfixturevalue("monkeypatch").setattr("gpt.training.evaluation.SAMPLE", gpt.SampleConfig(max_tokens=4))
     return functools.partial(fake_cuda.disguised, folder)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FAST, TINY, Gpt, make_text, one_line_of_what_and_what_next, send, train
+from conftest import FAST, TINY, Gpt, make_text, one_line_of_what_and_what_next, send, spawn, train
 
 import gpt as library
 from gpt import events, files
@@ -67,13 +67,14 @@ def test_nothing_of_the_current_folder_is_imported(workdir: Path) -> None:
     Path("book.txt").write_text(make_text(), encoding="utf-8")
     message = '{"messages": [{"role": "user", "content": "%s"}, {"role": "assistant", "content": "%s"}]}\n'
     Path("chat.jsonl").write_text("".join(message % pair for pair in pairwise(make_text(3000).split())), "utf-8")
-    few = [*SETTINGS, "--vocab-size", "300", "--steps", "2", "--quiet"]
+    few = [*SETTINGS, "--steps", "2", "--quiet"]
+    learned = ["--vocab-size", "300"]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
     command = shutil.which("gpt", path=Path(sys.executable).parent)
     assert command is not None
     for args in (
-        ["train", "book.txt", *few, "--nproc", "2", "-o", "two"],
-        ["train", "chat.jsonl", *few, "--chat", "-o", "chat"],
+        ["train", "book.txt", *few, *learned, "--nproc", "2", "-o", "two"],
+        ["train", "chat.jsonl", *few, *learned, "--chat", "-o", "chat"],
         ["sample", "-i", "-m", "chat", "-n", "2"],
     ):
         done = subprocess.run([command, *args], input=b"hello\n", capture_output=True, env=environment, timeout=200)

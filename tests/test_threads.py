@@ -55,6 +55,7 @@ def test_threads_are_asked_for_or_chosen_by_the_work(
     assert torch.get_num_threads() == expected
 
 
+@pytest.mark.slow
 def test_commands_take_threads(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     def used(*more: str) -> str:
         done = gpt("bench", run_folder, "--rounds", "1", "-n", "2", "--json", *more)
@@ -74,6 +75,7 @@ def test_commands_take_threads(gpt: Gpt, run_folder: Path, workdir: Path) -> Non
             assert "it must lie between 1 and 4" in done.err
 
 
+@pytest.mark.slow
 def test_threads_of_a_run_are_kept_and_may_be_changed(gpt: Gpt, workdir: Path) -> None:
     Path("text.txt").write_bytes(make_text().encode())
     options = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -226,7 +228,7 @@ print(*found)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @needs_openmp
 def test_threads_sleep_while_spinning_is_off() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in waiting.POLICY}

@@ -68,16 +68,16 @@ def test_a_case_that_fails_says_why(tmp_path: Path) -> None:
 def test_a_case_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "LEAST_SECONDS", 0)
     sign = tmp_path / "sign"
-    child = f"import time, pathlib; time.sleep(8); pathlib.Path({str(sign)!r}).touch()"
+    child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(sign)!r}).touch()"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     began = time.monotonic()
-    assert gpu.run(script(code), 3, tmp_path / "log") == {"error": "not done after 3 s"}
-    assert time.monotonic() - began < 8
-    time.sleep(max(0.0, 9 - (time.monotonic() - began)))
+    assert gpu.run(script(code), 2, tmp_path / "log") == {"error": "not done after 2 s"}
+    assert time.monotonic() - began < 4
+    time.sleep(max(0.0, 5 - (time.monotonic() - began)))
     assert not sign.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_decoding_is_measured_beside_llama_cpp_and_transformers() -> None:
     pytest.importorskip("xllamacpp")
     pytest.importorskip("transformers")

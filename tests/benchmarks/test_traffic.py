@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import more
 
 from benchmarks.traffic import count
 from gpt.config import GPTConfig
@@ -30,7 +31,7 @@ def decoder(arch: Any, dtype: torch.dtype, block_size: int = 128) -> tuple[GPT, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+@pytest.mark.parametrize("arch", [more("gpt2"), "modern"])
 def test_a_step_moves_weights_and_cache_and_nothing_else(arch: str) -> None:
     """Were there one tensor for all layers' keys, each layer's would be written by copying it."""
     model, compute = decoder(arch, torch.float32)

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow
+from conftest import Gpt, make_text, more, one_line_of_what_and_what_next, slow
 from gpt_cli import progress
 from rich.console import Console
 from safetensors.torch import load_file
@@ -52,6 +52,7 @@ def test_light_commands_import_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_import_gpt_is_light() -> None:
     code = """
 import sys, gpt
@@ -271,6 +272,7 @@ def test_out_of_memory_is_said(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyP
     one_line_of_what_and_what_next(gpt("train", book, *QUICK), "out of memory", code=1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals to try this on")
 @pytest.mark.parametrize(("command", "lines"), [("eval", 1000), slow("train", 1)])
 def test_a_terminal_on_stderr_takes_nothing_from_stdout(run_folder: Path, book: Path, command: str, lines: int) -> None:
@@ -356,7 +358,7 @@ def test_sample_past_the_context_says_so(gpt: Gpt, run_folder: Path) -> None:
     assert "outgrew the context of 32 tokens" in done.err
 
 
-@pytest.mark.parametrize("encoding", ["ascii", slow("cp1252")])
+@pytest.mark.parametrize("encoding", [slow("ascii"), more("cp1252")])
 def test_narrow_encodings_end_nothing(run_folder: Path, encoding: str) -> None:
     env = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
     code = "from gpt_cli.main import run; run()"

@@ -1,4 +1,4 @@
-"""Hostile command lines: some are run here, and their judge sees what is wrong."""
+"""Hostile command lines: their judge sees what is wrong, and `make test-more` runs some."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ def test_the_judge(tmp_path: Path) -> None:
     assert judged(0) == ["left behind: ['.tmp-1-x']", "changed: ['text.txt']"]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_some_cases_are_run() -> None:
     command = [sys.executable, "-m", "tests.stress.hostile", "--cases", "4", "--seed", "7", "--each", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

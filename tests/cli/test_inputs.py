@@ -56,6 +56,7 @@ def test_closed_stdin_is_an_error_of_two_lines(gpt: Gpt, run_folder: Path, monke
     refused(gpt("sample", "-i", "-m", run_folder, "--greedy"), "there is no standard input to read")
 
 
+@pytest.mark.slow
 def test_a_silent_pipe_is_told_of_and_can_be_interrupted(workdir: Path) -> None:
     os.mkfifo("pipe")
     with spawn("sample", "--prompt-file", "pipe") as process:
@@ -66,6 +67,7 @@ def test_a_silent_pipe_is_told_of_and_can_be_interrupted(workdir: Path) -> None:
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
 
 
+@pytest.mark.slow
 def test_a_pipe_that_is_written_in_time_is_read_in_silence(run_folder: Path, workdir: Path) -> None:
     os.mkfifo("pipe")
     with spawn("sample", "--prompts", "pipe", "-m", run_folder, "-n", "2", "--greedy") as process:
@@ -76,6 +78,7 @@ def test_a_pipe_that_is_written_in_time_is_read_in_silence(run_folder: Path, wor
     assert out.startswith("the cat")
 
 
+@pytest.mark.slow
 def test_a_terminal_is_told_how_to_end(workdir: Path) -> None:
     ours, theirs = os.openpty()
     with spawn("sample", "--prompts", "-", stdin=theirs) as process:
@@ -94,6 +97,7 @@ def test_a_terminal_is_told_how_to_end(workdir: Path) -> None:
     assert os.listdir() == []
 
 
+@pytest.mark.slow
 def test_a_conversation_survives_bytes_that_are_no_text(run_folder: Path, workdir: Path) -> None:
     env = {**os.environ, "PYTHONUTF8": "1"}
     with spawn("sample", "-i", "-m", run_folder, "-n", "0", stdin=subprocess.PIPE, env=env) as process:

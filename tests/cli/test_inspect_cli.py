@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Gpt, one_line_of_what_and_what_next
+from conftest import Gpt, one_line_of_what_and_what_next, slow
 
 import gpt as library
 from gpt import inspect
@@ -109,8 +109,9 @@ def test_tokens(gpt: Gpt, run_folder: Path) -> None:
 @pytest.mark.parametrize(
     "args",
     [
-        ["attention", "-p", PROMPT], ["attention", "-p", PROMPT, "--layer", "0", "--head", "1"], ["positions"],
-        ["neighbors", "cat", "mat"], ["analogy", "cat", "-", "mat"], ["tokens", PROMPT + "\n🐕 <b>"],
+        slow(["attention", "-p", PROMPT]), slow(["attention", "-p", PROMPT, "--layer", "0", "--head", "1"]),
+        ["positions"], slow(["neighbors", "cat", "mat"]), slow(["analogy", "cat", "-", "mat"]),
+        ["tokens", PROMPT + "\n🐕 <b>"],
     ],
     ids=lambda args: " ".join(args)[:20],
 )  # fmt: skip

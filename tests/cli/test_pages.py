@@ -195,7 +195,7 @@ def test_other_pages(open_page: Any, gpt: Gpt, run_folder: Path, workdir: Path) 
     assert page.inner_text("#readout").startswith("token 1: ")
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_large_page_is_small_and_quick(open_page: Any, workdir: Path) -> None:
     """12 layers × 12 heads × 128 tokens, GPT-2's ids: under 5 MB, drawn in under 2 s."""
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Done, Gpt, spawn
+from conftest import Done, Gpt, slow, spawn
 from conftest import one_line_of_what_and_what_next as refused
 
 import gpt as library
@@ -115,7 +115,7 @@ def test_prompts_on_a_terminal_have_a_line_above_each(gpt: Gpt, run_folder: Path
     assert piped.out == out
 
 
-@pytest.mark.parametrize("how", [["--seed", "3", "-N", "2"], ["--beam", "2", "--n-best", "2"]])
+@pytest.mark.parametrize("how", [slow(["--seed", "3", "-N", "2"]), ["--beam", "2", "--n-best", "2"]])
 def test_a_file_of_samples_is_gone_on_with(
     gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path, how: list[str]
 ) -> None:
@@ -334,6 +334,7 @@ def test_a_conversation_is_alone(gpt: Gpt, run_folder: Path) -> None:
         refused(gpt("sample", "-i", "-m", run_folder, *more), "--interactive reads prompts")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_on_a_terminal_ctrl_c_ends_the_text_and_not_the_program(run_folder: Path, tmp_path: Path) -> None:
     import pty
@@ -369,6 +370,7 @@ def test_on_a_terminal_ctrl_c_ends_the_text_and_not_the_program(run_folder: Path
     os.close(terminal)
 
 
+@pytest.mark.slow
 def test_sampling_imports_no_more_than_it_needs(run_folder: Path) -> None:
     """Guards the time that it takes to start: torch's compiler alone takes seconds to import."""
     code = (
@@ -450,6 +452,7 @@ def test_a_best_that_cannot_be_told_is_said(run_folder: Path, workdir: Path, gpt
 # Many samples
 
 
+@pytest.mark.slow
 def test_samples_are_made_as_they_are_read(run_folder: Path, tmp_path: Path) -> None:
     """However many are asked for, the first ones come at once, and a pipe that is closed then is no error."""
     args = ["sample", "the", "-m", run_folder, "-n", "3", "--seed", "1", "--json"]

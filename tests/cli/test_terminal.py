@@ -48,6 +48,7 @@ def is_tame(said: str) -> bool:
     return all(char.isprintable() or char in "\n\t" for char in said)
 
 
+@pytest.mark.slow
 def test_errors_show_control_characters(workdir: Path) -> None:
     Path("c.toml").write_text(f"{json.dumps(EVIL)} = 3\n", encoding="utf-8")
     code, said = on_terminal("train", "--config", "c.toml", cwd=workdir)
@@ -81,6 +82,7 @@ def test_texts_show_control_characters_and_stream(gpt: Gpt, run_folder: Path, wo
     assert TAME in told
 
 
+@pytest.mark.slow
 def test_json_on_a_terminal_has_escapes_of_the_same_meaning(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     args = ["sample", EVIL, "-m", run_folder, "-n", "5", "--seed", "1", "--json"]
     _, said = on_terminal(*args, cwd=workdir)
@@ -96,6 +98,7 @@ def test_bytes_of_ids_on_a_terminal(gpt: Gpt, workdir: Path) -> None:
     assert gpt(*args).out.startswith("\x1b[2J")
 
 
+@pytest.mark.slow
 def test_names_are_no_markup(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     for name in ("[red]x", "[/x]", ":smile:"):
         Path(name).parent.mkdir(exist_ok=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import slow
 from models import CPU, EOT, PROMPTS, batched, engine_of, loud, tiny_model
 from torch import Tensor
 
@@ -123,7 +124,7 @@ def test_rotary_sliding_computes_nothing_anew() -> None:
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])
-@pytest.mark.parametrize("rows", [1, 2, 3, 7])
+@pytest.mark.parametrize("rows", [1, slow(2), 3, slow(7)])
 @pytest.mark.parametrize(
     "more", [{}, {"greedy": True}, {"repetition_penalty": 1.3, "no_repeat_ngram": 2, "min_tokens": 4}]
 )

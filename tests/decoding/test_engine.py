@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import slow
 from models import CPU, EOT, PROMPTS, tiny_model
 
 from gpt.config import GPTConfig
@@ -46,9 +47,10 @@ def alone(model: GPT, request: Request) -> list[Update]:
     return list(engine.run())
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-@pytest.mark.parametrize("fixed", [False, True])
-@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize(
+    ("positions", "fixed", "chunk"),
+    [("learned", True, 2), slow("rotary", False, 2), slow("rotary", True, None), slow("learned", False, None)],
+)
 def test_what_runs_beside_a_request_changes_nothing_of_it(
     positions: str, fixed: bool, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,8 +65,8 @@ def test_what_runs_beside_a_request_changes_nothing_of_it(
     requests: list[Request] = []
     events: dict[int, list[Update]] = {}
     cancelled: set[int] = set()
-    while len(requests) < 120 or engine.busy:
-        for _ in range(rng.randrange(3) if len(requests) < 120 else 0):
+    while len(requests) < 60 or engine.busy:
+        for _ in range(rng.randrange(3) if len(requests) < 60 else 0):
             requests.append(some_request(rng))
             assert engine.add(requests[-1]) == len(requests) - 1
         for event in engine.step():
@@ -74,7 +76,7 @@ def test_what_runs_beside_a_request_changes_nothing_of_it(
             cancelled.add(number := rng.randrange(max(1, len(requests))))
             engine.cancel(number)
     ended = [number for number, of_one in events.items() if of_one[-1].reason is not None]
-    assert set(ended) | cancelled == set(range(120))
+    assert set(ended) | cancelled == set(range(60))
     assert engine.free == 5
     for number in ended:
         assert told(events[number]) == told(alone(model, requests[number])), requests[number]

@@ -111,7 +111,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(("arch", "positions"), MODELS)
+@pytest.mark.parametrize(
+    ("arch", "positions"), [MODELS[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in MODELS[1:])]
+)
 def test_texts_are_as_they_were(arch: str, positions: str) -> None:
     frozen = json.loads(FROZEN.read_text(encoding="utf-8"))[f"{arch} {positions}"]
     found = all_written(arch, positions)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import CPU, EOT, PROMPTS, batched, engine_of, tiny_model
@@ -38,8 +39,8 @@ def test_a_guess_is_what_followed_last_time(ids: list[int], steps: list[int]) ->
     "more",
     [
         {"greedy": True},
-        {"greedy": True, "ignore_eot": True},
-        {"temperature": 0.3},
+        slow({"greedy": True, "ignore_eot": True}),
+        slow({"temperature": 0.3}),
         {"temperature": 0.3, "repetition_penalty": 1.1, "no_repeat_ngram": 4, "min_tokens": 6},
     ],
 )

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import slow
 
 from gpt.config import GPTConfig
 from gpt.decoding.context import Context
@@ -40,8 +41,9 @@ def logits_of(model: GPT, prompt: list[int], following: list[int], backend: Any 
     return [context.next_tokens([[id]])[0].clone() for id in following]
 
 
-@pytest.mark.parametrize("rounded", [False, True])
-@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+@pytest.mark.parametrize(
+    ("arch", "rounded"), [("gpt2", True), ("modern", False), slow("gpt2", False), slow("modern", True)]
+)
 def test_products_of_one_text_are_sums(arch: str, rounded: bool) -> None:
     expected = logits_of(model_of(arch, rounded), [1, 2, 3], [4, 5, 49])
     laid = prepare(model_of(arch, rounded), GPU)

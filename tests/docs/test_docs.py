@@ -116,15 +116,15 @@ def test_a_link_that_leads_nowhere_fails_the_site(
 ) -> None:
     shutil.copytree(built / "docs", tmp_path / "docs")
     shutil.copy(built / "zensical.toml", tmp_path)
-    assert build_site.render(tmp_path) == 0
     path = tmp_path / "docs" / "docs" / "report.md"
     whole = path.read_text(encoding="utf-8")
-    for link in ("nowhere.md", "runs.md#nowhere", "#nowhere"):
-        path.write_text(f"{whole}\n[fine](runs.md), [x]({link}), [also fine](runs.md)\n", encoding="utf-8")
-        capfd.readouterr()
-        assert build_site.render(tmp_path) == 1
-        [line] = capfd.readouterr().err.splitlines()
-        row = len(whole.splitlines()) + 2
+    links = ("nowhere.md", "runs.md#nowhere", "#nowhere")
+    bad = "".join(f"[fine](runs.md), [x]({link}), [also fine](runs.md)\n" for link in links)
+    path.write_text(f"{whole}\n{bad}", encoding="utf-8")
+    assert build_site.render(tmp_path) == 1
+    lines = sorted(capfd.readouterr().err.splitlines())
+    assert len(lines) == len(links)
+    for row, (line, link) in enumerate(zip(lines, links, strict=True), len(whole.splitlines()) + 2):
         assert line.startswith(f'error: docs/report.md, line {row}: the link "{link}" leads nowhere: ')
 
 

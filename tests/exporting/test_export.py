@@ -248,6 +248,7 @@ def test_a_corpus_is_one_text_and_many_files_are_a_few_lines() -> None:
     assert texts_of([{"name": "x", "sha256": "`"}])[0].sha256 is None
 
 
+@pytest.mark.slow
 def test_nothing_of_the_machine_is_in_the_folder(workdir: Path) -> None:
     """No part of a path but last ones, no user, no host: in no byte of any file."""
     places = ["telling-home", "telling-data", "telling-runs", "telling-base"]
@@ -470,6 +471,7 @@ def test_a_disk_that_is_full_leaves_nothing(
     assert at >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out", ["out", "out.gguf"])
 def test_two_exports_to_one_place(run_folder: Path, chapter: Path, workdir: Path, out: str) -> None:
     """The second one to end finds what the first one wrote, and leaves it as it is."""

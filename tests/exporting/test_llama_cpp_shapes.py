@@ -1,10 +1,6 @@
 """GGUF files of random shapes beside llama.cpp itself, an extra (``interop``): log-probabilities of all ids."""
 
-import json
-import os
 import random
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -12,10 +8,11 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, more
+from conftest import more
 from models import FAMILIES, loud, source_of
 from torch import Tensor
 
+from benchmarks.llama_cpp import LlamaCpp
 from gpt.config import GPTConfig, RopeScaling
 from gpt.export_config import FileType
 from gpt.exporting import gguf
@@ -26,7 +23,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not find_spec("xllamacpp"), reason="xllamacpp is not installed: pip install 'gpt[interop]'"),
 ]
-WORKER = ROOT / "tests" / "workers" / "llama_cpp_logprobs.py"
 # Most nats between its log-probability of an id and ours with the weights of the file. Before a product with a matrix
 # that is not f32 it rounds activations as well: to float16, or to int8 in groups of 32. Of 400 files the most were
 # 5e-6, 4e-3, 0.11 and 0.06.
@@ -62,15 +58,9 @@ def shape_of(family: str, number: int) -> GPTConfig:
     return GPTConfig(chance.choice([257, 300, 320]), block_size, layers, heads, n_embd, **found)
 
 
-def their_logprobs(path: Path, prompts: list[list[int]]) -> Tensor:
-    out = path.with_suffix(".npy")
-    done = subprocess.run(
-        [sys.executable, WORKER, path, out],
-        input=json.dumps(prompts), capture_output=True, text=True, timeout=120, check=False,
-        env=os.environ | {"GGML_NO_BACKTRACE": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return torch.from_numpy(np.load(out))
+def their_logprobs(path: Path, prompts: list[list[int]], vocab_size: int) -> Tensor:
+    with LlamaCpp(path) as server:
+        return torch.from_numpy(np.stack([server.logprobs(each, vocab_size) for each in prompts]))
 
 
 def our_logprobs(source: SourceModel, kind: str, prompts: list[list[int]]) -> Tensor:
@@ -89,7 +79,7 @@ def differences(path: Path, config: GPTConfig, kind: str) -> float:
     gguf.write(path, source, kind, "shape")
     T = config.block_size
     prompts = [torch.randint(256, (length,)).tolist() for length in sorted({1, T // 2, T - 1})]
-    return float((their_logprobs(path, prompts) - our_logprobs(source, kind, prompts)).abs().max())
+    return float((their_logprobs(path, prompts, config.vocab_size) - our_logprobs(source, kind, prompts)).abs().max())
 
 
 @pytest.mark.parametrize("number", [0, 1, *map(more, range(2, 10))])

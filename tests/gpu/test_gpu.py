@@ -28,7 +28,7 @@ SMALL: dict[str, Any] = {
     "n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "batch_tokens": 2048, "tokenizer": "bytes",
     "sample_every": 0, "device": DEVICE, "lr": 3e-3,
 }  # fmt: skip
-FEW_TOKENS = {"n_embd": 32, "batch_tokens": 512}  # a CPU computes slowly in float16
+FEW_TOKENS = {"n_layer": 1, "n_embd": 32, "batch_tokens": 256, "lr": 1e-2}  # a CPU computes slowly in float16
 SMALL_VOCABULARY = 257  # bytes, and end-of-text
 
 
@@ -50,9 +50,9 @@ def train(text: Path, **settings: Any) -> tuple[Any, list[float], list[str]]:
 @pytest.mark.slow
 def test_half_precision_follows_float32(text: Path) -> None:
     """Under float16 the first steps may be left out, until the scale of the loss is found."""
-    _, whole, _ = train(text, steps=40, dtype="float32", **FEW_TOKENS)
+    _, whole, _ = train(text, steps=20, dtype="float32", **FEW_TOKENS)
     for dtype in ("bfloat16", "float16"):
-        _, half, _ = train(text, steps=40, dtype=dtype, **FEW_TOKENS)
+        _, half, _ = train(text, steps=20, dtype=dtype, **FEW_TOKENS)
         assert half[0] == pytest.approx(whole[0], abs=0.02), dtype
         assert half[-1] == pytest.approx(whole[-1], abs=0.15), dtype
         assert half[-1] < half[0] - 1, dtype
@@ -171,10 +171,10 @@ def test_memory_that_runs_out_halves_what_is_computed_at_once(text: Path) -> Non
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 def test_from_the_cache_as_without(text: Path, arch: str) -> None:
     """What a sample says of its ids' log-probabilities, a step a token, is what the whole text at once gives them."""
-    result, _, _ = train(text, steps=40, arch=arch, dtype="float32", batch_tokens=512)
+    result, _, _ = train(text, steps=8, arch=arch, dtype="float32", n_embd=32, batch_tokens=512)
     model = gpt.load(result.run, device=DEVICE, dtype="float32")
     prompt = "the cat "
-    writing = model.write(prompt, gpt.SampleConfig(max_tokens=40, ignore_eot=True), seed=1)
+    writing = model.write(prompt, gpt.SampleConfig(max_tokens=16, ignore_eot=True), seed=1)
     assert "".join(writing) == writing.sample.text
     given, written = model.tokenizer.encode(prompt).tolist(), writing.sample.tokens
     with torch.inference_mode():
@@ -188,7 +188,7 @@ def test_from_the_cache_as_without(text: Path, arch: str) -> None:
 @on_cuda
 @pytest.mark.slow
 def test_mfu_is_told_where_the_datasheet_is_known(text: Path) -> None:
-    result, _, _ = train(text, steps=5, dtype="bfloat16")
+    result, _, _ = train(text, steps=2, dtype="bfloat16", **FEW_TOKENS)
     known = peak_flops(torch.cuda.get_device_name(), "bfloat16") is not None
     assert (result.mfu is not None) == known
     if known:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import vocabularies
-from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow
+from conftest import Gpt, make_text, more, one_line_of_what_and_what_next, slow
 from models import CPU, FAMILIES, engine_of, loud, ours_with
 from safetensors.torch import load_file, save_file
 
@@ -29,7 +29,7 @@ transformers = pytest.importorskip("transformers")
 
 IDS, EOT = 257, 256
 # Of each family one shape, and more where time is no matter.
-SHAPES = [(family, 0) for family in FAMILIES] + [slow(family, n) for family in FAMILIES for n in range(1, 10)]
+SHAPES = [(family, 0) for family in FAMILIES] + [more(family, n) for family in FAMILIES for n in range(1, 10)]
 
 
 def shape_of(family: str, number: int) -> GPTConfig:
@@ -144,9 +144,9 @@ def test_config_of_a_preset_comes_back(preset: str) -> None:
     [
         ("qwen3", "qwen", ["<|im_end|>", "<|endoftext|>"]),
         slow("llama", "llama3", ["<|end_of_text|>", "<|eot_id|>"]),
-        slow("qwen2", "qwen", ["<|im_end|>"]),
-        slow("mistral", "mistral", ["</s>"]),
-        slow("gpt2", "gpt2", ["<|endoftext|>"]),
+        more("qwen2", "qwen", ["<|im_end|>"]),
+        more("mistral", "mistral", ["</s>"]),
+        more("gpt2", "gpt2", ["<|endoftext|>"]),
     ],
 )
 def test_fine_tuned_and_saved_again(gpt: Gpt, workdir: Path, family: str, form: str, ends: list[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from conftest import Gpt, make_text, one_line_of_what_and_what_next
+from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -167,7 +167,7 @@ def write_adapter(model: GPT, base: Path, path: Path, rank: int, targets: str = 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("targets", ["all", "attention", "output,down", "query,value"])
+@pytest.mark.parametrize("targets", ["all", slow("attention"), "output,down", slow("query,value")])
 def test_peft_loads_ours(family: str, targets: str, workdir: Path) -> None:
     config = FAMILIES[family]
     if family == "gpt2" and targets == "query,value":
@@ -315,7 +315,7 @@ def test_targets_need_adapters(gpt: Gpt, base: Path, other: Path) -> None:
 # Runs
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", slow("qwen3")])
 def test_a_run_with_targets(family: str, workdir: Path, other: Path) -> None:
     base = base_of(FAMILIES[family], workdir / "base")
     result = library.train(other, init=base, steps=4, lora_targets="mlp,output", merge_lora=True, **LORA)
@@ -356,6 +356,7 @@ def test_a_run_of_adapters(base: Path, other: Path) -> None:
         assert not torch.allclose(tuned.model(ids), library.load(base).model(ids), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_merged_model_needs_no_base(gpt: Gpt, base: Path, other: Path) -> None:
     assert gpt("train", other, "--init", base, *WORDS, "--merge-lora").code == 0
     from_run = gpt("sample", "the", "-m", "runs/other", "--greedy").out
@@ -374,6 +375,7 @@ def test_a_base_that_changed_is_refused(gpt: Gpt, base: Path, other: Path) -> No
     one_line_of_what_and_what_next(gpt("sample", "the", "-m", "runs/other"), "base, whose weights are others now")
 
 
+@pytest.mark.slow
 def test_adapters_on_adapters_and_with_a_shorter_context(base: Path, other: Path) -> None:
     one = library.train(other, init=base, steps=4, block_size=16, **LORA)
     two = library.train(other, init=one.run, steps=4, out="two", **LORA)

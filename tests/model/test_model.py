@@ -1,5 +1,6 @@
 """The decoder against its definition, and its table of parameters against what is built."""
 
+import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ import naive
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import slow
 from models import loud
 from torch import Tensor
 
@@ -162,9 +164,10 @@ def test_dropout_only_in_training() -> None:
 
 
 @pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
-@pytest.mark.parametrize("chunk", [0, 1, 3, 10, 64])
-@pytest.mark.parametrize("filled", [False, True])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("chunk", "filled", "compiled"),
+    [*itertools.product([0, 1, 3, 10, 64], [False, True], [False]), (3, True, True), slow(0, True, True)],
+)
 def test_the_loss_and_its_gradients_are_autograds(
     chunk: int, filled: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

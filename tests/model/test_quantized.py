@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Done, Gpt, curve, make_text, one_line_of_what_and_what_next, slow
+from conftest import Done, Gpt, curve, make_text, more, one_line_of_what_and_what_next, slow
 from models import loud
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -143,7 +143,7 @@ def test_numbers_at_the_ends_of_float16() -> None:
 # What a folder computes
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["int4", slow("int8")])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_rounded_folder_is_the_option(made: Made, shape: str, dtype: str) -> None:
     plain, rounded = made(shape), made(shape, f"float32-{dtype}")
@@ -157,7 +157,7 @@ def test_a_rounded_folder_is_the_option(made: Made, shape: str, dtype: str) -> N
     assert one == other
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["int8", slow("int4")])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_rounded_folder_computes_its_numbers(made: Made, shape: str, dtype: str) -> None:
     """Bit for bit what the folder does that those numbers are written to in float32."""
@@ -265,7 +265,7 @@ def test_commands(gpt: Gpt, pair: tuple[Path, Path], words: str) -> None:
     assert found[0].out == found[1].out
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["int8", slow("int4")])
 def test_bench_says_the_dtype(gpt: Gpt, made: Made, dtype: str) -> None:
     words = ("bench", made("gpt2", f"float32-{dtype}"), "-n", "2", "--rounds", "1", "--prompt-tokens", "4", "--json")
     assert json.loads(gpt(*words).out)["dtype"] == (dtype if dtype == "int8" or fast_int4 else "float32")
@@ -343,12 +343,18 @@ print(status("VmHWM") - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("tied", "dtype"),
+    [
+        (True, "int4"),
+        (False, "int8"),
+        *(more(*each) for each in [(False, "int4"), (True, "int8"), (True, "bfloat16"), (False, "bfloat16")]),
+    ],
+)
 def test_weights_are_in_memory_once(made: Made, tmp_path: Path, tied: bool, dtype: str) -> None:
     if dtype == "int4" and not fast_int4:
         pytest.skip("the int4 kernel needs AVX2")
-    large = save(tmp_path / "large", **MODERN, vocab_size=30_000, n_layer=8, n_head=8, n_embd=1024, tied=tied)
+    large = save(tmp_path / "large", **MODERN, vocab_size=30_000, n_layer=4, n_head=8, n_embd=1024, tied=tied)
     rounded = export(large, dtype)
     words = [sys.executable, "-c", PEAK, made("gpt2", f"float32-{dtype}"), rounded, dtype]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
@@ -464,6 +470,7 @@ def test_the_hub_s_files_are_fetched(made: Made) -> None:
     assert {name for name in names if any(fnmatch(name, pattern) for pattern in hub.FILES)} == names
 
 
+@pytest.mark.slow
 def test_on_a_gpu(made: Made, cuda: Any) -> None:
     """Products are of bfloat16 and int8; a folder gives what the option does, and nearly what is exact."""
     for shape in ("gpt2", "untied"):

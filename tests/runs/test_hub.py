@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Done, Gpt, make_text, one_line_of_what_and_what_next, slow, spawn
+from conftest import Done, Gpt, make_text, one_line_of_what_and_what_next, spawn
+from huggingface_hub import constants
 
 import gpt as library
 from gpt.config import GPTConfig
@@ -98,16 +99,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def there(server: Hub, workdir: Path) -> Iterator[Callable[..., Done]]:
-    """Runs the command in a process of its own, for which the server is the hub."""
+def there(server: Hub, gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Done]]:
+    """Runs the command where the server is the hub."""
 
-    def run(*args: str | Path, **env: str) -> Done:
-        settings = {"HF_ENDPOINT": server.url, "HF_HOME": str(workdir / "cache"), "HF_HUB_OFFLINE": "0", **env}
-        with spawn(*args, cwd=workdir, env={**os.environ, "NO_PROXY": "127.0.0.1", **settings}) as process:
-            out, err = process.communicate(timeout=120)
-        assert "Traceback" not in err
-        return Done(process.returncode, out, err)
+    def run(*args: str | Path, offline: bool = False, endpoint: str = server.url) -> Done:
+        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in (
+            ("ENDPOINT", endpoint),
+            ("HUGGINGFACE_CO_URL_TEMPLATE", template),
+            ("HF_HUB_OFFLINE", offline),
+        ):
+            monkeypatch.setattr(constants, name, value)  # which the library has read from the environment
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(workdir / "cache"))
+        return gpt(*args)
 
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     server.asked.clear()
     yield run
     server.broken = False
@@ -118,22 +124,24 @@ SAMPLE = ("sample", "ab", "-m", "hf:me/tiny", "--greedy", "-n", "8", "--ignore-e
 
 @pytest.mark.slow
 def test_a_model_from_the_hub(there: Gpt, gpt: Gpt, server: Hub, workdir: Path) -> None:
-    done = there(*SAMPLE)
-    assert done.code == 0, done.err
-    assert done.out == gpt("sample", "ab", "-m", server.folder, *SAMPLE[4:]).out
+    """The first time in a process of its own, whose environment names the hub."""
+    settings = {"HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(workdir / "cache"), "HF_HUB_OFFLINE": "0"}
+    with spawn(*SAMPLE, env={**os.environ, "NO_PROXY": "127.0.0.1", **settings}) as process:
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out == gpt("sample", "ab", "-m", server.folder, *SAMPLE[4:]).out
     fetched = {path.name for path in (workdir / "cache").rglob("snapshots/*/*")}
     assert fetched == {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
     }  # fmt: skip
     assert not any(".bin" in path for path in server.asked)
     server.asked.clear()
-    assert there(*SAMPLE, HF_HUB_OFFLINE="1").out == done.out  # from the cache
+    assert there(*SAMPLE, offline=True).out == out  # from the cache
     assert server.asked == []
     server.broken = True
-    assert there(*SAMPLE).out == done.out
+    assert there(*SAMPLE).out == out
 
 
-@pytest.mark.slow
 def test_fine_tuning_from_the_hub(there: Gpt, workdir: Path) -> None:
     (workdir / "book.txt").write_bytes(make_text(800).encode())
     done = there("train", "book.txt", "--init", f"hf:me/tiny@{COMMIT}", "--steps", "2", "--dtype", "float32")
@@ -147,19 +155,19 @@ def test_fine_tuning_from_the_hub(there: Gpt, workdir: Path) -> None:
     step = max((workdir / "runs/book-2").glob("step-*"))
     about = json.loads((step / "adapter_config.json").read_text())
     assert (about["base_model_name_or_path"], about["revision"]) == ("me/tiny", COMMIT)
-    drawn = there("sample", "ab", "-m", "runs/book-2:latest", "--greedy", HF_HUB_OFFLINE="1")
+    drawn = there("sample", "ab", "-m", "runs/book-2:latest", "--greedy", "-n", "8", offline=True)
     assert drawn.code == 0
     (workdir / "theirs").mkdir()  # with what PEFT writes alone
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (workdir / "theirs" / name).write_bytes((step / name).read_bytes())
-    assert there("sample", "ab", "-m", "theirs", "--greedy", HF_HUB_OFFLINE="1").out == drawn.out
+    assert there("sample", "ab", "-m", "theirs", "--greedy", "-n", "8", offline=True).out == drawn.out
 
 
 def test_a_shape_needs_no_weights(there: Gpt, server: Hub) -> None:
     done = there("params", "hf:me/tiny", "--json")
     assert json.loads(done.out)["config"]["n_embd"] == 16
     assert not any("safetensors" in path for path in server.asked)
-    offline = there(*SAMPLE, HF_HUB_OFFLINE="1")  # half a model in the cache is none
+    offline = there(*SAMPLE, offline=True)  # half a model in the cache is none
     assert offline.code in (1, 2)
     assert offline.err.count("error: ") == 1
 
@@ -167,10 +175,10 @@ def test_a_shape_needs_no_weights(there: Gpt, server: Hub) -> None:
 @pytest.mark.parametrize(
     ("model", "env", "code", "message"),
     [
-        slow("hf:me/nothing", {}, 2, "has no model me/nothing"),
+        ("hf:me/nothing", {}, 2, "has no model me/nothing"),
         ("hf:me/gated", {}, 2, "me/gated is gated"),
-        slow("hf:me/tiny@v9", {}, 2, 'me/tiny has no revision "v9"'),
-        slow("hf:me/tiny", {"HF_ENDPOINT": "http://127.0.0.1:9"}, 1, "me/tiny is not in the cache and could not be"),
+        ("hf:me/tiny@v9", {}, 2, 'me/tiny has no revision "v9"'),
+        ("hf:me/tiny", {"endpoint": "http://127.0.0.1:9"}, 1, "me/tiny is not in the cache and could not be"),
     ],
 )
 def test_what_the_hub_does_not_give(there: Gpt, model: str, env: dict[str, str], code: int, message: str) -> None:
@@ -185,7 +193,6 @@ def test_a_model_without_safetensors(there: Gpt, server: Hub) -> None:
         (server.folder / "hidden").rename(server.folder / "model.safetensors")
 
 
-@pytest.mark.slow
 def test_an_export_of_a_model_from_the_hub(there: Gpt, server: Hub, workdir: Path) -> None:
     """The card names the model and its license, and not the folder in the cache."""
     card = server.folder / "README.md"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import vocabularies
-from conftest import Gpt, make_text, one_line_of_what_and_what_next
+from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow
 from models import CPU
 from safetensors.torch import load_file, save_file, save_model
 
@@ -212,7 +212,7 @@ def test_tokens_beside_a_vocabulary_have_their_ids(
 # A tokenizer that has more ids than its model
 
 
-@pytest.fixture(params=["smollm2", "gaps", "llama2"])
+@pytest.fixture(params=["llama2", slow("gaps"), slow("smollm2")])
 def padded(made: Made, request: pytest.FixtureRequest) -> Path:
     """A model whose tokenizer was given a padding token that has no row."""
     path = made(request.param)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import GPT2_RANKS, SHARED, make_text, needs_shared
+from conftest import GPT2_RANKS, SHARED, make_text, needs_shared, slow
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -73,8 +73,7 @@ def save_ours(path: Path, config: GPTConfig, tok: tokenizer.Tokenizer) -> GPT:
     return model
 
 
-@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
-@pytest.mark.parametrize("kind", ["bpe", "bytes"])
+@pytest.mark.parametrize(("kind", "positions"), [("bpe", "learned"), slow("bytes", "sinusoidal")])
 def test_transformers_reads_ours(tmp_path: Path, kind: str, positions: str) -> None:
     tok = tokenizer.learn_tokenizer([make_text()], 400) if kind == "bpe" else tokenizer.bytes_tokenizer()
     config = GPTConfig(tok.vocab_size, 64, 2, 4, 32, dropout=0.1, positions=positions)  # type: ignore[arg-type]

@@ -17,13 +17,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from conftest import Gpt, one_line_of_what_and_what_next, spawn
+from conftest import Gpt, more, one_line_of_what_and_what_next, spawn
 from serving import Served, events, load, received, request, served
 
 from gpt.api import LanguageModel
 from gpt.decoding.engine import Engine
 from gpt.errors import UserError
-from gpt.interrupt import SIGNALS
 from gpt.sample_config import SampleConfig
 from gpt.serve import app, flight, server, texts
 from gpt.serve.metrics import ServerMetrics
@@ -513,7 +512,7 @@ def expected_texts(model: LanguageModel, body: dict[str, Any]) -> list[str]:
     return [piece.sample.text for piece in pieces if piece.sample is not None]
 
 
-@pytest.mark.parametrize("count, clients", [(48, 8), pytest.param(400, 64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count, clients", [(32, 8), more(400, 64)])
 def test_mixed_requests_at_once_equal_gpt_sample(model: LanguageModel, count: int, clients: int) -> None:
     """Some clients leave in the middle."""
     rng = random.Random(count)
@@ -628,7 +627,7 @@ def serve(run_folder: Path) -> Iterator[Callable[..., Process]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", SIGNALS)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, more(signal.SIGINT), more(signal.SIGHUP)])
 def test_a_signal_lets_running_requests_go_on_for_a_while(serve: Callable[..., Process], signum: int) -> None:
     process = serve("--grace", "1")
     said = process.line.partition(" at http")[0]
@@ -666,29 +665,24 @@ def test_a_second_signal_ends_at_once_and_an_idle_server_at_the_first(serve: Cal
 
 
 @pytest.mark.slow
-def test_signals_that_were_ignored_at_the_start_stay_ignored(serve: Callable[..., Process]) -> None:
+def test_signals_that_were_ignored_at_the_start_stay_ignored_and_the_key_comes_from_the_environment(
+    serve: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def ignore() -> None:
         for signum in (signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, signal.SIG_IGN)
 
-    found = serve(preexec_fn=ignore)
+    monkeypatch.setenv("GPT_SERVE_API_KEY", "sesame")
+    found = serve("--name", "book", preexec_fn=ignore)
+    assert found.line.startswith("serving book at http://127.0.0.1:")
     for signum in (signal.SIGINT, signal.SIGHUP):
         found.process.send_signal(signum)
     time.sleep(0.3)
-    assert found.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+    body = {"prompt": "a", "model": "book", "max_tokens": 1}
+    assert found.client.post("/v1/completions", json=body).status_code == 401
+    found.client.headers["Authorization"] = "Bearer sesame"
+    assert found.client.post("/v1/completions", json=body).status_code == 200
     found.process.send_signal(signal.SIGTERM)
-    assert found.end()[0] == 143
-
-
-@pytest.mark.slow
-def test_the_key_comes_from_the_environment(serve: Callable[..., Process], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPT_SERVE_API_KEY", "sesame")
-    found = serve("--name", "book")
-    assert found.line.startswith("serving book at http://127.0.0.1:")
-    assert found.client.post("/v1/completions", json={"prompt": "a"}).status_code == 401
-    key = {"Authorization": "Bearer sesame"}
-    assert found.client.post("/v1/completions", json={"prompt": "a", "model": "book"}, headers=key).status_code == 200
-    found.process.send_signal(signal.SIGINT)
     status, err = found.end()
-    assert status == 130
+    assert status == 143
     assert "sesame" not in err

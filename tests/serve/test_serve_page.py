@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from colours import contrast, luminance
-from conftest import FAST, make_text, spawn
+from conftest import FAST, make_text, more, spawn
 
 KEY = "the key"
 NAME = "<img src=x onerror='window.taken = 1'>"
@@ -463,7 +463,7 @@ def test_a_text_longer_than_the_context(open_page: Any) -> None:
     assert len(write(page, max_tokens=5)) > 400
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", more("dark")])
 def test_a_phone_and_contrast(open_page: Any, scheme: str) -> None:
     page = open_page(width=360, color_scheme=scheme)
     write(page, "a" * 300 + " the cat", max_tokens=60, temperature=1.5)
@@ -503,6 +503,7 @@ def test_sliders(open_page: Any) -> None:
     assert [asked[-1][name] for name in (*names, "seed")] == [0.3, 7, 0.5, 9, 11]
 
 
+@pytest.mark.more
 def test_much_text_stays_usable(open_page: Any) -> None:
     """100,000 characters pasted, and 4,000 tokens on top of them."""
     page = open_page()

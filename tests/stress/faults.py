@@ -1,9 +1,8 @@
-"""Tries faults by the hundred: runs killed or interrupted, failing disks, damaged checkpoints; and what safety costs.
+"""Tries faults by the hundred: runs killed or interrupted, failing disks, damaged checkpoints.
 
-    python -m tests.stress.faults [--quick] [kills|signals|ranks|disk|damage|price]...
+    python -m tests.stress.faults [--quick] [kills|signals|ranks|disk|damage]...
 
-Every run that was killed or interrupted is resumed and must end in the same state as an uninterrupted one. POSIX only;
-`price` needs GPT-2's vocabulary in the cache.
+Every run that was killed or interrupted is resumed and must end in the same state as an uninterrupted one. POSIX only.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ import re
 import shlex
 import shutil
 import signal
-import statistics
 import struct
 import subprocess
 import sys
@@ -37,7 +35,7 @@ from gpt.runs import folder
 
 COUNTS = {"kills": 200, "signals": 50, "ranks": 10, "damage": 5000}
 QUICK = {"kills": 20, "signals": 10, "ranks": 10, "damage": 500}
-PARTS = ["kills", "signals", "ranks", "disk", "damage", "price"]
+PARTS = ["kills", "signals", "ranks", "disk", "damage"]
 TINY = [
     "--n-layer", "2", "--n-head", "2", "--n-embd", "64", "--block-size", "32", "--batch-tokens", "256", "--dtype",
     "float32", "--dropout", "0.1", "--steps", "120", "--eval-every", "10", "--save-every", "5", "--sample-every",
@@ -91,8 +89,8 @@ def in_a_save(run: Path, process: "subprocess.Popen[str]", rng: random.Random) -
 
 
 def at_a_step(run: Path, process: "subprocess.Popen[str]", rng: random.Random) -> None:
-    wanted = rng.randint(1, 110)
-    while process.poll() is None and (not (run / "metrics.jsonl").exists() or len(_steps(run)) < wanted):
+    metrics, wanted = run / "metrics.jsonl", rng.randint(1, 110)
+    while process.poll() is None and (not metrics.exists() or metrics.read_text().count('"event": "step"') < wanted):
         time.sleep(rng.random() * 0.02)
 
 
@@ -217,8 +215,8 @@ def ranks(count: int, place: Path) -> str:
     )
 
 
-def many(count: int, place: Path, *kinds: Callable[..., str]) -> list[Counter[str]]:
-    """Returns the outcomes of ``count`` runs of each of ``kinds``, two at a time."""
+def many(numbers: range, place: Path, *kinds: Callable[..., str]) -> list[Counter[str]]:
+    """Returns the outcomes of the runs of ``numbers`` of each of ``kinds``, two at a time."""
     text = write_text(place / "text.txt", 4_000)
     began = time.monotonic()
     whole = start("train", str(text), "-o", str(place / "whole"), *TINY, cwd=place)
@@ -228,7 +226,7 @@ def many(count: int, place: Path, *kinds: Callable[..., str]) -> list[Counter[st
     expected = state_sum(place / "whole")
     with ThreadPoolExecutor(2) as pool:
         return [
-            Counter(pool.map(lambda number, one=one: one(place, text, number, seconds * 1.3, expected), range(count)))
+            Counter(pool.map(lambda number, one=one: one(place, text, number, seconds * 1.3, expected), numbers))
             for one in kinds
         ]
 
@@ -588,65 +586,6 @@ def peak_memory(reset: bool = False) -> int:
     return 0
 
 
-# The price
-
-
-def price(place: Path, quick: bool) -> list[str]:
-    text = write_text(place / "text.txt")
-    shape = ["--n-layer", "2", "--n-embd", "96", "--tokenizer", "bytes"] if quick else ["--tokenizer", "gpt2"]
-    words = [
-        "train", str(text), "--preset", "gpt2", *shape, "--block-size", "256",
-        "--batch-tokens", "256", "--sample-every", "0", "--val-fraction", "0", "--optimizer", "adamw",
-    ]  # fmt: skip
-    return [*_saving(place, words), *_going_on(place, words)]
-
-
-def _steps(run: Path) -> list[tuple[int, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
-    return [(line["step"], line["seconds"]) for line in lines if line["event"] == "step"]
-
-
-def _saving(place: Path, words: list[str]) -> list[str]:
-    run = place / "saving"
-    process = start(*words, "-o", str(run), "--steps", "40", "--save-every", "20", "--eval-every", "1000", cwd=place)
-    _, err = process.communicate(timeout=3000)
-    assert process.returncode == 0, err
-    ends = _steps(run)
-    took = {step: end - ends[at][1] for at, (step, end) in enumerate(ends[1:])}
-    plain = statistics.median(took[step] for step in range(8, 20))
-    slower = sum(took[step] - plain for step in range(21, 36))
-    size = sum(path.stat().st_size for path in (run / folder.step_name(40)).iterdir())
-    return [
-        f"- checkpoint of {size / 1e6:,.0f} MB; a step of 256 tokens takes {plain:.2f} s",
-        f"- the step after a save takes {took[21] - plain:.2f} s longer; with what the thread that writes takes from "
-        f"the steps beside it, a save costs {slower:.2f} s: {100 * slower / (100 * plain):.1f} % of 100 steps",
-    ]
-
-
-def _going_on(place: Path, words: list[str]) -> list[str]:
-    """Measures the seconds from SIGINT to the command's end, and from `--resume` to the first step."""
-    run = place / "going-on"
-    process = start(*words, "-o", str(run), "--steps", "1000", "--save-every", "500", "--eval-every", "1000", cwd=place)
-    while not (run / "metrics.jsonl").exists() or len(_steps(run)) < 5:
-        time.sleep(0.1)
-    sent = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=600)
-    saved = time.monotonic() - sent
-    assert process.returncode == 130, err
-    began, stood = time.monotonic(), len(_steps(run))
-    process = start("train", "--resume", str(run), cwd=place)
-    while len(_steps(run)) <= stood:
-        time.sleep(0.05)
-    first = time.monotonic() - began
-    process.kill()
-    process.communicate()
-    return [
-        f"- from SIGINT to the end of the command, the step that was under way included: {saved:.1f} s",
-        f"- from `gpt train --resume` to the end of its first step: {first:.1f} s",
-    ]
-
-
 def main(words: list[str]) -> None:
     from benchmarks.results import machine, write_section
 
@@ -660,14 +599,14 @@ def main(words: list[str]) -> None:
         place = Path(tempfile.mkdtemp(prefix="gpt-faults-"))
         began = time.monotonic()
         if part in ("kills", "signals"):
-            (outcomes,) = many(counts[part], place, killed if part == "kills" else stopped)
+            (outcomes,) = many(range(counts[part]), place, killed if part == "kills" else stopped)
             lines.append(f"- {counts[part]} {part}: {said(outcomes)}")
         elif part == "ranks":
             lines.append(ranks(counts[part], place))
         elif part == "disk":
             outcomes = failing_saves(place, ERRORS[:1] if quick else ERRORS)
             lines.append(f"- each write, sync and rename of a save failing, {sum(outcomes.values())}: {said(outcomes)}")
-        elif part == "damage":
+        else:
             for what, do in (("checkpoint", damaged_copies), ("folder of tokens", damaged_tokens)):
                 tried = do(place, counts["damage"])
                 lines.append(
@@ -675,8 +614,6 @@ def main(words: list[str]) -> None:
                     f"{tried.memory:.2f} times its size in memory"
                 )
                 print(lines[-1], flush=True)
-        else:
-            lines += price(place, quick)
         shutil.rmtree(place, ignore_errors=True)
         print(f"{lines[-1]}  ({time.monotonic() - began:.0f} s)", flush=True)
     if not quick:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 import vocabularies
-from conftest import TINY, Gpt, one_line_of_what_and_what_next
+from conftest import TINY, Gpt, one_line_of_what_and_what_next, slow
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -252,7 +252,7 @@ def test_a_template_that_fails_or_asks_for_too_much_is_refused(template: str, sa
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        slow("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
         "{{ range(99999) | map('string') | sum(start='') if 0 else 7 ** (10 ** 9) }}",  # no Python between
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, Gpt, losses, one_line_of_what_and_what_next, slow
+from conftest import TINY, Gpt, losses, more, one_line_of_what_and_what_next, slow
 
 import gpt as library
 from gpt.config import TextConfig
@@ -183,7 +183,7 @@ def model_to_tune(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # By default adapters of so small a model give 2 to 37 of them, as rounding and the seed have it; untrained ones 0. With
 # their rate here 39 or 40 by every seed that was tried, on a model of that decay; with 0.25 one seed of three gave 0.
 @pytest.mark.parametrize(
-    ("options", "least"), [slow([], 38), (["--lora-rank", "8", "--lr", "0.004", "--epochs", "40"], 36)]
+    ("options", "least"), [slow([], 38), more(["--lora-rank", "8", "--lr", "0.004", "--epochs", "40"], 36)]
 )
 def test_pairs_are_given_back(gpt: Gpt, model_to_tune: Path, file: Path, options: list[str], least: int) -> None:
     pairs = BY_HEART[:40]

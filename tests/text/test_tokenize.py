@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import TINY, Done, make_text, one_line_of_what_and_what_next
+from conftest import TINY, Done, make_text, more, one_line_of_what_and_what_next, slow
 
 import gpt
 from gpt import events
@@ -143,13 +143,13 @@ class Stop(Exception):
     """Stands for the end of the process."""
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("small")
-def test_resumed_after_any_slice_it_is_equal_to_the_byte(texts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [5, more(1)])
+def test_resumed_after_any_slice_it_is_equal_to_the_byte(texts: Path, tmp_path: Path, every: int) -> None:
     expected = contents(make(texts, tmp_path / "whole").path)
     count = len({(shard.group, shard.slice) for shard in TokenFolder(tmp_path / "whole").shards})
     assert count > 8
-    for stop_at in range(count):
+    for stop_at in range(0, count, every):
         out = tmp_path / str(stop_at)
         stopped(texts, out, stop_at)
         with pytest.raises(UserError, match="is not finished"):
@@ -205,6 +205,7 @@ def script(tmp_path: Path) -> list[str]:
     return [sys.executable, str(path), "tokenize"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
 def test_killed_and_resumed_it_is_equal_to_the_byte(texts: Path, tmp_path: Path, script: list[str]) -> None:
@@ -212,7 +213,7 @@ def test_killed_and_resumed_it_is_equal_to_the_byte(texts: Path, tmp_path: Path,
     out = tmp_path / "out"
     command = [*script, str(texts), "-o", str(out), "--vocab-size", "400", "--resume", "--jobs", "2", "-q"]
     codes = []
-    for kill_at in (1, 4, 7, 100_000):
+    for kill_at in (3, 100_000):
         with subprocess.Popen(command) as process:
             while process.poll() is None and _lines(out) <= kill_at:
                 time.sleep(0.002)
@@ -229,7 +230,7 @@ def _lines(out: Path) -> int:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [slow(signal.SIGINT), more(signal.SIGTERM)])
 def test_a_signal_ends_it_in_good_order(texts: Path, tmp_path: Path, script: list[str], signum: int) -> None:
     out = tmp_path / "out"
     command = [*script, str(texts), "-o", str(out), "--vocab-size", "400", "--jobs", "2"]
@@ -318,6 +319,7 @@ def test_a_lost_shard_is_made_again_with_all_after_it(texts: Path, tmp_path: Pat
         assert contents(make(texts, out, resume=True).path) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_one_process_at_a_time(texts: Path, tmp_path: Path, script: list[str]) -> None:
     out = tmp_path / "out"
@@ -391,7 +393,7 @@ def test_parts_of_different_texts_are_not_joined(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("count", [1, 3, 40])
+@pytest.mark.parametrize("count", [1, 3, more(40)])
 def test_parts_join_into_what_one_machine_makes(texts: Path, tmp_path: Path, count: int) -> None:
     whole = make(texts, tmp_path / "whole").path
     parts = [make(texts, tmp_path / f"part{i}", part=f"{i}/{count}").path for i in range(1, count + 1)]

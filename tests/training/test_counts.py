@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, slow
 from models import engine_of
 from torch._dynamo.utils import counters
 
@@ -48,8 +48,8 @@ def stepper(compute: Compute, optimizer: Any = "muon", **settings: Any) -> Stepp
 IDS = np.zeros((4, 16), np.int64)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", slow("float16")])
+@pytest.mark.parametrize("optimizer", ["muon", slow("adamw")])
 def test_waits_of_training(disguise: Disguise, dtype: str, optimizer: str) -> None:
     found = {}
     with disguise() as device:
@@ -117,6 +117,7 @@ def test_waits_and_launches_of_a_token(disguise: Disguise) -> None:
     assert found == COUNTS["token"]
 
 
+@pytest.mark.slow
 def test_waits_and_launches_of_a_token_of_eight_texts(disguise: Disguise) -> None:
     found = {name: token(disguise, 8, REQUESTS[name]) for name in ("greedy", "compiled", "drawn", "penalties")}
     assert found == COUNTS["token_of_eight_texts"]
@@ -146,6 +147,7 @@ def dynamo() -> Iterator[dict[str, Any]]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
 def test_graphs_of_training() -> None:
     """One for each half of all blocks, one for the last norm and one for the loss, through steps, evaluations and batches
@@ -164,6 +166,7 @@ def test_graphs_of_training() -> None:
     assert found == {"graphs": GRAPHS["graphs_in_training"]} | {name: GRAPHS[name] for name in ("breaks", "recompiles")}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 def test_graphs_of_decoding(arch: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Gpt, make_text, one_line_of_what_and_what_next
+from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow
 
 import gpt as library
 from gpt import events
@@ -60,6 +60,7 @@ def test_it_goes_on_from_the_weights(run_folder: Path, other: Path) -> None:
     assert record["resolved"]["lr"] == pytest.approx(4e-3)  # half of nano's with Muon
 
 
+@pytest.mark.slow
 def test_the_default_length_is_three_times_the_text(run_folder: Path, other: Path) -> None:
     result, _ = heard_by(other, init=run_folder, eval_every=1000)
     tokens = json.loads((result.run / "run.json").read_text())["tokens"]["train"]
@@ -96,7 +97,7 @@ def test_a_gpt2_folder_of_transformers(workdir: Path, other: Path) -> None:
     assert GPT2LMHeadModel.from_pretrained(result.checkpoint).config.n_positions == 32
 
 
-@pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.parametrize("rank", [None, slow(2)])
 def test_a_long_context_is_not_the_length_of_training(workdir: Path, rank: int | None) -> None:
     """A llama is trained on 1,024 tokens at once, keeps its context, resumes, and is a model to transformers."""
     from transformers import AutoModelForCausalLM

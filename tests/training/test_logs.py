@@ -59,6 +59,7 @@ def test_tensorboard_reads_what_the_metrics_say(text: Path) -> None:
     assert json.loads(settings.tensor_proto.string_val[0])["model"]["n_embd"] == 32
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_its_curves(text: Path) -> None:
     """What was told after the checkpoint that a run goes on from is told anew, once; `--log` may come later."""
     pytest.importorskip("tensorboard")
@@ -79,6 +80,7 @@ def test_a_resumed_run_goes_on_in_its_curves(text: Path) -> None:
     assert told == [pytest.approx(event.loss) for event in metrics(result.run, "step")]
 
 
+@pytest.mark.slow
 def test_logs_change_nothing(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
     monkeypatch.setitem(sys.modules, "wandb", StandIn())
@@ -219,6 +221,7 @@ def test_no_account_at_wandb(text: Path, gpt: Callable[..., Done], wandb: StandI
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["init", "Html"])
 def test_a_log_that_fails_ends_no_run(text: Path, wandb: StandIn, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     def fail(*_: Any, **__: Any) -> None:
@@ -303,6 +306,7 @@ def test_a_peak_that_is_not_known(name: str) -> None:
     assert peak_flops(name, "bfloat16") is None
 
 
+@pytest.mark.slow
 def test_mfu_where_the_peak_is_known(text: Path, gpt: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "peak_flops", lambda name, dtype: 1e12 if (name, dtype) == ("cpu", "float32") else None)
     monkeypatch.setattr("gpt_cli.progress.PLAIN_SECONDS", 0)

@@ -85,6 +85,7 @@ def test_what_was_asked_for_stays(settings: dict[str, object]) -> None:
     assert preset_for_minutes(config, CPU, 10**6, lambda text: pytest.fail(text)) is config
 
 
+@pytest.mark.slow
 def test_the_rate_is_that_of_steps_here() -> None:
     said: list[str] = []
     config = preset_for_minutes(TrainConfig(minutes=10**6), CPU, 800_000, said.append)

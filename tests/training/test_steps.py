@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import losses, resolved, train, weights
+from conftest import losses, resolved, slow, train, weights
 
 import gpt
 from gpt import events, programs
@@ -145,7 +145,7 @@ def test_a_signal_while_compiling_is_no_failure_of_it(text: Path, monkeypatch: p
     assert not Path("struck").exists()
 
 
-@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("made", [False, slow(True)])
 def test_where_compiling_fails_the_run_goes_on(text: Path, monkeypatch: pytest.MonkeyPatch, made: bool) -> None:
     """Whether there is no program, or one that does not run. With dropout, whose random numbers the trial takes."""
 
@@ -190,6 +190,7 @@ def test_where_a_program_fails_later_its_batch_is_computed_without(text: Path, m
     assert json.loads((result.run / "run.json").read_text())["resolved"]["compile"] is False
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_that_it_is_compiled_no_more(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "find", interpreted)
     begun, _ = train(text, steps=3, compile="on")

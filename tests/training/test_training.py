@@ -39,13 +39,13 @@ def lr_at(step: int, **recipe: Any) -> float:
 
 
 def test_it_learns(text: Path) -> None:
-    result, heard = train(text, steps=150, lr=3e-3)
+    result, heard = train(text, steps=60, lr=1e-2)
     first, last = losses(heard)[0], losses(heard)[-1]
     assert first == pytest.approx(math.log(400), abs=0.3)  # at first every id is as likely as any other
     assert last < first - 1.5
     assert result.val_loss < first - 1.5
-    assert result.steps == 150
-    assert result.tokens_seen == 150 * 256
+    assert result.steps == 60
+    assert result.tokens_seen == 60 * 256
     assert result.parameters == sum(tensor.numel() for tensor in weights(result.run).values())
 
 
@@ -61,6 +61,7 @@ def test_the_same_seed_gives_the_same_bits(text: Path) -> None:
             assert path.read_bytes() == (checkpoints[1] / path.name).read_bytes()
 
 
+@pytest.mark.slow
 def test_what_is_watched_changes_nothing(text: Path) -> None:
     """Sampling, evaluating and saving leave the random state of training alone."""
     one, _ = train(text, steps=12, dropout=0.1, eval_every=3, sample_every=2, save_every=1)
@@ -229,6 +230,7 @@ def test_minutes_become_steps_that_can_be_repeated(text: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the dropout of as many plain steps as fit, and not with that of the steps that are guessed before, nor of the
     compiled ones that fit."""
@@ -251,6 +253,7 @@ def test_a_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [model.dropout for model in sought] == [0, 0]  # by who measures, and by the run
 
 
+@pytest.mark.slow
 def test_minutes_alone_decide_whether_a_timed_run_compiles(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the steps that fit into them, which would compile here: they were measured without."""
     sought: list[object] = []
@@ -292,6 +295,7 @@ def test_everything_but_training_takes_a_fifth_of_the_time() -> None:
     assert (whole.pauses, whole.windows, whole.last_windows, whole.samples) == (20, 32, 1000, True)
 
 
+@pytest.mark.slow
 def test_fine_tuning_for_minutes_takes_batches_that_fit(run_folder: Path, text: Path) -> None:
     """Where a step of the usual batch would take the whole time."""
     steps: list[int] = []
@@ -510,16 +514,16 @@ def test_a_bad_step_is_left_out_and_the_run_goes_on(text: Path, monkeypatch: pyt
 
 def test_an_exploded_loss_goes_back_once_with_a_lower_rate(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Going back restores weights and moments: what follows is what a run with that rate would do from there."""
-    times(monkeypatch, 1000, range(91, 94))
-    result, heard = train(text, steps=120, lr=1e-2, eval_every=30, schedule="constant", dropout=0.0)
+    times(monkeypatch, 1000, range(46, 49))
+    result, heard = train(text, steps=60, lr=1e-2, eval_every=15, schedule="constant", dropout=0.0)
     (back,) = [event for event in heard if isinstance(event, events.RollbackEvent)]
-    assert (back.step, back.failed_step) == (90, 93)
+    assert (back.step, back.failed_step) == (45, 48)
     after = [event for event in heard[heard.index(back) :] if isinstance(event, events.StepEvent)]
-    assert [event.step for event in after] == list(range(91, 121))
-    assert [event.lr for event in after] == pytest.approx([3e-3] * 30)
-    (first,) = [e for e in heard[: heard.index(back)] if isinstance(e, events.StepEvent) and e.step == 91]
+    assert [event.step for event in after] == list(range(46, 61))
+    assert [event.lr for event in after] == pytest.approx([3e-3] * 15)
+    (first,) = [e for e in heard[: heard.index(back)] if isinstance(e, events.StepEvent) and e.step == 46]
     assert after[0].loss == pytest.approx(first.loss / 1000, rel=1e-5)
-    assert result.steps == 120
+    assert result.steps == 60
 
 
 # What is decided for the user
@@ -644,6 +648,7 @@ def test_devices_that_are_not_there() -> None:
     assert pick("cpu").dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_bfloat16_learns_too(text: Path) -> None:
     _, heard = train(text, steps=60, lr=3e-3, dtype="bfloat16")
     assert losses(heard)[-1] < losses(heard)[0] - 0.5

@@ -31,9 +31,9 @@ SMALL: dict[str, Any] = {
     "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "batch_tokens": 128, "dtype": "float32",
     "sample_every": 0, "vocab_size": 400, "dropout": 0.0,
 }  # fmt: skip
-LONG = {**SMALL, "steps": 8, "save_every": 4, "eval_every": 4, "keep": 9}
+LONG = {**SMALL, "steps": 6, "save_every": 4, "eval_every": 4, "keep": 9}
 SHORT = {**SMALL, "steps": 12, "save_every": 4, "eval_every": 4, "keep": 9}
-WHOLE = {**SHORT, "steps": 40, "save_every": 3, "dropout": 0.1}  # long enough to be ended twice
+WHOLE = {**SHORT, "steps": 30, "save_every": 3, "dropout": 0.1}  # long enough to be ended
 
 
 def in_words(settings: dict[str, Any]) -> list[str]:
@@ -70,6 +70,7 @@ def two() -> None:
         with summing() as summed[name]:
             gpt.train(TEXTS.get(name, "book.txt"), out=f"two/{name}", **settings)
     gpt.train("book.txt", out="two/dropout", **{**SHORT, "dropout": 0.1})
+    gpt.train("book.txt", out="two/whole", **WHOLE)
     if RANK == 0:
         cut("two/dropout", "two/resumed", 4)
         cut("one/adamw", "two/from-one", 4)

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -61,12 +60,15 @@ def assert_trained_alike(one: Path, several: Path, norms: float, **near: float) 
     assert of_events(several, "grad_norm", "step") == pytest.approx(of_events(one, "grad_norm", "step"), rel=norms)
 
 
-def strike(process: "subprocess.Popen[str]", run: Path, step: int, rank: int, signum: int) -> tuple[str, str, float]:
-    """Sends a rank a signal once a checkpoint of ``step`` or later exists.
+def struck(words: list[str], rank: int, signum: int) -> tuple[str, str, float, int]:
+    """Trains in two processes, and sends one of them a signal once a checkpoint of step 6 or later exists.
 
-    Returns the command's stdout, its stderr, and the seconds until it ended.
+    Returns the command's stdout, its stderr, the seconds until it ended, and its exit status.
     """
-    while not run.is_dir() or not any(entry.step >= step for entry in folder.checkpoints(run)):
+    words = [*words, *in_words({key: WHOLE[key] for key in ("steps", "dropout", "save_every")}), "--nproc", "2"]
+    run = Path("runs/x")
+    process = spawn("train", "book.txt", *words, "-o", run, "--quiet")
+    while not run.is_dir() or not any(entry.step >= 6 for entry in folder.checkpoints(run)):
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     victim = process_of(process.pid, rank)
@@ -74,41 +76,37 @@ def strike(process: "subprocess.Popen[str]", run: Path, step: int, rank: int, si
     os.kill(victim, signum)
     sent = time.monotonic()
     out, err = process.communicate(timeout=600)
-    return out, err, time.monotonic() - sent
+    return out, err, time.monotonic() - sent, process.returncode
 
 
-def assert_ended_and_gone_on(words: list[str], rank: int, whole: Path | None = None) -> None:
-    """Kills ``rank`` of a run of two processes, resumes it, and later stops rank 1.
+def assert_killed_and_gone_on(words: list[str], rank: int, whole: Path) -> None:
+    """Kills ``rank`` of a run of two processes and resumes it.
 
-    Asserts that either ends both processes and is reported once, and that the run ends as an uninterrupted one:
-    ``whole``, made with the settings `WHOLE`, or that of a command.
+    Asserts that all processes end, that this is reported once, and that the run ends as the uninterrupted ``whole``.
     """
-    words = [*words, *in_words({key: WHOLE[key] for key in ("steps", "dropout", "save_every")}), "--nproc", "2"]
-    steps = WHOLE["steps"]
-    if whole is None:
-        whole = Path("whole")
-        command = spawn("train", "book.txt", *words, "-o", whole, "--quiet", "--json")
-        out, err = command.communicate(timeout=600)
-        assert (command.returncode, err) == (0, "")
-        assert json.loads(out)["steps"] == steps
-    run = Path("runs/x")
-    killed = spawn("train", "book.txt", *words, "-o", run, "--quiet")
-    out, err, seconds = strike(killed, run, 6, rank, signal.SIGKILL)
-    assert (killed.returncode, out) == (1, "")
+    out, err, seconds, code = struck(words, rank, signal.SIGKILL)
+    assert (code, out) == (1, "")
     assert err == (
         f"error: process {rank} of 2 was ended by SIGKILL, maybe by the system, for want of memory\n"
         "hint: resume with: gpt train --resume runs/x\n"
     )
     assert seconds < 15
-    stopped = spawn("train", "--resume", run, "--quiet")  # with as many processes as before
-    step = folder.checkpoints(run)[-1].step
-    out, err, _ = strike(stopped, run, step + 6, 1, signal.SIGTERM)
-    assert (stopped.returncode, out) == (143, "")
+    assert_gone_on(whole)
+
+
+def assert_stopped_and_gone_on(words: list[str], whole: Path) -> None:
+    """The same where rank 1 is told to stop, which saves first."""
+    out, err, _, code = struck(words, 1, signal.SIGTERM)
+    assert (code, out) == (143, "")
     assert err.startswith("interrupted at step ")
     assert err.endswith("; resume with: gpt train --resume runs/x\n")
     assert err.count("\n") == 1
-    again = spawn("train", "--resume", "--quiet", "--json")
+    assert_gone_on(whole)
+
+
+def assert_gone_on(whole: Path) -> None:
+    again = spawn("train", "--resume", "--quiet", "--json")  # with as many processes as before
     out, err = again.communicate(timeout=600)
     assert (again.returncode, err) == (0, "")
-    assert json.loads(out)["steps"] == steps
-    assert_same(run, whole)
+    assert json.loads(out)["steps"] == WHOLE["steps"]
+    assert_same(Path("runs/x"), whole)
