@@ -69,7 +69,6 @@ def launch(command: Sequence[str], nproc: int, began: float | None = None) -> En
         "rdzv_endpoint": f"127.0.0.1:{_port()}",
         "local_addr": "127.0.0.1",
         "signals_to_handle": ",".join(signal.Signals(signum).name for signum in heeded()),
-        "shutdown_timeout": LONGEST_SAVE,
     }
     with tempfile.TemporaryDirectory(prefix="gpt-") as place, _environment(place, began):
         try:
@@ -122,6 +121,7 @@ def _environment(place: str, began: float | None) -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     os.environ |= {LAUNCHER: place} | ({BEGAN: repr(began)} if began is not None else {})
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(LONGEST_SAVE))  # torch 2.11 takes none, and waits 30 s
     try:
         yield
     finally:

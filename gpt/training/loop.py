@@ -102,6 +102,7 @@ class Trainer:
         except BaseException as error:
             self.fail(error)
         finally:
+            self.stepper.forget_graph()
             self.journal.close()
 
     def step(self) -> None:
@@ -205,7 +206,7 @@ class Trainer:
             raise diverged
         self.launched = None
         self.checkpointer.roll_back(rate_factor=LOWER, step_seconds=self.state.step_seconds)
-        self.stepper.restored()
+        self.stepper.forget_graph()
         why, step = diverged.why, diverged.step
         self.journal.emit(events.RollbackEvent, failed_step=step, why=why, rate_factor=LOWER)
         self.session.note(f"{why} at step {step:,}: back to step {self.state.step:,}, with {LOWER:g} times the rate")

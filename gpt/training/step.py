@@ -171,8 +171,8 @@ class Stepper:
                 return None
         return self.graph(x, y)
 
-    def restored(self) -> None:
-        """Weights and moments were set to others: a CUDA graph of the former ones goes."""
+    def forget_graph(self) -> None:
+        """Drops the CUDA graph: at the end, with its memory, or when weights and moments were set to others."""
         self.alike, self.graph = 0, None
 
     def gradients(self, x: Tensor, y: Tensor) -> Tensor:

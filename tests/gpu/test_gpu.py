@@ -118,7 +118,7 @@ def test_steps_as_a_graph_are_steps(settings: dict[str, Any]) -> None:
         torch.manual_seed(2)
         each.take(range(4))
         each.optimizer.restore(each.stepper.model, state)
-        each.stepper.restored()
+        each.stepper.forget_graph()
         each.found = each.take(range(4))  # type: ignore[attr-defined]
     assert repeated.found == pytest.approx(one_by_one.found, rel=exact)  # type: ignore[attr-defined]
 
