@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from gpt.device import Compute
 from gpt.errors import PeerLost, UserError, WorkError, first_line
@@ -78,10 +78,16 @@ class World:
         if not dist.is_initialized():
             self.owns_group = True
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-        over: dict[int | str, Any] = dict.fromkeys(("data", "tensor"), "nccl" if kind == "cuda" else "gloo")
-        return init_device_mesh(
-            kind, (self.data_size, self.tensor), mesh_dim_names=("data", "tensor"), backend_override=over
-        )
+        backend, limit = ("nccl", LIMIT) if kind == "cuda" else ("gloo", NO_LIMIT)
+        ranks = torch.arange(self.size).view(self.data_size, self.tensor)
+
+        def mine(groups: Tensor) -> dist.ProcessGroup:
+            made = {tuple(some): dist.new_group(some, limit, backend) for some in groups.tolist()}
+            own: dist.ProcessGroup = next(group for some, group in made.items() if self.rank in some)
+            return own
+
+        # Not init_device_mesh, whose groups have torch's limits: 10 minutes over NCCL.
+        return DeviceMesh.from_group([mine(ranks.T), mine(ranks)], kind, ranks, mesh_dim_names=("data", "tensor"))
 
     def all_reduce_max(self, value: int) -> int:
         """The largest of all ranks' values."""

@@ -249,23 +249,23 @@ def make_optimizer(
     """
     table = named_parameters(model.config)
     vectors: list[Tensor] = []
-    others: list[Tensor] = []
+    embeddings: list[Tensor] = []
     fused: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     for name, p in model.named_parameters():
         if table[name].is_matrix:
             fused[table[name].fused].append(p)
         else:
-            (others if table[name].is_decayed else vectors).append(p)
+            (embeddings if table[name].is_decayed else vectors).append(p)
     if kind == "adamw":
-        return Optimizers([_adamw([*others, *(p for some in fused.values() for p in some)], vectors, weight_decay)])
+        return Optimizers([_adamw([*embeddings, *(p for some in fused.values() for p in some)], vectors, weight_decay)])
     groups = [{"params": params, "fused": rows} for rows, params in fused.items()]
     rate = NORM_RATE if model.config.norm == "rmsnorm" else 1.0
-    adamw = _adamw(others, vectors, EMBEDDING_DECAY * weight_decay if weight_decay > USUAL_DECAY else 0.0, rate)
+    adamw = _adamw(embeddings, vectors, EMBEDDING_DECAY * weight_decay if weight_decay > USUAL_DECAY else 0.0, rate)
     if dtype == torch.float16:  # gradients lie below its least numbers
         dtype = torch.bfloat16 if has_bfloat16_cores(model.wte.weight.device) else torch.float32
     return Optimizers([muon(groups, 0.0, weight_decay, dtype, world), adamw])
 
 
-def _adamw(decayed: Sequence[Tensor], others: Sequence[Tensor], weight_decay: float, rate: float = 1.0) -> AdamW:
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0, "rate": rate}]
+def _adamw(decayed: Sequence[Tensor], vectors: Sequence[Tensor], weight_decay: float, rate: float = 1.0) -> AdamW:
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0, "rate": rate}]
     return AdamW([group for group in groups if group["params"]], lr=0.0, betas=BETAS, eps=1e-8, fused=True)

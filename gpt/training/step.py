@@ -164,7 +164,7 @@ class Stepper:
             return None
         if self.graph is None:
             try:
-                self.graph = StepGraph(lambda x, y: self._applied(self._gradients(x, y)), x, y)
+                self.graph = StepGraph(lambda x, y: self._applied(self._accumulated(x, y)), x, y)
             except RuntimeError:
                 self.repeats = False
                 self._zero_grad()
@@ -192,7 +192,7 @@ class Stepper:
                 if self.parallel.trial and not known:
                     self._try(x[: self.micro_batch], y[: self.micro_batch])
                     known = True
-                return self._gradients(x, y)
+                return self._accumulated(x, y)
             except Exception as error:
                 smaller = [d for d in divisors(x.size(0)) if d < self.micro_batch]
                 why = first_line(error) if self.program is not None and isinstance(error, RuntimeError) else None
@@ -230,7 +230,8 @@ class Stepper:
                 raise failed or PeerLost
         self.tried = x.numel()
 
-    def _gradients(self, x: Tensor, y: Tensor) -> Tensor:
+    def _accumulated(self, x: Tensor, y: Tensor) -> Tensor:
+        """Adds up the gradients of a batch, a micro-batch at a time. Returns its mean loss."""
         if not self.model.training:
             self.model.train()
         total = torch.zeros((), device=self.compute.device)
