@@ -4,7 +4,6 @@ A matrix, (out, in), is a tensor of levels under our name and one of its scales.
 ``quantization_config`` without a ``quant_method``: transformers refuses such a folder instead of misreading it.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -67,15 +66,15 @@ def to_stored(config: GPTConfig, bits: int, weights: Mapping[str, Callable[[], T
     """The tensors of the files. A matrix is rounded when its scales are written, which are before all levels."""
     table = named_parameters(config)
 
-    @functools.cache
-    def stored(name: str) -> Tensor | Quantized:
-        return rounded(table[name], weights[name](), bits)
+    held: dict[str, Quantized] = {}  # whose levels are still to be written
 
     def part(name: str) -> np.ndarray[Any, Any]:
-        value = stored(name.removesuffix(SCALES))
-        if isinstance(value, Quantized):
-            value = value.scales if name.endswith(SCALES) else value.levels
-        return value.numpy()
+        matrix = name.removesuffix(SCALES)
+        value = held.pop(matrix, None) or rounded(table[matrix], weights[matrix](), bits)
+        if isinstance(value, Quantized) and name.endswith(SCALES):
+            held[matrix] = value
+            return value.scales.numpy()
+        return (value.levels if isinstance(value, Quantized) else value).numpy()
 
     return {name: Deferred(shape, partial(part, name), code) for name, (shape, code) in layout(config, bits).items()}
 

@@ -6,6 +6,7 @@ Neither knows which tokens begin or end a text; `gpt.text.tokenizer` does.
 import contextlib
 import json
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -108,8 +109,9 @@ def _run(work: Callable[[], T], size: int, is_risky: bool, what: str) -> T:
     try:
         if not is_risky and size <= untrusted.SHORT_IF_LINEAR:
             return work()
-        with untrusted.silent() if is_risky else contextlib.nullcontext():
-            return untrusted.timed(work, size)
+        alone = threading.current_thread() is threading.main_thread()  # others may want to write to stderr
+        with untrusted.silent() if is_risky and alone else contextlib.nullcontext():
+            return untrusted.timed(work, size, is_risky)
     except UserError:
         raise
     except BaseException as error:  # a panic of pyo3 is no Exception
@@ -198,6 +200,8 @@ class Library:
 
     def _encoded(self, tokenizer: Any, texts: Sequence[str], batch: Callable[..., list[Any]]) -> list[Any]:
         size = sum(map(len, texts))
+        if size * self._growth > untrusted.MOST_CHARACTERS and len(texts) > 1:
+            return [each for text in texts for each in self._encoded(tokenizer, [text], batch)]
         if size * self._growth > untrusted.MOST_CHARACTERS:
             raise UserError(
                 f"a text of {size:,} characters is too long for a tokenizer that may make it {self._growth} times "

@@ -315,7 +315,8 @@ class Records(Generic[Raw]):
                 self.on_bad(error)
 
     def _place(self, number: int) -> str:
-        return f"{self.name}, {self.unit} {number:,}"
+        name = self.name.encode("utf-8", "backslashreplace").decode()  # it may be no UTF-8, and is part of a document
+        return f"{name}, {self.unit} {number:,}"
 
     def _error(self, number: int, message: str, hint: str) -> UserError:
         return UserError(f"{self._place(number)}: {message}", hint)

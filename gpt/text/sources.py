@@ -313,11 +313,12 @@ def _remote_files(files: Any, path: str, address: str) -> Iterator[tuple[str, Ma
     else:
         found = {path: files.info(path)}
     for name, info in found.items():
-        if info["type"] != "directory":
+        if info["type"] == "file" or (len(found) == 1 and info["type"] != "directory"):
             yield name, info
+        if info["type"] != "directory":  # a pipe, or a link that leads nowhere
             continue
         for file, about in files.find(name, detail=True).items():
-            if not any(part.startswith(".") for part in file.removeprefix(name).split("/")):
+            if about["type"] == "file" and not any(part.startswith(".") for part in file.removeprefix(name).split("/")):
                 yield file, about
 
 

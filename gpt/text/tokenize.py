@@ -149,7 +149,7 @@ def _one_thread_a_job() -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[name]
+        os.environ.pop(name, None)
         if before is not None:
             os.environ[name] = before
 

@@ -113,6 +113,9 @@ class ByteStream(io.RawIOBase):
     def seek(self, offset: int, whence: int = 0, /) -> int:
         """Seeks in the wrapped stream; returns the new position."""
         with translated(self.to_error):
+            if whence == 2:  # a mapped file does not seek to before its start
+                self.inner.seek(0, 2)
+                offset, whence = max(0, self.inner.tell() + offset), 0
             self.inner.seek(offset, whence)
         return self.tell()
 

@@ -85,9 +85,9 @@ def _longest_entry(charsmap: str) -> int:
     return 1  # the library refuses it
 
 
-def timed(work: Callable[[], T], size: int) -> T:
+def timed(work: Callable[[], T], size: int, is_risky: bool = True) -> T:
     """Returns ``work()``, a call of native code for a text of ``size`` characters, done in a thread: so Ctrl-C is
-    answered, and it can be given up. Raises `UserError` where it takes too long, and whatever it raises."""
+    answered, and it can be given up. Raises `UserError` where risky work takes too long, and whatever it raises."""
     if size <= SHORT:
         return work()
     done = Future[T]()
@@ -98,7 +98,7 @@ def timed(work: Callable[[], T], size: int) -> T:
         except BaseException as error:  # a panic of pyo3 is no Exception
             done.set_exception(error)
 
-    limit = SECONDS + size / RATE
+    limit = SECONDS + size / RATE if is_risky else threading.TIMEOUT_MAX  # the process may be suspended meanwhile
     threading.Thread(target=run, daemon=True, name="gpt-tokenizer").start()
     try:
         return done.result(limit)

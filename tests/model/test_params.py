@@ -151,7 +151,7 @@ def test_a_shape_by_hand(gpt: Gpt) -> None:
     ("words", "message"),
     [
         (["--n-kv-head", "5"], "n_head 12 is not divisible by n_kv_head 5"),
-        (["--window", "0"], "window is 0; it must be a whole number from 1"),
+        (["--window", "0"], "window is 0; it must lie between 1 and 16,777,216"),
         (["--arch", "modern", "--positions", "learned"], "learned positions do not go with the modern architecture"),
         (["--n-kv-head", "4", "--devices", "8", "--tensor", "8"], "the model's 4 heads of keys and values cannot be"),
     ],

@@ -5,6 +5,7 @@ import gzip
 import json
 import random
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,13 @@ def test_what_is_said_and_measured(gpt: Gpt, file: Path) -> None:
     record = json.loads(Path("runs/pairs/run.json").read_text())
     assert record["sources"][0]["documents"] == 65
     assert not Path("runs/pairs/tokens").exists()
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="they have no names that are not UTF-8")
+def test_a_file_whose_name_is_not_utf8(file: Path) -> None:
+    file.rename("\udce9.jsonl")
+    found = read_examples(["\udce9.jsonl"], TextConfig(val_fraction=0), Pair)
+    assert len(found.train) == len(BY_HEART)
 
 
 def test_the_held_out_loss_is_the_completions(file: Path) -> None:

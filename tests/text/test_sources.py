@@ -227,6 +227,18 @@ def test_addresses_in_memory() -> None:
         files.rm("/t", recursive=True)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no named pipes in folders")
+def test_what_is_no_file_below_an_address_is_left_out(workdir: Path) -> None:
+    tree(workdir, "t/a.txt", "t/s/b.txt")
+    os.mkfifo("t/pipe")
+    Path("t/nowhere").symlink_to("gone")
+    for asked in ("/t", "/t/*"):
+        assert [source.name.rsplit("/t/")[1] for source in sources.find([workdir.as_uri() + asked])] == [
+            "a.txt",
+            "s/b.txt",
+        ]
+
+
 def test_short_reads_of_an_address_cut_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a text is cut, and so what a resume skips, follows from the text alone."""
     import fsspec

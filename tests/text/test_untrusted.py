@@ -94,6 +94,14 @@ def test_memory_is_bounded_where_a_text_may_grow(monkeypatch: pytest.MonkeyPatch
     assert len(library.encode("a" * 250, {}, False, False)) == 1000
     with pytest.raises(UserError, match="a text of 251 characters is too long for a tokenizer .* 4 times as long"):
         library.encode("a" * 251, {}, False, False)
+    assert [len(ids) for ids in library.encode_all(["a" * 200, "a" * 250], {})] == [800, 1000]  # each by itself
+
+
+def test_our_own_patterns_have_no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is suspended for an hour goes on."""
+    monkeypatch.setattr(untrusted, "SECONDS", 0.0)
+    monkeypatch.setattr(untrusted, "RATE", 1e9)
+    assert len(bytes_tokenizer().encode("ab " * 100_000)) == 300_000
 
 
 SLOW = {"type": "Split", "pattern": {"Regex": "[ab ]*[^ab ]"}, "behavior": "Isolated", "invert": False}
