@@ -221,7 +221,7 @@ def check_room(run: Path, size: int) -> None:
     if free < size + SPARE:
         raise WorkError(
             f"a checkpoint needs about {_mb(size)}, and {_mb(free)} are free in {run}",
-            "make room, or give another place with --out",
+            "make room, or train another run with --out",
         )
 
 

@@ -3,7 +3,7 @@
 On a CPU, where one process trains all weights, it is one program (`gpt.training.native`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -43,10 +43,13 @@ class StepGraph:
     """A step as a CUDA graph: the host launches once what takes hundreds of launches else, in 1 ms in place of 9. Its
     numbers lie where they lay when it was made: the batch is copied there, the weights must not move."""
 
-    def __init__(self, step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], x: Tensor, y: Tensor) -> None:
-        """Makes the graph of a ``step`` of inputs x and targets y, and does not take it. Raises `RuntimeError` if some
-        operation can't be part of a graph."""
-        self.x, self.y, self.graph = x, y, torch.cuda.CUDAGraph()
+    def __init__(
+        self, step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], x: Tensor, y: Tensor, reads: Iterable[Tensor]
+    ) -> None:
+        """Makes the graph of a ``step`` of inputs x and targets y, and does not take it. What it ``reads`` beside
+        weights is kept: a model's table of rotations gives way to a longer one. Raises `RuntimeError` if some operation
+        can't be part of a graph."""
+        self.x, self.y, self.reads, self.graph = x, y, tuple(reads), torch.cuda.CUDAGraph()
         side = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
         # A checkpoint's thread uses the device too. The outer context: torch's stays on its stream after an error.
         capture = torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local")

@@ -250,6 +250,7 @@ class Trainer:
 
     def finish(self) -> Result:
         """Reads back and measures the best checkpoint, which is the result of the run."""
+        self.stepper.forget_graph()
         result, model = read_best(self.run, self.parallel, self.recipe, self.state, self.budget, self.journal.speed)
         if self.recipe.merge_lora and self.world.is_main:
             merged = self.run.run / "merged"

@@ -164,7 +164,7 @@ class Stepper:
             return None
         if self.graph is None:
             try:
-                self.graph = StepGraph(lambda x, y: self._applied(self._accumulated(x, y)), x, y)
+                self.graph = StepGraph(lambda x, y: self._applied(self._accumulated(x, y)), x, y, self.model.buffers())
             except RuntimeError:
                 self.repeats = False
                 self._zero_grad()
