@@ -119,14 +119,15 @@ def _environment(place: str, began: float | None) -> Iterator[None]:
     handlers = {signum: signal.getsignal(signum) for signum in heeded()}
     quiet = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    os.environ |= {LAUNCHER: place} | ({BEGAN: repr(began)} if began is not None else {})
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(LONGEST_SAVE))  # torch 2.11 takes none, and waits 30 s
+    # Torch 2.11 takes no timeout, and waits for 30 s.
+    usual = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(LONGEST_SAVE)}
+    added = {LAUNCHER: place} | {name: value for name, value in usual.items() if name not in os.environ}
+    os.environ |= added | ({BEGAN: repr(began)} if began is not None else {})
     try:
         yield
     finally:
-        del os.environ[LAUNCHER]
-        os.environ.pop(BEGAN, None)
+        for name in (*added, BEGAN):
+            os.environ.pop(name, None)
         logging.disable(quiet)
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
