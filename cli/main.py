@@ -207,7 +207,7 @@ def _described(error: BaseException, command: str) -> tuple[int, str, str]:
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return 130, "interrupted", ""
     if isinstance(error, ModuleNotFoundError):
-        return 1, f"the package {error.name} is not installed", f"pip install {error.name}, or gpt itself anew"
+        return 1, f"the package {error.name} is not installed", f"pip install {error.name}, or reinstall gpt"
     if is_out_of_memory(error):
         return 1, "out of memory", "take a smaller --micro-batch, --preset or --block-size"
     if is_out_of_threads(error):
