@@ -51,6 +51,20 @@ def loud(config: GPTConfig, seed: int = 0, spread: float = 0.3) -> GPT:
     return model
 
 
+def push(context: Context, *new: list[int]) -> torch.Tensor:
+    """Appends ids to the texts of the first slots and computes them. Returns the residual stream (n, C) after the last
+    of each."""
+    slots = context.slots[: len(new)]
+    for slot, ids in zip(slots, new, strict=True):
+        slot.text += ids
+        if context.room(slot) == 0:
+            context.slide(slot)
+    work = [(slot, len(slot.text) - slot.computed) for slot in slots]
+    ids = torch.tensor([id for slot in slots for id in slot.text[slot.computed :]])
+    x = context.forward(work, ids)
+    return x[torch.tensor([count for _, count in work]).cumsum(0) - 1]
+
+
 def engine_of(
     context: Context, requests: Iterable[Request], config: SampleConfig, seed: int = 0, eot: int = EOT
 ) -> Engine:

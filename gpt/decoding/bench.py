@@ -60,6 +60,8 @@ def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None
 
 def _round(context: Context, prompts: list[list[int]], count: int) -> tuple[float, float]:
     """Seconds to the first tokens, and for each step after."""
+    for slot in context.slots:  # whose prompts would be taken from it
+        slot.forget()
     engine, config = Engine(context, ends=()), SampleConfig(greedy=True, max_tokens=count, ignore_eot=True)
     for ids in prompts:
         engine.add(Request(ids, config))

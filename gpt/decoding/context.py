@@ -1,7 +1,8 @@
-"""Contexts: rows of ids from which next ids are predicted, with the cache of their keys and values."""
+"""Contexts: slots for texts in one cache of keys and values, and the steps that compute their next ids."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,19 +13,39 @@ from gpt.decoding.token_step import Step, compiled
 from gpt.decoding.weights import weight_bytes
 from gpt.device import Compute, upload
 from gpt.errors import UserError
-from gpt.model.cache import KVCache
+from gpt.model.cache import KVCache, Placement
 from gpt.model.decoder import GPT, ROPE_TABLE
-from gpt.model.params import cache_bytes
+from gpt.model.params import SLACK, cache_bytes
 from gpt.model.quantize import QuantizedEmbedding
 
 CACHE_SHARE = 0.25  # of the device's memory that keys and values may take
 KEPT = 4  # contexts of which nobody makes use
 
 
-class Context:
-    """Rows of ids, independent of each other, with one cache for as much of their ends as the model can see.
+@dataclass(eq=False)
+class Slot:
+    """A row of the cache, and the text whose keys and values it has; it keeps both when the text has ended, for
+    prompts that begin the same."""
 
-    With absolute positions a full row cannot move on by one: it drops all but its last half, whose keys and values are
+    at: int  # the row
+    text: list[int] = field(default_factory=list)  # every id that is known
+    start: int = 0  # the place in the text of the id at position 0
+    length: int = 0  # positions that are computed
+
+    @property
+    def computed(self) -> int:
+        """The number of the text's ids that are computed or no longer seen."""
+        return self.start + self.length
+
+    def forget(self) -> None:
+        """Empties the slot."""
+        self.text, self.start, self.length = [], 0, 0
+
+
+class Context:
+    """Slots, independent of each other, in one cache; each sees as much of the end of its text as the model can.
+
+    With absolute positions a full slot cannot move on by one: it drops all but its last half, whose keys and values are
     computed again, once every block_size / 2 tokens, at about the cost of a prompt of that length. With rotary
     positions, which are relative, the window moves on by one and nothing is computed again.
     """
@@ -46,10 +67,11 @@ class Context:
         room = min(self.size, room or self.size)
         _check_room(model, compute, rows, room)
         self.cache = KVCache(model.config, rows, compute.device, compute.dtype, room, model.kv_heads)
-        self.compiled = step  # computes steps of one position, all rows at once; None: the model does
+        self.slots = [Slot(at) for at in range(rows)]
+        self.compiled = step  # computes steps of one position, all slots at once; None: the model does
         if step is not None:
             model.reach(max(ROPE_TABLE, 2 * self.size))  # a table that grows is compiled for again
-            self.last = torch.zeros(rows, 1, dtype=torch.int64, device=compute.device)  # each row's newest id
+            self.last = torch.zeros(rows, 1, dtype=torch.int64, device=compute.device)  # each slot's newest id
             self._numbers = torch.zeros(2, rows, dtype=torch.int64, device=compute.device)
             fixed = [*self.cache.keys, *self.cache.values, self.cache.blocks, self.last, self._numbers]
             table = model.get_submodule("wte")
@@ -59,109 +81,54 @@ class Context:
                 torch._dynamo.mark_static_address(each)
         narrow = model.ln_f.weight.dtype == compute.dtype  # then there is nothing to cast at each product
         self._autocast = contextlib.nullcontext if narrow else compute.autocast
-        self.ids: list[list[int]] = [[] for _ in range(rows)]  # all ids of a row, also those no longer seen
-        self.dropped = [0] * rows  # how many of a row's first ids are no longer seen
 
-    @property
-    def rows(self) -> int:
-        """The number of rows."""
-        return len(self.ids)
+    # Computing
 
     @torch.inference_mode()
-    def fill(self, first: int, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Fills rows ``first``, ``first + 1`` … with prompts of one id at least, of which the last block_size ids are
-        kept. Returns the residual stream (n, T, C) of the kept ids, padded at the end."""
-        for row, prompt in enumerate(prompts, first):
-            self.ids[row] = list(prompt)
-            self.dropped[row] = max(0, len(prompt) - self.size)
-        kept = [ids[drop:] for ids, drop in zip(self.ids[first:], self.dropped[first:], strict=True)][: len(prompts)]
-        T = max(map(len, kept))
-        # Padding comes after a row's last id, so the row does not see it.
-        padded = [ids + [0] * (T - len(ids)) for ids in kept]
-        part = self.cache.rows(first, first + len(prompts))
-        part.lengths[:] = 0
-        x = self._trunk(upload(padded, self.compute.device), part, [len(ids) for ids in kept])
-        part.lengths[:] = [len(ids) for ids in kept]
-        return x
+    def forward(self, work: Sequence[tuple[Slot, int]], ids: Tensor) -> Tensor:
+        """Computes the next positions of some slots, so many of each, in one pass. ``ids``, (N), are theirs one after
+        the other, on the device. Returns the residual stream (N, C).
 
-    @torch.inference_mode()
-    def begin(self, row: int, prompt: Sequence[int], source: int | None = None, same: int = 0) -> None:
-        """Makes a row ready to `read` a prompt, of which the last block_size ids are kept: it is empty, or begins with
-        the first ``same`` ids of row ``source``, which are the prompt's too (`reusable`)."""
-        if source is None:
-            self.dropped[row] = max(0, len(prompt) - self.size)
-        elif source != row:
-            self.cache.copy(source, row)
-            self.dropped[row] = 0
-        self.ids[row] = list(prompt[: self.dropped[row] + same])
-        self.cache.lengths[row] = same
-
-    @torch.inference_mode()
-    def read(self, row: int, ids: Sequence[int]) -> Tensor:
-        """Appends ids to one row that has room for them. Returns their residual stream (T, C)."""
-        self.ids[row] += ids
-        return self._trunk(upload([ids], self.compute.device), self.cache.rows(row, row + 1))[0]
-
-    def reusable(self, prompt: Sequence[int]) -> tuple[int | None, int]:
-        """Returns the row whose keys and values serve the longest beginning of a prompt, and the length of that. The
-        prompt's last id is never part of it, since what follows it has to be computed."""
-        best: tuple[int | None, int] = (None, 0)
-        if len(prompt) > self.size:
-            return best
-        for row, ids in enumerate(self.ids):
-            same = 0 if self.dropped[row] else min(_common(ids, prompt), len(prompt) - 1)
-            if same > best[1] and self.cache.can_rewind(row, int(self.cache.lengths[row]) - same):
-                best = row, same
-        return best
-
-    @torch.inference_mode()
-    def step(self, ids: Sequence[Sequence[int]] | Tensor) -> Tensor:
-        """Appends T ids to each of the first n rows, (n, T). Returns their residual stream (n, T, C)."""
-        ids = self._append(ids)
-        return self._trunk(ids, self.cache.rows(0, len(ids)))
-
-    def _append(self, ids: Sequence[Sequence[int]] | Tensor) -> Tensor:
-        """Appends ids to rows and returns them on the device.
-
-        Those in a tensor, which lies there, may be unknown to the host as yet: rows must have room for them, and
-        whoever reads them appends them to the rows' `ids`."""
-        if isinstance(ids, Tensor):
-            return ids
-        for row, new in enumerate(ids):
-            if self.cache.lengths[row] + len(new) > self.size:
-                self._slide(row, len(new))
-            self.ids[row] += new
-        return upload(ids, self.compute.device)
+        Adjacent slots attend together when they get equally many ids: few, or from the same position on.
+        """
+        parts: list[tuple[int, list[int], int]] = []
+        for slot, count in work:
+            if parts:
+                first, lengths, T = parts[-1]
+                if slot.at == first + len(lengths) and count == T and (T <= SLACK or lengths[0] == slot.length):
+                    lengths.append(slot.length)
+                    continue
+            parts.append((slot.at, [slot.length], count))
+        places = Placement(self.cache, parts)
+        with self._autocast():
+            x = self.model.trunk(ids.view(places.shape), places)
+        for slot, count in work:
+            slot.length += count
+        return x.flatten(0, 1)
 
     @torch.inference_mode()
     def next_tokens(
-        self,
-        ids: Sequence[Sequence[int]] | Tensor,
-        filters: Filters | None = None,
-        keys: Sequence[int] = (),
-        top: int = 0,
+        self, slots: Sequence[Slot], filters: Filters | None = None, keys: Sequence[int] = (), top: int = 0
     ) -> list[Tensor]:
-        """Appends an id to each of the first n rows, (n, 1), in a compiled step. With filters the next ids are in
-        `last`, and their `scores` are returned, else logits (n, V).
+        """Computes the next position of some slots, whose ids are in `last`, in a compiled step. With filters the next
+        ids are then in `last`, and their `scores` are returned, else logits (n, V).
 
-        All rows are computed, of which those after the first n are idle, so that shapes are always the same."""
+        All slots are computed, so that shapes are always the same: the others write to the column after their last."""
         assert self.compiled is not None
-        ids, n, lengths = self._append(ids), len(ids), self.cache.lengths
-        for row in range(n, self.rows):  # An idle row gets an id after its last, where it has room for one.
-            if lengths[row] >= self.cache.room:
-                self.forget(row)
-                lengths[row] = 0
-        if ids is not self.last:
-            self.last[:n] = ids
-        numbers = np.zeros((2, self.rows), np.int64)
-        numbers[0] = lengths
-        numbers[1, : len(keys)] = as_int64(keys)[:, 0]
+        at = [slot.at for slot in slots]
+        for slot in self.slots:
+            if slot.length >= self.cache.room and slot.at not in at:  # which has no such column
+                slot.forget()
+        numbers = np.zeros((2, self.cache.rows), np.int64)
+        numbers[0] = [slot.length for slot in self.slots]
+        numbers[1, at[: len(keys)]] = as_int64(keys)[:, 0]
         self._numbers.copy_(upload(numbers, self.compute.device))
-        self.model.reach(int(lengths.max()) + 1)
+        self.model.reach(int(numbers[0].max()) + 1)
         with self._autocast():
             found = self.compiled(self.cache, self.last, self._numbers, self.vocab_size, filters, top)
-        lengths[:n] += 1
-        return [each[:n] for each in found]
+        for slot in slots:
+            slot.length += 1
+        return [select(each, at) for each in found]
 
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
@@ -169,60 +136,55 @@ class Context:
         with self._autocast():
             return self.model.unembed(x)[..., : self.vocab_size].float()
 
-    def room(self, row: int) -> int:
-        """Returns how many more ids fit into the row before any is dropped."""
-        return max(0, self.cache.room - int(self.cache.lengths[row]))
+    # Slots
 
-    def rewind(self, row: int, count: int) -> None:
-        """Removes the row's last ``count`` ids."""
-        if count:
-            del self.ids[row][-count:]
-            self.cache.lengths[row] -= count
+    def room(self, slot: Slot) -> int:
+        """Returns how many more positions fit into a slot before any is dropped."""
+        return max(0, self.cache.room - slot.length)
+
+    def shared(self, slot: Slot, prompt: Sequence[int], soon: bool = False) -> int:
+        """Returns how many of a prompt's first ids are computed in a slot; ``soon``: once its text is. The prompt's
+        last id is never among them, since what follows it has to be computed."""
+        length = len(slot.text) if soon else slot.length
+        if slot.start or len(prompt) > self.size:
+            return 0
+        same = min(_common(slot.text, prompt), len(prompt) - 1, length)
+        return same if self.cache.can_rewind(length, length - same) else 0
 
     @torch.inference_mode()
-    def copy(self, source: int, target: int) -> None:
-        """Makes row ``target`` equal to row ``source``. Columns of ids that both begin with are not copied."""
+    def begin(self, slot: Slot, prompt: list[int], source: Slot | None = None, same: int = 0) -> None:
+        """Gives a slot a prompt to compute, of which the last block_size ids are kept. Its first ``same`` ids are
+        `shared` with slot ``source``."""
+        if source is not None and source is not slot:
+            self.cache.copy(source.at, slot.at, 0, same, source.length)
+        slot.text, slot.start, slot.length = prompt, max(0, len(prompt) - self.size), same
+
+    def slide(self, slot: Slot) -> None:
+        """Lets a full slot take another id: with absolute positions, its last half is to be computed again."""
+        if self.model.config.positions != "rotary":
+            slot.start, slot.length = len(slot.text) - max(1, self.size // 2), 0
+
+    @torch.inference_mode()
+    def copy(self, source: Slot, target: Slot) -> None:
+        """Makes a slot equal to another. Columns of ids that both begin with are not copied."""
         same = 0
-        if self.dropped[source] == self.dropped[target]:
-            same = max(0, _common(self.ids[source], self.ids[target]) - self.dropped[source])
-        self.cache.copy(source, target, same)
-        self.ids[target] = list(self.ids[source])
-        self.dropped[target] = self.dropped[source]
+        if source.start == target.start:
+            same = min(_common(source.text, target.text) - source.start, source.length, target.length)
+        written = max(source.length, target.length)
+        self.cache.copy(source.at, target.at, max(0, same), source.length, written)
+        target.text, target.start, target.length = [*source.text], source.start, source.length
 
     @torch.inference_mode()
-    def swap(self, a: int, b: int) -> None:
-        """Exchanges two rows."""
-        if a != b:
-            self.cache.swap(a, b)
-            self.ids[a], self.ids[b] = self.ids[b], self.ids[a]
-            self.dropped[a], self.dropped[b] = self.dropped[b], self.dropped[a]
-
-    def forget(self, row: int) -> None:
-        """Forgets a row's ids, which are no longer `reusable`; its length and cache stay until the next fill."""
-        self.ids[row], self.dropped[row] = [], 0
-
-    @torch.inference_mode()
-    def clear(self, row: int) -> None:
-        """Empties a row and sets its keys and values to 0. A NaN among them would reach the row's next ids: attention
+    def clear(self, slot: Slot) -> None:
+        """Empties a slot and sets its keys and values to 0. A NaN among them would reach its next text: attention
         multiplies masked values by a weight of 0."""
-        self.forget(row)
-        for each in (*self.cache.keys, *self.cache.values):
-            each[row] = 0
+        slot.forget()
+        self.cache.clear(slot.at)
 
-    def _slide(self, row: int, new: int) -> None:
-        if self.model.config.positions == "rotary":
-            self.dropped[row] = len(self.ids[row]) + new - self.size
-            return
-        kept = max(0, max(1, self.size // 2) - new)
-        self.dropped[row] = len(self.ids[row]) - kept
-        part = self.cache.rows(row, row + 1)
-        part.lengths[:] = 0
-        if kept:
-            self._trunk(upload([self.ids[row][-kept:]], self.compute.device), part)
 
-    def _trunk(self, ids: Tensor, cache: KVCache, counts: Sequence[int] | None = None) -> Tensor:
-        with self._autocast():
-            return self.model.trunk(ids, cache, counts)
+def select(tensor: Tensor, at: list[int]) -> Tensor:
+    """Returns rows of a tensor, without a copy where they are the first ones."""
+    return tensor[: len(at)] if at == [*range(len(at))] else tensor[upload(at, tensor.device)]
 
 
 class ContextPool:
@@ -263,14 +225,14 @@ class ContextPool:
     def _take(self, rows: int, room: int, step: Step | None) -> Context | None:
         """Returns the idle context of this shape. Where there is none, frees memory for a new one."""
         for at, context in enumerate(self.idle):
-            if (context.rows, context.cache.room, context.compiled) == (rows, room, step):
+            if (context.cache.rows, context.cache.room, context.compiled) == (rows, room, step):
                 return self.idle.pop(at)
         self._shrink(beside=rows * cache_bytes(self.model.config, room, self.compute.dtype.itemsize))
         return None
 
     def _put(self, context: Context) -> None:
-        for row in range(context.rows):
-            context.forget(row)
+        for slot in context.slots:
+            slot.forget()
         self.idle.append(context)
         self._shrink()
 
@@ -300,4 +262,7 @@ def _check_room(model: GPT, compute: Compute, rows: int, room: int) -> None:
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
     """Returns the length of the common beginning."""
-    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    most, at = min(len(a), len(b)), 0
+    while at < most and a[at : at + 64] == b[at : at + 64]:
+        at += 64
+    return next((n for n in range(at, min(at + 64, most)) if a[n] != b[n]), min(at + 64, most))

@@ -25,7 +25,7 @@ from gpt.config import GPTConfig
 from gpt.decoding.weights import Int4Linear
 from gpt.device import Compute
 from gpt.errors import first_line
-from gpt.model.cache import KVCache
+from gpt.model.cache import Placement
 from gpt.model.decoder import GPT, Block
 from gpt.model.positions import Rope, rotate
 from gpt.model.quantize import GROUP, Quantized
@@ -122,17 +122,15 @@ class NativeBlock(nn.Module):
             self.tensors += tensors if bias is None else [*tensors, bias.detach()]
         self.kinds = tuple(kinds)
 
-    def forward(self, x: Tensor, layer: int, rope: Rope | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, layer: int, rope: Rope | None = None, places: Placement | None = None) -> Tensor:
         """(B, T, C) → (B, T, C)."""
-        place = cache.single(layer) if cache is not None and x.numel() == x.size(-1) else None
-        if place is not None and cache is not None and (run := self.programs.get(self)) is not None:
-            column, hidden = self.programs.at(*place)
+        single = places.single(layer) if places is not None and x.numel() == x.size(-1) else None
+        if single is not None and (run := self.programs.get(self)) is not None:
+            keys, values, place = single
             cos, sin = (x, x) if rope is None else (rope[0].view(-1), rope[1].view(-1))
-            out: Tensor = run(
-                [x.view(-1), column, hidden, cos, sin, cache.keys[layer][0], cache.values[layer][0], *self.tensors]
-            )[0]
+            out: Tensor = run([x.view(-1), *self.programs.at(*place), cos, sin, keys, values, *self.tensors])[0]
             return out.view_as(x)
-        return self.block(x, layer, rope, cache)  # type: ignore[no-any-return]
+        return self.block(x, layer, rope, places)  # type: ignore[no-any-return]
 
 
 def fits(compute: Compute) -> bool:

@@ -12,7 +12,7 @@ from gpt.decoding.logits import Filters, scores
 from gpt.decoding.weights import Int4Linear, Int8Linear, PackedLinear
 from gpt.device import Compute
 from gpt.errors import first_line, is_out_of_memory
-from gpt.model.cache import KVCache, Slots
+from gpt.model.cache import EveryRow, KVCache
 from gpt.model.decoder import GPT
 
 # The compiler's options on a GPU: steps are CUDA graphs; tiles are tried out, without which products of one row are
@@ -35,7 +35,7 @@ def next_tokens(
     """
     positions, keys = numbers
     x, rope = model.embed_at(ids, positions[:, None])
-    x = model.stack(x, rope, Slots(cache, positions))
+    x = model.stack(x, rope, EveryRow(cache, positions))
     logits = model.unembed(x)[:, 0, :vocab_size].float()
     if filters is None:
         return [logits]

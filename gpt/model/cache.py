@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.device import upload
+from gpt.model import kernels
 from gpt.model.params import SLACK, cache_columns
 
 BLOCK = 128  # columns that a GPU's attention for one query reads together
@@ -23,8 +23,10 @@ Where = slice | Tensor  # positions that all rows share, or (B, T) of them
 
 @dataclass
 class _Span:
-    """The columns of a step in layers of one window: those that take the new positions, and those that these see."""
+    """The columns of some rows of a step in layers of one window: those that take the new positions, and those that
+    these attend to."""
 
+    rows: slice | None  # None: every row of the cache
     columns: slice | tuple[Tensor, Tensor]  # that take the new ones: of all rows, or rows (B, 1) and columns (B, T)
     seen: slice  # columns that are looked at
     mask: Tensor | None  # True where a new position sees a column, (…, T, seen); None: all, or a causal square
@@ -33,6 +35,8 @@ class _Span:
 
     def append(self, stored: Tensor, new: Tensor) -> Tensor:
         """Stores new keys or values, (B, K, T, D), and returns those that the new positions look at."""
+        if self.rows is not None:
+            stored = stored[self.rows]
         if self.kept is not None:
             joined = new.to(stored.dtype) if self.fresh else torch.cat([stored, new.to(stored.dtype)], dim=2)
             index = self.kept[:, None, :, None].expand(-1, stored.size(1), -1, stored.size(3))
@@ -59,8 +63,7 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
 
 
 class KVCache:
-    """Room for ``room`` positions of ``rows`` sequences in every layer, allocated once; row r has filled
-    ``lengths[r]`` of them.
+    """Keys and values of ``rows`` sequences with room for ``room`` positions each, in every layer, allocated once.
 
     Each layer has a tensor of its own for keys and one for values, (rows, K, columns, D). In one tensor for all layers,
     a compiled step would write a layer by copying all of them: a write through a view of a layer is, to the compiler, a
@@ -81,6 +84,7 @@ class KVCache:
         room: int | None = None,
         kv_heads: int | None = None,
     ) -> None:
+        self.rows = rows
         self.room = config.block_size if room is None else room
         self.windows = tuple(min(window or self.room, self.room) for window in config.windows)
         self.columns = {min(w or self.room, self.room): cache_columns(w, self.room) for w in config.windows}
@@ -89,125 +93,131 @@ class KVCache:
         self.values = [_zeros(shape, device, dtype) for shape in shapes]
         blocks = -(-max(self.columns.values()) // BLOCK)
         self.blocks = torch.arange(blocks, dtype=torch.int32, device=device)  # their numbers, for `filled_blocks`
-        self.lengths = np.zeros(rows, np.int64)
-        self.where: Where = slice(0, 0)  # the positions that are being computed
-        self.reach = 0  # one more than the last of them
-        self._spans: dict[int, _Span] = {}  # by window
 
     @property
     def nbytes(self) -> int:
         """Bytes of all keys and values."""
         return sum(each.nbytes for each in (*self.keys, *self.values))
 
-    def rows(self, start: int, stop: int) -> "KVCache":
-        """Rows ``start`` to ``stop`` as a cache of their own, over the same memory."""
-        if (start, stop) == (0, len(self.lengths)):
-            return self
-        part = object.__new__(KVCache)
-        part.room, part.windows, part.columns = self.room, self.windows, self.columns
-        part.reach, part.where, part._spans = 0, slice(0, 0), {}
-        part.keys = [keys[start:stop] for keys in self.keys]
-        part.values = [values[start:stop] for values in self.values]
-        part.lengths = self.lengths[start:stop]
-        return part
+    def can_rewind(self, length: int, count: int) -> bool:
+        """Whether the last ``count`` of a row's ``length`` positions can be taken back: whether layers with a window
+        still have what the positions before them see."""
+        whole = all(columns >= min(self.room, length) for columns in self.columns.values())
+        return whole or count <= SLACK
 
-    def place(self, T: int, counts: Sequence[int] | None = None) -> Where:
-        """Chooses the columns of each row's next T positions, and returns these positions: a slice if the rows agree,
-        else (B, T) of them. ``counts`` says how many of a row's T are its own; the others are padding."""
-        lengths = self.lengths.tolist()
-        start = lengths[0]
-        self.reach = max(lengths) + T
-        if lengths.count(start) == len(lengths):
-            self.where = slice(start, start + T)
+    def copy(self, source: int, target: int, start: int, stop: int, written: int) -> None:
+        """Copies positions ``start`` to ``stop`` of row ``source`` to row ``target``. ``written``: how many positions
+        either row has ever been given; where those have outgrown a layer's columns, all columns are copied."""
+        for each in (*self.keys, *self.values):
+            overwritten = written + (SLACK if each.size(2) < self.room else 0)
+            columns = slice(start, stop) if overwritten <= each.size(2) else slice(None)
+            each[target, :, columns] = each[source, :, columns]
+
+    def clear(self, row: int) -> None:
+        """Sets a row's keys and values to 0."""
+        for each in (*self.keys, *self.values):
+            each[row] = 0
+
+
+class Placement:
+    """Where the tokens of a step lie in a cache, and what they attend to.
+
+    Each of ``parts`` is (first row, lengths, T): adjacent rows that have so many positions and get T more. The ids of
+    one part are (B, T); those of several are packed, (1, N), and only attention goes by part.
+    """
+
+    def __init__(self, cache: KVCache, parts: Sequence[tuple[int, Sequence[int], int]]) -> None:
+        self.cache = cache
+        self.reach = max(max(lengths) + T for _, lengths, T in parts)  # one more than the last position
+        equal = [lengths.count(lengths[0]) == len(lengths) for _, lengths, _ in parts]
+        self.shape = (len(parts[0][1]), parts[0][2])
+        if len(parts) == 1 and equal[0]:
+            self.where: Where = slice(parts[0][1][0], self.reach)
         else:
-            self.where = upload(self.lengths[:, None] + np.arange(T), self.keys[0].device)
-        ends = self.lengths + (T if counts is None else np.asarray(counts, np.int64))
-        self._spans = {window: self._span(window, T, ends) for window in self.columns}
-        return self.where
+            every = [np.add.outer(np.asarray(lengths), np.arange(T)).ravel() for _, lengths, T in parts]
+            self.shape = self.shape if len(parts) == 1 else (1, sum(map(len, every)))
+            self.where = upload(np.concatenate(every).reshape(self.shape), cache.keys[0].device)
+        self._parts: list[tuple[int, tuple[int, int], dict[int, _Span]]] = []  # first token, (B, T), spans by window
+        at = 0
+        for (first, lengths, T), same in zip(parts, equal, strict=True):
+            n = len(lengths)
+            new: Where = slice(lengths[0], lengths[0] + T)
+            if not same and isinstance(self.where, Tensor):
+                new = self.where.view(-1)[at : at + n * T].view(n, T)
+            rows = None if n == cache.rows else slice(first, first + n)
+            spans = {window: self._span(window, rows, lengths, T, new) for window in cache.columns}
+            self._parts.append((at, (n, T), spans))
+            at += n * T
 
-    def _span(self, window: int, T: int, ends: npt.NDArray[np.int64]) -> _Span:
-        """Places T positions in layers of a window; ``ends`` are the rows' lengths without padding."""
-        columns, device = self.columns[window], self.keys[0].device
-        if isinstance(self.where, slice) and self.reach <= columns:
-            start, end = self.where.start, self.where.stop
+    def _span(self, window: int, rows: slice | None, lengths: Sequence[int], T: int, new: Where) -> _Span:
+        """Places T positions ``new`` of rows in layers of a window."""
+        columns, device, room = self.cache.columns[window], self.cache.keys[0].device, self.cache.room
+        reach = max(lengths) + T
+        if isinstance(new, slice) and reach <= columns:
+            start, end = new.start, new.stop
             if T == 1:
-                return _Span(self.where, slice(max(0, end - window), end), None)
+                return _Span(rows, new, slice(max(0, end - window), end), None)
             if start == 0 and window >= T:
-                return _Span(self.where, slice(0, end), None)
+                return _Span(rows, new, slice(0, end), None)
             seen = torch.arange(end, device=device)[None]
-            return _Span(self.where, slice(0, end), _sees(seen[:, start:], seen, window)[0, 0])
-        if window == self.room and T > 1 and self.reach > self.room:
-            raise ValueError(f"{self.reach} positions at once; there is room for {self.room}")
-        new = self.where  # (B, T)
+            return _Span(rows, new, slice(0, end), _sees(seen[:, start:], seen, window)[0, 0])
+        if window == room and T > 1 and reach > room:
+            raise ValueError(f"{reach} positions at once; there is room for {room}")
         if isinstance(new, slice):
-            new = torch.arange(new.start, new.stop, device=device).expand(len(self.lengths), -1)
-        if columns - window >= T - 1 or self.reach <= columns:
-            seen = torch.arange(min(self.reach, columns), device=device)
+            new = torch.arange(new.start, new.stop, device=device).expand(len(lengths), -1)
+        if columns - window >= T - 1 or reach <= columns:
+            seen = torch.arange(min(reach, columns), device=device)
             if window == columns:  # a column that is not seen yet lies after the position
                 mask = (seen <= new[..., None])[:, None]
             else:
                 mask = _sees(new, _newest(new[:, -1:], columns)[:, : len(seen)], window)
-            rows = torch.arange(len(new), device=device)[:, None]
-            return _Span((rows, new % columns), slice(0, len(seen)), mask)
+            index = torch.arange(len(new), device=device)[:, None]
+            return _Span(rows, (index, new % columns), slice(0, len(seen)), mask)
         # More positions than there are columns to spare: they see what was there and each other, and the last stay.
-        kept = _newest(upload(ends - 1, device)[:, None], columns)  # (B, columns)
-        if (self.lengths == 0).all():
+        kept = _newest(new[:, -1:], columns)  # (B, columns)
+        if not any(lengths):
             mask = _sees(new[:1], new[:1], window)[0, 0]
-            return _Span(slice(0, 0), slice(0, 0), mask, kept.clamp(min=0), fresh=True)
+            return _Span(rows, slice(0, 0), slice(0, 0), mask, kept.clamp(min=0), fresh=True)
         held = _newest(new[:, :1] - 1, columns)
         index = torch.where(kept >= new[:, :1], kept - new[:, :1] + columns, torch.arange(columns, device=device))
-        return _Span(slice(0, 0), slice(0, 0), _sees(new, torch.cat([held, new], dim=1), window), index)
+        mask = _sees(new, torch.cat([held, new], dim=1), window)
+        return _Span(rows, slice(0, 0), slice(0, 0), mask, index)
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores a layer's new keys and values, (B, K, T, D), in their places, and returns those that the new positions
-        look at."""
-        span = self._spans[self.windows[layer]]
-        return span.append(self.keys[layer], k), span.append(self.values[layer], v)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, narrow: torch.dtype | None = None) -> Tensor:
+        """Stores a layer's new keys and values, and returns `kernels.attend` of the new positions, (B, H, T, D).
+        ``narrow``: the dtype in which many positions attend, where it is another."""
+        if len(self._parts) == 1:
+            return self._attend(self._parts[0][2], layer, q, k, v, narrow)
+        tokens, found = [each.transpose(1, 2)[0] for each in (q, k, v)], []  # (N, H, D)
+        for at, shape, spans in self._parts:
+            n = shape[0] * shape[1]
+            q, k, v = (each[at : at + n].view(*shape, *each.shape[1:]).transpose(1, 2) for each in tokens)
+            found.append(self._attend(spans, layer, q, k, v, narrow).transpose(1, 2).flatten(0, 1))
+        return torch.cat(found)[None].transpose(1, 2)
 
-    def mask(self, layer: int) -> Tensor | None:
-        """True where a new position may see another, (…, T, seen); None where a causal mask of a square, or no mask at
-        all, is the same."""
-        return self._spans[self.windows[layer]].mask
+    def _attend(
+        self, spans: dict[int, _Span], layer: int, q: Tensor, k: Tensor, v: Tensor, narrow: torch.dtype | None
+    ) -> Tensor:
+        span = spans[self.cache.windows[layer]]
+        k, v = span.append(self.cache.keys[layer], k), span.append(self.cache.values[layer], v)
+        if narrow is not None and span.mask is None and q.size(2) >= kernels.PLAIN_QUERIES:
+            return kernels.attend(q.to(narrow), k.to(narrow), v.to(narrow), None).to(q.dtype)
+        return kernels.attend(q, k, v, span.mask)
 
-    def single(self, layer: int) -> tuple[int, int, int] | None:
-        """Returns the column that takes a single position of a single text, after `place`, the first column that it
-        sees and the one after the last. None where columns are not in the order of positions."""
-        span = self._spans[self.windows[layer]]
+    def single(self, layer: int) -> tuple[Tensor, Tensor, tuple[int, int, int]] | None:
+        """Of a single position of a single text: its row's keys and values, (K, columns, D), and the column that takes
+        it, the first column that it sees and the one after the last. None where columns are not in the order of
+        positions."""
+        span = self._parts[0][2][self.cache.windows[layer]]
         if not isinstance(span.columns, slice) or span.mask is not None or span.kept is not None:
             return None
-        return span.columns.start, span.seen.start, span.seen.stop
-
-    def advance(self, T: int) -> None:
-        """Counts T more positions of each row as filled, once every layer has stored them."""
-        self.lengths += T
-
-    def can_rewind(self, row: int, count: int) -> bool:
-        """Whether a row's last ``count`` positions can be taken back: whether layers with a window still have what the
-        positions before them see."""
-        whole = all(columns >= min(self.room, int(self.lengths[row])) for columns in self.columns.values())
-        return whole or count <= SLACK
-
-    def copy(self, source: int, target: int, start: int = 0) -> None:
-        """Makes row ``target`` equal to row ``source``, which it is already before position ``start``."""
-        end = int(self.lengths[source])
-        for each in (*self.keys, *self.values):
-            overwritten = max(end, int(self.lengths[target])) + (SLACK if each.size(2) < self.room else 0)
-            columns = slice(start, end) if overwritten <= each.size(2) else slice(None)
-            each[target, :, columns] = each[source, :, columns]
-        self.lengths[target] = end
-
-    def swap(self, a: int, b: int) -> None:
-        """Exchanges two rows."""
-        filled = int(max(self.lengths[a], self.lengths[b]))  # no position of them lies in a later column
-        for each in (*self.keys, *self.values):
-            kept = each[a, :, :filled].clone()
-            each[a, :, :filled] = each[b, :, :filled]
-            each[b, :, :filled] = kept
-        self.lengths[[a, b]] = self.lengths[[b, a]]
+        row = 0 if span.rows is None else span.rows.start
+        place = (span.columns.start, span.seen.start, span.seen.stop)
+        return self.cache.keys[layer][row], self.cache.values[layer][row], place
 
 
-class Slots:
-    """The columns of a cache for the next position of every row, in steps whose shapes never change. ``positions``,
+class EveryRow:
+    """The place of the next position of every row of a cache, in steps whose shapes never change. ``positions``,
     (rows), lie on the device. All columns are looked at; in code compiled for a GPU those blocks that have been filled.
     """
 
@@ -218,22 +228,18 @@ class Slots:
         wide = cache.keys[0].size(3) >= 16  # the kernel that skips blocks has no narrower heads
         in_blocks = wide and positions.device.type == "cuda" and torch.compiler.is_compiling()
         seen = functools.partial(filled_blocks, cache.blocks) if in_blocks else sees_columns
-        self.masks = {window: seen(positions, window, columns) for window, columns in cache.columns.items()}
+        # True where a row's new position sees a column, (rows, 1, 1, columns); or the blocks where it sees some.
+        self.masks: dict[int, Any] = {w: seen(positions, w, columns) for w, columns in cache.columns.items()}
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores a layer's new keys and values, (rows, K, 1, D), and returns all of the layer's."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        columns = self.columns[self.cache.windows[layer]]
-        keys[self.rows, :, columns] = k[:, :, 0].to(keys.dtype)
-        values[self.rows, :, columns] = v[:, :, 0].to(values.dtype)
-        return keys, values
-
-    def mask(self, layer: int) -> Any:
-        """True where a row's new position sees a column, (rows, 1, 1, columns); or the blocks where it sees some."""
-        return self.masks[self.cache.windows[layer]]
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, narrow: torch.dtype | None = None) -> Tensor:
+        """Stores a layer's new keys and values, (rows, K, 1, D), and returns `kernels.attend` of the new positions."""
+        keys, values, window = self.cache.keys[layer], self.cache.values[layer], self.cache.windows[layer]
+        keys[self.rows, :, self.columns[window]] = k[:, :, 0].to(keys.dtype)
+        values[self.rows, :, self.columns[window]] = v[:, :, 0].to(values.dtype)
+        return kernels.attend(q, keys, values, self.masks[window])
 
 
-Cache = KVCache | Slots  # what blocks append to and look at
+Places = Placement | EveryRow  # where blocks put keys and values
 
 
 def sees_columns(positions: Tensor, window: int, columns: int) -> Tensor:

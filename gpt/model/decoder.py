@@ -10,7 +10,6 @@ vocab_size, H heads of D, K heads of keys and values.
 """
 
 import math
-from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt.config import GPTConfig
 from gpt.model import kernels
-from gpt.model.cache import Cache, KVCache, Where
+from gpt.model.cache import Placement, Places, Where
 from gpt.model.positions import Rope, rotary_table, rotate, sine_table
 
 INIT_STD = 0.02  # GPT-2's, for every matrix
@@ -103,21 +102,15 @@ class Attention(nn.Module):
         self.c_proj = Linear(heads, config.n_embd, bias=config.biases == "all")
         self.resid_dropout = Dropout(config.dropout)
 
-    def forward(self, x: Tensor, layer: int, rope: Rope | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, layer: int, rope: Rope | None = None, places: Places | None = None) -> Tensor:
         """Each position's sum of the values that it sees: (B, T, C) → (B, T, C). ``rope``: the rotations of rotary
         positions, as `GPT.embed_at` gives them."""
         B, T, _ = x.shape
         q, k, v = self.qkv(x, rope)
-        dropout = self.dropout if self.training else 0.0
-        if cache is None:
-            y = kernels.attend(q, k, v, None, dropout, self.window)
+        if places is None:
+            y = kernels.attend(q, k, v, None, self.dropout if self.training else 0.0, self.window)
         else:
-            k, v = cache.append(layer, k, v)  # (B, K, seen, D)
-            mask = cache.mask(layer)
-            if self.prompts is not None and mask is None and T >= kernels.PLAIN_QUERIES:
-                y = kernels.attend(q.to(self.prompts), k.to(self.prompts), v.to(self.prompts), None).to(x.dtype)
-            else:
-                y = kernels.attend(q, k, v, mask, dropout)
+            y = places.attend(layer, q, k, v, self.prompts)
         y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H · D): heads side by side again
         out: Tensor = self.c_proj(y)
         return self.resid_dropout(out) if self.training else out
@@ -184,13 +177,13 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, layer: int, rope: Rope | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, layer: int, rope: Rope | None = None, places: Places | None = None) -> Tensor:
         """(B, T, C) → (B, T, C)."""
-        return self.add_mlp(self.add_attention(x, layer, rope, cache))
+        return self.add_mlp(self.add_attention(x, layer, rope, places))
 
-    def add_attention(self, x: Tensor, layer: int, rope: Rope | None = None, cache: Cache | None = None) -> Tensor:
+    def add_attention(self, x: Tensor, layer: int, rope: Rope | None = None, places: Places | None = None) -> Tensor:
         """The block's first half: (B, T, C) → (B, T, C)."""
-        x = x + self.attn(self.ln_1(x), layer, rope, cache)
+        x = x + self.attn(self.ln_1(x), layer, rope, places)
         return x
 
     def add_mlp(self, x: Tensor) -> Tensor:
@@ -251,24 +244,16 @@ class GPT(nn.Module):
             case _:
                 return None
 
-    def trunk(self, idx: Tensor, cache: KVCache | None = None, counts: Sequence[int] | None = None) -> Tensor:
-        """Ids (B, T) → the normalized residual stream (B, T, C). With a cache, each row of ``idx`` follows what the
-        cache's row has seen; ``counts`` says how many ids of a row are its own, before padding. Raises ValueError past
-        the context, which rotary positions with a cache may leave."""
-        x, rope = self.embed(idx, cache, counts)
-        x = self.stack(x, rope, cache)
-        if cache is not None:
-            cache.advance(idx.size(1))
-        return x
+    def trunk(self, idx: Tensor, places: Placement | None = None) -> Tensor:
+        """Ids (B, T) → the normalized residual stream (B, T, C). With ``places`` in a cache, they follow what the
+        cache's rows have seen. Raises ValueError past the context, which rotary positions in a cache may leave."""
+        x, rope = self.embed(idx, places)
+        return self.stack(x, rope, places)
 
-    def embed(
-        self, idx: Tensor, cache: KVCache | None = None, counts: Sequence[int] | None = None
-    ) -> tuple[Tensor, Rope | None]:
+    def embed(self, idx: Tensor, places: Placement | None = None) -> tuple[Tensor, Rope | None]:
         """Ids (B, T) → the residual stream before the first block, (B, T, C), and the rotations of its positions."""
-        T = idx.size(1)
-        where = slice(0, T) if cache is None else cache.place(T, counts)
-        reach = T if cache is None else cache.reach
-        if reach > self.config.block_size and (cache is None or self.rope is None):
+        where, reach = (slice(0, idx.size(1)), idx.size(1)) if places is None else (places.where, places.reach)
+        if reach > self.config.block_size and (places is None or self.rope is None):
             raise ValueError(f"{reach} positions; the context is {self.config.block_size}")
         self.reach(reach)
         return self.embed_at(idx, where)
@@ -286,11 +271,11 @@ class GPT(nn.Module):
         cos, sin = self.rope[:, where].unsqueeze(-3)
         return x, (cos, sin)
 
-    def stack(self, x: Tensor, rope: Rope | None = None, cache: Cache | None = None) -> Tensor:
+    def stack(self, x: Tensor, rope: Rope | None = None, places: Places | None = None) -> Tensor:
         """The blocks and the last norm: (B, T, C) → (B, T, C)."""
         again = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.h):
-            x = checkpoint(block, x, layer, rope, use_reentrant=False) if again else block(x, layer, rope, cache)
+            x = checkpoint(block, x, layer, rope, use_reentrant=False) if again else block(x, layer, rope, places)
         return self.last_norm(x)
 
     def last_norm(self, x: Tensor) -> Tensor:
@@ -314,9 +299,9 @@ class GPT(nn.Module):
         """The residual stream (…, C) → logits (…, V)."""
         return F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
 
-    def forward(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, idx: Tensor, places: Placement | None = None) -> Tensor:
         """Ids (B, T) → logits (B, T, V). Raises ValueError past the context."""
-        return self.unembed(self.trunk(idx, cache))
+        return self.unembed(self.trunk(idx, places))
 
 
 @torch.no_grad()

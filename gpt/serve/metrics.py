@@ -35,7 +35,7 @@ class ServerMetrics:
     def measure(self, engine: Engine) -> None:
         """Sets the gauges: also where texts end between steps."""
         self.running.set(engine.running)
-        self.cached.set(sum(map(len, engine.context.ids)))
+        self.cached.set(sum(slot.length for slot in engine.context.slots))
 
     def text(self) -> bytes:
         """Returns the text that Prometheus reads."""

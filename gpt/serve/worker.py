@@ -30,7 +30,7 @@ class Worker:
 
     def __init__(self, context: Context, ends: Collection[int], metrics: ServerMetrics, chunk: int = CHUNK) -> None:
         self.ends, self.metrics, self.chunk = ends, metrics, chunk
-        self.engine = Engine(context, ends, chunk, reuse=True)
+        self.engine = Engine(context, ends, chunk)
         self.failure: UserError | None = None  # of the device, after which nothing can be computed
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}  # by the engine's number
@@ -40,7 +40,7 @@ class Worker:
     @property
     def rows(self) -> int:
         """The number of texts that are generated at once."""
-        return self.engine.context.rows
+        return len(self.engine.context.slots)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Starts the thread. Updates are delivered in ``loop``."""
@@ -57,7 +57,7 @@ class Worker:
         self._inbox.put(lambda: self._add(tickets))
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
-        """Gives texts up. Their rows are free in the next step; updates that are under way still come."""
+        """Gives texts up. Their slots are free in the next step; updates that are under way still come."""
         self._inbox.put(lambda: self._cancel(tickets))
 
     def _add(self, tickets: Sequence[Ticket]) -> None:
@@ -125,10 +125,10 @@ class Worker:
         self._send([(ticket, Update(number, error=error)) for number, ticket in self._tickets.items()])
         self._tickets = {}
         context = self.engine.context
-        self.engine = Engine(context, self.ends, self.chunk, reuse=True)
+        self.engine = Engine(context, self.ends, self.chunk)
         try:
-            for row in range(context.rows):
-                context.clear(row)
+            for slot in context.slots:
+                context.clear(slot)
         except Exception:
             self.failure = error
         with contextlib.suppress(Exception):  # which may be what failed

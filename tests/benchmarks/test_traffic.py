@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import more
+from models import push
 
 from benchmarks.traffic import count
 from gpt.config import GPTConfig
@@ -36,8 +37,8 @@ def test_a_step_moves_weights_and_cache_and_nothing_else(arch: str) -> None:
     """Were there one tensor for all layers' keys, each layer's would be written by copying it."""
     model, compute = decoder(arch, torch.float32)
     context = Context(model, compute, 2, 128, partial(torch.compile(next_tokens, dynamic=False), model))
-    context.fill(0, [[1, 2, 3]] * 2)
-    [step] = count(lambda: context.next_tokens([[1]] * 2, Filters(SampleConfig(greedy=True), ())))
+    push(context, [1, 2, 3], [1, 2, 3])
+    [step] = count(lambda: context.next_tokens(context.slots, Filters(SampleConfig(greedy=True), ())))
     read = sum(p.nbytes for name, p in model.named_parameters() if name != "wpe.weight") + context.cache.nbytes
     assert 0.95 * read <= step.bytes <= 1.15 * read, step.kernels[:9]
 

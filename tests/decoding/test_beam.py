@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CPU, engine_of, loud
+from models import CPU, engine_of, loud, push
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.config import GPTConfig
@@ -154,11 +154,11 @@ def test_past_the_context(arch: str, positions: str) -> None:
     assert len({tuple(each.ids) for each in found}) == 3
     for each in found:
         alone = Context(model, CPU)
-        x = alone.fill(0, [[1, 2, 3]])
+        x = push(alone, [1, 2, 3])
         logprobs = []
         for token in each.tokens:
-            logprobs.append(float(alone.logits(x[0, -1]).log_softmax(-1)[token.id]))
-            x = alone.step([[token.id]])
+            logprobs.append(float(alone.logits(x[0]).log_softmax(-1)[token.id]))
+            x = push(alone, [token.id])
         assert [token.logprob for token in each.tokens] == pytest.approx(logprobs, abs=1e-4)
         assert each.score == pytest.approx(sum(logprobs) / 20, abs=1e-4)
 

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import slow
-from models import CPU, EOT, PROMPTS, batched, engine_of, loud, tiny_model
+from models import CPU, EOT, PROMPTS, batched, engine_of, loud, push, tiny_model
 from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.decoding.context import Context, ContextPool
-from gpt.decoding.engine import POSITIONS_AT_ONCE, Request, generate
+from gpt.decoding.engine import Request, generate
 from gpt.decoding.logits import Token
+from gpt.decoding.sampler import POSITIONS_AT_ONCE
 from gpt.decoding.write import CACHE_SHARE, ROWS, Sample, TextGenerator
 from gpt.device import Compute
 from gpt.errors import UserError
@@ -79,48 +80,32 @@ def test_past_the_context_rotary_positions_see_exactly_the_last_ones(
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_what_a_context_drops_is_counted(positions: str) -> None:
-    context = Context(tiny_model(16, positions), CPU)
-    context.fill(0, [list(range(16))])
-    assert (context.dropped, context.room(0)) == ([0], 0)
-    context.step([[20]])
-    assert context.ids[0] == [*range(16), 20]
-    assert context.dropped == [9 if positions == "learned" else 1]
-    context.fill(0, [list(range(40))])
-    assert context.dropped == [24]
-
-
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_a_copied_row_goes_on_as_its_source_does(positions: str) -> None:
-    """Rows that begin alike, or not, before and after the context has dropped something of one or the other."""
+def test_a_copied_slot_goes_on_as_its_source_does(positions: str) -> None:
+    """Texts that begin alike, or not, before and after the context has dropped something of one or the other."""
     model, rng = tiny_model(8, positions), random.Random(0)
     for _ in range(50):
         context = Context(model, CPU, 3)
-        whole = [rng.randrange(50) for _ in range(20)]
-        context.fill(0, [whole[: rng.randrange(1, 20)] for _ in range(3)])
+        whole = [rng.randrange(50) for _ in range(8)]
+        push(context, *(whole[: rng.randrange(1, 8)] for _ in range(3)))
         for _ in range(rng.randrange(12)):
-            context.step([[rng.randrange(2)] for _ in range(3)])
-        for source, target in ((0, 1), (1, 2)):
+            push(context, *([rng.randrange(2)] for _ in range(3)))
+        first, second, third = context.slots
+        for source, target in ((first, second), (second, third)):
             context.copy(source, target)
-            context.step([[5], [5], [rng.randrange(50)]])
-        assert context.ids[0] == context.ids[1]
-        assert context.dropped[0] == context.dropped[1]
-        context.copy(1, 2)
-        x = context.step([[7]] * 3)
+            push(context, [5], [5], [rng.randrange(50)])
+        assert (first.text, first.start, first.length) == (second.text, second.start, second.length)
+        context.copy(second, third)
+        x = push(context, [7], [7], [7])
         assert torch.allclose(x[0], x[1], atol=1e-4)
         assert torch.allclose(x[0], x[2], atol=1e-4)
 
 
 def test_rotary_sliding_computes_nothing_anew() -> None:
-    model = tiny_model(16, "rotary")
-    context = Context(model, CPU)
-    context.fill(0, [list(range(16))])
-    seen = []
-    trunk = model.trunk
-    model.trunk = lambda idx, *rest: seen.append(idx.numel()) or trunk(idx, *rest)  # type: ignore[method-assign,func-returns-value]
+    context = Context(tiny_model(16, "rotary"), CPU)
+    push(context, list(range(16)))
     for _ in range(40):
-        context.step([[7]])
-    assert seen == [1] * 40
+        push(context, [7])
+    assert context.slots[0].length == 56
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])
@@ -216,23 +201,25 @@ def test_an_end_of_text_that_ends_nothing_is_text(how: dict[str, Any]) -> None:
 
 
 def test_what_is_done_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed: list[int] = []
-    fill = Context.fill
+    computed = [0]
+    begin = Context.begin
 
-    def counted(self: Context, first: int, prompts: Sequence[Sequence[int]]) -> Tensor:
-        computed.append(len(prompts))
-        return fill(self, first, prompts)
+    def counted(self: Context, *args: Any) -> None:
+        computed[-1] += 1
+        begin(self, *args)
 
-    monkeypatch.setattr(Context, "fill", counted)
+    monkeypatch.setattr(Context, "begin", counted)
     config = SampleConfig(max_tokens=5)
     expected = [samples(config, ["a"], 2)[0], samples(config, ["b"], 2)[1]]
+    computed.append(0)
     assert samples(config, ["a", "b"], 2, done={(0, 1), (1, 0)}) == expected
-    assert computed == [2, 2, 2]
+    assert computed == [4, 2]
 
 
 def test_a_text_has_slid_once_the_context_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     slides: list[int] = []
-    monkeypatch.setattr(Context, "_slide", lambda self, row, new: slides.append(row) or self.fill(row, [[0]]))
+    slide = Context.slide
+    monkeypatch.setattr(Context, "slide", lambda self, slot: slides.append(slot.at) or slide(self, slot))
     for count, slid in ((60, False), (61, False), (62, True)):  # the last one is only predicted
         slides.clear()
         [sample] = samples(SampleConfig(max_tokens=count, ignore_eot=True), ["abcd"])

@@ -58,7 +58,7 @@ def test_the_text_is_the_same(rows: int, positions: str, more: dict[str, object]
 
 
 def test_guesses_stay_within_the_room_that_there_is() -> None:
-    """A row that has come to its end is padded as far as others guess."""
+    """Of each slot, whatever others guess."""
     model, prompts = tiny_model(40), [[1, 2, 3] * 6, [4], [1, 2] * 5]
     config = SampleConfig(max_tokens=12, speculate=5, temperature=0.3, ignore_eot=True)
     room = max(map(len, prompts)) + config.max_tokens
@@ -83,9 +83,9 @@ def test_right_guesses_save_steps(rows: int) -> None:
     context = Context(model, CPU, rows)
     config = SampleConfig(greedy=True, max_tokens=60, speculate=4, ignore_eot=True)
     steps = []
-    step = context.step
-    context.step = lambda ids: steps.append(len(ids[0])) or step(ids)  # type: ignore[method-assign,func-returns-value]
+    step = context.forward
+    context.forward = lambda *args: steps.append(args) or step(*args)  # type: ignore[method-assign,func-returns-value]
     found = list(engine_of(context, [Request([1, 1, 1])] * rows, config).run())
     assert sum(len(event.tokens) for event in found) == 60 * rows
     assert len(steps) <= 14
-    assert context.ids[0][:3] == [1, 1, 1]
+    assert context.slots[0].text[:3] == [1, 1, 1]

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import slow
+from models import push
 
 from gpt.config import GPTConfig
 from gpt.decoding.context import Context
@@ -35,10 +36,14 @@ def logits_of(model: GPT, prompt: list[int], following: list[int], backend: Any 
     """Logits after each of some ids: by `next_tokens` where there is a backend that compiles it, else by the model."""
     step = None if backend is None else functools.partial(torch.compile(next_tokens, backend=backend), model)
     context = Context(model, Compute(torch.device("cpu"), torch.float32), 1, 64, step)
-    context.fill(0, [prompt])
+    push(context, prompt)
     if step is None:
-        return [context.logits(context.step([[id]]))[0] for id in following]
-    return [context.next_tokens([[id]])[0].clone() for id in following]
+        return [context.logits(push(context, [id])) for id in following]
+    found = []
+    for id in following:
+        context.last[:] = id
+        found.append(context.next_tokens(context.slots)[0].clone())
+    return found
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_wide_weights_are_cast_at_each_product() -> None:
     model, ids = tiny_model(40), [[1, 2, 3, 4, 5]]
     context = Context(model, BF16)
     with torch.inference_mode():
-        found = context.logits(context.fill(0, ids))
+        found = context.logits(context.forward([(context.slots[0], 5)], torch.tensor(ids[0])))
         with BF16.autocast():
             expected = model(torch.tensor(ids)).float()
         assert torch.allclose(found, expected, atol=1e-2)

@@ -97,7 +97,7 @@ def test_requests_that_come_and_go_are_as_on_the_cpu(
 ) -> None:
     """Most steps are launched before the last one's tokens are read. Rows end, are cancelled and given to others, whose
     prompts begin as theirs did."""
-    monkeypatch.setattr("gpt.decoding.engine.REUSED_FROM", 1)
+    monkeypatch.setattr("gpt.decoding.scheduler.REUSED_FROM", 1)
     rng = random.Random(1)
     wanted = list(requests(rng))
     expected = [told(alone(request)) for request in wanted]
@@ -105,7 +105,7 @@ def test_requests_that_come_and_go_are_as_on_the_cpu(
         model = tiny_model(24).to("cuda")
         compute = Compute(torch.device("cuda"), torch.float32)
         context = Context(model, compute, 4, step=functools.partial(next_tokens, model) if fixed else None)
-        engine = Engine(context, {EOT}, 8, reuse=True)
+        engine = Engine(context, {EOT}, 8)
         events: list[list[Update]] = [[] for _ in wanted]
         cancelled, steps, left = set(), 0, deque(wanted)
         while left or engine.busy:
@@ -288,7 +288,7 @@ def test_contexts_are_bounded_in_number_and_memory(
         model = gpt.load(models["gpt2"], device="cuda", dtype="float32", sampling=COMPILED)
         for count, kept in ((3, [3]), (2, [3, 2]), (4, [2, 4]), (7, [7])):
             written(model, count)
-            assert sorted(len(cache.lengths) for cache in captures.places) == sorted(kept)
+            assert sorted(cache.rows for cache in captures.places) == sorted(kept)
 
 
 def test_texts_that_are_written_at_the_same_time_or_ended_early_share_no_context(

@@ -17,7 +17,7 @@ from torch import Tensor
 from gpt.config import PRESETS, GPTConfig, RopeScaling
 from gpt.errors import UserError
 from gpt.model import decoder
-from gpt.model.cache import KVCache, Slots
+from gpt.model.cache import EveryRow, KVCache, Placement
 from gpt.model.decoder import GPT
 from gpt.model.loss import IGNORED, bits_per_byte, tied_cross_entropy, token_losses
 from gpt.model.params import breakdown, counts, named_parameters
@@ -71,50 +71,53 @@ def test_cache_equals_no_cache(kind: str, sizes: tuple[int, ...]) -> None:
     idx = torch.randint(97, (2, 150))
     cache = KVCache(model.config, 2, torch.device("cpu"), torch.float32)
     # A prompt, one step, several at once, more than a window's columns have room for, and steps again.
+    pieces, at = [], 0
     with torch.no_grad():
         whole = model(idx)
-        pieces = [model(part, cache) for part in idx.split(sizes, dim=1)]
+        for part in idx.split(sizes, dim=1):
+            pieces.append(model(part, Placement(cache, [(0, [at, at], part.size(1))])))
+            at += part.size(1)
     assert torch.allclose(torch.cat(pieces, dim=1), whole, atol=1e-4)
-    assert cache.lengths.tolist() == [150, 150]
     if kind != "mistral":  # some layer sees all of the context
         with pytest.raises(ValueError, match="155 positions"):
-            model(idx[:, :5], cache)
+            model(idx[:, :5], Placement(cache, [(0, [150, 150], 5)]))
 
 
 @EACH_KIND
 @pytest.mark.parametrize("fixed", [False, True])
 def test_rows_of_different_lengths_with_steps_taken_back(kind: str, fixed: bool) -> None:
-    """Prompts padded to one length, guesses that are taken back, and a row that becomes a copy of another."""
+    """Prompts of different lengths in one pass, guesses that are taken back, and a row that becomes a copy of
+    another."""
     model, lengths = loud(KINDS[kind], 4), [3, 80, 110]
     idx = torch.randint(97, (3, 150))
     cache = KVCache(model.config, 3, torch.device("cpu"), torch.float32)
 
-    def logits_after(idx: torch.Tensor) -> torch.Tensor:
-        if not fixed or idx.size(1) > 1:
-            return model(idx, cache)
-        positions = torch.from_numpy(cache.lengths.copy())
-        x, rope = model.embed_at(idx, positions[:, None])
-        cache.advance(1)
-        return model.unembed(model.stack(x, rope, Slots(cache, positions)))
+    def logits_after(new: torch.Tensor) -> torch.Tensor:
+        if not fixed or new.size(1) > 1:
+            return model(new, Placement(cache, [(0, lengths, new.size(1))]))
+        positions = torch.tensor(lengths)
+        x, rope = model.embed_at(new, positions[:, None])
+        return model.unembed(model.stack(x, rope, EveryRow(cache, positions)))
+
+    def own() -> torch.Tensor:
+        return torch.stack([row[at : at + 1] for row, at in zip(idx, lengths, strict=True)])
 
     with torch.no_grad():
         whole = model(idx)
-        model.trunk(idx[:, :110], cache, lengths)
-        cache.lengths[:] = lengths
+        packed = torch.cat([row[:length] for row, length in zip(idx, lengths, strict=True)])[None]
+        logits = model(packed, Placement(cache, [(row, [0], length) for row, length in enumerate(lengths)]))
+        expected = torch.cat([row[:length] for row, length in zip(whole, lengths, strict=True)])
+        assert torch.allclose(logits[0], expected, atol=1e-4)
         for step, guesses in enumerate([0, 3, 20, 0, 1, 30]):
-            junk = torch.randint(97, (3, guesses))
-            own = torch.stack([row[at : at + 1] for row, at in zip(idx, cache.lengths, strict=True)])
-            logits = logits_after(torch.cat([own, junk], dim=1))[:, 0]
-            cache.lengths -= guesses
-            expected = torch.stack([row[at - 1] for row, at in zip(whole, cache.lengths, strict=True)])
+            logits = logits_after(torch.cat([own(), torch.randint(97, (3, guesses))], dim=1))[:, 0]
+            expected = torch.stack([row[at] for row, at in zip(whole, lengths, strict=True)])
+            lengths = [length + 1 for length in lengths]
             assert torch.allclose(logits, expected, atol=1e-4), step
-        cache.copy(1, 0)
-        idx[0] = idx[1]
-        cache.copy(2, 1, 0)
-        idx[1] = idx[2]
-        own = torch.stack([row[at : at + 1] for row, at in zip(idx, cache.lengths, strict=True)])
-        expected = torch.stack([row[at] for row, at in zip(model(idx), cache.lengths, strict=True)])
-        assert torch.allclose(logits_after(own)[:, 0], expected, atol=1e-4)
+        for source, target in ((1, 0), (2, 1)):
+            cache.copy(source, target, 0, lengths[source], max(lengths))
+            idx[target], lengths[target] = idx[source], lengths[source]
+        expected = torch.stack([row[at] for row, at in zip(model(idx), lengths, strict=True)])
+        assert torch.allclose(logits_after(own())[:, 0], expected, atol=1e-4)
 
 
 def test_past_the_context_each_layer_sees_its_window() -> None:
@@ -126,7 +129,7 @@ def test_past_the_context_each_layer_sees_its_window() -> None:
     idx = torch.randint(97, (1, 60))
     cache = KVCache(config, 1, torch.device("cpu"), torch.float32)
     with torch.no_grad():
-        got = torch.cat([model(idx[:, at : at + 1], cache) for at in range(60)], dim=1)
+        got = torch.cat([model(idx[:, at : at + 1], Placement(cache, [(0, [at], 1)])) for at in range(60)], dim=1)
         for block, window in zip(longer.h, (16, 4), strict=True):
             block.attn.window = window
         assert torch.allclose(got, longer(idx), atol=1e-4)

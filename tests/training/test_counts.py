@@ -95,7 +95,7 @@ def token(disguise: Disguise, rows: int, settings: dict[str, Any]) -> dict[str, 
         step = functools.partial(token_step.next_tokens, model) if config.compile == "on" else None  # as if compiled
         context = Context(model, compute, width, 64, step)
         marks: list[tuple[Counter[str], Counter[str]]] = []
-        name = "next_tokens" if step else "step"
+        name = "next_tokens" if step else "forward"
         taken = getattr(context, name)
 
         def marked(*args: Any) -> Any:

@@ -20,7 +20,7 @@ from gpt.decoding.context import Context
 from gpt.decoding.engine import generate
 from gpt.decoding.weights import prepare
 from gpt.device import Compute
-from gpt.model.cache import KVCache
+from gpt.model.cache import KVCache, Placement
 from gpt.model.decoder import GPT
 from gpt.model.quantize import round_matrices
 from gpt.sample_config import SampleConfig
@@ -58,7 +58,7 @@ def model_of(
 def stream(model: GPT) -> torch.Tensor:
     """The residual stream of 30 positions, computed one after the other."""
     cache = KVCache(model.config, 1, CPU.device, CPU.dtype)
-    return torch.cat([model.trunk(torch.tensor([[id]]), cache) for id in range(30)], dim=1)
+    return torch.cat([model.trunk(torch.tensor([[id]]), Placement(cache, [(0, [id], 1)])) for id in range(30)], dim=1)
 
 
 def written(model: GPT, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
