@@ -32,6 +32,10 @@ class ServeConfig:
         shown="none",
     )  # fmt: skip
     max_batch: int = _load(0, "Texts that are generated at once.", shown="by the device's memory", low=0, high=1024)
+    context: int = _load(
+        0, "Tokens that a text can have before its beginning is forgotten: fewer take less memory.",
+        shown="the model's context", low=0,
+    )  # fmt: skip
     queue: int = _load(64, "Requests that may wait beside those that run; further ones are told to come later.", low=0)
     limit_tokens: int = _load(4096, "Tokens that a request may ask for, and those that its prompt may have.", low=1)
     grace: float = _load(30, "Seconds that running requests have after a Ctrl-C.", low=0, high=86_400)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpt.decoding.logits import Filters, as_int64
 from gpt.decoding.token_step import Step, compiled
-from gpt.decoding.weights import weight_bytes
+from gpt.decoding.weights import resident_bytes
 from gpt.device import Compute, upload
 from gpt.errors import UserError
 from gpt.model.cache import KVCache, Placement
@@ -58,12 +58,13 @@ class Context:
         room: int | None = None,
         step: Step | None = None,
         vocab_size: int | None = None,
+        size: int | None = None,
     ) -> None:
         self.model = model
         # The tokenizer's, where the model's is filled up with ids that have no token.
         self.vocab_size = min(vocab_size or model.config.vocab_size, model.config.vocab_size)
         self.compute = compute
-        self.size = model.config.block_size
+        self.size = min(model.config.block_size, size or model.config.block_size)  # tokens that a text sees
         room = min(self.size, room or self.size)
         _check_room(model, compute, rows, room)
         self.cache = KVCache(model.config, rows, compute.device, compute.dtype, room, model.kv_heads)
@@ -248,10 +249,21 @@ class ContextPool:
         return self._step[0]
 
 
+def capacity(model: GPT, compute: Compute, room: int) -> int:
+    """Returns how many texts of ``room`` tokens the device has memory for: beside the weights, and in `CACHE_SHARE` of
+    it."""
+    most = min(CACHE_SHARE * compute.memory(), _beside_weights(model, compute))
+    return int(most / cache_bytes(model.config, room, compute.dtype.itemsize))
+
+
+def _beside_weights(model: GPT, compute: Compute) -> int:
+    return max(0, compute.memory() - resident_bytes(model, compute))
+
+
 def _check_room(model: GPT, compute: Compute, rows: int, room: int) -> None:
     """Raises `UserError` where keys and values do not fit into the device's memory beside the weights."""
     needed = rows * cache_bytes(model.config, room, compute.dtype.itemsize)
-    left = max(0, compute.memory() - weight_bytes(model, compute))
+    left = _beside_weights(model, compute)
     if needed > left:
         raise UserError(
             f"keys and values of {rows:,} texts of {room:,} tokens take {needed / 1e9:,.1f} GB, and beside the weights "

@@ -1,7 +1,7 @@
 """Requests → tokens: each step gives every running text its next token, in one pass. Knows ids, not text."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -136,18 +136,19 @@ class Engine:
         """Computes the next ids of texts in one pass, and chooses tokens after those that are then read to their end.
         The newest ids of some are only on the device, in ``unread``: they come first."""
         context = self.context
-        texts = sorted(texts, key=lambda text: (text.left > 0, text.count, text.live[0].at))
-        work = [(slot, text.count) for text in texts for slot in text.live]
-        known = [id for text in texts for slot in text.live for id in text.next_ids(slot)]
+        order = lambda each: (each[0].left > 0, each[0].count, each[1].at)
+        work = sorted(((text, slot) for text in texts for slot in text.live), key=order)
+        known = [id for text, slot in work for id in text.next_ids(slot)]
         parts = [] if context.compiled or not unread else [_in_order(unread)]
         parts += [upload(known, context.compute.device)] if known else []
-        x = context.forward(work, torch.cat(parts) if len(parts) > 1 else parts[0])
-        ends = dict(zip((slot for slot, _ in work), itertools.accumulate(count for _, count in work), strict=True))
-        for text in texts:
+        x = context.forward(
+            [(slot, text.count) for text, slot in work], torch.cat(parts) if len(parts) > 1 else parts[0]
+        )
+        ends = dict(zip((slot for _, slot in work), itertools.accumulate(text.count for text, _ in work), strict=True))
+        for text, slot in work:
             if text.prompt:
-                end = ends[text.live[0]]
-                sampler.echo(text, x[end - text.count : end], context)
-        self._choose(texts, ends, lambda rows: context.logits(select(x, rows)))
+                sampler.echo(text, x[ends[slot] - text.count : ends[slot]], context)
+        self._choose(dict.fromkeys(text for text, _ in work), ends, lambda rows: context.logits(select(x, rows)))
 
     def _decode_compiled(self, texts: list[TextState], unread: Sequence[Draw]) -> None:
         """Computes the next id of texts by the context's compiled step, which chooses too where all of them have
@@ -171,7 +172,7 @@ class Engine:
         self._draws.append(Draw([(text, 0) for text in texts], None, Download(*scored)))
 
     def _choose(
-        self, texts: Sequence[TextState], ends: Mapping[Slot, int], logits: Callable[[list[int]], Tensor]
+        self, texts: Iterable[TextState], ends: Mapping[Slot, int], logits: Callable[[list[int]], Tensor]
     ) -> None:
         """Chooses tokens after texts that are read to their end. ``ends``: the place after each slot's last id in the
         pass; ``logits`` computes those after some places."""
@@ -179,21 +180,18 @@ class Engine:
         for text in read:
             if text.request.config.max_tokens == 0:
                 text.end("length")
-        read = [text for text in read if not text.done]
-        searches = [text for text in read if text.search is not None]
-        samples = sorted((text for text in read if text not in searches), key=lambda text: id(text.filters))
+        searches = [text for text in read if text.search and not text.done]
+        samples = sorted((text for text in read if not (text.search or text.done)), key=lambda text: id(text.filters))
         places = [(text, t) for text in samples for t in range(len(text.guesses) + 1)]
         rows = [ends[text.live[0]] - len(text.guesses) + t - 1 for text, t in places]
         rows += [ends[slot] - 1 for text in searches for slot in text.live]
-        if rows:
-            found = logits(rows)
-            if places:
-                self._draws.append(sampler.draw(found[: len(places)], places))
-            at = len(places)
-            for text in searches:
-                live = len(text.live)
-                sampler.extend(text, found[at : at + live], self.context)
-                at += live
+        if not rows:
+            return
+        found = torch.split(logits(rows), [len(places), *(len(text.live) for text in searches)])
+        if places:
+            self._draws.append(sampler.draw(found[0], places))
+        for text, each in zip(searches, found[1:], strict=True):
+            sampler.extend(text, each, self.context)
 
 
 def _in_order(draws: Sequence[Draw]) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpt.decoding.context import Context
-from gpt.decoding.logits import Filters, Token, as_int64, no_logits, scores, step_key, tokens
+from gpt.decoding.logits import Filters, as_int64, no_logits, scores, step_key, tokens
 from gpt.decoding.sequence import TextState
 from gpt.device import Download, upload
 from gpt.errors import NotANumber, UserError
@@ -102,13 +102,15 @@ def extend(text: TextState, logits: Tensor, context: Context) -> None:
 
 def echo(text: TextState, x: Tensor, context: Context) -> None:
     """Adds a prompt's tokens that follow positions of the residual stream (T, C), the newest of the text."""
-    after = text.live[0].computed - len(x) + 1
-    try:
-        found = next_tokens(context, x, text.live[0].text[after : after + len(x)], text.request.config.logprobs or 0)
-    except NotANumber as error:
-        fail(text, error, context)
-    else:
-        text.prompt += found
+    [slot], top = text.live, text.request.config.logprobs or 0
+    ids = slot.text[slot.computed - len(x) + 1 :][: len(x)]
+    for at in range(0, len(ids), POSITIONS_AT_ONCE):
+        some = ids[at : at + POSITIONS_AT_ONCE]
+        logits = context.logits(x[at : at + len(some)])
+        scored = Download(*scores(upload([[id] for id in some], x.device), logits, top)).read()
+        text.prompt += [token for [token] in tokens(scored, [top] * len(some))]
+    if any(math.isnan(token.logprob or 0.0) for token in text.prompt):
+        fail(text, no_logits(), context)
 
 
 def fail(text: TextState, error: UserError, context: Context) -> None:
@@ -117,17 +119,3 @@ def fail(text: TextState, error: UserError, context: Context) -> None:
         text.end(error=error)
     for slot in text.slots:
         context.clear(slot)
-
-
-def next_tokens(context: Context, x: Tensor, ids: Sequence[int], top: int) -> list[Token]:
-    """Returns the tokens ``ids``, each of which follows a position of the residual stream (T, C). Raises `NotANumber`
-    where the log-probability of one is NaN."""
-    found: list[Token] = []
-    for start in range(0, len(ids), POSITIONS_AT_ONCE):
-        part = ids[start : start + POSITIONS_AT_ONCE]
-        logits = context.logits(x[start : start + len(part)])
-        scored = Download(*scores(upload([[id] for id in part], x.device), logits, top)).read()
-        found += [token for [token] in tokens(scored, [top] * len(part))]
-    if any(math.isnan(token.logprob or 0.0) for token in found):
-        raise no_logits()
-    return found

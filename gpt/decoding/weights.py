@@ -330,3 +330,9 @@ def weight_bytes(model: GPT, compute: Compute) -> int:
     laid = [module for module in model.modules() if isinstance(module, GPULinear | Int8Linear | Int4Linear)]
     wide = multiplied(model.config) - sum(module.numbers for module in laid)
     return wide * compute.dtype.itemsize + sum(module.nbytes for module in laid)
+
+
+def resident_bytes(model: GPT, compute: Compute) -> int:
+    """The bytes that weights take: those that a step reads, and an embedding that lies apart from the unembedding."""
+    apart = model.lm_head is not None and not (model.config.tied and compute.device.type == "cuda")
+    return weight_bytes(model, compute) + apart * model.config.vocab_size * model.config.n_embd * compute.dtype.itemsize

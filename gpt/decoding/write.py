@@ -4,12 +4,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpt.decoding.context import CACHE_SHARE, ContextPool
+from gpt.decoding.context import ContextPool, capacity
 from gpt.decoding.engine import Engine, Request, Update
 from gpt.decoding.logits import Token
 from gpt.decoding.stream import TextStream
 from gpt.errors import UserError
-from gpt.model.params import cache_bytes
 from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import Tokenizer
 
@@ -143,9 +142,8 @@ class TextGenerator:
         config, width, size = self.config, max(1, self.config.beam), self.model.config.block_size
         longest = max(map(len, prompts), default=1) + config.max_tokens
         room = min(-(-longest // ROOMS) * ROOMS, size)
-        row = width * cache_bytes(self.model.config, room, self.compute.dtype.itemsize)
-        fitting = int(CACHE_SHARE * self.compute.memory() / row)
-        at_once = config.batch or max(1, min(ROWS[self.compute.device.type] // width, fitting))
+        fitting = min(ROWS[self.compute.device.type], capacity(self.model, self.compute, room))
+        at_once = config.batch or max(1, fitting // width)
         rows = max(1, min(at_once, count))
         long = self.compute.device.type == "cuda" and config.max_tokens * count >= COMPILED_FROM * rows
         return width * rows, room, config.compile == "on" or (config.compile == "auto" and long)

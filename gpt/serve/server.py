@@ -13,14 +13,12 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gpt.decoding.context import CACHE_SHARE, Context
-from gpt.decoding.weights import weight_bytes
+from gpt.decoding.context import Context, capacity
 from gpt.decoding.write import ROWS
 from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
 from gpt.interrupt import heeded
 from gpt.model.decoder import GPT
-from gpt.model.params import cache_bytes
 from gpt.serve.answers import Service
 from gpt.serve.app import Server
 from gpt.serve.metrics import ServerMetrics
@@ -101,17 +99,16 @@ class _Uvicorn(uvicorn.Server):
             self.ready()
 
 
-def rows_for(model: GPT, compute: Compute, config: ServeConfig) -> int:
-    """Returns the number of texts at once: as many as were asked for, or as the device has memory for."""
-    row = cache_bytes(model.config, room_for(model, config), compute.dtype.itemsize)
-    left = max(0, compute.memory() - weight_bytes(model, compute))
-    fitting = int(min(CACHE_SHARE * compute.memory(), left) / row)
-    return config.max_batch or max(1, min(ROWS[compute.device.type], fitting))
-
-
-def room_for(model: GPT, config: ServeConfig) -> int:
-    """Returns the positions of a text: its prompt and what follows have ``limit_tokens`` each, or the context."""
-    return min(model.config.block_size, 2 * config.limit_tokens)
+def make_context(model: GPT, compute: Compute, config: ServeConfig, vocab_size: int | None = None) -> Context:
+    """Makes slots for as many texts at once as were asked for, or as the device has memory for. A prompt and what
+    follows have ``limit_tokens`` each, or the context. Raises `UserError` where they do not fit into the memory."""
+    size = min(model.config.block_size, config.context or model.config.block_size)
+    room = min(size, 2 * config.limit_tokens)
+    rows = config.max_batch or max(1, min(ROWS[compute.device.type], capacity(model, compute, room)))
+    try:
+        return Context(model, compute, rows, room, vocab_size=vocab_size, size=size)
+    except UserError as error:
+        raise UserError(error.message, "take a smaller --max-batch or --context") from None
 
 
 def listen(config: ServeConfig) -> socket.socket:
@@ -137,14 +134,10 @@ def serve(
 ) -> None:
     """Serves a model that was loaded for sampling, until a signal comes; ``ready`` is told the address once requests
     are answered. Raises `UserError` where the address or the memory cannot be had, `Interrupted` at the end."""
-    try:
-        rows, room = rows_for(model, compute, config), room_for(model, config)
-        context = Context(model, compute, rows, room, vocab_size=tokenizer.vocab_size)
-    except UserError as error:
-        raise UserError(error.message, "take a smaller --max-batch") from None
+    context = make_context(model, compute, config, tokenizer.vocab_size)
     metrics = ServerMetrics()
     worker = Worker(context, tokenizer.ends, metrics)
-    service = Service(name, tokenizer, model.config.block_size, worker, config, metrics, int(time.time()))
+    service = Service(name, tokenizer, context.size, worker, config, metrics, int(time.time()))
     gc.collect()
     gc.freeze()  # what lives as long as the server needs no look at each collection, which stops all threads
     with contextlib.closing(listen(config)) as sock:

@@ -14,11 +14,11 @@ from models import CPU, EOT, PROMPTS, batched, engine_of, loud, push, tiny_model
 from torch import Tensor
 
 from gpt.config import GPTConfig
-from gpt.decoding.context import Context, ContextPool
+from gpt.decoding.context import CACHE_SHARE, Context, ContextPool
 from gpt.decoding.engine import Request, generate
 from gpt.decoding.logits import Token
 from gpt.decoding.sampler import POSITIONS_AT_ONCE
-from gpt.decoding.write import CACHE_SHARE, ROWS, Sample, TextGenerator
+from gpt.decoding.write import ROWS, Sample, TextGenerator
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model import kernels

@@ -310,6 +310,6 @@ def test_texts_that_are_written_at_the_same_time_or_ended_early_share_no_context
             patched.setattr(Context, "logits", lambda self, x: x.new_full((*x.shape[:-1], 300), math.nan))
             for _ in both:
                 with pytest.raises(NotANumber):
-                    "".join(model.write("a", COMPILED))
+                    "".join(model.write("the cat", COMPILED))
         assert "".join(model.write("a", COMPILED)) == alone[0]
         assert captures.captured == 3
