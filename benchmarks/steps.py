@@ -62,7 +62,7 @@ class Steps:
         context = Context(model.model, model.compute, rows, 32 + new)
         self.recorder: Recorder | None = None
         self.model_seconds = 0.0
-        for name in ("step", "logits"):
+        for name in ("forward", "logits"):
             setattr(context, name, self._timed(getattr(context, name)))
         self.engine = Engine(context, ends=())
         config = SampleConfig(greedy=True, max_tokens=new, ignore_eot=True)

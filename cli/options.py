@@ -74,16 +74,16 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
         wanted = inspect.signature(command).parameters
 
         @functools.wraps(command)
-        def with_options(context: typer.Context, **values: Any) -> Any:
+        def with_options(_context: typer.Context, **values: Any) -> Any:
             asked = {name: values.pop(name) for name in names}
             for one, other, _ in getattr(config_class, "EXCLUSIVE", ()):
-                _keep_the_stronger(context, asked, (one, other))
+                _keep_the_stronger(_context, asked, (one, other))
             if "given" in wanted:  # as an option, in the environment, or in --config
-                sources = {name: context.get_parameter_source(name) for name in asked if asked[name] is not None}
+                sources = {name: _context.get_parameter_source(name) for name in asked if asked[name] is not None}
                 given = [name for name, source in sources.items() if source and source.name != "DEFAULT"]
                 values["given"] = {name: asked[name] for name in given}
             if "words" in wanted:
-                values["words"] = context.find_root().obj
+                values["words"] = _context.find_root().obj
             return command(settings=from_dict(config_class, asked, command.__name__), **values)
 
         own = [
@@ -95,7 +95,7 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
             dataclasses.fields(config_class), key=lambda field: config.PANELS.index(field.metadata["panel"])
         )
         made = [_as_parameter(config_class, field) for field in in_order]
-        context_parameter = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        context_parameter = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         # The order of the help page: what the command does first, how it prints last.
         parameters = [context_parameter, *made, *(p.replace(kind=p.KEYWORD_ONLY) for p in own)]
         with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

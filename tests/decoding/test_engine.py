@@ -48,16 +48,22 @@ def alone(model: GPT, request: Request) -> list[Update]:
 
 
 @pytest.mark.parametrize(
-    ("positions", "fixed", "chunk"),
-    [("learned", True, 2), slow("rotary", False, 2), slow("rotary", True, 99), slow("learned", False, 99)],
+    ("positions", "fixed", "chunk", "more"),
+    [
+        ("learned", True, 2, {}),
+        slow("rotary", False, 2, {}),
+        slow("rotary", True, 99, {}),
+        slow("learned", False, 99, {}),
+        slow("rotary", False, 9, {"window": 5, "window_layers": (1,)}),
+    ],
 )
 def test_what_runs_beside_a_request_changes_nothing_of_it(
-    positions: str, fixed: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+    positions: str, fixed: bool, chunk: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They come one after the other while others run, more than there are rows; some are cancelled. Prompts are read in
-    chunks too, and take over what rows have computed."""
+    """Samples, guesses, searches and penalties come one after the other while others run, more than there are slots;
+    some are cancelled. Prompts are read in chunks too, and take over what slots have computed."""
     monkeypatch.setattr(scheduler, "REUSED_FROM", 1)
-    model, rng = tiny_model(24, positions), random.Random(0)
+    model, rng = tiny_model(24, positions, **more), random.Random(0)
     context = Context(
         model, CPU, 5, step=partial(next_tokens, model) if fixed else None
     )  # as a compiled step is called
@@ -65,8 +71,8 @@ def test_what_runs_beside_a_request_changes_nothing_of_it(
     requests: list[Request] = []
     events: dict[int, list[Update]] = {}
     cancelled: set[int] = set()
-    while len(requests) < 60 or engine.busy:
-        for _ in range(rng.randrange(3) if len(requests) < 60 else 0):
+    while len(requests) < 120 or engine.busy:
+        for _ in range(rng.randrange(3) if len(requests) < 120 else 0):
             requests.append(some_request(rng))
             assert engine.add(requests[-1]) == len(requests) - 1
         for event in engine.step():
@@ -76,7 +82,7 @@ def test_what_runs_beside_a_request_changes_nothing_of_it(
             cancelled.add(number := rng.randrange(max(1, len(requests))))
             engine.cancel(number)
     ended = [number for number, of_one in events.items() if of_one[-1].reason is not None]
-    assert set(ended) | cancelled == set(range(60))
+    assert set(ended) | cancelled == set(range(120))
     assert engine.free == 5
     for number in ended:
         assert told(events[number]) == told(alone(model, requests[number])), requests[number]
