@@ -147,7 +147,7 @@ class Context:
         """Returns how many of a prompt's first ids are computed in a slot; ``soon``: once its text is. The prompt's
         last id is never among them, since what follows it has to be computed."""
         length = len(slot.text) if soon else slot.length
-        if slot.start or len(prompt) > self.size:
+        if slot.start or slot.length > self.cache.room or len(prompt) > self.size:
             return 0
         same = min(_common(slot.text, prompt), len(prompt) - 1, length)
         return same if self.cache.can_rewind(length, length - same) else 0

@@ -223,6 +223,17 @@ def test_waits_are_bounded(many: int) -> None:
     assert max(waited) <= (0 if many == 3 else 2 * 100 // 16 + 1)
 
 
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_a_slot_that_has_lost_its_beginning_serves_no_other_prompt(positions: str) -> None:
+    model = tiny_model(24, positions)
+    engine = Engine(Context(model, CPU, 2), {EOT})
+    request = Request([*range(20)], SampleConfig(max_tokens=20, ignore_eot=True))
+    expected = told(alone(model, request))
+    for _ in range(2):
+        engine.add(request)
+        assert told([*engine.run()]) == expected
+
+
 def test_a_beginning_that_prompts_share_is_read_once() -> None:
     model = tiny_model(200, "rotary", "modern")
     context = Counted(model, CPU, 4)
