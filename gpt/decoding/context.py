@@ -153,10 +153,10 @@ class Context:
         return same if self.cache.can_rewind(length, length - same) else 0
 
     @torch.inference_mode()
-    def begin(self, slot: Slot, prompt: list[int], source: Slot | None = None, same: int = 0) -> None:
+    def begin(self, slot: Slot, prompt: list[int], source: Slot, same: int) -> None:
         """Gives a slot a prompt to compute, of which the last block_size ids are kept. Its first ``same`` ids are
-        `shared` with slot ``source``."""
-        if source is not None and source is not slot:
+        `shared` with slot ``source``, which may be the same one."""
+        if source is not slot:
             self.cache.copy(source.at, slot.at, 0, same, source.length)
         slot.text, slot.start, slot.length = prompt, max(0, len(prompt) - self.size), same
 

@@ -78,23 +78,21 @@ class Scheduler:
     def _start(self, text: TextState) -> bool:
         """Gives a text its slots, the first of which gets what another has of its prompt; unless it is better to
         wait."""
-        ids, context = [*text.request.ids], self.context
-        source, same = None, 0
-        if not text.request.config.echo_logprobs:  # whose logits are computed from its start
-            source = max(context.slots, key=lambda slot: context.shared(slot, ids))
-            same = context.shared(source, ids)
-            some = [other.live[0] for other in self.running if other.count and not other.done]
-            if any(context.shared(slot, ids, soon=True) >= same + REUSED_FROM for slot in some):
-                return False
+        ids, context, width = [*text.request.ids], self.context, text.request.width
+        echoes = text.request.config.echo_logprobs  # then logits are computed from its start
+        shared = {slot: 0 if echoes else context.shared(slot, ids) for slot in context.slots}
+        source, same = max(shared.items(), key=lambda each: each[1])
+        progressing = [other.live[0] for other in self.running if other.count and not (other.done or echoes)]
+        if any(context.shared(slot, ids, soon=True) >= same + REUSED_FROM for slot in progressing):
+            return False
         if same < REUSED_FROM:
-            source, same = None, 0
-        if source in self.free:  # it stays where it is
-            self.free.remove(source)
-            self.free.insert(0, source)
-        text.slots = [self.free.pop(0) for _ in range(text.request.width)]
-        text.live, text.cached = text.slots[:1], same
-        context.begin(text.live[0], ids, source, same)
-        if text.request.config.echo_logprobs:
-            text.prompt = [Token(ids[text.live[0].start], None)]
+            source, same = self.free[0], 0
+        first = source if source in self.free else self.free[0]
+        self.free.remove(first)
+        text.slots = [first, *(self.free.pop(0) for _ in range(width - 1))]
+        text.live, text.cached = [first], same
+        context.begin(first, ids, source, same)
+        if echoes:
+            text.prompt = [Token(ids[first.start], None)]
         text.count = 1  # those that came with it may wait for it
         return True
