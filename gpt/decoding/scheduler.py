@@ -48,12 +48,13 @@ class Scheduler:
             if room == 0:
                 for slot in text.live:
                     self.context.slide(slot)
+            text.count = 1
             if text.left > 1:
                 text.count = 0
                 reading.append(text)
-            else:
+            elif text.request.config.speculate:
                 text.guesses = text.guess(room)
-                text.count = 1 + len(text.guesses)
+                text.count += len(text.guesses)
         used = 0
         in_order = sorted(reading, key=lambda text: text.number)
         for some, most in ((sorted(in_order, key=lambda text: text.left), self.chunk // 2), (in_order, self.chunk)):

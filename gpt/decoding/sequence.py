@@ -77,12 +77,14 @@ class TextState:
     def left(self) -> int:
         """How many known ids its slots don't have keys and values of: several while it reads, one while it decodes;
         none when the newest is known to the device alone."""
-        return len(self.live[0].text) - self.live[0].computed
+        slot = self.live[0]
+        return len(slot.text) - slot.start - slot.length
 
     @property
     def index(self) -> int:
         """The place of the token that follows what its slots have computed, the prompt's not counted."""
-        return self.live[0].computed - len(self.request.ids)
+        slot = self.live[0]
+        return slot.start + slot.length - len(self.request.ids)
 
     @property
     def runs_ahead(self) -> bool:
