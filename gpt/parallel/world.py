@@ -46,6 +46,7 @@ class World:
     local_rank, local_size = 0, 1  # on this machine
     tensor = 1  # ranks that share each sequence, and so each forward pass; they are consecutive
     owns_group = False  # whether `mesh` made a process group of this process alone
+    _mesh: DeviceMesh | None = None
     gradients: dist.ProcessGroup | None = None  # over which gradients are reduced; None: torch's default group
 
     @property
@@ -75,7 +76,9 @@ class World:
         self.tensor = tensor
 
     def mesh(self, kind: str) -> DeviceMesh:
-        """All ranks as a mesh, data × tensor, for a kind of device."""
+        """All ranks as a mesh, data × tensor, for a kind of device. Its groups are made once."""
+        if self._mesh is not None:
+            return self._mesh
         if not dist.is_initialized():
             self.owns_group = True
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -88,7 +91,9 @@ class World:
             return own
 
         # Not init_device_mesh, whose groups have torch's limits, of 10 and 30 minutes.
-        return DeviceMesh.from_group([mine(ranks.T), mine(ranks)], kind, ranks, mesh_dim_names=("data", "tensor"))
+        names = ("data", "tensor")
+        self._mesh = DeviceMesh.from_group([mine(ranks.T), mine(ranks)], kind, ranks, mesh_dim_names=names)
+        return self._mesh
 
     def all_reduce_max(self, value: int) -> int:
         """The largest of all ranks' values."""
