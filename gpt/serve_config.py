@@ -37,8 +37,8 @@ class ServeConfig:
     limit_tokens: int = _load(4096, "Tokens that a request may ask for, and those that its prompt may have.", low=1)
     grace: float = _load(30, "Seconds that running requests have after a Ctrl-C.", low=0, high=86_400)
     defaults: Literal["model", "openai"] = option(
-        "model", "Sampling where a request says nothing: by the generation_config.json of the model's folder, or "
-        "temperature 1 without filters.", panel="Choice of the next token",
+        "model", "Sampling settings that requests leave out: model takes them from the model's generation_config.json, "
+        "openai ignores it.", panel="Choice of the next token",
     )  # fmt: skip
     access_log: bool = option(
         False, "Print a line on stderr for each request: its id, path, status, tokens and seconds.", panel="Output"
