@@ -92,7 +92,7 @@ def received(sock: socket.socket) -> bytes:
 
 def events(text: str) -> list[Any]:
     """The chunks of a stream that ended as it should."""
-    *lines, end = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    *lines, end = [line.removeprefix("data: ") for line in text.split("\n\n") if line and line != ": keep-alive"]
     assert end == "[DONE]"
     return [json.loads(line) for line in lines]
 
