@@ -334,7 +334,7 @@ def _too_long(message: str, field: str = "prompt") -> ApiError:
 async def _not_found(request: Request, error: Exception) -> Response:
     path = request.url.path
     message = f"there is no route {request.method} {path:.200}"
-    if (name := path.removeprefix("/v1").split("/")[1]) in _MISSING:
+    if (name := path.removeprefix("/v1").strip("/").partition("/")[0]) in _MISSING:
         message += f": this server has no {name} API, only /v1/completions and /v1/chat/completions"
     return error_response(ApiError(404, message))
 

@@ -490,7 +490,7 @@ def test_health_metrics_and_unknown_routes(server: Served) -> None:
         assert f"gpt_{name}" in text
     assert 'gpt_requests_total{route="/completions",status="200"}' in text
     assert server.client.get("/v1/completions").status_code == 405
-    for path in ("/nothing", "/v1/embeddings", "/v1/%ff%00", "/" + "a" * 5000):
+    for path in ("/nothing", "/v1", "/v1x", "/embeddings", "/v1/embeddings", "/v1/%ff%00", "/" + "a" * 5000):
         answer = server.client.post(path, json={})
         assert answer.status_code == 404
         assert answer.json()["error"]["type"] == "invalid_request_error"
