@@ -51,7 +51,7 @@ class Update:
 
     ``prompt`` are the prompt's tokens, in the first update, where their log-probabilities were asked for. A search's
     ``tokens`` are those that all of its hypotheses agree on; its texts are in ``best`` at the end, the best one first.
-    ``reason`` is ``length``, ``eot`` or ``stop``.
+    ``reason`` is ``length``, ``eot`` or ``stop``. ``cached``: ids of the prompt that came from the prefix cache.
     """
 
     number: int
@@ -60,6 +60,7 @@ class Update:
     reason: str | None = None
     best: Sequence[Hypothesis] = ()
     error: UserError | None = None
+    cached: int = 0
 
 
 @dataclass(eq=False)
@@ -75,6 +76,7 @@ class _Job:
     count: int = 0  # tokens so far
     chosen: int = 0  # these, and those that are under way from the device
     lookup: Lookup = field(default_factory=Lookup)
+    cached: int = 0  # ids of its prompt that came from the prefix cache
     done: bool = False
     tokens: list[Token] = field(default_factory=list)
     prompt: Sequence[Token] | None = None
@@ -112,7 +114,7 @@ class _Job:
             tokens = self.search.agreed()
             if self.done:
                 best = self.search.ended[: self.request.config.n_best]
-        return Update(self.number, tokens, prompt, self.reason, best, self.error)
+        return Update(self.number, tokens, prompt, self.reason, best, self.error, self.cached)
 
 
 @dataclass(eq=False)
@@ -358,14 +360,14 @@ class Engine:
         while self._waiting and (width := self._waiting[0].request.width) <= free:
             job = self._waiting[0]
             length = min(len(job.request.ids), self.context.size)
-            source, same = self._reusable(job.request)
+            source, job.cached = self._reusable(job.request)
             if source is None and length <= self.chunk:
                 longest = max(longest, length)
                 if jobs and longest * (len(jobs) + 1) > self.chunk:  # shorter ones are padded
                     break
                 jobs.append(job)
             else:
-                self._add_reader(job, source, same)
+                self._add_reader(job, source, job.cached)
             self._running.append(self._waiting.popleft())
             free -= width
         return jobs

@@ -4,7 +4,8 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,9 +108,9 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 class _Fields:
-    """The fields of a request, each checked as it is taken. Null is as good as absent."""
+    """The fields of a request, each checked as it is taken. Null is as good as absent: both get the ``defaults``."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any] = types.MappingProxyType({})) -> None:
         self.values = {key: value for key, value in values.items() if value is not None}
         self._given: dict[str, str] = {}  # the names in the request of fields that have several
         for alias, name in ALIASES.items():
@@ -117,6 +118,7 @@ class _Fields:
                 if self.values.get(name, self.values[alias]) != self.values[alias]:
                     raise _wrong(alias, f"is another name for {name}, which has another value; send one of them")
                 self.values[name], self._given[name] = self.values[alias], alias
+        self.values = {**defaults, **self.values}
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
         value, name = self.values.get(name, default), self._given.get(name, name)
@@ -273,9 +275,27 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(found)
 
 
-def read_completion(values: Mapping[str, Any], limit: int) -> Completion:
+def sampling_defaults(config: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any]:
+    """Returns the fields that a model's ``generation_config.json`` sets for requests that leave them out. ``note`` is
+    called for values that no request may have, which are ignored."""
+    found: dict[str, Any] = {}
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample"):
+        fields = _Fields({name: config.get(name)})
+        try:
+            fields.flag("do_sample")
+            _generation(fields, 1, 1, chat=True)
+        except ApiError as error:
+            note(f"ignored in generation_config.json: {error.message}")
+        else:
+            found |= fields.values
+    if not found.pop("do_sample", True):
+        found["temperature"] = 0
+    return found
+
+
+def read_completion(values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]) -> Completion:
     """Reads a request of ``/v1/completions``. ``limit``: tokens that it may ask for. Raises `ApiError`."""
-    fields = _Fields(values)
+    fields = _Fields(values, defaults)
     fields.refuse({**REFUSED, **REFUSED_IN_COMPLETIONS})
     if "prompt" not in fields.values:
         raise _wrong("prompt", "is missing")
@@ -309,9 +329,9 @@ def _is_text(part: Any) -> bool:
 _CALLS = ("tool_calls", "function_call")
 
 
-def read_chat(values: Mapping[str, Any], limit: int) -> Chat:
+def read_chat(values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]) -> Chat:
     """Reads a request of ``/v1/chat/completions``. ``limit``: tokens that it may ask for. Raises `ApiError`."""
-    return Chat(read_chat_prompt(values), _generation(_Fields(values), limit, limit, chat=True))
+    return Chat(read_chat_prompt(values), _generation(_Fields(values, defaults), limit, limit, chat=True))
 
 
 def read_chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:

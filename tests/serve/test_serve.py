@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -87,6 +88,7 @@ def test_a_text_is_that_of_gpt_sample(server: Served, model: LanguageModel, aske
     count = sum(len(each.tokens) + (each.finish_reason == "eot") for each in expected)
     prompt = len(model.tokenizer.prompt(PROMPT))
     usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
+    usage["prompt_tokens_details"] = {"cached_tokens": 0}  # it is shorter than what is reused
     assert answer["usage"] == usage
     assert answer["object"] == "text_completion"
     assert answer["model"] == "tiny"
@@ -121,6 +123,36 @@ def test_prompts_are_a_text_or_ids_or_several(server: Served, model: LanguageMod
     assert server.ask(prompt=ids[0], seed=0)["choices"][0]["text"] == expected[0]
     mixed = server.ask(prompt=[texts[0], ids[1]], seed=0)
     assert [choice["text"] for choice in mixed["choices"]] == [expected[0], expected[2]]
+
+
+def test_cached_tokens_are_counted(server: Served) -> None:
+    shared = list(range(40, 60))
+    for prompts, n, cached in (([[*shared, 7]], 1, 0), ([[*shared, 7]], 2, 20), ([[*shared, 8], [*shared, 9]], 1, 40)):
+        answer = server.ask(prompt=prompts, n=n, max_tokens=2)
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
+    *_, last = server.stream(prompt=[*shared, 8, 9], max_tokens=2, stream_options={"include_usage": True})
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] in (20, 21)  # the id 8 if its text is still there
+
+
+def test_sampling_defaults_hold_where_a_request_says_nothing(model: LanguageModel) -> None:
+    told = list[str]()
+    config = {
+        "temperature": 0.5, "top_k": "many", "top_p": 0.9, "min_p": math.nan, "repetition_penalty": 1.5,
+        "do_sample": True, "max_new_tokens": 3, "eos_token_id": 0,
+    }  # fmt: skip
+    found = protocol.sampling_defaults(config, told.append)
+    assert found == {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.5}
+    assert [line.split()[3] for line in told] == ["top_k", "min_p"]
+    assert protocol.sampling_defaults({**found, "do_sample": False}, pytest.fail)["temperature"] == 0
+    assert not protocol.sampling_defaults({"do_sample": 1}, told.append)
+    assert "do_sample is 1; it must be true or false" in told[-1]
+    with served(model, sampling=found) as server:
+        for asked, settings in (
+            ({}, {}), ({"temperature": None, "top_p": 1}, {"top_p": 0.0}), ({"temperature": 0}, {"greedy": True}),
+            ({"repeat_penalty": 1}, {"repetition_penalty": 0.0}),
+        ):  # fmt: skip
+            answer = server.ask(prompt=PROMPT, seed=1, **asked)
+            assert answer["choices"][0]["text"] == sample(model, seed=1, **{**found, **settings}).text
 
 
 def test_the_best_of_several(server: Served, model: LanguageModel) -> None:
@@ -458,10 +490,11 @@ def test_health_metrics_and_unknown_routes(server: Served) -> None:
         assert f"gpt_{name}" in text
     assert 'gpt_requests_total{route="/completions",status="200"}' in text
     assert server.client.get("/v1/completions").status_code == 405
-    for path in ("/nothing", "/v1/embeddings", "/v1/%ff%00", "/" + "a" * 5000):
+    for path in ("/nothing", "/v1", "/v1x", "/embeddings", "/v1/embeddings", "/v1/%ff%00", "/" + "a" * 5000):
         answer = server.client.post(path, json={})
         assert answer.status_code == 404
         assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert ("this server has no embeddings" in answer.text) == ("embeddings" in path)
     assert server.client.get("/").headers["content-security-policy"].startswith("default-src 'none'")
 
 
@@ -499,7 +532,7 @@ def test_a_chat_is_the_text_of_its_template(chat: Served, model: LanguageModel) 
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks[:-1]) == expected.text
     assert chunks[-2]["choices"][0]["finish_reason"] == choice["finish_reason"]
-    assert chunks[-1]["usage"] == answer["usage"]
+    assert chunks[-1]["usage"] | answer["usage"] == answer["usage"]  # cached tokens apart
     assert {c["object"] for c in chunks} == {"chat.completion.chunk"}
     assert [e for c in chunks[1:-1] for e in c["choices"][0]["logprobs"]["content"]] == [
         {**each, "logprob": pytest.approx(each["logprob"], abs=1e-5), "top_logprobs": [
@@ -686,3 +719,34 @@ def test_a_log_probability_is_never_a_number_that_json_lacks() -> None:
     tokens = [(Token(97, -math.inf, ((98, 0.0), (99, -math.inf))), 0)]
     for found in (completion_logprobs(bytes_tokenizer(), tokens), chat_logprobs(bytes_tokenizer(), tokens)):
         json.dumps(found, allow_nan=False)
+
+
+def test_every_answer_has_a_request_id_and_a_line_of_the_access_log(model: LanguageModel) -> None:
+    body = {"prompt": "a secret", "max_tokens": 2, "ignore_eos": True}
+    key, made = {"Authorization": "Bearer sesame"}, r"[0-9a-f]{32}"
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions 200 2", {"json": body, "headers": key}),
+        ("/v1/completions 200 2", {"json": {**body, "stream": True}, "headers": key}),
+        ("/v1/completions 400 0", {"json": {}, "headers": key}),
+        ("/v1/completions 401 0", {"json": body}),
+        ("/no%0Asuch%20route 404 0", {"params": {"key": "sesame"}}),
+        ("/health 403 0", {"headers": {"Host": "evil.example"}}),
+    ]
+    valid = ("mine-1", "x" * 128)
+    with served(model, access_log=True, api_key="sesame") as found:
+        for given in (None, *valid, "x" * 129, "a b", "é"):
+            for wanted, fields in asked:
+                path, status, tokens = wanted.split()
+                own = {} if given is None else {"X-Request-ID": given.encode()}
+                headers = {**fields.get("headers", {}), **own}
+                answer = found.client.request("POST", path, **{**fields, "headers": headers})
+                assert answer.status_code == int(status)
+                id = answer.headers["x-request-id"]
+                assert id == given if given in valid else re.fullmatch(made, id)
+                while not found.notes:  # it comes after the answer
+                    time.sleep(0.001)
+                assert re.fullmatch(
+                    rf"time=\S+\+00:00 id={id} method=POST path={path} status={status} prompt_tokens=[0-9]+ "
+                    rf"completion_tokens={tokens} seconds=[0-9.]+", found.notes.pop(),
+                )  # fmt: skip
+                assert not found.notes

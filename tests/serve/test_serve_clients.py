@@ -60,6 +60,7 @@ def test_chats_and_their_streams(client: Any) -> None:
     answer = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
     message = answer.choices[0].message
     assert message.role == "assistant"
+    assert len(answer._request_id) == 32
     told = answer.choices[0].logprobs.content
     assert all(len(each.top_logprobs) == 3 for each in told)
     chunks = list(client.chat.completions.create(**asked, stream=True))
@@ -75,6 +76,8 @@ def test_errors_are_its_exceptions(client: Any, server: Served) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         create(model="gpt-4", prompt="a")
     assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError, match="this server has no embeddings"):
+        client.embeddings.create(model="tiny", input="a")
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").completions.create(model="tiny", prompt="a")
     server.server.stopping = True
