@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from gpt.decoding.logits import EXCLUDED
@@ -112,7 +113,7 @@ def masked(logits: Tensor, constraints: Sequence[Constraint | None]) -> Tensor:
     for row, constraint in zip(allowed, constraints, strict=True):
         if constraint is not None:
             row[:] = constraint.allowed(len(row))
-    return logits.masked_fill(~upload(allowed, logits.device), EXCLUDED)
+    return torch.where(upload(allowed, logits.device), logits, EXCLUDED)
 
 
 def _grammar(name: str, value: str | tuple[str, ...]) -> str:

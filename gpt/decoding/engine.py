@@ -74,7 +74,7 @@ class _Job:
     filters: Filters
     search: Search | None
     key: int  # of its random numbers
-    constraint: Constraint | None  # of its text so far; each hypothesis of a search has its own
+    constraint: Constraint | None  # of its text so far; in a search each hypothesis has its own
     rows: list["_Row"] = field(default_factory=list)  # one; in a search one for each living hypothesis
     count: int = 0  # tokens so far
     chosen: int = 0  # these, and those that are under way from the device
@@ -207,9 +207,9 @@ class Engine:
         config = request.config
         filters = Filters(config, self.ends, request.bias)
         filters = self._filters.setdefault(filters.key, filters)
-        search = Search(config, self.ends, request.stops, request.constraint) if config.beam else None
+        constraint = request.constraint and request.constraint.copy()
+        search = Search(config, self.ends, request.stops, constraint) if config.beam else None
         key = key_of(request.seed, request.index, request.ids)
-        constraint = request.constraint.copy() if request.constraint is not None and search is None else None
         self._waiting.append(_Job(self._number, request, filters, search, key, constraint))
         self._number += 1
         return self._number - 1
