@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,6 +58,10 @@ def sample(
 ) -> None:  # fmt: skip
     """Let a model write on after PROMPT."""
     _check_numbers(num, seed)
+    settings = settings.changed("choices", ",".join(settings.choices))
+    if settings.json_schema:
+        schema = inputs.text(None, Path(settings.json_schema), "JSON schema", "--json-schema")
+        settings = replace(settings, json_schema=schema)
     if interactive and any([prompt, prompt_file, prompts, out, json, quiet, num > 1]):
         raise UserError("--interactive reads prompts and writes texts as they come", "leave out what says otherwise")
     note: Callable[[str], None] = (lambda text: None) if quiet else render.note

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gpt.decoding.beam import Hypothesis, Search, Stops
+from gpt.decoding.constraint import Constraint, masked
 from gpt.decoding.context import Context
 from gpt.decoding.logits import Filters, Token, as_int64, key_of, no_logits, scores, step_key, tokens
 from gpt.decoding.lookup import Lookup
@@ -29,7 +30,8 @@ class Request:
 
     Sample ``index`` of ``seed``, or a beam search where ``config`` has beams. ``config.stop`` and ``config.bias`` are
     texts, which the engine does not know: ``bias`` has ids and what is added to their logits; ``stops`` says where a
-    hypothesis of a search ends. Whoever turns a sample's tokens into text cancels it at its stop text.
+    hypothesis of a search ends. Whoever turns a sample's tokens into text cancels it at its stop text. ``constraint``:
+    what the text has to be.
     """
 
     ids: Sequence[int]
@@ -38,6 +40,7 @@ class Request:
     index: int = 0
     bias: tuple[tuple[int, float], ...] = ()
     stops: Stops | None = None
+    constraint: Constraint | None = None
 
     @property
     def width(self) -> int:
@@ -72,6 +75,7 @@ class _Job:
     filters: Filters
     search: Search | None
     key: int  # of its random numbers
+    constraint: Constraint | None  # of its text so far; in a search each hypothesis has its own
     rows: list["_Row"] = field(default_factory=list)  # one; in a search one for each living hypothesis
     count: int = 0  # tokens so far
     chosen: int = 0  # these, and those that are under way from the device
@@ -87,7 +91,7 @@ class _Job:
     def runs_ahead(self) -> bool:
         """Whether its next token can be computed before the host knows its last one."""
         config = self.request.config
-        known = self.search is not None or self.filters.looks_back or config.speculate
+        known = self.search is not None or self.constraint is not None or self.filters.looks_back or config.speculate
         return not (known or self.chosen == config.max_tokens)
 
     def take(self, token: Token, ends: Collection[int]) -> None:
@@ -95,8 +99,16 @@ class _Job:
         config = self.request.config
         self.tokens.append(token)
         self.count += 1
+        try:
+            if self.constraint is not None:
+                self.constraint.take(token.id)
+        except UserError as error:
+            self.end(error=error)
+            return
         if token.id in ends and not config.ignore_eot:
             self.end("eot")
+        elif self.constraint is not None and self.constraint.ended:
+            self.end("stop")
         elif self.count == config.max_tokens:
             self.end("length")
 
@@ -197,9 +209,10 @@ class Engine:
         config = request.config
         filters = Filters(config, self.ends, request.bias)
         filters = self._filters.setdefault(filters.key, filters)
-        search = Search(config, self.ends, request.stops) if config.beam else None
+        constraint = request.constraint and request.constraint.copy()
+        search = Search(config, self.ends, request.stops, constraint) if config.beam else None
         key = key_of(request.seed, request.index, request.ids)
-        self._waiting.append(_Job(self._number, request, filters, search, key))
+        self._waiting.append(_Job(self._number, request, filters, search, key, constraint))
         self._number += 1
         return self._number - 1
 
@@ -303,7 +316,8 @@ class Engine:
         """Decodes by the context's compiled step, which chooses too where all rows have filters of logits alone."""
         filters = self._rows[0].job.filters
         if any(
-            row.job.search or row.job.filters is not filters or filters.shapes(row.job.chosen) for row in self._rows
+            row.job.search or row.job.constraint or row.job.filters is not filters or filters.shapes(row.job.chosen)
+            for row in self._rows
         ):
             [logits] = self.context.next_tokens(ids)
             self._choose(logits[:, None], self._rows)
@@ -470,7 +484,8 @@ class Engine:
         for filters, group in groups.items():
             done = sum(map(len, chosen))
             texts, counts = [text for _, text in group], [row.job.chosen for row, _ in group]
-            shaped = filters.shape(logits[done : done + len(group)], texts, counts)
+            allowed = masked(logits[done : done + len(group)], [row.job.constraint for row, _ in group])
+            shaped = filters.shape(allowed, texts, counts)
             keys = [step_key(row.job.key, row.job.chosen) for row, _ in group] if filters.draws else []
             chosen.append(filters.choose(shaped, upload(as_int64(keys), logits.device))[:, None])
         ids = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
@@ -506,10 +521,11 @@ class Engine:
         """Extends a search by a token, from logits (n, V) after each of its living hypotheses."""
         logprobs = logits.log_softmax(-1)
         past = [self.context.ids[row.at] for row in job.rows]
-        shaped = job.filters.shape(logprobs, past, [job.count] * len(past))
+        allowed = masked(logprobs, [each.constraint for each in search.live])
+        shaped = job.filters.shape(allowed, past, [job.count] * len(past))
         try:
             parents = search.advance(logprobs, shaped)
-        except NotANumber as error:
+        except UserError as error:
             self._fail(job, error)
             return
         job.count += 1

@@ -6,12 +6,13 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gpt.decoding.constraint import Constraint, ConstraintCache
 from gpt.decoding.engine import Request as EngineRequest
 from gpt.decoding.engine import Update
 from gpt.errors import UserError
@@ -39,11 +40,18 @@ class Service:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # fields of requests that leave them out
     pending: "set[Answer]" = field(default_factory=set)  # answers that are being generated
 
+    @cached_property
+    def constraints(self) -> ConstraintCache:
+        """The constraints of structured output, compiled for the model's vocabulary."""
+        return ConstraintCache(self.tokenizer)
+
 
 class Answer:
     """The texts of a request while they are generated, from `begin` to `end`."""
 
-    def __init__(self, service: Service, prompts: list[Prompt], asked: Generation) -> None:
+    def __init__(
+        self, service: Service, prompts: list[Prompt], asked: Generation, constraint: Constraint | None = None
+    ) -> None:
         self.service, self.prompts, self.asked = service, prompts, asked
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
@@ -57,7 +65,7 @@ class Answer:
         for prompt in prompts:
             for index in range(asked.best_of):
                 deliver = partial(self._deliver, len(self.choices))
-                request = EngineRequest(prompt.ids, asked.config, seed, index, asked.bias)
+                request = EngineRequest(prompt.ids, asked.config, seed, index, asked.bias, constraint=constraint)
                 self.choices.append(Choice(service.tokenizer, asked.config, prompt, asked.echo, asked.stop_ids))
                 self.deltas.append([])
                 self._tickets.append(Ticket(request, deliver))

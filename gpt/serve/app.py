@@ -289,9 +289,12 @@ class Server:
 
     async def _generate(self, request: Request, prompts: list[Prompt], asked: Generation, form: Form) -> Response:
         self._check_size(prompts, asked)
+        constraint = None
+        if asked.config.constraint is not None:
+            constraint = await self._in_thread(request, lambda: self.service.constraints.find(asked.config))
         if self.gave_up:
             raise _stopping()
-        request.state.answer = answer = Answer(self.service, prompts, asked)
+        request.state.answer = answer = Answer(self.service, prompts, asked, constraint)
         answer.begin()
         if asked.stream:
             return Stream(answer, form)

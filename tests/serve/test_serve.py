@@ -57,6 +57,7 @@ def sample(model: LanguageModel, prompt: str = PROMPT, seed: int = 0, index: int
     return writing.sample
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, "b"]}}, "required": ["a"], "additionalProperties": False}
 SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of a request, and of `gpt sample`
     ({}, {}),
     ({"temperature": 0}, {"greedy": True}),
@@ -71,6 +72,19 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of a request, and o
     ({"max_tokens": 60, "ignore_eos": True}, {"max_tokens": 60, "ignore_eot": True}),
     ({"stop": "a"}, {"stop": ("a",)}),
     ({"stop": ["ing", " the"], "max_tokens": 50}, {"stop": ("ing", " the"), "max_tokens": 50}),
+    ({"choices": ["the", "a, cat"]}, {"choices": ("the", "a, cat")}),
+    ({"guided_choice": ["sat", "\ud800"], "regex": ""}, {"choices": ("sat", "\ufffd")}),
+    ({"regex": "(cat|dog)s? [a-z]*", "top_k": 5}, {"regex": "(cat|dog)s? [a-z]*", "top_k": 5}),
+    ({"guided_regex": "[a-c ]+"}, {"regex": "[a-c ]+"}),
+    ({"json_schema": SCHEMA}, {"json_schema": json.dumps(SCHEMA)}),
+    ({"guided_json": json.dumps(SCHEMA), "choices": []}, {"json_schema": json.dumps(SCHEMA)}),
+    ({"response_format": {"type": "text"}}, {}),
+    ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type": "object"}'}),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json_schema": json.dumps(SCHEMA)}),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
+        {"json_schema": json.dumps(SCHEMA)},
+    ),
     ({"max_tokens": 0}, {"max_tokens": 0}),
     ({"max_tokens": 16.0, "n": None, "stop": None, "logprobs": None, "logit_bias": {}, "suffix": None}, {}),
 ]  # fmt: skip
@@ -370,6 +384,47 @@ def test_what_contradicts_itself_is_refused(server: Served) -> None:
     assert server.refuse(prompt="a", model="gpt-4", status=404)["code"] == "model_not_found"
     assert server.refuse(prompt="a", model="\ud800", status=404)["param"] == "model"
     assert server.refuse(prompt="a", model=["tiny"], status=404)["param"] == "model"
+
+
+WRONG_CONSTRAINTS: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"choices": "yes"}, 'choices is "yes"; it must be a list', "choices"),
+    ({"guided_choice": {"a": 1}}, "guided_choice is {'a': 1}; it must be a list", "guided_choice"),
+    ({"choices": ["a", ""]}, "choices must be texts, none of them empty", "choices"),
+    ({"regex": 1}, "regex is 1; it must be a text", "regex"),
+    ({"json_schema": 0.5}, "json_schema is 0.5; it must be a text or an object", "json_schema"),
+    ({"guided_json": True}, "guided_json is true; it must be a text or an object", "guided_json"),
+    ({"response_format": "json"}, 'response_format is "json"; it must be an object', "response_format"),
+    ({"response_format": {}}, "response_format must be of type text,", "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format must have a schema", "response_format"),
+    ({"response_format": {"type": "json_object"}, "json_schema": {}}, "json_schema cannot be combined", "json_schema"),
+    ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex and json_schema both constrain", None),
+    ({"json_schema": {"not": {}}}, 'json_schema: Unimplemented keys: ["not"]', None),
+    ({"json_schema": {"const": "\ud800"}}, "json_schema: ", None),
+    ({"regex": "a(?=b)"}, "regex: look-around", None),
+    ({"regex": "a", "ignore_eos": True}, "structured output ends at end-of-text", None),
+    ({"regex": "a" * 2**21}, "regex: 2,097,152 characters are too many", None),
+]
+
+
+@pytest.mark.parametrize("asked, message, param", WRONG_CONSTRAINTS, ids=lambda each: str(each)[:60])
+def test_constraints_that_cannot_be_followed(
+    server: Served, asked: dict[str, Any], message: str, param: str | None
+) -> None:
+    error = server.refuse(prompt=PROMPT, **asked)
+    assert error["message"].startswith(message), error["message"]
+    assert error["param"] == param
+
+
+def test_a_chat_answers_in_json(chat: Served) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    for settings in ({}, {"temperature": 0}, {"stream": True}):
+        asked = {"messages": CHAT, "response_format": form, "seed": 0, "max_tokens": 30, "n": 3, **settings}
+        if "stream" in settings:
+            chunks = [each["choices"][0] for each in chat.stream("/v1/chat/completions", **asked)]
+            texts = ["".join(c["delta"]["content"] for c in chunks if c["index"] == index) for index in range(3)]
+        else:
+            texts = [each["message"]["content"] for each in chat.ask("/v1/chat/completions", **asked)["choices"]]
+        assert all(json.loads(text) in ({"a": 1}, {"a": "b"}) for text in texts), texts
 
 
 DOCS = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")

@@ -4,7 +4,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from serving import Served, load, served
@@ -66,6 +66,18 @@ def test_chats_and_their_streams(client: Any) -> None:
     chunks = list(client.chat.completions.create(**asked, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
     assert chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason
+
+
+def test_answers_of_a_type(client: Any) -> None:
+    from pydantic import BaseModel
+
+    class Answer(BaseModel):
+        a: Literal[1, "b"]
+
+    answer = client.chat.completions.parse(model="tiny", messages=CHAT, response_format=Answer)
+    assert isinstance(answer.choices[0].message.parsed, Answer)
+    answer = client.completions.create(model="tiny", prompt="the", extra_body={"choices": ["a", "b"]})
+    assert answer.choices[0].text in ("a", "b")
 
 
 def test_errors_are_its_exceptions(client: Any, server: Served) -> None:
