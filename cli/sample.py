@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,6 +58,10 @@ def sample(
 ) -> None:  # fmt: skip
     """Let a model write on after PROMPT."""
     _check_numbers(num, seed)
+    settings = settings.changed("choices", ",".join(settings.choices))
+    if settings.json_schema:
+        schema = inputs.text(None, Path(settings.json_schema), "JSON schema", "--json-schema")
+        settings = replace(settings, json_schema=schema)
     if interactive and any([prompt, prompt_file, prompts, out, json, quiet, num > 1]):
         raise UserError("--interactive reads prompts and writes texts as they come", "leave out what says otherwise")
     note: Callable[[str], None] = (lambda text: None) if quiet else render.note
@@ -113,6 +118,8 @@ def _check(settings: SampleConfig, num: int, as_json: bool, note: Callable[[str]
     if (settings.logprobs is not None or settings.echo_logprobs) and not as_json:
         raise UserError("--logprobs and --echo-logprobs are for programs", "add --json")
     default = SampleConfig()
+    if settings.constraint and settings.speculate:
+        note("--speculate is not used with structured output")
     without = ("speculate",) if settings.beam else ("length_penalty", "early_stopping")
     for name in without:
         if getattr(settings, name) != getattr(default, name):

@@ -43,5 +43,5 @@ def serve(
         name = Path(name).name  # clients need no key to read it, and no path of this machine
     run(
         loaded.model, loaded.tokenizer, loaded.compute, name, settings,
-        lambda address: render.note(f"serving {name} at {address}"), render.note,
+        lambda address: render.note(f"serving {name} at {address}"), render.note, path,
     )  # fmt: skip

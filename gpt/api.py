@@ -17,6 +17,7 @@ from gpt import events
 from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
 from gpt.decoding import native
+from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import ContextPool
 from gpt.decoding.token_step import compiled
 from gpt.decoding.weights import Int4Linear, dtype_name, prepare
@@ -75,13 +76,17 @@ class LanguageModel:
         """The caches in which it generates, kept from call to call."""
         return ContextPool(self.model, self.compute, self.note, self.tokenizer.vocab_size)
 
+    @functools.cached_property
+    def _constraints(self) -> ConstraintCache:
+        return ConstraintCache(self.tokenizer)
+
     def write(
         self, prompt: str | list[int] = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0
     ) -> Writing:
         """Returns a sample, or the best text of a search, to iterate over while it is generated. It depends on the
         prompt, a text or its ids, the settings, ``seed`` and ``index`` alone."""
         config = replace(config or SampleConfig(), n_best=1)
-        writer = TextGenerator(self.contexts, self.tokenizer, config, seed)
+        writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
         return Writing(writer.write([prompt], [index]))
 
     def write_all(
@@ -95,7 +100,8 @@ class LanguageModel:
         """Yields ``num`` samples of each prompt, or its beams, in pieces, one text after the other. They are computed
         side by side and are the same as one by one. Samples in ``done`` (prompt, index) are left out. Raises
         `UserError` for settings that the model cannot follow."""
-        writer = TextGenerator(self.contexts, self.tokenizer, config or SampleConfig(), seed)
+        config = config or SampleConfig()
+        writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
         return writer.write(prompts, range(num), done)
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:

@@ -65,6 +65,9 @@ class SampleConfig:
     max_tokens: int = _text(200, "Tokens to generate at most.", flags=("-n",), low=0)
     min_tokens: int = _text(0, "End-of-text cannot come before so many tokens.", low=0)
     stop: tuple[str, ...] = _text((), "A text that ends the sample, and is not shown; may be repeated.", shown="none")
+    choices: tuple[str, ...] = _text((), "A,B,C: the text is one of these; may be repeated.", shown="any text")
+    regex: str = _text("", "The text matches this regular expression as a whole.", shown="any text")
+    json_schema: str = _text("", "FILE: the text is JSON that this schema allows; - is stdin.", shown="any text")
     ignore_eot: bool = _text(False, "End-of-text may come, and does not end the text.")
     batch: int = _machine(
         0, "Samples computed at once; the texts are the same for any number.", shown="by the device", low=0, high=2**16
@@ -88,6 +91,8 @@ class SampleConfig:
             if value > 1:
                 raise UserError(f"{name} is {value}; it must lie in (0, 1], or be 0 for off")
         self.biases()
+        if self.constraint is not None and self.ignore_eot:
+            raise UserError("structured output ends at end-of-text, which is to be ignored", "leave one of them out")
         if self.beam and self.greedy:
             raise UserError("--beam and --greedy both say how to choose", "give one of them; --beam 1 is greedy")
         if self.n_best > max(1, self.beam):
@@ -108,6 +113,14 @@ class SampleConfig:
         return bool(penalties) or self.no_repeat_ngram > 0
 
     @property
+    def constraint(self) -> tuple[str, Any] | None:
+        """The setting that constrains the text, and its value. Raises `UserError` for more than one."""
+        given = [(name, value) for name in ("choices", "regex", "json_schema") if (value := getattr(self, name))]
+        if len(given) > 1:
+            raise UserError(f"{given[0][0]} and {given[1][0]} both constrain the text", "give one of them")
+        return given[0] if given else None
+
+    @property
     def choice(self) -> tuple[Any, ...]:
         """The settings by which the next token is chosen."""
         settings = [each.name for each in fields(self) if each.metadata["panel"] == _PANELS[1]]
@@ -123,7 +136,7 @@ class SampleConfig:
         if kind is bool:
             value = {"on": True, "off": False, "true": True, "false": False}.get(word.lower(), word)
         elif get_origin(kind) is tuple:
-            value = (word,) if word else ()
+            value = tuple(word.split(",") if name == "choices" else [word]) if word else ()
         elif kind in (int, float):
             with contextlib.suppress(ValueError):
                 value = kind(word)

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from gpt.errors import UserError
 from gpt.settings import check_options, option
@@ -39,6 +40,13 @@ class ServeConfig:
     queue: int = _load(64, "Requests that may wait beside those that run; further ones are told to come later.", low=0)
     limit_tokens: int = _load(4096, "Tokens that a request may ask for, and those that its prompt may have.", low=1)
     grace: float = _load(30, "Seconds that running requests have after a Ctrl-C.", low=0, high=86_400)
+    defaults: Literal["model", "openai"] = option(
+        "model", "Sampling settings that requests leave out: model takes them from the model's generation_config.json, "
+        "openai ignores it.", panel="Choice of the next token",
+    )  # fmt: skip
+    access_log: bool = option(
+        False, "Print a line on stderr for each request: its id, path, status, tokens and seconds.", panel="Output"
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

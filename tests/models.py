@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,6 +82,15 @@ def batched(model: GPT, requests: list[Request], config: SampleConfig, rows: int
     for event in engine_of(Context(model, CPU, rows), requests, config, seed).run():
         found[event.number] += event.tokens
     return found
+
+
+def letters(*words: bytes) -> Any:
+    """The part of a tokenizer that constraints look at; its last id is end-of-text."""
+    eot = len(words)
+    decode_bytes = lambda ids: b"".join([*words, b"<end>"][id] for id in ids)
+    return SimpleNamespace(
+        usable=eot + 1, decode_bytes=decode_bytes, all_specials={"<end>": eot}, opening=[eot], ends={eot}, eot=eot
+    )
 
 
 def source_of(model: GPT, tokenizer: Tokenizer | None = None) -> SourceModel:

@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ def load(path: Path) -> LanguageModel:
 class Served:
     """A server that runs: its client, its address, and what it answers from."""
 
-    def __init__(self, server: Server, sock: socket.socket, stop: Callable[[], None]) -> None:
+    def __init__(self, server: Server, sock: socket.socket, stop: Callable[[], None], notes: list[str]) -> None:
         self.server, self.service, self.stop = server, server.service, stop
+        self.notes = notes  # what it prints
         self.port = sock.getsockname()[1]
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
 
@@ -91,7 +92,7 @@ def received(sock: socket.socket) -> bytes:
 
 def events(text: str) -> list[Any]:
     """The chunks of a stream that ended as it should."""
-    *lines, end = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    *lines, end = [line.removeprefix("data: ") for line in text.split("\n\n") if line and line != ": keep-alive"]
     assert end == "[DONE]"
     return [json.loads(line) for line in lines]
 
@@ -104,13 +105,16 @@ def request(body: Any, route: str = "/v1/completions", *headers: str) -> bytes:
 
 
 @contextmanager
-def served(model: LanguageModel, rows: int = 4, chunk: int = 16, **settings: Any) -> Iterator[Served]:
-    """Serves a model until the end of the block."""
-    config, metrics = ServeConfig(port=0, **settings), ServerMetrics()
+def served(
+    model: LanguageModel, rows: int = 4, chunk: int = 16, sampling: Mapping[str, Any] | None = None, **settings: Any
+) -> Iterator[Served]:
+    """Serves a model, which may have ``sampling`` defaults, until the end of the block."""
+    config, metrics, notes = ServeConfig(port=0, **settings), ServerMetrics(), list[str]()
     context = Context(model.model, model.compute, rows, vocab_size=model.tokenizer.vocab_size)
     worker = Worker(context, model.tokenizer.ends, metrics, chunk)
-    service = Service("tiny", model.tokenizer, model.model.config.block_size, worker, config, metrics, 1)
-    server, sock, ready = Server(service), servers.listen(config), threading.Event()
+    size = model.model.config.block_size
+    service = Service("tiny", model.tokenizer, size, worker, config, metrics, 1, sampling or {})
+    server, sock, ready = Server(service, notes.append), servers.listen(config), threading.Event()
     http = servers.http_server(server, ready.set)
 
     async def run() -> None:
@@ -124,7 +128,7 @@ def served(model: LanguageModel, rows: int = 4, chunk: int = 16, **settings: Any
     def stop() -> None:
         http.should_exit = http.force_exit = True
 
-    found = Served(server, sock, stop)
+    found = Served(server, sock, stop, notes)
     try:
         yield found
     finally:

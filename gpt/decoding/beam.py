@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gpt.decoding.constraint import Constraint
 from gpt.decoding.logits import EXCLUDED, Token, no_logits, scores, tokens
 from gpt.device import Download, upload
 from gpt.sample_config import SampleConfig
@@ -17,12 +18,13 @@ Stops = Callable[[Sequence[int]], bool]  # returns whether the text of these ids
 class Hypothesis:
     """A text of a search. ``total`` is the sum of its log-probabilities after penalties, by which it is ranked;
     ``score`` is ``total`` over its length to the power of the length penalty. ``reason`` is its finish reason:
-    ``length``, ``eot`` or ``stop``; None: it lives."""
+    ``length``, ``eot`` or ``stop``; None: it lives. ``constraint``: what may follow, if not anything."""
 
     tokens: tuple[Token, ...]
     total: float
     score: float = -math.inf
     reason: str | None = None
+    constraint: Constraint | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -33,11 +35,17 @@ class Hypothesis:
 class Search:
     """A beam search after one prompt: at most ``config.beam`` hypotheses live, and as many have ended."""
 
-    def __init__(self, config: SampleConfig, ends: Collection[int], stops: Stops | None = None) -> None:
+    def __init__(
+        self,
+        config: SampleConfig,
+        ends: Collection[int],
+        stops: Stops | None = None,
+        constraint: Constraint | None = None,
+    ) -> None:
         self.config = config
         self.ends = ends
         self.stops = stops
-        self.live = [Hypothesis((), 0.0)]
+        self.live = [Hypothesis((), 0.0, constraint=constraint)]
         self.ended: list[Hypothesis] = []  # best first
         self.done = config.max_tokens == 0
         self._agreed = 0
@@ -47,16 +55,18 @@ class Search:
     def advance(self, logprobs: Tensor, shaped: Tensor) -> list[int]:
         """Extends the living hypotheses by a token, from the model's own log-probabilities (live, V) and those that
         are ranked, of the same shape. Returns the parent of each hypothesis that lives now: its place among those that
-        lived before. Raises `NotANumber` where a hypothesis has no continuation."""
+        lived before. Raises `UserError` where a hypothesis has no continuation."""
         width = self.config.beam
         found = self._candidates(logprobs, shaped, 2 * width)  # half of them live on, even if every beam ends
         live: list[Hypothesis] = []
         parents: list[int] = []
         for rank, (total, parent, token) in enumerate(found):
             grown = (*self.live[parent].tokens, token)
-            reason = self._reason(grown)
+            constraint = self.live[parent].constraint
+            constraint = constraint.after(token.id) if constraint is not None else None
+            reason = self._reason(grown, constraint)
             if reason is None and len(live) < width:
-                live.append(Hypothesis(grown, total))
+                live.append(Hypothesis(grown, total, constraint=constraint))
                 parents.append(parent)
             elif reason is not None and rank < width:
                 score = _score(total, len(grown), self.config.length_penalty)
@@ -82,9 +92,11 @@ class Search:
         ]
         return sorted(ways, key=lambda way: -way[0])[:count]
 
-    def _reason(self, tokens: Sequence[Token]) -> str | None:
+    def _reason(self, tokens: Sequence[Token], constraint: Constraint | None) -> str | None:
         if tokens[-1].id in self.ends and not self.config.ignore_eot:
             return "eot"
+        if constraint is not None and constraint.ended:
+            return "stop"
         if self.stops is not None and self.stops([token.id for token in tokens]):
             return "stop"
         return "length" if len(tokens) == self.config.max_tokens else None

@@ -63,9 +63,10 @@ class Engine:
         config = request.config
         filters = Filters(config, self.ends, request.bias)
         filters = self._filters.setdefault(filters.key, filters)
-        search = Search(config, self.ends, request.stops) if config.beam else None
+        constraint = request.constraint and request.constraint.copy()
+        search = Search(config, self.ends, request.stops, constraint) if config.beam else None
         key = key_of(request.seed, request.index, request.ids)
-        self.scheduler.waiting.append(TextState(self._number, request, filters, search, key))
+        self.scheduler.waiting.append(TextState(self._number, request, filters, search, key, constraint))
         self._number += 1
         return self._number - 1
 
@@ -162,7 +163,10 @@ class Engine:
             new = upload([[id] for id in known.values()], context.compute.device)
             context.last[upload([*known], context.compute.device)] = new
         slots = [slot for text in texts for slot in text.live]
-        if any(text.search or text.filters is not filters or filters.shapes(text.index + 1) for text in texts):
+        if any(
+            text.search or text.constraint or text.filters is not filters or filters.shapes(text.index + 1)
+            for text in texts
+        ):
             [logits] = context.next_tokens(slots)
             self._choose(texts, {slot: n for n, slot in enumerate(slots, 1)}, lambda rows: select(logits, rows))
             return

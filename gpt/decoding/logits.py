@@ -130,10 +130,10 @@ def repeats(ids: Sequence[int], n: int) -> list[int]:
 
 def exclude(logits: Tensor, ids: Iterable[int]) -> Tensor:
     """Excludes ``ids``, unless nothing else would be left."""
-    without = sorted(set(ids))
-    if not without or logits.size(-1) <= len(without):
+    if not (without := sorted(set(ids))):
         return logits
-    return logits.index_fill(-1, upload(without, logits.device), EXCLUDED)
+    left = logits.index_fill(-1, upload(without, logits.device), EXCLUDED)
+    return torch.where(left.amax(-1, keepdim=True) > EXCLUDED, left, logits)
 
 
 class Filters:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpt.decoding.constraint import Constraint, masked
 from gpt.decoding.context import Context
 from gpt.decoding.logits import Filters, as_int64, no_logits, scores, step_key, tokens
 from gpt.decoding.sequence import TextState
 from gpt.device import Download, upload
-from gpt.errors import NotANumber, UserError
+from gpt.errors import UserError
 
 POSITIONS_AT_ONCE = 64  # of a prompt, whose logits are computed together
 Place = tuple[TextState, int]  # the token after a text's known ids and so many of its guesses
@@ -41,7 +42,8 @@ def draw(logits: Tensor, places: Sequence[Place]) -> Draw:
         some = [*group]
         texts = [text.live[0].text + text.guesses[:t] if filters.looks_back else () for text, t in some]
         counts = [text.index - len(text.guesses) + t for text, t in some]
-        adjusted = adjust(filters, logits[done : done + len(some)], texts, counts)
+        constraints = [text.constraint for text, _ in some]
+        adjusted = adjust(filters, logits[done : done + len(some)], constraints, texts, counts)
         keys = [step_key(text.key, n) for (text, _), n in zip(some, counts, strict=True)] if filters.draws else []
         chosen.append(filters.choose(adjusted, upload(as_int64(keys), logits.device))[:, None])
         done += len(some)
@@ -50,10 +52,16 @@ def draw(logits: Tensor, places: Sequence[Place]) -> Draw:
     return Draw(places, ids, Download(*scores(ids, logits, top)))
 
 
-def adjust(filters: Filters, logits: Tensor, texts: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
+def adjust(
+    filters: Filters,
+    logits: Tensor,
+    constraints: Sequence[Constraint | None],
+    texts: Sequence[Sequence[int]],
+    counts: Sequence[int],
+) -> Tensor:
     """What samples and beams have in common before a token is chosen: logits (n, V) of ``texts``, ``counts`` of whose
-    ids were generated. A mask of the ids that may come next belongs here, before the filters."""
-    return filters.shape(logits, texts, counts)
+    ids were generated, masked and adjusted."""
+    return filters.shape(masked(logits, constraints), texts, counts)
 
 
 def take(drawn: Draw, context: Context, ends: Collection[int]) -> None:
@@ -79,10 +87,11 @@ def extend(text: TextState, logits: Tensor, context: Context) -> None:
     in its slot, the others get copies."""
     assert text.search is not None
     logprobs = logits.log_softmax(-1)
-    adjusted = adjust(text.filters, logprobs, [slot.text for slot in text.live], [text.index] * len(text.live))
+    constraints, texts = [each.constraint for each in text.search.live], [slot.text for slot in text.live]
+    adjusted = adjust(text.filters, logprobs, constraints, texts, [text.index] * len(texts))
     try:
         parents = [text.live[parent] for parent in text.search.advance(logprobs, adjusted)]
-    except NotANumber as error:
+    except UserError as error:
         fail(text, error, context)
         return
     if text.search.done:

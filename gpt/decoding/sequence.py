@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from gpt.decoding.beam import Hypothesis, Search, Stops
+from gpt.decoding.constraint import Constraint
 from gpt.decoding.context import Slot
 from gpt.decoding.logits import Filters, Token
 from gpt.decoding.lookup import Lookup
@@ -17,7 +18,8 @@ class Request:
 
     Sample ``index`` of ``seed``, or a beam search where ``config`` has beams. ``config.stop`` and ``config.bias`` are
     texts, which the engine does not know: ``bias`` has ids and what is added to their logits; ``stops`` says where a
-    hypothesis of a search ends. Whoever turns a sample's tokens into text cancels it at its stop text.
+    hypothesis of a search ends. Whoever turns a sample's tokens into text cancels it at its stop text. ``constraint``:
+    what the text has to be.
     """
 
     ids: Sequence[int]
@@ -26,6 +28,7 @@ class Request:
     index: int = 0
     bias: tuple[tuple[int, float], ...] = ()
     stops: Stops | None = None
+    constraint: Constraint | None = None
 
     @property
     def width(self) -> int:
@@ -39,8 +42,7 @@ class Update:
 
     ``prompt`` are the prompt's tokens, in the first update, where their log-probabilities were asked for. A search's
     ``tokens`` are those that all of its hypotheses agree on; its texts are in ``best`` at the end, the best one first.
-    ``reason`` is ``length``, ``eot`` or ``stop``. ``cached`` is the number of the prompt's ids that came from the
-    prefix cache, in the first update that brings anything.
+    ``reason`` is ``length``, ``eot`` or ``stop``. ``cached``: ids of the prompt that came from the prefix cache.
     """
 
     number: int
@@ -61,6 +63,7 @@ class TextState:
     filters: Filters
     search: Search | None
     key: int  # of its random numbers
+    constraint: Constraint | None  # of its text so far; in a search each hypothesis has its own
     slots: list[Slot] = field(default_factory=list)  # its own; none while it waits
     live: list[Slot] = field(default_factory=list)  # those in use: one, or one for each living hypothesis
     count: int = 0  # ids that each live slot gets in the current step
@@ -90,7 +93,7 @@ class TextState:
     def runs_ahead(self) -> bool:
         """Whether its next token can be computed before the host knows its last one."""
         config = self.request.config
-        known = self.search is not None or self.filters.looks_back or config.speculate
+        known = self.search is not None or self.constraint is not None or self.filters.looks_back or config.speculate
         return not (known or self.index + 1 == config.max_tokens)
 
     def next_ids(self, slot: Slot) -> list[int]:
@@ -102,15 +105,24 @@ class TextState:
         config, text = self.request.config, self.live[0].text
         made = len(text) - len(self.request.ids)
         most = min(room - 1, config.speculate, config.max_tokens - made - 1)
-        return self.lookup.guess(text, most) if most > 0 and made and self.search is None else []
+        apart = self.search is not None or self.constraint is not None  # whose guesses are not masked
+        return self.lookup.guess(text, most) if most > 0 and made and not apart else []
 
     def take(self, token: Token, ends: Collection[int]) -> None:
         """Appends a token, which may be the last."""
         config, [slot] = self.request.config, self.live
         slot.text.append(token.id)
         self.tokens.append(token)
+        try:
+            if self.constraint is not None:
+                self.constraint.take(token.id)
+        except UserError as error:
+            self.end(error=error)
+            return
         if token.id in ends and not config.ignore_eot:
             self.end("eot")
+        elif self.constraint is not None and self.constraint.ended:
+            self.end("stop")
         elif len(slot.text) - len(self.request.ids) == config.max_tokens:
             self.end("length")
 
@@ -129,7 +141,4 @@ class TextState:
             tokens = self.search.agreed()
             if self.done:
                 best = self.search.ended[: self.request.config.n_best]
-        cached = 0
-        if tokens or prompt or self.reason:
-            cached, self.cached = self.cached, 0
-        return Update(self.number, tokens, prompt, self.reason, best, self.error, cached)
+        return Update(self.number, tokens, prompt, self.reason, best, self.error, self.cached)

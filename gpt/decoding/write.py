@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from gpt.decoding.constraint import Constraint
 from gpt.decoding.context import ContextPool, capacity
 from gpt.decoding.engine import Engine, Request, Update
 from gpt.decoding.logits import Token
@@ -22,8 +23,9 @@ ROOMS = 256  # positions: a context has room for a multiple of them, so that the
 @dataclass(frozen=True)
 class Sample:
     """A generated text: ``text`` is without the prompt, ``tokens`` without the end-of-text that ended it, ``logprob``
-    the sum over both, in nats, under the model itself. ``finish_reason`` is ``length``, ``eot`` or ``stop``; the
-    tokens that a stop text stands in are among ``tokens``, and it is not in ``text``."""
+    the sum over both, in nats, under the model itself. ``finish_reason`` is ``length``, ``eot`` or ``stop``, which is
+    also that of structured output to which nothing can be added. The tokens that a stop text stands in are among
+    ``tokens``, and it is not in ``text``."""
 
     text: str
     tokens: list[int]
@@ -79,8 +81,16 @@ class TextGenerator:
     """Generates texts with the settings of one call: encodes prompts, runs an engine, and decodes its tokens. Raises
     `UserError` for settings that the model cannot follow."""
 
-    def __init__(self, contexts: ContextPool, tokenizer: Tokenizer, config: SampleConfig, seed: int) -> None:
+    def __init__(
+        self,
+        contexts: ContextPool,
+        tokenizer: Tokenizer,
+        config: SampleConfig,
+        seed: int,
+        constraint: Constraint | None = None,
+    ) -> None:
         self.contexts, self.tokenizer, self.config, self.seed = contexts, tokenizer, config, seed
+        self.constraint = constraint
         self.model, self.compute = contexts.model, contexts.compute
         if config.beam > self.model.config.vocab_size:
             size = self.model.config.vocab_size
@@ -123,7 +133,8 @@ class TextGenerator:
             while True:
                 while engine.free >= max(1, self.config.beam) and (next_one := next(wanted, None)):
                     number, index = next_one
-                    request = Request(prompts[number], self.config, self.seed, index, self._bias, self._stops)
+                    settings = (self.config, self.seed, index, self._bias, self._stops, self.constraint)
+                    request = Request(prompts[number], *settings)
                     texts[engine.add(request)] = _Text(number, index, self.tokenizer, self.config)
                 if not engine.busy:
                     return

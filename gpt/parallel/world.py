@@ -3,10 +3,11 @@
 `World` is one process, for which every collective is the identity; `Ranks` is one of several, as torchrun's environment
 says. Rank 0, the main rank, decides, reports and writes. If it fails, it says why and ends; the others wait for its
 next message, and end when the connection breaks (`PeerLost`). NCCL does not notice that: the launcher kills a rank of
-its machine 30 seconds after another one has ended, and `LIMIT` ends a collective with another machine.
+its machine 30 seconds after another one has ended. A machine that has lost its power or network breaks no connection:
+there a collective ends by its time limit.
 
-Messages go over gloo, whatever the device: they are on the host, and they have no time limit, so that a long evaluation
-or a slow disk ends no run. They are JSON: torch's own object collectives unpickle what they receive.
+Messages go over gloo, whatever the device: they are on the host. They are JSON: torch's own object collectives unpickle
+what they receive.
 """
 
 import contextlib
@@ -33,8 +34,8 @@ from gpt.peaks import cores
 
 T = TypeVar("T")
 RENDEZVOUS = timedelta(minutes=10)  # until all processes have found each other
-NO_LIMIT = timedelta(days=30)  # of a collective over gloo: until the last process has come to it
-LIMIT = timedelta(hours=1)  # of one over NCCL, which may wait while rank 0 writes a checkpoint
+LONGEST_START = timedelta(days=1)  # of a message before the first step: rank 0 may have a text to tokenize
+LIMIT = timedelta(hours=1)  # of any other collective, which may wait while rank 0 writes a checkpoint to a slow disk
 POLL_SECONDS = 0.0005  # between two looks at whether a GPU has come to an event
 
 
@@ -45,6 +46,7 @@ class World:
     local_rank, local_size = 0, 1  # on this machine
     tensor = 1  # ranks that share each sequence, and so each forward pass; they are consecutive
     owns_group = False  # whether `mesh` made a process group of this process alone
+    _mesh: DeviceMesh | None = None
     gradients: dist.ProcessGroup | None = None  # over which gradients are reduced; None: torch's default group
 
     @property
@@ -74,20 +76,24 @@ class World:
         self.tensor = tensor
 
     def mesh(self, kind: str) -> DeviceMesh:
-        """All ranks as a mesh, data × tensor, for a kind of device."""
+        """All ranks as a mesh, data × tensor, for a kind of device. Its groups are made once."""
+        if self._mesh is not None:
+            return self._mesh
         if not dist.is_initialized():
             self.owns_group = True
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-        backend, limit = ("nccl", LIMIT) if kind == "cuda" else ("gloo", NO_LIMIT)
+        backend = "nccl" if kind == "cuda" else "gloo"
         ranks = torch.arange(self.size).view(self.data_size, self.tensor)
 
         def mine(groups: Tensor) -> dist.ProcessGroup:
-            made = {tuple(some): dist.new_group(some, limit, backend) for some in groups.tolist()}
+            made = {tuple(some): dist.new_group(some, LIMIT, backend) for some in groups.tolist()}
             own: dist.ProcessGroup = next(group for some, group in made.items() if self.rank in some)
             return own
 
-        # Not init_device_mesh, whose groups have torch's limits: 10 minutes over NCCL.
-        return DeviceMesh.from_group([mine(ranks.T), mine(ranks)], kind, ranks, mesh_dim_names=("data", "tensor"))
+        # Not init_device_mesh, whose groups have torch's limits, of 10 and 30 minutes.
+        names = ("data", "tensor")
+        self._mesh = DeviceMesh.from_group([mine(ranks.T), mine(ranks)], kind, ranks, mesh_dim_names=names)
+        return self._mesh
 
     def all_reduce_max(self, value: int) -> int:
         """The largest of all ranks' values."""
@@ -133,6 +139,9 @@ class World:
         """Waits until the device has come to an event."""
         event.synchronize()
 
+    def started(self) -> None:
+        """Called before the first step: from here on no rank has reason to be away for longer than `LIMIT`."""
+
     def watching_peers(self) -> contextlib.AbstractContextManager[object]:
         """A context in which the loss of another rank raises `PeerLost`."""
         return contextlib.nullcontext()
@@ -158,7 +167,7 @@ class Ranks(World):
         Ranks.joined += 1
         store = dist.PrefixStore(f"gpt {Ranks.joined}", _store())  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=RENDEZVOUS)
-        self.messages = dist.new_group(backend="gloo", timeout=NO_LIMIT)
+        self.messages = dist.new_group(backend="gloo", timeout=LONGEST_START)
         self.gradients = self.messages
 
     def place(self, compute: Compute) -> Compute:
@@ -270,6 +279,9 @@ class Ranks(World):
         """Waits in Python, not in C, so that a second signal ends it."""
         while not event.query():  # type: ignore[no-untyped-call]
             time.sleep(POLL_SECONDS)
+
+    def started(self) -> None:
+        dist.distributed_c10d._set_pg_timeout(LIMIT, self.messages)
 
     @contextlib.contextmanager
     def watching_peers(self) -> Iterator[None]:

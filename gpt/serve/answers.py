@@ -4,14 +4,15 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gpt.decoding.constraint import Constraint, ConstraintCache
 from gpt.decoding.engine import Request as EngineRequest
 from gpt.decoding.engine import Update
 from gpt.errors import UserError
@@ -21,6 +22,8 @@ from gpt.serve.texts import Choice, Delta, Prompt, chat_logprobs, completion_log
 from gpt.serve.worker import Ticket, Worker
 from gpt.serve_config import ServeConfig
 from gpt.text.tokenizer import Tokenizer
+
+QUIET_SECONDS = 15.0  # after which a stream gets a comment, so that no proxy takes it for dead
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,21 @@ class Service:
     config: ServeConfig
     metrics: ServerMetrics
     created: int  # when the server started, in seconds since 1970
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # fields of requests that leave them out
     pending: "set[Answer]" = field(default_factory=set)  # answers that are being generated
+
+    @cached_property
+    def constraints(self) -> ConstraintCache:
+        """The constraints of structured output, compiled for the model's vocabulary."""
+        return ConstraintCache(self.tokenizer)
 
 
 class Answer:
     """The texts of a request while they are generated, from `begin` to `end`."""
 
-    def __init__(self, service: Service, prompts: list[Prompt], asked: Generation) -> None:
+    def __init__(
+        self, service: Service, prompts: list[Prompt], asked: Generation, constraint: Constraint | None = None
+    ) -> None:
         self.service, self.prompts, self.asked = service, prompts, asked
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
@@ -54,7 +65,7 @@ class Answer:
         for prompt in prompts:
             for index in range(asked.best_of):
                 deliver = partial(self._deliver, len(self.choices))
-                request = EngineRequest(prompt.ids, asked.config, seed, index, asked.bias)
+                request = EngineRequest(prompt.ids, asked.config, seed, index, asked.bias, constraint=constraint)
                 self.choices.append(Choice(service.tokenizer, asked.config, prompt, asked.echo, asked.stop_ids))
                 self.deltas.append([])
                 self._tickets.append(Ticket(request, deliver))
@@ -86,12 +97,17 @@ class Answer:
         if running:
             self.service.worker.cancel(running)
 
-    async def run(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Yields what is added to choices, each with its number, until all have ended. Raises `ApiError` and
-        `UserError`."""
+    async def run(self) -> AsyncIterator[tuple[int, Delta] | None]:
+        """Yields what is added to choices, each with its number, until all have ended; None whenever nothing came for
+        `QUIET_SECONDS`. Raises `ApiError` and `UserError`."""
         left = len(self.choices)
         while left:
-            event = await self._events.get()
+            try:
+                async with asyncio.timeout(QUIET_SECONDS):
+                    event = await self._events.get()
+            except TimeoutError:
+                yield None
+                continue
             if self._error is not None:
                 raise self._error
             assert event is not None
@@ -123,11 +139,15 @@ class Answer:
             found += ranked[: asked.n] if asked.best_of > asked.n else every
         return found
 
-    def usage(self) -> dict[str, int]:
-        """Returns counts of ids."""
+    def usage(self) -> dict[str, Any]:
+        """Returns counts of ids. A prompt counts once, and what the prefix cache had of it for its first choice."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
+        cached = sum(choice.cached for choice in self.choices[:: self.asked.best_of])
         generated = sum(choice.count for choice in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+        return {
+            "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }  # fmt: skip
 
 
 class Form:
@@ -227,7 +247,7 @@ class Stream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for values in self._chunks():
-                event = b"data: " + to_json(values) + b"\n\n"
+                event = b": keep-alive\n\n" if values is None else b"data: " + to_json(values) + b"\n\n"
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             status = 200
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
@@ -239,13 +259,15 @@ class Stream(Response):
             self.ended(status)
             self.answer.end()
 
-    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def _chunks(self) -> AsyncIterator[dict[str, Any] | None]:
         answer, form = self.answer, self.form
         for first in form.first(answer):
             yield first
-        async for index, delta in answer.run():
-            if delta.text or delta.tokens or delta.reason:
-                yield form.chunk(answer, index, delta)
+        async for added in answer.run():
+            if added is None:
+                yield None
+            elif (delta := added[1]).text or delta.tokens or delta.reason:
+                yield form.chunk(answer, *added)
         if answer.asked.include_usage:
             yield form.usage_chunk(answer)
 

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gpt.errors import UserError
+from gpt.serve.access import Access
 from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream
 from gpt.serve.flight import SMALL_BODY, InFlight, come_later
 from gpt.serve.guard import Guard, error_response
@@ -38,6 +39,10 @@ MOST_TEXTS = 1024  # of a request: prompts times choices
 MOST_FIGURES = 2**21  # of a request: tokens, and log-probabilities of each
 T = TypeVar("T")
 _OPEN = ("/", "/health", "/models", "/models/{id:path}")  # need no key
+_MISSING = (  # of OpenAI's API
+    "assistants", "audio", "batches", "conversations", "embeddings", "evals", "files", "fine_tuning", "images",
+    "moderations", "realtime", "responses", "threads", "uploads", "vector_stores", "videos",
+)  # fmt: skip
 
 
 class Server:
@@ -65,7 +70,7 @@ class Server:
         routes.append(Route("/", partial(self._answer, "/", self._page), methods=["GET"]))
         routing = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_allowed})
         self.in_flight = InFlight(routing, service.metrics)
-        self.app: ASGIApp = Guard(self.in_flight, service.config)
+        self.app: ASGIApp = Access(Guard(self.in_flight, service.config), note if service.config.access_log else None)
 
     def stop(self) -> None:
         """Takes no further requests."""
@@ -80,6 +85,10 @@ class Server:
     async def _answer(
         self, route: str, handler: Callable[[Request], Awaitable[Response]], request: Request
     ) -> Response:
+        def count(status: int) -> None:
+            request.state.status = status
+            self.service.metrics.requests.labels(route, str(status)).inc()
+
         try:
             if route not in _OPEN:
                 self._check_key(request)
@@ -87,7 +96,7 @@ class Server:
                 self._check_room()
             response = await handler(request)
         except asyncio.CancelledError:  # the client has left
-            self.service.metrics.requests.labels(route, "499").inc()
+            count(499)
             raise
         except ClientDisconnect:
             self.service.metrics.cancelled.inc()
@@ -96,10 +105,6 @@ class Server:
             if not isinstance(error, (ApiError, UserError)):
                 self.note(f"{route}: a fault in gpt itself: {type(error).__name__}: {error}")
             response = error_response(ApiError.of(error))
-
-        def count(status: int) -> None:
-            self.service.metrics.requests.labels(route, str(status)).inc()
-
         if isinstance(response, Stream):
             response.ended = count
         else:
@@ -214,15 +219,16 @@ class Server:
 
     async def _completions(self, request: Request) -> Response:
         values = await self._json(request)
-        asked = await self._in_thread(request, lambda: read_completion(values, self.service.config.limit_tokens))
+        limit, defaults = self.service.config.limit_tokens, self.service.defaults
+        asked = await self._in_thread(request, lambda: read_completion(values, limit, defaults))
         self._check_model(values)
         prompts = await self._in_thread(request, lambda: [self._prompt(prompt) for prompt in asked.prompts])
         return await self._generate(request, prompts, asked.generation, CompletionForm(self.service))
 
     async def _chat(self, request: Request) -> Response:
         values = await self._json(request)
-        limit = self.service.config.limit_tokens
-        asked = await self._in_thread(request, lambda: read_chat(values, limit))
+        limit, defaults = self.service.config.limit_tokens, self.service.defaults
+        asked = await self._in_thread(request, lambda: read_chat(values, limit, defaults))
         self._check_model(values)
         text = await self._render(request, asked.prompt)
         self._check_length(text)
@@ -283,9 +289,12 @@ class Server:
 
     async def _generate(self, request: Request, prompts: list[Prompt], asked: Generation, form: Form) -> Response:
         self._check_size(prompts, asked)
+        constraint = None
+        if asked.config.constraint is not None:
+            constraint = await self._in_thread(request, lambda: self.service.constraints.find(asked.config))
         if self.gave_up:
             raise _stopping()
-        answer = Answer(self.service, prompts, asked)
+        request.state.answer = answer = Answer(self.service, prompts, asked, constraint)
         answer.begin()
         if asked.stream:
             return Stream(answer, form)
@@ -326,7 +335,11 @@ def _too_long(message: str, field: str = "prompt") -> ApiError:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    return error_response(ApiError(404, f"there is no route {request.method} {request.url.path:.200}"))
+    path = request.url.path
+    message = f"there is no route {request.method} {path:.200}"
+    if (name := path.removeprefix("/v1").strip("/").partition("/")[0]) in _MISSING:
+        message += f": this server has no {name} API, only /v1/completions and /v1/chat/completions"
+    return error_response(ApiError(404, message))
 
 
 async def _not_allowed(request: Request, error: Exception) -> Response:

@@ -56,7 +56,7 @@ class Guard:
 
     async def _across(self, scope: Scope, receive: Receive, send: Send, origin: str) -> None:
         """Answers a page of another origin, which is allowed."""
-        allow = {**_origin(origin), "access-control-expose-headers": "retry-after"}
+        allow = {**_origin(origin), "access-control-expose-headers": "retry-after, x-request-id"}
 
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":

@@ -4,7 +4,8 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,9 +108,9 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 class _Fields:
-    """The fields of a request, each checked as it is taken. Null is as good as absent."""
+    """The fields of a request, each checked as it is taken. Null is as good as absent: both get the ``defaults``."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any] = types.MappingProxyType({})) -> None:
         self.values = {key: value for key, value in values.items() if value is not None}
         self._given: dict[str, str] = {}  # the names in the request of fields that have several
         for alias, name in ALIASES.items():
@@ -117,6 +118,7 @@ class _Fields:
                 if self.values.get(name, self.values[alias]) != self.values[alias]:
                     raise _wrong(alias, f"is another name for {name}, which has another value; send one of them")
                 self.values[name], self._given[name] = self.values[alias], alias
+        self.values = {**defaults, **self.values}
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
         value, name = self.values.get(name, default), self._given.get(name, name)
@@ -130,6 +132,13 @@ class _Fields:
             value = int(value)
         if type(value) is not int or not low <= value <= high:
             raise _wrong(name, f"is {_shown(value)}; it must be a whole number from {low:,} to {high:,}")
+        return value
+
+    def value(self, name: str, default: Any, *kinds: type) -> Any:
+        """Returns a value of the default's type, or of one of ``kinds``."""
+        value, name, kinds = self.values.get(name, default), self._given.get(name, name), (type(default), *kinds)
+        if not isinstance(value, kinds):
+            raise _wrong(name, f"is {_shown(value)}; it must be {' or '.join(_KINDS[kind] for kind in kinds)}")
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -147,6 +156,9 @@ class _Fields:
                 raise _wrong(name, "is not supported by this server; leave it out")
 
 
+_KINDS: dict[type, str] = {list: "a list", str: "a text", dict: "an object"}
+
+
 def _shown(value: Any) -> str:
     """A value of JSON, shortened."""
     scalar = value is None or isinstance(value, (bool, int, float, str))
@@ -154,27 +166,28 @@ def _shown(value: Any) -> str:
 
 
 _TOOLS = ("tools", "tool_choice", "functions", "function_call")
-ALIASES = {  # of llama.cpp's server and of transformers
+ALIASES = {  # of llama.cpp's server, transformers and vLLM
     "n_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "n_cmpl": "n",
-    "no_repeat_ngram_size": "no_repeat_ngram",
+    "no_repeat_ngram_size": "no_repeat_ngram", "guided_choice": "choices", "guided_regex": "regex",
+    "guided_json": "json_schema",
 }  # fmt: skip
 # Fields that change what a client gets, and that this server does not support: the values that ask for nothing. Fields
 # that are neither read nor listed change nothing, or are unknown to OpenAI, llama.cpp and vLLM.
 REFUSED: Mapping[str, Sequence[Any]] = {
     # OpenAI
     "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
-    "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (),
+    "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (),
     "web_search_options": (), "reasoning_effort": ("none",), "verbosity": ("medium",), "store": (False,),
     # llama.cpp
     "typical_p": (1,), "top_n_sigma": (-1, 0), "dynatemp_range": (0,), "xtc_probability": (0,), "mirostat": (0,),
     "dry_multiplier": (0,), "adaptive_target": (-1,), "tfs_z": (1,), "min_keep": (0,), "samplers": (),
-    "grammar": ("",), "json_schema": (), "lora": ([],), "n_keep": (0,), "n_discard": (0,), "n_indent": (0,),
+    "grammar": ("",), "lora": ([],), "n_keep": (0,), "n_discard": (0,), "n_indent": (0,),
     "t_max_predict_ms": (0, -1), "n_probs": (0,), "post_sampling_probs": (False,), "return_tokens": (False,),
     "response_fields": ([],), "reasoning_format": ("none", "auto"), "thinking_budget_tokens": (-1,),
     # vLLM
     "use_beam_search": (False,), "include_stop_str_in_output": (False,), "truncate_prompt_tokens": (-1,),
-    "prompt_logprobs": (), "prompt_embeds": (), "allowed_token_ids": ([],), "bad_words": ([],), "guided_json": (),
-    "guided_regex": ("",), "guided_choice": ([],), "guided_grammar": ("",), "structured_outputs": ({},),
+    "prompt_logprobs": (), "prompt_embeds": (), "allowed_token_ids": ([],), "bad_words": ([],),
+    "guided_grammar": ("",), "structured_outputs": ({},),
     "structural_tag": ("",), "logits_processors": ([],), "vllm_xargs": ({},), "detokenize": (True,),
     "return_tokens_as_token_ids": (False,), "return_token_ids": (False,), "documents": ([],), "chat_template": ("",),
     "thinking_token_budget": (),
@@ -214,6 +227,7 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
         min_tokens=fields.count("min_tokens", 0, 0, limit),
         ignore_eot=fields.flag("ignore_eos"),
         stop=_stops(fields.values.get("stop", [])),
+        **_constraint(fields),
         logprobs=logprobs,
         echo_logprobs=echo and logprobs is not None,
     )
@@ -254,6 +268,25 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(map(clean, stops))
 
 
+def _constraint(fields: _Fields) -> dict[str, Any]:
+    """Reads what the text has to be: ``choices``, ``regex``, or a schema in ``json_schema`` or ``response_format``."""
+    choices, regex = fields.value("choices", []), fields.value("regex", "")
+    schema, form = fields.value("json_schema", "", dict), fields.value("response_format", {"type": "text"})
+    if not all(isinstance(each, str) and each for each in choices):
+        raise _wrong("choices", "must be texts, none of them empty")
+    if form.get("type") not in ("text", "json_object", "json_schema"):
+        raise _wrong("response_format", "must be of type text, json_object or json_schema")
+    if form["type"] != "text":
+        if schema != "":
+            raise _wrong("json_schema", "cannot be combined with response_format")
+        inner = form.get("json_schema") if form["type"] == "json_schema" else {"schema": {"type": "object"}, **form}
+        schema = inner.get("schema") if isinstance(inner, dict) else None
+        if not isinstance(schema, dict):
+            raise _wrong("response_format", "must have a schema, which is an object")
+    schema = json.dumps(schema) if isinstance(schema, dict) else clean(schema)
+    return {"choices": tuple(map(clean, choices)), "regex": clean(regex), "json_schema": schema}
+
+
 def clean(value: str) -> str:
     """Returns a text of JSON, in which half of a surrogate pair may stand alone, with U+FFFD in its place."""
     return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -273,9 +306,27 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(found)
 
 
-def read_completion(values: Mapping[str, Any], limit: int) -> Completion:
+def sampling_defaults(config: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any]:
+    """Returns the fields that a model's ``generation_config.json`` sets for requests that leave them out. ``note`` is
+    called for values that no request may have, which are ignored."""
+    found: dict[str, Any] = {}
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample"):
+        fields = _Fields({name: config.get(name)})
+        try:
+            fields.flag("do_sample")
+            _generation(fields, 1, 1, chat=True)
+        except ApiError as error:
+            note(f"ignored in generation_config.json: {error.message}")
+        else:
+            found |= fields.values
+    if not found.pop("do_sample", True):
+        found["temperature"] = 0
+    return found
+
+
+def read_completion(values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]) -> Completion:
     """Reads a request of ``/v1/completions``. ``limit``: tokens that it may ask for. Raises `ApiError`."""
-    fields = _Fields(values)
+    fields = _Fields(values, defaults)
     fields.refuse({**REFUSED, **REFUSED_IN_COMPLETIONS})
     if "prompt" not in fields.values:
         raise _wrong("prompt", "is missing")
@@ -309,9 +360,9 @@ def _is_text(part: Any) -> bool:
 _CALLS = ("tool_calls", "function_call")
 
 
-def read_chat(values: Mapping[str, Any], limit: int) -> Chat:
+def read_chat(values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]) -> Chat:
     """Reads a request of ``/v1/chat/completions``. ``limit``: tokens that it may ask for. Raises `ApiError`."""
-    return Chat(read_chat_prompt(values), _generation(_Fields(values), limit, limit, chat=True))
+    return Chat(read_chat_prompt(values), _generation(_Fields(values, defaults), limit, limit, chat=True))
 
 
 def read_chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:

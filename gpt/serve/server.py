@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -17,11 +18,14 @@ from gpt.decoding.context import Context, capacity
 from gpt.decoding.write import ROWS
 from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
+from gpt.files import read_json
 from gpt.interrupt import heeded
 from gpt.model.decoder import GPT
+from gpt.runs import folder
 from gpt.serve.answers import Service
 from gpt.serve.app import Server
 from gpt.serve.metrics import ServerMetrics
+from gpt.serve.protocol import sampling_defaults
 from gpt.serve.worker import Worker
 from gpt.serve_config import ServeConfig
 from gpt.text.tokenizer import Tokenizer
@@ -131,13 +135,16 @@ def serve(
     config: ServeConfig,
     ready: Callable[[str], None] = lambda address: None,
     note: Callable[[str], None] = lambda text: None,
+    path: Path | None = None,
 ) -> None:
     """Serves a model that was loaded for sampling, until a signal comes; ``ready`` is told the address once requests
-    are answered. Raises `UserError` where the address or the memory cannot be had, `Interrupted` at the end."""
+    are answered. The checkpoint at ``path`` may have sampling defaults. Raises `UserError` where the address or the
+    memory cannot be had, `Interrupted` at the end."""
     context = make_context(model, compute, config, tokenizer.vocab_size)
     metrics = ServerMetrics()
     worker = Worker(context, tokenizer.ends, metrics)
-    service = Service(name, tokenizer, context.size, worker, config, metrics, int(time.time()))
+    defaults = _defaults(path, note) if path and config.defaults == "model" else {}
+    service = Service(name, tokenizer, context.size, worker, config, metrics, int(time.time()), defaults)
     gc.collect()
     gc.freeze()  # what lives as long as the server needs no look at each collection, which stops all threads
     with contextlib.closing(listen(config)) as sock:
@@ -145,6 +152,16 @@ def serve(
         address = f"http://{host}:{sock.getsockname()[1]}"
         signum = asyncio.run(_serve(Server(service, note), sock, lambda: ready(address), note))
     raise Interrupted(signum, "the server has stopped")
+
+
+def _defaults(checkpoint: Path, note: Callable[[str], None]) -> dict[str, Any]:
+    """Reads the sampling defaults of a model, and prints them."""
+    path = folder.home(checkpoint) / "generation_config.json"
+    found = sampling_defaults(read_json(path), note) if path.is_file() else {}
+    if found:
+        shown = ", ".join(f"{name} {value:g}" for name, value in found.items())
+        note(f"sampling defaults from generation_config.json: {shown}; --defaults openai turns them off")
+    return found
 
 
 def http_server(server: Server, ready: Callable[[], None]) -> uvicorn.Server:

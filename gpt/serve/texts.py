@@ -56,6 +56,7 @@ class Choice:
         self.tokenizer, self.config, self.prompt, self.echo = tokenizer, config, prompt, echo
         self.stop_ids = stop_ids  # further ones that end the text
         self.count = 0  # tokens that were generated
+        self.cached = 0  # ids of the prompt that came from the prefix cache
         self.logprob = 0.0  # their sum
         self.done = False
         self._stream = TextStream(tokenizer, config.stop)
@@ -65,6 +66,7 @@ class Choice:
     def push(self, update: Update) -> Delta:
         """Takes an update and returns what it adds."""
         delta = Delta(error=update.error)
+        self.cached = max(self.cached, update.cached)
         if self.echo and not self._begun and update.error is None:
             self._add_prompt(update, delta)
         self._begun = True

@@ -124,7 +124,7 @@ class Planner:
         """The recipe, and the budget of a run for some minutes. Raises `UserError` if memory or time is too short."""
         config, world, note = self.config, self.session.world, self.session.note
         recipe = self.resolve(config, note)
-        world.raise_on_all(partial(check_model, recipe, self.compute, world.data_size))
+        world.raise_on_all(partial(check_model, recipe, self.compute, world.data_size, world.local_size))
         if config.minutes is None:
             return recipe, None
         note("measuring how fast this machine trains it")

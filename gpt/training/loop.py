@@ -87,6 +87,7 @@ class Trainer:
                     self.journal.emit(events.ResumeEvent, checkpoint=folder.step_name(self.state.step))
                 ended = self.run_due_actions()
                 self.checkpointer.remember()
+                self.world.started()
                 while not ended:
                     try:
                         self.step()

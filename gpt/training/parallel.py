@@ -29,7 +29,7 @@ from gpt.interrupt import Stopped, StopSignal
 from gpt.model import lora
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
-from gpt.parallel.world import NO_LIMIT, World
+from gpt.parallel.world import LIMIT, World
 from gpt.runs import checkpoint
 from gpt.runs.tensors import Array, Deferred
 from gpt.training.finetune import InitCheckpoint
@@ -188,7 +188,7 @@ class Sharded(Parallel):
         for name, shape in optimizer.shapes(sharded.own).items():
             if shape:
                 tensors[MOMENT + name] = sharded.table[name.rpartition(".")[0]]
-        self.gatherer = CheckpointGatherer(sharded.grid, tensors, dist.new_group(backend="gloo", timeout=NO_LIMIT))
+        self.gatherer = CheckpointGatherer(sharded.grid, tensors, dist.new_group(backend="gloo", timeout=LIMIT))
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -375,9 +375,11 @@ def _memory_setup(asked: TrainConfig | Recipe, optimizer: Optimizer, compute: Co
     )
 
 
-def check_model(recipe: Recipe, compute: Compute, processes: int) -> None:
-    """Raises `UserError` if a device cannot hold weights, gradients and moments, whatever is computed at once: a system
-    that has promised too much memory kills. Adapters, whose moments are small, are not checked."""
+def check_model(recipe: Recipe, compute: Compute, processes: int, here: int = 1) -> None:
+    """Raises `UserError` if a device cannot hold weights, gradients and moments, whatever is computed at once, or if
+    the host cannot hold the copies of weights and moments for checkpoints: a system that has promised too much memory
+    kills. Of all ``processes`` of data, ``here`` are on this machine. Adapters, whose moments are small, are not
+    checked."""
     model, memory = recipe.model, compute.memory()
     if recipe.lora_rank:
         return
@@ -389,6 +391,13 @@ def check_model(recipe: Recipe, compute: Compute, processes: int) -> None:
             f"{breakdown(model).trainable:,} parameters take {stays / 1e9:,.1f} GB in training (weights, gradients, "
             f"the optimizer's memory), and there are {memory / 1e9:,.1f} GB",
             "take a smaller --preset; gpt params --memory says what each needs",
+        )
+    copies, host = step.snapshot * (here if recipe.is_sharded else 1), host_memory()
+    if setup.device != "cpu" and copies > host:
+        raise UserError(
+            f"weights and moments are copied to the host's memory for checkpoints: {copies / 1e9:,.1f} GB, and there "
+            f"are {host / 1e9:,.1f} GB",
+            "take a smaller --preset, or more machines with --shard full",
         )
 
 

@@ -8,6 +8,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -39,6 +40,10 @@ class Objective(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss of inputs x and targets y, (rows, T)."""
         return self.loss(self.model.trunk(x), self.model.unembedding, y, self.chunk)
+
+
+class FailedElsewhere(PeerLost):
+    """A micro-batch that all ranks tried failed on another one."""
 
 
 class Stepper:
@@ -78,22 +83,19 @@ class Stepper:
 
     def compile(self, note: Callable[[str], None] = lambda text: None) -> str | None:
         """Compiles, if that works on all ranks; else steps stay eager. Returns the compiler's error, None if it
-        works."""
-        failed: Exception | None = None
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Inductor's advice to those who write kernels
-                self._compile(note)
-        except Exception as error:  # of any kind
-            if (stopped := interruption(error)) is not None:
-                raise stopped from None
-            if isinstance(error, PeerLost):
-                raise
-            failed = error
-        if not self.world.all_reduce_max(failed is not None):
-            return None
-        self._uncompile()
-        return first_line(failed) if failed else "it failed in another process"
+        works.
+
+        Where a step has collectives, a compiler that fails on one rank would leave the others waiting in them: so each
+        rank first compiles something small by itself."""
+        alone = torch.compile(lambda: torch.ones(1, device=self.compute.device) + 1)
+        for work in (alone, partial(self._compile, note))[self.world.size == 1 :]:
+            failed = _failure(work)
+            if self.world.all_reduce_max(failed is not None):
+                self._uncompile()
+                if failed is None or isinstance(failed, FailedElsewhere):
+                    return "it failed in another process"
+                return first_line(failed)
+        return None
 
     def _compile(self, note: Callable[[str], None]) -> None:
         """Compiles, and tries it on a micro-batch. Raises the compiler's error.
@@ -227,7 +229,7 @@ class Stepper:
             case 1:
                 raise MemoryError
             case 2:
-                raise failed or PeerLost
+                raise failed or FailedElsewhere
         self.tried = x.numel()
 
     def _accumulated(self, x: Tensor, y: Tensor) -> Tensor:
@@ -251,3 +253,18 @@ class Stepper:
             loss: Tensor = self.wrapped(x, y) / counted
         self.scaler.scale(self.parallel.summed(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+
+def _failure(work: Callable[[], object]) -> Exception | None:
+    """Does some work of a compiler. Returns the error, of any kind, that it raises."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Inductor's advice to those who write kernels
+            work()
+    except Exception as error:
+        if (stopped := interruption(error)) is not None:
+            raise stopped from None
+        if isinstance(error, PeerLost) and not isinstance(error, FailedElsewhere):
+            raise
+        return error
+    return None

@@ -477,3 +477,33 @@ def test_a_file_that_is_no_sample_is_left_as_it_is(gpt: Gpt, run_folder: Path, t
     else:
         refused(done, "diary.txt, line ")
         assert out.read_bytes() == content
+
+
+# Structured output
+
+
+def test_structured_output(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('\ufeff{"type": "object", "properties": {"a": {"enum": [1, "b"]}}, "required": ["a"]}', "utf-8")
+    args = ["sample", "the cat", "-m", run_folder, "--json", "-N", "3", "-t", "1"]
+    for options, texts in (
+        (["--choices", "yes,no", "--choices", "may be"], ["yes", "no", "may be"]),
+        (["--regex", "x|y"], ["x", "y"]),
+        (["--json-schema", schema], ['{"a":1', '{"a":"b"']),
+        (["--beam", "2", "--n-best", "2", "-N", "1", "--choices", "yes,no"], ["yes", "no"]),
+    ):
+        lines = lines_of(gpt(*args, *options))
+        assert all(line["text"].startswith(tuple(texts)) for line in lines), lines
+        assert {line["finish_reason"] for line in lines} <= {"stop", "eot", "length"}
+    assert lines_of(gpt(*args, "--json-schema", "-", stdin=b'{"const": [1]}'))[0]["text"] == "[1]"
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--regex", "a(?=b)"], "regex: look-around, including look-ahead and look-behind, is not supported"),
+    (["--regex", "a", "--choices", "b,c"], "choices and regex both constrain the text"),
+    (["--choices", "b,,c"], "choices is empty; it must be a text, or several"),
+    (["--json-schema", "none.json"], "cannot read none.json: No such file or directory"),
+    (["--regex", "a", "--ignore-eot"], "structured output ends at end-of-text, which is to be ignored"),
+])  # fmt: skip
+def test_structured_output_that_cannot_be(gpt: Gpt, run_folder: Path, options: list[str], message: str) -> None:
+    refused(gpt("sample", "the", "-m", run_folder, *options), message)

@@ -41,6 +41,8 @@ def few_steps(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
     chat = [{"role": "user", "content": "What follows 1?"}, {"role": "assistant", "content": "2 follows."}]
     Path("chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
     Path("prompts.jsonl").write_text('{"prompt": "Once upon"}\n{"prompt": "the cat"}\n')
+    person = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    Path("person.json").write_text(json.dumps(person))
     Path("notes").mkdir()
     Path("notes/one.md").write_bytes(make_text(1500, seed=2).encode())
 

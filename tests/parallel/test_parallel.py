@@ -146,6 +146,23 @@ def test_a_lost_rank_ends_others_that_hear_of_nothing(workdir: Path, capfd: pyte
 
 
 @pytest.mark.slow
+def test_a_rank_that_hears_nothing_for_too_long_ends(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As where another machine has lost its power, which breaks no connection."""
+    texts()
+    ended = launch([sys.executable, str(RANKS), "silent"], 2)
+    assert (ended.status, ended.run) == (1, Path("silent"))
+    assert library.resume("silent", nproc=1).steps == 12
+
+
+@pytest.mark.slow
+def test_a_compiler_that_one_rank_lacks_is_used_by_none(workdir: Path) -> None:
+    texts()
+    assert launch([sys.executable, str(RANKS), "uncompilable"], 2) == Ended(0)
+    notes = json.loads(Path("heard.json").read_text())
+    assert notes.count("steps are not compiled: it failed in another process") == 3
+
+
+@pytest.mark.slow
 def test_other_words_for_one(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     texts()
     ended = launch([sys.executable, str(RANKS), "otherwise"], 2)

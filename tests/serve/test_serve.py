@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -56,6 +57,7 @@ def sample(model: LanguageModel, prompt: str = PROMPT, seed: int = 0, index: int
     return writing.sample
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, "b"]}}, "required": ["a"], "additionalProperties": False}
 SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of a request, and of `gpt sample`
     ({}, {}),
     ({"temperature": 0}, {"greedy": True}),
@@ -70,6 +72,19 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of a request, and o
     ({"max_tokens": 60, "ignore_eos": True}, {"max_tokens": 60, "ignore_eot": True}),
     ({"stop": "a"}, {"stop": ("a",)}),
     ({"stop": ["ing", " the"], "max_tokens": 50}, {"stop": ("ing", " the"), "max_tokens": 50}),
+    ({"choices": ["the", "a, cat"]}, {"choices": ("the", "a, cat")}),
+    ({"guided_choice": ["sat", "\ud800"], "regex": ""}, {"choices": ("sat", "\ufffd")}),
+    ({"regex": "(cat|dog)s? [a-z]*", "top_k": 5}, {"regex": "(cat|dog)s? [a-z]*", "top_k": 5}),
+    ({"guided_regex": "[a-c ]+"}, {"regex": "[a-c ]+"}),
+    ({"json_schema": SCHEMA}, {"json_schema": json.dumps(SCHEMA)}),
+    ({"guided_json": json.dumps(SCHEMA), "choices": []}, {"json_schema": json.dumps(SCHEMA)}),
+    ({"response_format": {"type": "text"}}, {}),
+    ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type": "object"}'}),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json_schema": json.dumps(SCHEMA)}),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
+        {"json_schema": json.dumps(SCHEMA)},
+    ),
     ({"max_tokens": 0}, {"max_tokens": 0}),
     ({"max_tokens": 16.0, "n": None, "stop": None, "logprobs": None, "logit_bias": {}, "suffix": None}, {}),
 ]  # fmt: skip
@@ -87,6 +102,7 @@ def test_a_text_is_that_of_gpt_sample(server: Served, model: LanguageModel, aske
     count = sum(len(each.tokens) + (each.finish_reason == "eot") for each in expected)
     prompt = len(model.tokenizer.prompt(PROMPT))
     usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
+    usage["prompt_tokens_details"] = {"cached_tokens": 0}  # it is shorter than what is reused
     assert answer["usage"] == usage
     assert answer["object"] == "text_completion"
     assert answer["model"] == "tiny"
@@ -121,6 +137,36 @@ def test_prompts_are_a_text_or_ids_or_several(server: Served, model: LanguageMod
     assert server.ask(prompt=ids[0], seed=0)["choices"][0]["text"] == expected[0]
     mixed = server.ask(prompt=[texts[0], ids[1]], seed=0)
     assert [choice["text"] for choice in mixed["choices"]] == [expected[0], expected[2]]
+
+
+def test_cached_tokens_are_counted(server: Served) -> None:
+    shared = list(range(40, 60))
+    for prompts, n, cached in (([[*shared, 7]], 1, 0), ([[*shared, 7]], 2, 20), ([[*shared, 8], [*shared, 9]], 1, 40)):
+        answer = server.ask(prompt=prompts, n=n, max_tokens=2)
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
+    *_, last = server.stream(prompt=[*shared, 8, 9], max_tokens=2, stream_options={"include_usage": True})
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] in (20, 21)  # the id 8 if its text is still there
+
+
+def test_sampling_defaults_hold_where_a_request_says_nothing(model: LanguageModel) -> None:
+    told = list[str]()
+    config = {
+        "temperature": 0.5, "top_k": "many", "top_p": 0.9, "min_p": math.nan, "repetition_penalty": 1.5,
+        "do_sample": True, "max_new_tokens": 3, "eos_token_id": 0,
+    }  # fmt: skip
+    found = protocol.sampling_defaults(config, told.append)
+    assert found == {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.5}
+    assert [line.split()[3] for line in told] == ["top_k", "min_p"]
+    assert protocol.sampling_defaults({**found, "do_sample": False}, pytest.fail)["temperature"] == 0
+    assert not protocol.sampling_defaults({"do_sample": 1}, told.append)
+    assert "do_sample is 1; it must be true or false" in told[-1]
+    with served(model, sampling=found) as server:
+        for asked, settings in (
+            ({}, {}), ({"temperature": None, "top_p": 1}, {"top_p": 0.0}), ({"temperature": 0}, {"greedy": True}),
+            ({"repeat_penalty": 1}, {"repetition_penalty": 0.0}),
+        ):  # fmt: skip
+            answer = server.ask(prompt=PROMPT, seed=1, **asked)
+            assert answer["choices"][0]["text"] == sample(model, seed=1, **{**found, **settings}).text
 
 
 def test_the_best_of_several(server: Served, model: LanguageModel) -> None:
@@ -340,6 +386,47 @@ def test_what_contradicts_itself_is_refused(server: Served) -> None:
     assert server.refuse(prompt="a", model=["tiny"], status=404)["param"] == "model"
 
 
+WRONG_CONSTRAINTS: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"choices": "yes"}, 'choices is "yes"; it must be a list', "choices"),
+    ({"guided_choice": {"a": 1}}, "guided_choice is {'a': 1}; it must be a list", "guided_choice"),
+    ({"choices": ["a", ""]}, "choices must be texts, none of them empty", "choices"),
+    ({"regex": 1}, "regex is 1; it must be a text", "regex"),
+    ({"json_schema": 0.5}, "json_schema is 0.5; it must be a text or an object", "json_schema"),
+    ({"guided_json": True}, "guided_json is true; it must be a text or an object", "guided_json"),
+    ({"response_format": "json"}, 'response_format is "json"; it must be an object', "response_format"),
+    ({"response_format": {}}, "response_format must be of type text,", "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format must have a schema", "response_format"),
+    ({"response_format": {"type": "json_object"}, "json_schema": {}}, "json_schema cannot be combined", "json_schema"),
+    ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex and json_schema both constrain", None),
+    ({"json_schema": {"not": {}}}, 'json_schema: Unimplemented keys: ["not"]', None),
+    ({"json_schema": {"const": "\ud800"}}, "json_schema: ", None),
+    ({"regex": "a(?=b)"}, "regex: look-around", None),
+    ({"regex": "a", "ignore_eos": True}, "structured output ends at end-of-text", None),
+    ({"regex": "a" * 2**21}, "regex: 2,097,152 characters are too many", None),
+]
+
+
+@pytest.mark.parametrize("asked, message, param", WRONG_CONSTRAINTS, ids=lambda each: str(each)[:60])
+def test_constraints_that_cannot_be_followed(
+    server: Served, asked: dict[str, Any], message: str, param: str | None
+) -> None:
+    error = server.refuse(prompt=PROMPT, **asked)
+    assert error["message"].startswith(message), error["message"]
+    assert error["param"] == param
+
+
+def test_a_chat_answers_in_json(chat: Served) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    for settings in ({}, {"temperature": 0}, {"stream": True}):
+        asked = {"messages": CHAT, "response_format": form, "seed": 0, "max_tokens": 30, "n": 3, **settings}
+        if "stream" in settings:
+            chunks = [each["choices"][0] for each in chat.stream("/v1/chat/completions", **asked)]
+            texts = ["".join(c["delta"]["content"] for c in chunks if c["index"] == index) for index in range(3)]
+        else:
+            texts = [each["message"]["content"] for each in chat.ask("/v1/chat/completions", **asked)["choices"]]
+        assert all(json.loads(text) in ({"a": 1}, {"a": "b"}) for text in texts), texts
+
+
 DOCS = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 
 
@@ -458,10 +545,11 @@ def test_health_metrics_and_unknown_routes(server: Served) -> None:
         assert f"gpt_{name}" in text
     assert 'gpt_requests_total{route="/completions",status="200"}' in text
     assert server.client.get("/v1/completions").status_code == 405
-    for path in ("/nothing", "/v1/embeddings", "/v1/%ff%00", "/" + "a" * 5000):
+    for path in ("/nothing", "/v1", "/v1x", "/embeddings", "/v1/embeddings", "/v1/%ff%00", "/" + "a" * 5000):
         answer = server.client.post(path, json={})
         assert answer.status_code == 404
         assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert ("this server has no embeddings" in answer.text) == ("embeddings" in path)
     assert server.client.get("/").headers["content-security-policy"].startswith("default-src 'none'")
 
 
@@ -499,7 +587,7 @@ def test_a_chat_is_the_text_of_its_template(chat: Served, model: LanguageModel) 
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks[:-1]) == expected.text
     assert chunks[-2]["choices"][0]["finish_reason"] == choice["finish_reason"]
-    assert chunks[-1]["usage"] == answer["usage"]
+    assert chunks[-1]["usage"] | answer["usage"] == answer["usage"]  # cached tokens apart
     assert {c["object"] for c in chunks} == {"chat.completion.chunk"}
     assert [e for c in chunks[1:-1] for e in c["choices"][0]["logprobs"]["content"]] == [
         {**each, "logprob": pytest.approx(each["logprob"], abs=1e-5), "top_logprobs": [
@@ -686,3 +774,34 @@ def test_a_log_probability_is_never_a_number_that_json_lacks() -> None:
     tokens = [(Token(97, -math.inf, ((98, 0.0), (99, -math.inf))), 0)]
     for found in (completion_logprobs(bytes_tokenizer(), tokens), chat_logprobs(bytes_tokenizer(), tokens)):
         json.dumps(found, allow_nan=False)
+
+
+def test_every_answer_has_a_request_id_and_a_line_of_the_access_log(model: LanguageModel) -> None:
+    body = {"prompt": "a secret", "max_tokens": 2, "ignore_eos": True}
+    key, made = {"Authorization": "Bearer sesame"}, r"[0-9a-f]{32}"
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions 200 2", {"json": body, "headers": key}),
+        ("/v1/completions 200 2", {"json": {**body, "stream": True}, "headers": key}),
+        ("/v1/completions 400 0", {"json": {}, "headers": key}),
+        ("/v1/completions 401 0", {"json": body}),
+        ("/no%0Asuch%20route 404 0", {"params": {"key": "sesame"}}),
+        ("/health 403 0", {"headers": {"Host": "evil.example"}}),
+    ]
+    valid = ("mine-1", "x" * 128)
+    with served(model, access_log=True, api_key="sesame") as found:
+        for given in (None, *valid, "x" * 129, "a b", "é"):
+            for wanted, fields in asked:
+                path, status, tokens = wanted.split()
+                own = {} if given is None else {"X-Request-ID": given.encode()}
+                headers = {**fields.get("headers", {}), **own}
+                answer = found.client.request("POST", path, **{**fields, "headers": headers})
+                assert answer.status_code == int(status)
+                id = answer.headers["x-request-id"]
+                assert id == given if given in valid else re.fullmatch(made, id)
+                while not found.notes:  # it comes after the answer
+                    time.sleep(0.001)
+                assert re.fullmatch(
+                    rf"time=\S+\+00:00 id={id} method=POST path={path} status={status} prompt_tokens=[0-9]+ "
+                    rf"completion_tokens={tokens} seconds=[0-9.]+", found.notes.pop(),
+                )  # fmt: skip
+                assert not found.notes

@@ -4,7 +4,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from serving import Served, load, served
@@ -60,11 +60,24 @@ def test_chats_and_their_streams(client: Any) -> None:
     answer = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
     message = answer.choices[0].message
     assert message.role == "assistant"
+    assert len(answer._request_id) == 32
     told = answer.choices[0].logprobs.content
     assert all(len(each.top_logprobs) == 3 for each in told)
     chunks = list(client.chat.completions.create(**asked, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
     assert chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason
+
+
+def test_answers_of_a_type(client: Any) -> None:
+    from pydantic import BaseModel
+
+    class Answer(BaseModel):
+        a: Literal[1, "b"]
+
+    answer = client.chat.completions.parse(model="tiny", messages=CHAT, response_format=Answer)
+    assert isinstance(answer.choices[0].message.parsed, Answer)
+    answer = client.completions.create(model="tiny", prompt="the", extra_body={"choices": ["a", "b"]})
+    assert answer.choices[0].text in ("a", "b")
 
 
 def test_errors_are_its_exceptions(client: Any, server: Served) -> None:
@@ -75,6 +88,8 @@ def test_errors_are_its_exceptions(client: Any, server: Served) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         create(model="gpt-4", prompt="a")
     assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError, match="this server has no embeddings"):
+        client.embeddings.create(model="tiny", input="a")
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").completions.create(model="tiny", prompt="a")
     server.server.stopping = True

@@ -24,7 +24,7 @@ from gpt.api import LanguageModel
 from gpt.decoding.engine import Engine
 from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
-from gpt.serve import app, flight, server, texts
+from gpt.serve import answers, app, flight, server, texts
 from gpt.serve.metrics import ServerMetrics
 from gpt.serve.texts import Prompt
 from gpt.serve_config import ServeConfig
@@ -40,7 +40,7 @@ def model(run_folder: Path) -> LanguageModel:
 @pytest.fixture(scope="module")
 def one(model: LanguageModel) -> Iterator[Served]:
     """A server that generates one text at a time, and lets one request wait."""
-    with served(model, rows=1, queue=1) as found:
+    with served(model, rows=1, queue=1, access_log=True) as found:
         yield found
 
 
@@ -78,6 +78,7 @@ def test_a_client_that_leaves_is_cancelled_and_its_slot_is_free(one: Served, bod
     assert one.ask(prompt="the cat", max_tokens=2)["usage"]["completion_tokens"] <= 2
     assert time.monotonic() - left < 1.5
     one.idle(1)
+    until(lambda: any(" status=499 " in line for line in one.notes[-2:]))
     assert b"gpt_requests_cancelled_total" in one.client.get("/metrics").content
 
 
@@ -107,6 +108,18 @@ def test_a_full_queue_says_when_to_come_again(one: Served) -> None:
         assert one.client.get("/health").status_code == 200  # it is never too busy to say so
     one.idle()
     one.ask(prompt="a", max_tokens=1)
+
+
+def test_a_quiet_stream_gets_comments(one: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "QUIET_SECONDS", 0.05)
+    with one.connect() as running, one.connect() as waiting:
+        running.sendall(request({**LONG, "stream": True}))
+        begun(one)
+        waiting.sendall(request({"prompt": "a", "max_tokens": 1, "stream": True}))
+        until_sent(waiting, b"\r\n: keep-alive\n\n\r\n")  # chunks of their own
+        running.close()
+        until_sent(waiting, b"data: [DONE]\n\n")
+    one.idle()
 
 
 def test_what_clients_left_behind_is_never_computed(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -581,6 +594,26 @@ def test_what_cannot_be_served_is_told_before_it_listens(gpt: Gpt, run_folder: P
     assert key.code == 2
     assert "cannot listen at no.such.host.invalid" in key.err
     assert "GPT_SERVE_API_KEY" in key.err
+
+
+def test_sampling_defaults_are_printed_at_the_start(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20.0, "eos_token_id": 1}')
+
+    def stop(config: ServeConfig) -> None:
+        raise UserError("before it listens")
+
+    monkeypatch.setattr(server, "listen", stop)
+    for defaults in ("model", "openai"):
+        told = list[str]()
+        config = ServeConfig(port=0, max_batch=1, defaults=defaults)
+        with pytest.raises(UserError, match="before it listens"):
+            server.serve(model.model, model.tokenizer, model.compute, "tiny", config, note=told.append, path=tmp_path)
+        said = (
+            "sampling defaults from generation_config.json: temperature 0.6, top_k 20; --defaults openai turns them off"
+        )
+        assert told == [said] * (defaults == "model")
 
 
 def test_a_model_that_does_not_fit_is_told(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:

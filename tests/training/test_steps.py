@@ -255,6 +255,13 @@ def test_what_the_machine_cannot_hold_is_refused_before_it_is_made(monkeypatch: 
     with pytest.raises(UserError, match=r"parameters take [\d,.]+ GB in training .* there are 8.6 GB"):
         recipe.check_model(resolved(n_layer=2**14), Compute(torch.device("cpu"), torch.float32), 1)
     recipe.check_model(resolved(), Compute(torch.device("cpu"), torch.float32), 1)
-    memory = 2**50
+    host, memory = 2**22, 2**50
+    monkeypatch.setattr(recipe, "host_memory", lambda: host)
+    with pytest.raises(
+        UserError, match=r"copied to the host's memory for checkpoints: [\d.,]+ GB, and there are 0.0 GB"
+    ):
+        recipe.check_model(resolved(), Compute(torch.device("cuda"), torch.float32), 1)
+    host = memory
+    recipe.check_model(resolved(), Compute(torch.device("cuda"), torch.float32), 1)
     with pytest.raises(UserError, match=r"sizes$"):
         resolved(batch_tokens=2**25, batch_ramp=10**12, micro_batch="1", **{**small, "block_size": 1})

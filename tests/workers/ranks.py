@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ import torch
 import gpt
 from gpt import events
 from gpt.model.decoder import GPT
+from gpt.parallel import world
 from gpt.sample_config import SampleConfig
 from gpt.training import evaluation
 from gpt.training import step as stepping
@@ -175,6 +177,34 @@ def killed() -> None:
         command("--quiet", "-o", "killed")
 
 
+def silent() -> None:
+    """Rank 1 stays away from a collective for longer than its limit, as a machine without power would."""
+    whole, calls = stepping.Stepper.step, []
+
+    def step(*args: Any) -> Any:
+        calls.append(1)
+        if RANK == 1 and len(calls) == 6:
+            time.sleep(6)
+        return whole(*args)
+
+    with mock.patch.object(stepping.Stepper, "step", step), mock.patch.object(world, "LIMIT", timedelta(seconds=2)):
+        command("--quiet", "-o", "silent")
+
+
+def uncompilable() -> None:
+    """Trains with a compiler that only rank 0 has."""
+    from torch._inductor import config
+
+    heard: list[Any] = []
+    if RANK == 1:
+        config.cpp.cxx = ("/nowhere",)
+    for name, settings in {"replicas": {}, "shards": {"shard": "full"}, "cut": {"tensor": 2}}.items():
+        torch._dynamo.reset()
+        gpt.train("book.txt", out=name, listen=heard.append, **{**SHORT, **settings, "compile": "on"})
+    if RANK == 0:
+        Path("heard.json").write_text(json.dumps([e.text for e in heard if isinstance(e, events.Note)]))
+
+
 def otherwise() -> None:
     command("--quiet", "-o", "otherwise", "--seed", str(7 + RANK))
 
@@ -189,7 +219,8 @@ def command(*words: str) -> None:
 
 if __name__ == "__main__":
     scenarios: dict[str, Callable[[], None]] = {
-        "two": two, "broken": broken, "otherwise": otherwise, "killed": killed
+        "two": two, "broken": broken, "otherwise": otherwise, "killed": killed,
+        "silent": silent, "uncompilable": uncompilable,
     }  # fmt: skip
     evaluation.SAMPLE = SAMPLE
     scenarios[sys.argv[1]]()

@@ -215,7 +215,8 @@ function settings() {
   const seed = $("seed").value ? $("seed").valueAsNumber : Math.floor(Math.random() * 2 ** 32);
   $("seed").placeholder = `random, last ${seed}`;
   const numbers = ["temperature", "top_k", "top_p", "max_tokens"].map((id) => [id, $(id).valueAsNumber]);
-  return { seed, ...Object.fromEntries(numbers) };
+  // What the page has no field for is off, whatever the model's own defaults are.
+  return { seed, min_p: 0, repetition_penalty: 1, ...Object.fromEntries(numbers) };
 }
 
 // The text of an answer as the API has it, without special tokens.

@@ -1,0 +1,246 @@
+"""Structured output: choices, regular expressions and JSON schemas."""
+
+import contextlib
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import CPU, letters, loud
+
+from gpt.api import LanguageModel
+from gpt.config import GPTConfig
+from gpt.decoding import constraint as constraints
+from gpt.decoding.constraint import ConstraintCache
+from gpt.decoding.context import Context
+from gpt.decoding.engine import Engine, Request, Update
+from gpt.errors import UserError
+from gpt.sample_config import SampleConfig
+from gpt.text.tokenizer import bytes_tokenizer
+
+EOT = 256
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "at": {
+            "type": "object",
+            "properties": {
+                "x": {"type": "number", "minimum": -1, "maximum": 1},
+                "y": {"type": "integer", "minimum": -9, "maximum": 99},
+            },
+            "required": ["x", "y"],
+            "additionalProperties": False,
+        },
+        "tags": {"type": "array", "items": {"enum": ["red", "green", 3, None]}, "minItems": 1, "maxItems": 3},
+        "size": {"anyOf": [{"type": "boolean"}, {"const": "big"}]},
+    },
+    "required": ["name", "at", "tags"],
+    "additionalProperties": False,
+}
+REGEX = r"[A-Z][a-zé]{1,5}(, \d{2}){0,2}!?"
+CHOICES = ("yes", "yes, but", "no", 'a "quoted"\nline\u2028', "🐕")
+
+
+def follows_schema(text: str) -> bool:
+    value = json.loads(text)
+    keys = [["name", "at", "tags"], ["name", "at", "tags", "size"]]
+    return (
+        list(value) in keys
+        and len(value["name"]) <= 6
+        and list(value["at"]) == ["x", "y"]
+        and -1 <= value["at"]["x"] <= 1
+        and type(value["at"]["y"]) is int
+        and 1 <= len(value["tags"]) <= 3
+        and all(tag in ("red", "green", 3, None) for tag in value["tags"])
+        and value.get("size", True) in (True, False, "big")
+    )
+
+
+VALID: dict[str, tuple[Any, Callable[[str], Any]]] = {
+    "choices": (CHOICES, lambda text: text in CHOICES),
+    "regex": (REGEX, lambda text: re.fullmatch(REGEX, text)),
+    "json_schema": (json.dumps(SCHEMA), follows_schema),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    """A random model of bytes."""
+    return LanguageModel(loud(GPTConfig(257, 128, 1, 2, 16), spread=0.1), bytes_tokenizer(), CPU, Path("nowhere"))
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"greedy": True}, {"temperature": 1.5, "speculate": 3}, {"top_k": 3, "min_p": 0.01}, {"beam": 3, "n_best": 3},
+    {"min_tokens": 30, "no_repeat_ngram": 2, "repetition_penalty": 1.5}, {"presence_penalty": 1.0, "bias": ("e=5",)},
+])  # fmt: skip
+@pytest.mark.parametrize("name", VALID)
+def test_texts_are_valid(model: LanguageModel, name: str, settings: dict[str, Any]) -> None:
+    value, valid = VALID[name]
+    config = SampleConfig(**{name: value, "max_tokens": 110, **settings})
+    found = [each.sample for each in model.write_all(["", "a b"], config, num=1 if config.beam else 8) if each.sample]
+    complete = [each for each in found if each.finish_reason != "length"]
+    assert len(complete) > len(found) / 2
+    for each in complete:
+        assert valid(each.text), each
+
+
+def run(model: LanguageModel, config: SampleConfig, constrained: bool = True, **settings: Any) -> list[Update]:
+    constraint = ConstraintCache(model.tokenizer).find(config) if constrained else None
+    engine = Engine(Context(model.model, CPU, max(1, config.beam)), model.tokenizer.ends)
+    engine.add(Request([EOT], config, constraint=constraint, **settings))
+    return list(engine.run())
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"greedy": True}, {"temperature": 1.5, "top_k": 9}, {"beam": 3, "n_best": 2},
+    {"min_tokens": 5, "frequency_penalty": 0.5},
+])  # fmt: skip
+def test_a_constraint_that_forbids_nothing_changes_nothing(model: LanguageModel, settings: dict[str, Any]) -> None:
+    """Any text of ASCII, where others have no chance."""
+    config = SampleConfig(regex=r"(?s:.)*", **{"max_tokens": 30, **settings})
+    bias = tuple((byte, -1e9) for byte in range(128, 256))
+    found, expected = (
+        [(each.tokens, each.reason, [(best.ids, best.score) for best in each.best]) for each in updates]
+        for updates in (run(model, config, True, bias=bias), run(model, config, False, bias=bias))
+    )
+    assert found == expected
+
+
+def test_a_text_ends_where_its_constraint_does(model: LanguageModel) -> None:
+    """What may not go on ends at once. Otherwise the model decides, by end-of-text."""
+    config = SampleConfig(choices=("A", "AB"), max_tokens=9)
+    reasons = {}
+    for index in range(20):
+        *_, last = updates = run(model, config, index=index)
+        ids = [token.id for update in updates for token in update.tokens]
+        reasons[bytes(id for id in ids if id != EOT)] = (last.reason, ids[-1])
+    assert reasons == {b"A": ("eot", EOT), b"AB": ("stop", ord("B"))}
+    assert run(model, replace(config, max_tokens=1))[-1].reason == "length"
+    assert run(model, replace(config, choices=("A",), min_tokens=3))[-1].reason == "stop"
+
+
+WRONG = [
+    ({"regex": "a(?=b)"}, "regex: look-around, including look-ahead and look-behind, is not supported"),
+    ({"regex": "["}, "regex: unclosed character class"),
+    ({"regex": r"\bfoo"}, "lookarounds not supported yet"),
+    ({"regex": "a" * (2**20 + 1)}, "regex: 1,048,577 characters are too many"),
+    ({"regex": "\ud800"}, "regex is not UTF-8"),
+    ({"json_schema": "{"}, "json_schema is not JSON: Expecting property name"),
+    ({"json_schema": "[" * 10**5}, "json_schema is not JSON: "),
+    ({"json_schema": "true"}, "json_schema is not a JSON object"),
+    ({"json_schema": '{"type": "text"}'}, "json_schema: Invalid type: text"),
+    ({"json_schema": '{"not": {}}'}, 'json_schema: Unimplemented keys: ["not"]'),
+    ({"json_schema": '{"enum": []}'}, "json_schema: Unsatisfiable schema"),
+    ({"json_schema": '{"$ref": "http://x/y"}'}, "json_schema: Resource 'http://x/y' is not present"),
+    ({"json_schema": '{"$ref": "#"}'}, "json_schema: no text of the model's tokens satisfies it"),
+    ({"json_schema": '{"type": "string", "pattern": "(?=a)"}'}, "json_schema: look-around"),
+    ({"json_schema": '{"x-guidance": 1}'}, "json_schema: "),
+    ({"json_schema": '{"items":' * 500 + "{}" + "}" * 500}, "json_schema: "),
+]
+
+
+@pytest.mark.parametrize("settings, message", WRONG, ids=lambda each: str(each)[:40])
+def test_what_cannot_be_followed_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        ConstraintCache(bytes_tokenizer()).find(SampleConfig(**settings))
+    assert error.value.message.startswith(message) or message in error.value.message
+    assert "\n" not in error.value.message + error.value.hint
+    assert len(error.value.message) < 400
+
+
+def test_settings_that_exclude_each_other() -> None:
+    with pytest.raises(UserError, match="choices and regex both constrain the text"):
+        SampleConfig(choices=("a",), regex="b")
+    with pytest.raises(UserError, match="structured output ends at end-of-text"):
+        SampleConfig(regex="b", ignore_eot=True)
+
+
+def test_it_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UserError, match="structured output needs the package llguidance") as error:
+        ConstraintCache(bytes_tokenizer()).find(SampleConfig(regex="a"))
+    assert (error.value.hint, error.value.exit_code) == ("pip install 'gpt[structured]'", 2)
+
+
+def test_a_vocabulary_that_cannot_write_it() -> None:
+    """Some vocabularies lack bytes. Several tokens may have the same."""
+    cache = ConstraintCache(letters(b"a", b"b", b"ab", b"a"))
+    with pytest.raises(UserError, match="regex: no text of the model's tokens satisfies it"):
+        cache.find(SampleConfig(regex="z"))
+    found = cache.find(SampleConfig(regex="aba?|abz"))
+    assert found is not None
+    assert found.allowed(5).tolist() == [True, False, True, True, False]
+    both = found.after(2)
+    assert both.allowed(5).tolist() == [True, False, False, True, True]
+    assert both.after(3).ended
+    assert found.allowed(5).tolist() == [True, False, True, True, False]
+    dead = cache.find(SampleConfig(regex="abz"))
+    assert dead is not None
+    dead = dead.after(2)
+    assert dead.allowed(5).tolist() == [False] * 4 + [True]
+    with pytest.raises(UserError, match="the text cannot be continued as required: "):
+        dead.take(4)
+
+
+def test_what_becomes_too_complex_ends_its_request_alone(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later requests begin with an automaton of their own."""
+    monkeypatch.setattr(constraints, "MOST_STATES", 60)
+    cache = ConstraintCache(model.tokenizer)
+    config = SampleConfig(regex="[ab]*a[ab]{200}", max_tokens=100)
+    engine = Engine(Context(model.model, CPU, 2), model.tokenizer.ends)
+    for _ in range(2):
+        other = engine.add(Request([EOT], SampleConfig(max_tokens=120)))
+        number = engine.add(Request([EOT], config, constraint=cache.find(config)))
+        last = {update.number: update for update in engine.run()}
+        assert last[other].error is None
+        error = last[number].error
+        assert error is not None
+        assert error.message.startswith("the text cannot be continued as required: ")
+        assert sum(map(len, [update.tokens for update in last.values()])) > 0
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"regex": "(?:" * 30 + "a" + "|a?)+" * 30},
+    {"regex": "((((((a{1,100}){1,100}){1,100}){1,100}){1,100}){1,100})"},
+    {"regex": r"(.*a){20}b(\p{L}{1,1000}\s?){1,1000}"},
+    {"regex": "[ab]*a[ab]{1000}"},
+    {"regex": "(" * 5000 + "a" + ")" * 5000},
+    {"choices": tuple(f"{number:06}" for number in range(20_000))},
+    {"json_schema": json.dumps({"enum": [f"{number:06}" * 8 for number in range(18_000)]})},
+    {"json_schema": json.dumps({"properties": {f"p{at}": {"maxLength": at} for at in range(20_000)}})},
+    {"json_schema": json.dumps({"allOf": [{"anyOf": [{"properties": {f"a{2 * at + side}": {"type": "integer"}}} for side in (0, 1)]} for at in range(20)]})},
+    {"json_schema": json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 10**9})},
+    {"json_schema": json.dumps({"type": "integer", "multipleOf": 10**9 + 7})},
+    {"json_schema": json.dumps({"type": "string", "pattern": "^(([a-z]{1,50}){1,50}){1,50}$", "minLength": 1000})},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", HOSTILE, ids=lambda each: str(each)[:60])
+def test_hostile_constraints_take_little_time(settings: dict[str, Any]) -> None:
+    """Of the processor, to compile and for a hundred bytes, unless they are refused."""
+    began, rng = time.thread_time(), random.Random(0)
+    with contextlib.suppress(UserError):
+        constraint = ConstraintCache(bytes_tokenizer()).find(SampleConfig(**settings))
+        assert constraint is not None
+        for _ in range(100):
+            if not constraint.ended:
+                constraint.take(int(rng.choice(constraint.allowed(257).nonzero()[0])))
+    assert time.thread_time() - began < 5
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", VALID)
+def test_a_thousand_texts_are_valid(model: LanguageModel, name: str) -> None:
+    value, valid = VALID[name]
+    config = SampleConfig(**{name: value, "max_tokens": 110, "temperature": 1.0})
+    found = [each.sample for each in model.write_all([""], config, num=1000) if each.sample]
+    complete = [each.text for each in found if each.finish_reason != "length"]
+    assert len(complete) > 900
+    assert all(map(valid, complete))
