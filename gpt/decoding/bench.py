@@ -62,7 +62,8 @@ def _round(context: Context, prompts: list[list[int]], count: int) -> tuple[floa
     """Seconds to the first tokens, and for each step after."""
     for slot in context.slots:  # whose prompts would be taken from it
         slot.forget()
-    engine, config = Engine(context, ends=()), SampleConfig(greedy=True, max_tokens=count, ignore_eot=True)
+    engine = Engine(context, ends=(), chunk=sum(map(len, prompts)))  # all prompts in one pass
+    config = SampleConfig(greedy=True, max_tokens=count, ignore_eot=True)
     for ids in prompts:
         engine.add(Request(ids, config))
     began = time.perf_counter()

@@ -185,7 +185,10 @@ class Engine:
             if text.request.config.max_tokens == 0:
                 text.end("length")
         searches = [text for text in read if text.search and not text.done]
-        samples = sorted((text for text in read if not (text.search or text.done)), key=lambda text: id(text.filters))
+        first = {text.filters: text.number for text in reversed(read)}  # texts with the same filters side by side
+        samples = sorted(
+            (text for text in read if not (text.search or text.done)), key=lambda text: first[text.filters]
+        )
         places = [(text, t) for text in samples for t in range(len(text.guesses) + 1)]
         rows = [ends[text.live[0]] - len(text.guesses) + t - 1 for text, t in places]
         rows += [ends[slot] - 1 for text in searches for slot in text.live]

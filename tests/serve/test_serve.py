@@ -20,13 +20,15 @@ from conftest import ROOT
 from serving import Served, load, served
 
 from gpt.api import LanguageModel
-from gpt.decoding.engine import Update
+from gpt.decoding.engine import Update, generate
 from gpt.decoding.logits import Token
 from gpt.decoding.write import Sample
 from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
 from gpt.serve import answers, protocol
+from gpt.serve import server as servers
 from gpt.serve.texts import Choice, Prompt, chat_logprobs, completion_logprobs
+from gpt.serve_config import ServeConfig
 from gpt.text import chat as template
 from gpt.text.backends import ByteBPE
 from gpt.text.boundaries import GPT2_PATTERN
@@ -724,6 +726,13 @@ def test_a_chat_longer_than_the_context_is_refused(chat: Served) -> None:
     error = chat.refuse("/v1/chat/completions", messages=messages, max_tokens=1)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     assert "the model's context has 32" in error["message"]
+
+
+def test_a_context_that_is_shorter_than_the_models_slides(model: LanguageModel) -> None:
+    config = ServeConfig(context=16, max_batch=2)
+    context = servers.make_context(model.model, model.compute, config)
+    assert (context.size, context.cache.room, len(context.slots)) == (16, 16, 2)
+    assert len([*generate(context, [1, 2, 3], SampleConfig(max_tokens=40, ignore_eot=True), ends=())]) == 40
 
 
 def test_more_tokens_than_there_is_room_for_are_as_many_as_there_is(model: LanguageModel) -> None:
