@@ -21,8 +21,8 @@ def rotary_table(positions: int, config: GPTConfig) -> Tensor:
     rotated at each position: p / base^(2i / D) (Su et al. 2021, §3.2.2). The first half of the sines is negative: each
     number is multiplied by its cosine, and its partner by its sine (`rotate`)."""
     angle = torch.arange(positions, dtype=torch.float64)[:, None] * rotary_rates(config)
-    cos, sin = torch.cos(angle), torch.sin(angle)
-    return torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)]).float()
+    cos, sin = torch.cos(angle).float(), torch.sin(angle).float()
+    return torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)])
 
 
 def _stretched(rates: Tensor, scaling: RopeScaling) -> Tensor:
