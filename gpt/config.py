@@ -9,7 +9,7 @@ import codecs
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
 from gpt.errors import UserError, did_you_mean
@@ -173,7 +173,7 @@ class GPTConfig:
         unit = 256 if self.n_embd >= WIDE else 64
         return max(1, round(8 * self.n_embd / 3 / unit)) * unit
 
-    @property
+    @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer; None where it is dense."""
         some = range(1, self.n_layer, 2) if self.window_layers is None else self.window_layers

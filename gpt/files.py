@@ -16,6 +16,7 @@ import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import BufferedReader
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -204,10 +205,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _is_flat(value: Any) -> bool:
     """Whether lists and objects are nested at most `DEEPEST` deep."""
-    level = [value]
+    level, kinds = [value], {dict, list}
     for _ in range(DEEPEST):
-        inside = (each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer))
-        level = [each for each in inside if isinstance(each, (dict, list))]
+        inside = chain.from_iterable(outer.values() if type(outer) is dict else outer for outer in level)
+        level = [each for each in inside if type(each) in kinds]
         if not level:
             return True
     return False

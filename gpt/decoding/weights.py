@@ -7,7 +7,6 @@ import math
 import warnings
 from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from gpt.model.decoder import GPT, Attention, Block, Linear
 from gpt.model.params import multiplied
 from gpt.model.quantize import GROUP, LEVELS, MIDDLE, Quantized, QuantizedLinear
 
-_SMALLEST = np.float32(1e-30)  # scale of activations
+_SMALLEST = torch.tensor(1e-30, device="cpu")  # scale of activations
 Module = TypeVar("Module", bound=nn.Module)
 # Positions up to which a CPU's int4 kernel is faster than restored weights. Measured on two cores with GPT-2 124M and
 # SmolLM2-135M's shape: at 80 positions 67 ms against 114 and 70 against 83, at 144 101 against 86 and 131 against 121.
@@ -110,6 +109,7 @@ class Int8Linear(nn.Module):
         self.integer = weight.levels.device.type == "cpu" and has_byte_products()
         if self.integer:
             self.levels = LEVELS if has_whole_products() else LEVELS // 2
+            self.level = torch.tensor(1 / self.levels, device="cpu")  # a Python number takes another three calls
             self.weight = _pack(weight)
             self.product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
         else:
@@ -118,27 +118,16 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out), of the input's dtype."""
         if self.integer:
-            out = self._of_whole_numbers(x if x.dtype == torch.float32 else x.float())
+            wide = x.float()
+            scale = torch.addcmul(_SMALLEST, wide.abs().amax(-1, keepdim=True), self.level)
+            out = self.product(wide / scale, 1.0, self.levels + 1, self.weight).mul_(scale)
         else:
             rows = x.reshape(-1, x.size(-1)).bfloat16()
             out = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale).view(*x.shape[:-1], -1)
         if self.bias is not None:
             out += self.bias
-        return out.to(x.dtype)
-
-    def _of_whole_numbers(self, x: Tensor) -> Tensor:
-        scale: Tensor | float
-        inverse: Tensor | float
-        if x.numel() == x.size(-1):  # one position: the same numbers by fewer calls
-            largest = np.float32(x.abs().amax().item())
-            one = np.maximum(largest / np.float32(self.levels), _SMALLEST)
-            scale, inverse = float(one), float(np.float32(1) / one)
-        else:
-            scales = x.abs().amax(-1, keepdim=True)
-            scale = scales.div_(self.levels).clamp_(min=float(_SMALLEST))
-            inverse = scales.reciprocal()
-        out: Tensor = self.product(x * inverse, 1.0, self.levels + 1, self.weight)
-        return out.mul_(scale)
+        whole: Tensor = out.to(x.dtype)
+        return whole
 
 
 class Int4Linear(nn.Module):

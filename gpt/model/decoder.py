@@ -67,8 +67,8 @@ class RMSNorm(nn.RMSNorm):
 
     @cached_property
     def floor(self) -> Tensor:
-        """ε as a tensor on the CPU."""
-        return torch.tensor(self.eps, dtype=torch.float64, device="cpu")
+        """ε as a tensor on the CPU, of the dtype in which the norm is computed."""
+        return torch.tensor(self.eps, dtype=torch.promote_types(self.weight.dtype, torch.float32), device="cpu")
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, C) → (…, C), of the dtype of x."""
@@ -118,20 +118,17 @@ class Attention(nn.Module):
     def qkv(self, x: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, D), keys and values (B, K, T, D), normalized and rotated. Where ranks share the heads
         (`gpt.parallel.tensor`), H and K are this rank's."""
-        B, T, _ = x.shape
-        qkv = self.c_attn(x)  # (B, T, (H + 2 K) · D)
-        width = qkv.size(2) // (self.groups + 2)
-        parts = torch.split(qkv, [self.groups * width, width, width], dim=2)
         # Normalized and rotated as they lie: seen transposed, compiled code for a GPU would copy them thrice.
-        q, k, v = (each.view(B, T, -1, self.head_size) for each in parts)
-        turns = None if rope is None else (rope[0].transpose(-3, -2), rope[1].transpose(-3, -2))
+        heads = self.c_attn(x).view(*x.shape[:2], -1, self.head_size)  # (B, T, H + 2 K, D)
+        K = heads.size(2) // (self.groups + 2)
+        both, v = heads.split_with_sizes([(self.groups + 1) * K, K], dim=2)
+        if self.q_norm is None and rope is not None:  # queries and keys at once, by half as many calls
+            both = rotate(both, rope)
+        q, k = both.split_with_sizes([self.groups * K, K], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-            if turns is not None:
-                q, k = rotate(q, turns), rotate(k, turns)
-        elif turns is not None:  # both at once, by half as many calls
-            turned = rotate(qkv[..., :-width].view(B, T, -1, self.head_size), turns)
-            q, k = torch.split(turned, [q.size(2), k.size(2)], dim=2)
+            if rope is not None:
+                q, k = rotate(q, rope), rotate(k, rope)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def pattern(self, x: Tensor, rope: Rope | None = None) -> Tensor:
@@ -268,7 +265,7 @@ class GPT(nn.Module):
         x = kernels.narrowed(self.drop(x) if self.training else x)
         if self.rope is None:
             return x, None
-        cos, sin = self.rope[:, where].unsqueeze(-3)
+        cos, sin = self.rope[:, where].unsqueeze(-2)
         return x, (cos, sin)
 
     def stack(self, x: Tensor, rope: Rope | None = None, places: Places | None = None) -> Tensor:

@@ -105,7 +105,7 @@ def is_eager_on_cpu(x: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, floor: Tensor) -> Tensor:
-    """`F.rms_norm` on a CPU, in float32 or wider: (…, C) → (…, C), of the dtype of x. ``floor``: ε, float64."""
+    """`F.rms_norm` on a CPU, in float32 or wider: (…, C) → (…, C), of the dtype of x. ``floor``: ε."""
     if not torch.is_grad_enabled():
         return (x * _rms_scale(x, floor)).mul_(weight).to(x.dtype)
     out: Tensor = _RMSNormOnCPU.apply(x, weight, floor)  # type: ignore[no-untyped-call]

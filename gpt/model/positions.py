@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gpt.config import GPTConfig, RopeScaling
 
-Rope = tuple[Tensor, Tensor]  # cosines and sines of the angles of rotation, (1, T, D) or (B, 1, T, D)
+Rope = tuple[Tensor, Tensor]  # cosines and sines of the angles of rotation, (T, 1, D) or (B, T, 1, D)
 
 
 def rotary_rates(config: GPTConfig) -> Tensor:
@@ -21,8 +21,8 @@ def rotary_table(positions: int, config: GPTConfig) -> Tensor:
     rotated at each position: p / base^(2i / D) (Su et al. 2021, §3.2.2). The first half of the sines is negative: each
     number is multiplied by its cosine, and its partner by its sine (`rotate`)."""
     angle = torch.arange(positions, dtype=torch.float64)[:, None] * rotary_rates(config)
-    cos, sin = torch.cos(angle), torch.sin(angle)
-    return torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)]).float()
+    cos, sin = torch.cos(angle).float(), torch.sin(angle).float()
+    return torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)])
 
 
 def _stretched(rates: Tensor, scaling: RopeScaling) -> Tensor:
@@ -33,8 +33,7 @@ def _stretched(rates: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotates the pairs (i, i + D/2) of (B, H, T, D) by the angles of ``rope``; or of (B, T, H, D), with its dimensions
-    transposed likewise."""
+    """Rotates the pairs (i, i + D/2) of (B, T, H, D) by the angles of ``rope``."""
     cos, sin = rope
     return (x * cos.to(x.dtype)).addcmul_(x.roll(x.size(-1) // 2, -1), sin.to(x.dtype))
 

@@ -402,7 +402,9 @@ def build(
         fill(part, rounded, keep=bits is not None or (part == "wte" and finish is not None and not config.tied))
         if part == "wte" and finish is not None and config.tied:
             model.lm_head = _unembedding(model.wte, finish)
-            if model.lm_head is not None and rounded["wte.weight"] is values["wte.weight"]:
+            value = rounded["wte.weight"]
+            own = isinstance(value, Tensor) and value.dtype != dtype  # a copy, and no part of the file
+            if model.lm_head is not None and value is values["wte.weight"] and not own:
                 # All of the mapping was read for the unembedding; of a new one only the rows that are looked up are.
                 fill(part, {name: stored[name]() for name in values}, keep=True)
         if finish is not None and part.startswith("h."):

@@ -128,17 +128,12 @@ class Library:
     """A ``tokenizer.json`` that the tokenizers library runs: any model, normalizer and pre-tokenizer that it has."""
 
     data: bytes = field(repr=False)  # of the file
+    values: Mapping[str, Any] = field(repr=False, compare=False)  # its contents
 
     @cached_property
     def pattern(self) -> str:
         """The pattern of a byte-level BPE if its form is known, so that long documents can be cut; else empty."""
         return _pattern(self.values) or ""
-
-    @cached_property
-    def values(self) -> dict[str, Any]:
-        """The file's contents."""
-        values: dict[str, Any] = json.loads(self.data)
-        return values
 
     @cached_property
     def adds_space(self) -> bool:
@@ -159,11 +154,14 @@ class Library:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        return _made(self.values)
+        return _made(self.data, self.values)
 
     @cached_property
     def _continuing(self) -> Any:
-        return self._tokenizer if self.pattern else _made(without_prefix(self.values))
+        if self.pattern:
+            return self._tokenizer
+        values = without_prefix(self.values)
+        return _made(json.dumps(values).encode(), values)
 
     @cached_property
     def pieces(self) -> dict[int, bytes]:
@@ -263,14 +261,16 @@ def _pattern(values: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _made(values: Mapping[str, Any]) -> Any:
+def _made(data: bytes, values: Mapping[str, Any]) -> Any:
     from tokenizers import Tokenizer
 
-    plain = json.dumps({**values, "truncation": None, "padding": None, "post_processor": None})
     untrusted.check(values)
     try:
         with untrusted.silent():
-            made = Tokenizer.from_str(plain)
+            made = Tokenizer.from_buffer(data)
+            made.no_truncation()
+            made.no_padding()
+            made.post_processor = None
             made.encode_special_tokens = True  # before threads share it
             return made
     except BaseException as error:  # a panic of pyo3 is no Exception
@@ -347,8 +347,10 @@ def token_bytes(token: str, steps: Iterable[Step]) -> bytes:
         elif kind == "ByteFallback" and (found := _BYTE.fullmatch(token)):
             return bytes([int(found[1], 16)])
         elif kind == "ByteLevel":
-            with contextlib.suppress(KeyError):  # a token that is no bytes is written as it is
+            try:
                 return bytes(map(BYTES.__getitem__, token))
+            except KeyError:  # a token that is no bytes is written as it is
+                continue
     return token.encode("utf-8", "replace")
 
 

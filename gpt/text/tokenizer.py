@@ -60,7 +60,7 @@ class Tokenizer:
         if len(set(words)) != len(words) or "" in words:
             raise UserError(f"the special tokens of the tokenizer {self.name} are not different words")
         ids = [*self.backend.pieces, *self._added.values()]
-        if not all(type(id) is int and 0 <= id < MOST_IDS for id in ids):
+        if {*map(type, ids)} != {int} or min(ids) < 0 or max(ids) >= MOST_IDS:
             raise UserError(f"the ids of the tokenizer {self.name} are not numbers from 0 to {MOST_IDS:,}")
         count = len(self._added) + len(self.backend.pieces if ranks is None else ranks)
         if len(set(ids)) != count:

@@ -115,7 +115,7 @@ def read_own(folder: Path, said: Any, where: str) -> Tokenizer:
         file = folder / (WHOLE if said.get("library") else RANKS)
         backend: ByteBPE | Library
         if said.get("library"):
-            backend = Library(_json_bytes(file))
+            backend = Library(_json_bytes(file, parsed=True), read_json(file))
         else:
             ranks = from_tiktoken(read_regular(file, JSON_LIMIT), str(file))
             backend = ByteBPE(said["pattern"], ranks, bool(said.get("nfc", False)))
@@ -283,7 +283,7 @@ def with_specials(tokenizer: Tokenizer, words: Sequence[str]) -> Tokenizer:
                 for token in _added_tokens(new)
             }
             files[TOKENIZER_CONFIG] = to_json(config)
-        backend = Library(files[WHOLE]) if isinstance(backend, Library) else backend
+        backend = Library(files[WHOLE], values) if isinstance(backend, Library) else backend
     else:
         files = {}
     return replace(tokenizer, backend=backend, specials={**tokenizer.specials, **new}, files=files)
@@ -414,16 +414,16 @@ def from_tokenizer_json(
         added = [token for token in whole.get("added_tokens") or [] if token["content"]]
         specials = {token["content"]: token["id"] for token in added if token.get("special")}
         words = {token["content"]: token["id"] for token in added if not token.get("special")}
-        library = Library(data)
+        library = Library(data, whole)
         backend = _as_ours(library, {*specials, *words}) or library
         if whole["model"].get("dropout"):
             raise UserError("a tokenizer with dropout gives other ids each time")
-        tokenizer = _tokenizer(backend, specials, words, _bos(whole), settings, where)
+        tokenizer = _tokenizer(backend, specials, words, _bos(whole), settings, where, files)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{where} is no tokenizer of the tokenizers library: {_fault(error)}") from None
     # GPT-2's own tokenizer needs no files of others.
     gpt2 = tokenizer.fingerprint == GPT2_FINGERPRINT
-    return replace(tokenizer, name="gpt2") if gpt2 else replace(tokenizer, files=files)
+    return replace(tokenizer, name="gpt2", files={}) if gpt2 else tokenizer
 
 
 def from_vocab_and_merges(
@@ -453,6 +453,7 @@ def _tokenizer(
     bos: int | None,
     settings: Sequence[Mapping[str, Any]],
     where: str,
+    files: Mapping[str, bytes],
 ) -> Tokenizer:
     """Makes a tokenizer. A text ends with the tokens that the first of ``settings`` names that names any, of which
     ``<|endoftext|>`` is the main one if it is among them."""
@@ -470,7 +471,7 @@ def _tokenizer(
     plain = {word: id for word, id in words.items() if word not in special}
     eot_token = next(word for word, id in special.items() if id == eot)
     others = {word: id for word, id in special.items() if word != eot_token}
-    return Tokenizer("bpe", backend, eot, eot_token, others, plain, bos, frozenset(ends) - {eot})
+    return Tokenizer("bpe", backend, eot, eot_token, others, plain, bos, frozenset(ends) - {eot}, files)
 
 
 def _ends(settings: Mapping[str, Any], added: Mapping[str, int], pieces: Mapping[int, bytes]) -> list[int]:

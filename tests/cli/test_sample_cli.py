@@ -17,7 +17,11 @@ from conftest import Done, Gpt, slow, spawn
 from conftest import one_line_of_what_and_what_next as refused
 
 import gpt as library
+from gpt.config import GPTConfig
+from gpt.model.decoder import GPT
+from gpt.runs import checkpoint
 from gpt.sample_config import SampleConfig
+from gpt.text.tokenizer import bytes_tokenizer
 
 PROMPTS = ["the cat", "Zürich 🐕 and a longer prompt than the others", "", "it"]
 
@@ -371,11 +375,14 @@ def test_on_a_terminal_ctrl_c_ends_the_text_and_not_the_program(run_folder: Path
 
 
 @pytest.mark.slow
-def test_sampling_imports_no_more_than_it_needs(run_folder: Path) -> None:
+def test_sampling_imports_no_more_than_it_needs(run_folder: Path, tmp_path: Path) -> None:
     """Guards the time that it takes to start: torch's compiler alone takes seconds to import."""
+    config, rotary = GPTConfig.of("modern", 257, 32, 1, 2, 8), tmp_path / "rotary"
+    checkpoint.save(rotary, GPT(config), checkpoint.TokenizerFiles(bytes_tokenizer(), config), {})
     code = (
         "import gc, sys\nfrom gpt_cli.main import main\n"
-        f"assert main(['sample', 'the', '-m', {str(run_folder)!r}, '-n', '2', '--seed', '1']) == 0\n"
+        f"for model in {[str(run_folder), str(rotary)]}:\n"
+        "    assert main(['sample', 'the', '-m', model, '-n', '2', '--seed', '1']) == 0\n"
         "assert gc.isenabled()  # it is not while torch is imported\n"
         "heavy = {'torch._dynamo', 'torch._inductor', 'sympy', 'transformers', 'tokenizers', 'huggingface_hub',"
         " 'gpt.training', 'gpt.exporting', 'gpt.serve', 'gpt.parallel.world', 'gpt.text.corpus', 'gpt.text.download',"

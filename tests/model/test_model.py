@@ -281,4 +281,4 @@ def test_totals_are_the_papers() -> None:
 )
 def test_shapes_that_cannot_be_built(change: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        GPTConfig(**{**SMALL.__dict__, **change})  # type: ignore[arg-type]
+        replace(SMALL, **change)  # type: ignore[arg-type]

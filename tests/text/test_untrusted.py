@@ -24,7 +24,7 @@ def a_tokenizer(**parts: Any) -> Library:
     vocab = {char: id for id, char in enumerate(["<unk>", "\u2581", *map(chr, range(32, 127))])}
     model = {"type": "BPE", "vocab": vocab, "merges": [], "unk_token": "<unk>", **parts.pop("model", {})}
     values = {"version": "1.0", "added_tokens": [], "pre_tokenizer": None, "decoder": {"type": "Fuse"}, "model": model}
-    return Library(json.dumps({**values, **parts}).encode())
+    return Library(json.dumps({**values, **parts}).encode(), {**values, **parts})
 
 
 def replaces(old: str, new: str, kind: str = "String") -> dict[str, Any]:
