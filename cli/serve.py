@@ -26,13 +26,18 @@ def serve(
     if settings.allow_host and settings.host not in LOOPBACK:
         render.note(f"--allow-host has no effect with --host {settings.host}, which is served under any name")
     with progress.starting(quiet=False):
-        from gpt import api
+        from gpt import api, programs
+        from gpt.decoding import native
 
         try:
             from gpt.serve.server import serve as run
         except ImportError as error:
             raise WorkError(f"serving needs the package {error.name}", "pip install 'gpt[serve]'") from None
-    sampling = SampleConfig(compile="off")
+    fits = settings.compile != "off" and native.fits(api.pick(device, dtype))
+    if settings.compile == "on" and not fits:
+        render.note("steps are compiled only on a CPU, in float32, int8 or int4")
+    compiles = fits and (settings.compile == "on" or programs.compiles_unasked())
+    sampling = SampleConfig(compile="on" if compiles else "off")
     loaded = api.load(
         model, base=base, device=device, dtype=dtype, threads=threads, note=render.note, sampling=sampling
     )

@@ -217,7 +217,7 @@ def load(
     stored = None if folder.is_adapter(found) else hf.load_bits(found)
     if sampling is not None and dtype == "auto":
         dtype = next((name for name, each in quantized.BITS.items() if each == stored), dtype)
-    compute = _pick(device, dtype)
+    compute = pick(device, dtype)
     bits, decodes = quantized.BITS.get(dtype), sampling is not None
     compute = _fitted(found, compute, dtype, (decodes or bits is not None) and not folder.is_adapter(found), note)
     finish, narrow = None, torch.float32
@@ -257,7 +257,7 @@ def _fitted(path: Path, compute: Compute, dtype: str, narrow: bool, note: Callab
     return compute
 
 
-def _pick(device: str, dtype: str) -> Compute:
+def pick(device: str, dtype: str) -> Compute:
     """Chooses the device and the dtype of the weights that are not rounded. Raises `UserError` for an unknown
     dtype."""
     if dtype not in get_args(Dtype):
@@ -294,7 +294,7 @@ def bench(
     config = config or BenchConfig()
     sampling = SampleConfig(compile="on" if compile == "on" else "off")
     if isinstance(target, str) and target in PRESETS:
-        compute = _pick(device, dtype)
+        compute = pick(device, dtype)
         with compute.device:
             model = GPT(PRESETS[target].model).eval()
         devices.use_threads(compute, threads, breakdown(model.config).trainable)

@@ -39,6 +39,10 @@ class ServeConfig:
     )  # fmt: skip
     queue: int = _load(64, "Requests that may wait beside those that run; further ones are told to come later.", low=0)
     limit_tokens: int = _load(4096, "Tokens that a request may ask for, and those that its prompt may have.", low=1)
+    compile: Literal["auto", "on", "off"] = _load(
+        "auto", "Compile steps of one text on a CPU, in float32, int8 or int4: some 20 seconds at the first start. "
+        "auto: where there is a C++ compiler, but not on macOS.",
+    )  # fmt: skip
     grace: float = _load(30, "Seconds that running requests have after a Ctrl-C.", low=0, high=86_400)
     defaults: Literal["model", "openai"] = option(
         "model", "Sampling settings that requests leave out: model takes them from the model's generation_config.json, "

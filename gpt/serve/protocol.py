@@ -227,6 +227,7 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
         min_tokens=fields.count("min_tokens", 0, 0, limit),
         ignore_eot=fields.flag("ignore_eos"),
         stop=_stops(fields.values.get("stop", [])),
+        speculate=fields.count("speculate", 0, 0, 64),
         **_constraint(fields),
         logprobs=logprobs,
         echo_logprobs=echo and logprobs is not None,

@@ -14,7 +14,9 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from gpt.decoding import native
 from gpt.decoding.context import Context, capacity
+from gpt.decoding.engine import generate
 from gpt.decoding.write import ROWS
 from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
@@ -22,6 +24,7 @@ from gpt.files import read_json
 from gpt.interrupt import heeded
 from gpt.model.decoder import GPT
 from gpt.runs import folder
+from gpt.sample_config import SampleConfig
 from gpt.serve.answers import Service
 from gpt.serve.app import Server
 from gpt.serve.metrics import ServerMetrics
@@ -141,6 +144,9 @@ def serve(
     are answered. The checkpoint at ``path`` may have sampling defaults. Raises `UserError` where the address or the
     memory cannot be had, `Interrupted` at the end."""
     context = make_context(model, compute, config, tokenizer.vocab_size)
+    if native.is_used(model):  # compiled now, and not while the first client waits
+        _ = [*generate(context, [0], SampleConfig(max_tokens=2), ())]
+        context.slots[0].forget()
     metrics = ServerMetrics()
     worker = Worker(context, tokenizer.ends, metrics)
     defaults = _defaults(path, note) if path and config.defaults == "model" else {}

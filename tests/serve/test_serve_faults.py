@@ -628,7 +628,7 @@ class Process:
     """`gpt serve` in a process of its own."""
 
     def __init__(self, run: Path, *words: str, **kwargs: Any) -> None:
-        self.process = spawn("serve", "-m", run, "--port", "0", *words, **kwargs)
+        self.process = spawn("serve", "-m", run, "--port", "0", "--compile", "off", *words, **kwargs)
         assert self.process.stderr is not None
         self.line = next(line for line in self.process.stderr if "serving" in line).strip()
         self.client = httpx.Client(base_url=self.line.split()[-1], timeout=30)
@@ -657,6 +657,14 @@ def serve(run_folder: Path) -> Iterator[Callable[..., Process]]:
             return found
 
         yield start
+
+
+@pytest.mark.slow
+def test_compiled_steps_write_the_same_text(serve: Callable[..., Process], run_folder: Path) -> None:
+    process = serve("--compile", "on", "--dtype", "float32")
+    body = {"prompt": "the cat", "temperature": 0, "max_tokens": 20}
+    text = process.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    assert [text] == load(run_folder).generate("the cat", greedy=True, max_tokens=20)
 
 
 @pytest.mark.slow

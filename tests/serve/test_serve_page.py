@@ -80,7 +80,7 @@ def serving(model: Path) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPT_SERVE_API_KEY", KEY)
         patch.setenv("GPT_THREADS", "1")
-        process = spawn("serve", "-m", model, "--port", "0", "--name", NAME)
+        process = spawn("serve", "-m", model, "--port", "0", "--compile", "off", "--name", NAME)
     try:
         said = ""
         while not (found := re.search(r"at (http://\S+)", said)):
