@@ -126,7 +126,7 @@ def _parts(linear: nn.Module) -> tuple[str, list[Tensor]]:
 
 
 def _words(levels: Tensor, bits: int) -> Tensor:
-    """Levels (out, in) as words of 32 bits, each of neighbors in a row: (out / `_LANES`, words of a row, `_LANES`). Their
+    """Levels (out, in) as words of 32 bits, each of neighbors in a row, (tiles, words of a row, `_LANES`). Their
     dtype is float32, the only one that Inductor loads into a register at once."""
     count = 32 // bits
     levels = F.pad(levels, (0, -levels.size(1) % count, 0, -len(levels) % _LANES))
