@@ -97,21 +97,13 @@ def _product(kind: str, x: Tensor, tensors: Iterator[Tensor]) -> Tensor:
     scales, bits = next(tensors), int(kind.removeprefix("int"))
     words, count = weight.view(torch.int32), 32 // bits
     x = F.pad(x, (0, words.size(1) * count - len(x))).view(-1, count)
+    levels = [(words << bits * (count - 1 - at) if at < count - 1 else words) >> 32 - bits for at in range(count)]
+    sums = levels[0].float() * x[:, 0, None]  # (tiles, words of a row, lanes)
+    for at in range(1, count):
+        sums = sums + levels[at].float() * x[:, at, None]
     if bits == 8:
-        levels = [words << 24 - 8 * at >> 24 for at in range(count)]
-        return _summed(levels, x).sum(1).flatten()[: len(scales)] * scales
-    levels = [words >> 4 * at & 15 for at in range(count)]
-    sums = _summed(levels, x) - _once(MIDDLE * x.sum(1))[:, None]
+        return sums.sum(1).flatten()[: len(scales)] * scales
     return (sums.view(len(sums), -1, GROUP // count, _LANES) * scales[:, :, None]).sum((1, 2)).flatten()
-
-
-def _summed(levels: Sequence[Tensor], x: Tensor) -> Tensor:
-    """Σ level · x over the numbers of each word, (tiles, words, lanes) of each and (words, count) → (tiles, words,
-    lanes)."""
-    total = levels[0].float() * x[:, 0, None]
-    for at in range(1, len(levels)):
-        total = total + levels[at].float() * x[:, at, None]
-    return total
 
 
 def _parts(linear: nn.Module) -> tuple[str, list[Tensor]]:
@@ -122,12 +114,12 @@ def _parts(linear: nn.Module) -> tuple[str, list[Tensor]]:
     del linear.plain
     if plain.bits == 8:
         return "int8", [_words(plain.levels, 8), plain.scales]
-    return "int4", [_words(plain.unpacked(), 4), _tiles(plain.scales.float())]
+    return "int4", [_words(plain.unpacked() - MIDDLE, 4), _tiles(plain.scales.float())]
 
 
 def _words(levels: Tensor, bits: int) -> Tensor:
-    """Levels (out, in) as words of 32 bits, each of neighbors in a row, (tiles, words of a row, `_LANES`). Their
-    dtype is float32, the only one that Inductor loads into a register at once."""
+    """Levels (out, in) in two's complement as words of 32 bits, each of neighbors in a row: (tiles, words of a row,
+    `_LANES`). Their dtype is float32, the only one that Inductor loads into a register at once."""
     count = 32 // bits
     levels = F.pad(levels, (0, -levels.size(1) % count, 0, -len(levels) % _LANES))
     words = torch.zeros(len(levels), levels.size(1) // count, dtype=torch.int32)
