@@ -30,10 +30,10 @@ KEPT = 50  # programs, of some 4 MB each
 SCRATCH = "making-"  # begins the names of folders where programs are compiled
 
 
-def find(key: object, trace: Callable[[], Graph], note: Note, what: str) -> Program:
+def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options: Mapping[str, object] = {}) -> Program:
     """Returns the program of a ``key``, which names code, shapes and dtypes, for this torch, processor and number of
-    threads. It is opened, or compiled from what ``trace`` returns, which ``note`` announces, and kept among the `KEPT`
-    that were used last.
+    threads. It is opened, or compiled from what ``trace`` returns with further ``options`` of Inductor, which ``note``
+    announces, and kept among the `KEPT` that were used last.
 
     Raises whatever the compiler or the disk raises, and `UserError` for a folder that is open to others.
     """
@@ -52,7 +52,7 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str) -> Prog
         raise OSError(f"there is no {compiler()}, a C++ compiler")
     note(f"compiling {what} for this processor and shape: some 20 seconds, once")
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
-        made = compile(trace(), Path(scratch))
+        made = compile(trace(), Path(scratch), options)
         with made.open("rb+") as file:
             os.fsync(file.fileno())
         path = folder / f"{name}-{file_sha256(made)}.pt2"
@@ -108,7 +108,7 @@ _SETTINGS: Mapping[str, object] = {
 }
 
 
-def compile(graph: Graph, scratch: Path) -> Path:
+def compile(graph: Graph, scratch: Path, options: Mapping[str, object] = {}) -> Path:
     """Compiles a program in an empty folder, and returns its file."""
     from torch._inductor.package.package import package_aoti
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
@@ -117,7 +117,7 @@ def compile(graph: Graph, scratch: Path) -> Path:
     # The system's temporary folder, where Inductor caches code, may hold code that others put there.
     with warnings.catch_warnings(), temporary_cache_dir(str(scratch)), torch.no_grad():
         warnings.simplefilter("ignore")
-        files: Any = torch._inductor.aot_compile(graph[0], graph[1], options=dict(_SETTINGS))
+        files: Any = torch._inductor.aot_compile(graph[0], graph[1], options={**_SETTINGS, **options})
         package_aoti(str(path), files)
     return path
 

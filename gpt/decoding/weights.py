@@ -248,7 +248,7 @@ def prepare(model: Module, compute: Compute, *, packed: bool = True, keep: bool 
                     laid = _on_gpu(laid, compute, once=not (isinstance(parent, Attention) and name == "c_proj"))
                 if laid is not child:
                     setattr(parent, name, laid)
-                    if keep and not isinstance(laid, Int4Linear):
+                    if keep:
                         laid.plain = plain  # type: ignore[assignment]
         if isinstance(model, GPT) and model.lm_head is None:
             _lay_out_tied(model, compute, packed)

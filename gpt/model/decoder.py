@@ -140,6 +140,14 @@ class Attention(nn.Module):
         return scores.masked_fill(~kernels.visible(q.size(2), self.window, q.device), float("-inf")).softmax(-1)
 
 
+def activate(x: Tensor, gated: bool) -> Tensor:
+    """GELU, (…, width) → (…, width); or SwiGLU, whose gate comes first, (…, 2 · width) → (…, width)."""
+    if gated:
+        gate, inside = x.chunk(2, dim=-1)
+        return F.silu(gate) * inside
+    return F.gelu(x, approximate="tanh")
+
+
 class MLP(nn.Module):
     """Up to the width of the inside, GELU (tanh form, as GPT-2 has it) or SwiGLU, and down again."""
 
@@ -154,13 +162,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Each position by itself: (B, T, C) → (B, T, C)."""
-        x = self.c_fc(x)
-        if self.gated:
-            gate, inside = x.chunk(2, dim=-1)
-            x = F.silu(gate) * inside
-        else:
-            x = F.gelu(x, approximate="tanh")
-        out: Tensor = self.c_proj(x)
+        out: Tensor = self.c_proj(activate(self.c_fc(x), self.gated))
         return self.dropout(out) if self.training else out
 
 
