@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +25,7 @@ HIGHEST = {"num": 2**63 - 1, "seed": 2**53}
 @takes(SampleConfig)
 def sample(
     settings: SampleConfig,
+    given: dict[str, Any],
     prompt: Annotated[
         str | None, typer.Argument(help="What the text begins with. None: it begins like a document.")
     ] = None,
@@ -58,10 +59,7 @@ def sample(
 ) -> None:  # fmt: skip
     """Let a model write on after PROMPT."""
     _check_numbers(num, seed)
-    settings = settings.changed("choices", ",".join(settings.choices))
-    if settings.json_schema:
-        schema = inputs.text(None, Path(settings.json_schema), "JSON schema", "--json-schema")
-        settings = replace(settings, json_schema=schema)
+    settings = _with_constraint(settings, given)
     if interactive and any([prompt, prompt_file, prompts, out, json, quiet, num > 1]):
         raise UserError("--interactive reads prompts and writes texts as they come", "leave out what says otherwise")
     note: Callable[[str], None] = (lambda text: None) if quiet else render.note
@@ -103,6 +101,19 @@ def _prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None)
     from gpt.decoding.prompts import parse_prompts
 
     return parse_prompts(inputs.lines(prompts, "prompts"), inputs.name(prompts))
+
+
+def _with_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConfig:
+    """Splits the choices, and reads the schema's file. Raises `UserError` for a constraint that is empty."""
+    settings = settings.changed("choices", ",".join(settings.choices))
+    if empty := next((name for name in ("choices", "regex", "json_schema") if name in given and not given[name]), None):
+        raise UserError(f"--{empty.replace('_', '-')} is empty", "leave it out for any text")
+    if settings.json_schema:
+        schema = inputs.text(None, Path(settings.json_schema), "JSON schema", "--json-schema")
+        if not schema.strip():
+            raise UserError(f"{settings.json_schema} is empty", 'a schema is a JSON object, such as {"type": "object"}')
+        settings = replace(settings, json_schema=schema)
+    return settings
 
 
 def _check_numbers(num: int, seed: int | None) -> None:

@@ -92,7 +92,7 @@ class SampleConfig:
                 raise UserError(f"{name} is {value}; it must lie in (0, 1], or be 0 for off")
         self.biases()
         if self.constraint is not None and self.ignore_eot:
-            raise UserError("structured output ends at end-of-text, which is to be ignored", "leave one of them out")
+            raise UserError("structured output cannot ignore end-of-text, where it ends", "leave one of the two out")
         if self.beam and self.greedy:
             raise UserError("--beam and --greedy both say how to choose", "give one of them; --beam 1 is greedy")
         if self.n_best > max(1, self.beam):

@@ -34,14 +34,14 @@ class ServeConfig:
     )  # fmt: skip
     max_batch: int = _load(0, "Texts that are generated at once.", shown="by the device's memory", low=0, high=1024)
     context: int = _load(
-        0, "Tokens that a text can have before its beginning is forgotten: fewer take less memory.",
+        0, "Context length in tokens; a shorter one needs less memory.",
         shown="the model's context", low=0,
     )  # fmt: skip
     queue: int = _load(64, "Requests that may wait beside those that run; further ones are told to come later.", low=0)
     limit_tokens: int = _load(4096, "Tokens that a request may ask for, and those that its prompt may have.", low=1)
     compile: Literal["auto", "on", "off"] = _load(
         "auto", "Compile steps of one text on a CPU, in float32, int8 or int4: some 20 seconds at the first start. "
-        "auto: where there is a C++ compiler, but not on macOS.",
+        "auto: if there is a C++ compiler, except on macOS.",
     )  # fmt: skip
     grace: float = _load(30, "Seconds that running requests have after a Ctrl-C.", low=0, high=86_400)
     defaults: Literal["model", "openai"] = option(

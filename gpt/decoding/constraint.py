@@ -2,8 +2,10 @@
 
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:  # an extra, imported for the first constraint
     from llguidance import LLMatcher, LLTokenizer
 
 LONGEST = 2**20  # characters of a schema, a regular expression, or all choices
+MOST_MULTIPLES = 10_000  # the sum of all multipleOf, by which llguidance takes time without a limit of its own
 MOST_STATES = 20_000  # of a constraint's automaton, about 1 KB each; a nested schema needs some hundreds
 KEPT = 16  # compiled constraints
 
@@ -131,14 +134,32 @@ def _grammar(name: str, value: str | tuple[str, ...]) -> str:
         raise UserError(f"{name} is not JSON: {error}") from None
     if not isinstance(schema, dict):
         raise UserError(f"{name} is not a JSON object", 'such as {"type": "object"}')
+    if _multiples(schema) > MOST_MULTIPLES:
+        raise UserError(f"{name}: multipleOf is too large", f"{MOST_MULTIPLES:,} is the most, for all of them together")
     schema.setdefault("x-guidance", {"whitespace_flexible": False})
     return f"%json {json.dumps(schema)}"
+
+
+def _multiples(schema: object) -> Decimal:
+    """Returns the sum of all ``multipleOf`` in a schema, each without its places after the point: 1 for 0.01."""
+    total, left = Decimal(0), [schema]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            multiple = value.get("multipleOf")
+            if isinstance(multiple, int | float) and math.isfinite(multiple):
+                exact = Decimal(repr(multiple)) if isinstance(multiple, float) else Decimal(multiple)
+                total += abs(exact.scaleb(max(0, -int(exact.as_tuple().exponent))))
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return total
 
 
 def _reason(matcher: "LLMatcher") -> str:
     """Returns why a matcher failed, in one line, without a place in the grammar, which users have not written."""
     lines = matcher.get_error().splitlines()
     if not lines or lines[0].startswith("NoExtension"):
-        return "no text of the model's tokens satisfies it"
+        return "no text satisfies it"
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", [*errors, lines[0]][0])[:300]

@@ -31,6 +31,7 @@ class Slot:
     text: list[int] = field(default_factory=list)  # every id that is known
     start: int = 0  # the place in the text of the id at position 0
     length: int = 0  # positions that are computed
+    written: int = 0  # positions that the row was given, also those taken back since
 
     @property
     def computed(self) -> int:
@@ -39,7 +40,7 @@ class Slot:
 
     def forget(self) -> None:
         """Empties the slot."""
-        self.text, self.start, self.length = [], 0, 0
+        self.text, self.start, self.length, self.written = [], 0, 0, 0
 
 
 class Context:
@@ -105,6 +106,7 @@ class Context:
             x = self.model.trunk(ids.view(places.shape), places)
         for slot, count in work:
             slot.length += count
+            slot.written = max(slot.written, slot.length)
         return x.flatten(0, 1)
 
     @torch.inference_mode()
@@ -120,6 +122,7 @@ class Context:
         for slot in self.slots:
             if slot.length >= self.cache.room and slot.at not in at:  # which has no such column
                 slot.forget()
+            slot.written = max(slot.written, slot.length + 1)
         numbers = np.zeros((2, self.cache.rows), np.int64)
         numbers[0] = [slot.length for slot in self.slots]
         numbers[1, at[: len(keys)]] = as_int64(keys)[:, 0]
@@ -150,20 +153,22 @@ class Context:
         if slot.start or slot.length > self.cache.room or len(prompt) > self.size:
             return 0
         same = min(_common(slot.text, prompt), len(prompt) - 1, length)
-        return same if self.cache.can_rewind(length, length - same) else 0
+        written = max(slot.written, length)
+        return same if self.cache.can_rewind(written, written - same) else 0
 
     @torch.inference_mode()
     def begin(self, slot: Slot, prompt: list[int], source: Slot, same: int) -> None:
         """Gives a slot a prompt to compute, of which the last block_size ids are kept. Its first ``same`` ids are
         `shared` with slot ``source``, which may be the same one."""
         if source is not slot:
-            self.cache.copy(source.at, slot.at, 0, same, source.length)
+            self.cache.copy(source.at, slot.at, 0, same, source.written)
+        slot.written = source.written if same else 0
         slot.text, slot.start, slot.length = prompt, max(0, len(prompt) - self.size), same
 
     def slide(self, slot: Slot) -> None:
         """Lets a full slot take another id: with absolute positions, its last half is to be computed again."""
         if self.model.config.positions != "rotary":
-            slot.start, slot.length = len(slot.text) - max(1, self.size // 2), 0
+            slot.start, slot.length, slot.written = len(slot.text) - max(1, self.size // 2), 0, 0
 
     @torch.inference_mode()
     def copy(self, source: Slot, target: Slot) -> None:
@@ -171,9 +176,10 @@ class Context:
         same = 0
         if source.start == target.start:
             same = min(_common(source.text, target.text) - source.start, source.length, target.length)
-        written = max(source.length, target.length)
+        written = max(source.written, target.written)
         self.cache.copy(source.at, target.at, max(0, same), source.length, written)
         target.text, target.start, target.length = [*source.text], source.start, source.length
+        target.written = written
 
     @torch.inference_mode()
     def clear(self, slot: Slot) -> None:

@@ -69,7 +69,7 @@ def take(drawn: Draw, context: Context, ends: Collection[int]) -> None:
     top = [text.request.config.logprobs or 0 for text, _ in drawn.places]
     for (text, t), [token] in zip(drawn.places, tokens(drawn.scores.read(), top), strict=True):
         [slot], guesses = text.live, text.guesses
-        if t and (len(slot.text) != slot.computed - len(guesses) + t or slot.text[-1] != guesses[t - 1]):
+        if t and (text.done or len(slot.text) != slot.computed - len(guesses) + t or slot.text[-1] != guesses[t - 1]):
             continue
         if math.isnan(token.logprob or 0.0):
             fail(text, no_logits(), context)

@@ -42,7 +42,7 @@ class Scheduler:
     def plan(self) -> list[TextState]:
         """Starts waiting texts for which there are slots, and returns those that take part in the next step."""
         self._admit()
-        reading = []
+        reading, guessed = [], 0
         for text in self.running:
             room = self.context.room(text.live[0])
             if room == 0:
@@ -53,7 +53,8 @@ class Scheduler:
                 text.count = 0
                 reading.append(text)
             elif text.request.config.speculate:
-                text.guesses = text.guess(room)
+                text.guesses = text.guess(min(room, 1 + self.chunk - guessed))
+                guessed += len(text.guesses)
                 text.count += len(text.guesses)
         used = 0
         in_order = sorted(reading, key=lambda text: text.number)
@@ -79,13 +80,22 @@ class Scheduler:
     def _start(self, text: TextState) -> bool:
         """Gives a text its slots, the first of which gets what another has of its prompt; unless it is better to
         wait."""
+        if (other := text.behind) is not None and other.count and other.left >= REUSED_FROM and not other.done:
+            return False
         ids, context, width = [*text.request.ids], self.context, text.request.width
         echoes = text.request.config.echo_logprobs  # then logits are computed from its start
-        shared = {slot: 0 if echoes else context.shared(slot, ids) for slot in context.slots}
-        source, same = max(shared.items(), key=lambda each: each[1])
-        progressing = [other.live[0] for other in self.running if other.count and not (other.done or echoes)]
-        if any(context.shared(slot, ids, soon=True) >= same + REUSED_FROM for slot in progressing):
-            return False
+        source, same = self.free[0], 0
+        for slot in () if echoes else context.slots:
+            if (more := context.shared(slot, ids)) > same:
+                source, same = slot, more
+            if same + REUSED_FROM >= len(ids):  # nothing to gain, neither from another slot nor by waiting
+                break
+        else:
+            for other in () if echoes else self.running:
+                progresses = other.count and not other.done
+                if progresses and context.shared(other.live[0], ids, soon=True) >= same + REUSED_FROM:
+                    text.behind = other
+                    return False
         if same < REUSED_FROM:
             source, same = self.free[0], 0
         first = source if source in self.free else self.free[0]

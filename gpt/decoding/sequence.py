@@ -69,6 +69,7 @@ class TextState:
     count: int = 0  # ids that each live slot gets in the current step
     guesses: list[int] = field(default_factory=list)  # those at the end of them that may turn out wrong
     lookup: Lookup = field(default_factory=Lookup)
+    behind: "TextState | None" = None  # while it waits: the text whose prompt begins the same, and is being read
     done: bool = False
     cached: int = 0
     tokens: list[Token] = field(default_factory=list)

@@ -109,8 +109,7 @@ class KVCache:
         """Copies positions ``start`` to ``stop`` of row ``source`` to row ``target``. ``written``: how many positions
         either row has ever been given; where those have outgrown a layer's columns, all columns are copied."""
         for each in (*self.keys, *self.values):
-            overwritten = written + (SLACK if each.size(2) < self.room else 0)
-            columns = slice(start, stop) if overwritten <= each.size(2) else slice(None)
+            columns = slice(start, stop) if written <= each.size(2) else slice(None)
             each[target, :, columns] = each[source, :, columns]
 
     def clear(self, row: int) -> None:

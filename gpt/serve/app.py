@@ -134,11 +134,11 @@ class Server:
         request.state.lane = "large text" if len(body) > SMALL_BODY else "text"
         return await self._in_thread(request, lambda: read_json(body))
 
-    async def _in_thread(self, request: Request, work: Callable[[], T], chat: bool = False) -> T:
+    async def _in_thread(self, request: Request, work: Callable[[], T], lane: str = "") -> T:
         """Returns what ``work`` returns, done in a thread of the request's lane. It is never begun for a client that
         has left before."""
-        lane = "chat" if chat else request.state.lane
-        return await asyncio.get_running_loop().run_in_executor(self.in_flight.lanes[lane], work)
+        lanes = self.in_flight.lanes
+        return await asyncio.get_running_loop().run_in_executor(lanes[lane or request.state.lane], work)
 
     # Small routes
 
@@ -252,7 +252,7 @@ class Server:
             form = {"answer": asked.answer, "open_end": asked.open_end}
             return chat.render(tokenizer, asked.messages, **form, variables=asked.variables)
 
-        return await self._in_thread(request, render, chat=True)
+        return await self._in_thread(request, render, lane="chat")
 
     async def _encode(self, request: Request, text: str) -> list[int]:
         """Returns the ids of a rendered conversation."""
@@ -291,7 +291,11 @@ class Server:
         self._check_size(prompts, asked)
         constraint = None
         if asked.config.constraint is not None:
-            constraint = await self._in_thread(request, lambda: self.service.constraints.find(asked.config))
+            try:
+                find = partial(self.service.constraints.find, asked.config)
+                constraint = await self._in_thread(request, find, "constraint")
+            except UserError as error:
+                raise ApiError(400, error.message, asked.constrained_by) from None
         if self.gave_up:
             raise _stopping()
         request.state.answer = answer = Answer(self.service, prompts, asked, constraint)

@@ -11,7 +11,7 @@ from gpt.serve.protocol import ApiError
 LARGEST_BODY = 4 * 2**20
 SMALL_BODY = 2**16  # accepted however much memory other bodies take
 MOST_BODIES = 64 * LARGEST_BODY  # bytes of the bodies of all requests in flight
-THREADS = {"text": 2, "large text": 1, "chat": 1}  # that parse, tokenize and render
+THREADS = {"text": 2, "large text": 1, "chat": 1, "constraint": 1}  # that parse, tokenize, render, compile
 
 
 class InFlight:

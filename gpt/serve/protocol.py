@@ -63,6 +63,7 @@ class Generation:
     echo: bool
     open_ended: bool  # whether it does not say how many tokens it wants
     stop_ids: frozenset[int] = frozenset()
+    constrained_by: str | None = None  # the field, by the name that was sent, that says what the text has to be
     token_details: bool = False  # of completions: the ids and bytes of tokens and alternatives beside their texts
 
 
@@ -120,6 +121,10 @@ class _Fields:
                 self.values[name], self._given[name] = self.values[alias], alias
         self.values = {**defaults, **self.values}
 
+    def sent(self, name: str) -> str:
+        """Returns the name that a field was sent by."""
+        return self._given.get(name, name)
+
     def number(self, name: str, default: float, low: float, high: float) -> float:
         value, name = self.values.get(name, default), self._given.get(name, name)
         if type(value) not in (int, float) or not low <= value <= high or not math.isfinite(value):
@@ -173,6 +178,7 @@ ALIASES = {  # of llama.cpp's server, transformers and vLLM
 }  # fmt: skip
 # Fields that change what a client gets, and that this server does not support: the values that ask for nothing. Fields
 # that are neither read nor listed change nothing, or are unknown to OpenAI, llama.cpp and vLLM.
+OBJECT = {"type": "object"}
 REFUSED: Mapping[str, Sequence[Any]] = {
     # OpenAI
     "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
@@ -255,6 +261,7 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
         echo=echo,
         open_ended=given is None or tokens == -1,
         stop_ids=frozenset(stop_ids),
+        constrained_by=next(iter(_constraint_fields(fields)), None),
         token_details=not chat and fields.flag("token_details"),
     )
 
@@ -271,6 +278,9 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 def _constraint(fields: _Fields) -> dict[str, Any]:
     """Reads what the text has to be: ``choices``, ``regex``, or a schema in ``json_schema`` or ``response_format``."""
+    empty = [name for name in ("choices", "regex", "json_schema") if fields.values.get(name) in ([], "")]
+    if empty:
+        raise _wrong(fields.sent(empty[0]), "is empty")
     choices, regex = fields.value("choices", []), fields.value("regex", "")
     schema, form = fields.value("json_schema", "", dict), fields.value("response_format", {"type": "text"})
     if not all(isinstance(each, str) and each for each in choices):
@@ -278,14 +288,23 @@ def _constraint(fields: _Fields) -> dict[str, Any]:
     if form.get("type") not in ("text", "json_object", "json_schema"):
         raise _wrong("response_format", "must be of type text, json_object or json_schema")
     if form["type"] != "text":
-        if schema != "":
-            raise _wrong("json_schema", "cannot be combined with response_format")
-        inner = form.get("json_schema") if form["type"] == "json_schema" else {"schema": {"type": "object"}, **form}
+        inner = form.get("json_schema") if form["type"] == "json_schema" else {"schema": form.get("schema") or OBJECT}
         schema = inner.get("schema") if isinstance(inner, dict) else None
         if not isinstance(schema, dict):
             raise _wrong("response_format", "must have a schema, which is an object")
+    given = _constraint_fields(fields)
+    if len(given) > 1:
+        raise _wrong(given[1], f"cannot be combined with {given[0]}")
     schema = json.dumps(schema) if isinstance(schema, dict) else clean(schema)
     return {"choices": tuple(map(clean, choices)), "regex": clean(regex), "json_schema": schema}
+
+
+def _constraint_fields(fields: _Fields) -> list[str]:
+    """Returns the fields that constrain the text, by the names that were sent."""
+    form = fields.values.get("response_format", {})
+    formed = ["response_format"] if isinstance(form, dict) and form.get("type", "text") != "text" else []
+    names = [name for name in ("choices", "regex", "json_schema") if name in fields.values]
+    return formed + [fields.sent(name) for name in names]
 
 
 def clean(value: str) -> str:

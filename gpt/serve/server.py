@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import os
 import signal
 import socket
 import time
@@ -125,7 +126,7 @@ def listen(config: ServeConfig) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
         raise UserError(
-            f"cannot listen at {config.host}, port {config.port}: {error.strerror or error}",
+            f"cannot listen at {config.host}, port {config.port}: {os.strerror(error.errno) if error.errno else error}",
             "another program may have the port: take another --port, or 0 for a free one",
         ) from None
 
@@ -144,9 +145,6 @@ def serve(
     are answered. The checkpoint at ``path`` may have sampling defaults. Raises `UserError` where the address or the
     memory cannot be had, `Interrupted` at the end."""
     context = make_context(model, compute, config, tokenizer.vocab_size)
-    if native.is_used(model):  # compiled now, and not while the first client waits
-        _ = [*generate(context, [0], SampleConfig(max_tokens=2), ())]
-        context.slots[0].forget()
     metrics = ServerMetrics()
     worker = Worker(context, tokenizer.ends, metrics)
     defaults = _defaults(path, note) if path and config.defaults == "model" else {}
@@ -154,6 +152,9 @@ def serve(
     gc.collect()
     gc.freeze()  # what lives as long as the server needs no look at each collection, which stops all threads
     with contextlib.closing(listen(config)) as sock:
+        if native.is_used(model):  # compiled now, and not while the first client waits
+            _ = [*generate(context, [0], SampleConfig(max_tokens=2), ())]
+            context.slots[0].forget()
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"http://{host}:{sock.getsockname()[1]}"
         signum = asyncio.run(_serve(Server(service, note), sock, lambda: ready(address), note))

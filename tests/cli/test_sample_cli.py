@@ -510,7 +510,7 @@ def test_structured_output(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     (["--regex", "a", "--choices", "b,c"], "choices and regex both constrain the text"),
     (["--choices", "b,,c"], "choices is empty; it must be a text, or several"),
     (["--json-schema", "none.json"], "cannot read none.json: No such file or directory"),
-    (["--regex", "a", "--ignore-eot"], "structured output ends at end-of-text, which is to be ignored"),
+    (["--regex", "a", "--ignore-eot"], "structured output cannot ignore end-of-text"),
 ])  # fmt: skip
 def test_structured_output_that_cannot_be(gpt: Gpt, run_folder: Path, options: list[str], message: str) -> None:
     refused(gpt("sample", "the", "-m", run_folder, *options), message)

@@ -137,9 +137,10 @@ WRONG = [
     ({"json_schema": "true"}, "json_schema is not a JSON object"),
     ({"json_schema": '{"type": "text"}'}, "json_schema: Invalid type: text"),
     ({"json_schema": '{"not": {}}'}, 'json_schema: Unimplemented keys: ["not"]'),
+    ({"json_schema": '{"items": {"type": "integer", "multipleOf": 999983}}'}, "json_schema: multipleOf is too large"),
     ({"json_schema": '{"enum": []}'}, "json_schema: Unsatisfiable schema"),
     ({"json_schema": '{"$ref": "http://x/y"}'}, "json_schema: Resource 'http://x/y' is not present"),
-    ({"json_schema": '{"$ref": "#"}'}, "json_schema: no text of the model's tokens satisfies it"),
+    ({"json_schema": '{"$ref": "#"}'}, "json_schema: no text satisfies it"),
     ({"json_schema": '{"type": "string", "pattern": "(?=a)"}'}, "json_schema: look-around"),
     ({"json_schema": '{"x-guidance": 1}'}, "json_schema: "),
     ({"json_schema": '{"items":' * 500 + "{}" + "}" * 500}, "json_schema: "),
@@ -158,7 +159,7 @@ def test_what_cannot_be_followed_is_refused(settings: dict[str, Any], message: s
 def test_settings_that_exclude_each_other() -> None:
     with pytest.raises(UserError, match="choices and regex both constrain the text"):
         SampleConfig(choices=("a",), regex="b")
-    with pytest.raises(UserError, match="structured output ends at end-of-text"):
+    with pytest.raises(UserError, match="structured output cannot ignore end-of-text"):
         SampleConfig(regex="b", ignore_eot=True)
 
 
@@ -172,7 +173,7 @@ def test_it_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_vocabulary_that_cannot_write_it() -> None:
     """Some vocabularies lack bytes. Several tokens may have the same."""
     cache = ConstraintCache(letters(b"a", b"b", b"ab", b"a"))
-    with pytest.raises(UserError, match="regex: no text of the model's tokens satisfies it"):
+    with pytest.raises(UserError, match="regex: no text satisfies it"):
         cache.find(SampleConfig(regex="z"))
     found = cache.find(SampleConfig(regex="aba?|abz"))
     assert found is not None

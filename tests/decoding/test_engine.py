@@ -304,3 +304,32 @@ def test_log_probabilities_of_a_prompt_in_chunks_are_those_of_the_whole() -> Non
             torch.tensor([token.logprob for token in ours[1:]]), torch.tensor([token.logprob for token in theirs[1:]]),
             atol=1e-5,
         )  # fmt: skip
+
+
+def test_windows_serve_no_prompt_whose_positions_were_written_over() -> None:
+    """By a text in the same slot, before or since: one that was longer, or guesses that turned out wrong."""
+    model, rng = tiny_model(400, "rotary", "modern", window=8, window_layers=(0, 1)), random.Random(1)
+    first = [rng.randrange(40) for _ in range(300)]
+    some: dict[str, Any] = {"max_tokens": 4, "ignore_eot": True}
+    rewound = [first, [*first[:245], 41, 41], [*first[:190], 42, 42]]
+    guessed = Request([7, 8, 9] * 23, SampleConfig(max_tokens=40, ignore_eot=True, speculate=64))
+    after = Request([*guessed.ids[:20], 42, 42], SampleConfig(greedy=True, **some))
+    for requests in ([Request(ids, SampleConfig(greedy=True, **some)) for ids in rewound], [guessed, after]):
+        context = Context(model, CPU, 1)
+        for request in requests:
+            engine = Engine(context, {EOT})
+            engine.add(request)
+            found, expected = (
+                [t.logprob for u in us for t in u.tokens] for us in (engine.run(), alone(model, request))
+            )
+            assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_guesses_beyond_what_is_no_number_end_their_text_alone() -> None:
+    model = tiny_model(64)
+    model.get_parameter("wpe.weight").data[22:] = float("nan")
+    engine = Engine(Context(model, CPU, 2), {EOT})
+    engine.add(Request([1, 2, 3] * 7, SampleConfig(greedy=True, ignore_eot=True, speculate=4)))
+    engine.add(Request([5, 6], SampleConfig(greedy=True, max_tokens=15, ignore_eot=True)))
+    ends = [update for update in engine.run() if update.error or update.reason]
+    assert [(type(end.error), end.reason) for end in ends] == [(NotANumber, None), (type(None), "length")]
