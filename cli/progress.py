@@ -21,7 +21,7 @@ PLAIN_SECONDS = 5.0  # between lines of progress where there is no terminal
 @contextlib.contextmanager
 def starting(quiet: bool) -> Iterator[None]:
     """Shows a spinner on a terminal while torch is imported. The garbage collector is off meanwhile and skips these
-    modules from then on: an import creates many objects and hardly any garbage, and each full collection of torch's
+    modules from then on: an import creates many objects and hardly any garbage, and each full collection
     takes 0.1 s."""
     console = stderr()
     shown = not quiet and console.is_terminal

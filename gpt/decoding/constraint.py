@@ -86,7 +86,7 @@ class ConstraintCache:
         grammar = f'%llguidance {{"no_forcing": true}}\nstart: {_grammar(name, value)}'
         limits = LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
-        matcher.compute_bitmask()  # fails if there is no such text
+        matcher.compute_bitmask()  # fails if no text satisfies it
         if matcher.is_stopped() and not matcher.is_accepting():
             raise UserError(f"{name}: {_reason(matcher)}", "docs/sampling.md says what is supported")
         return Constraint(matcher, self._compiled.cache_clear)

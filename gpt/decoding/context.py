@@ -88,8 +88,8 @@ class Context:
 
     @torch.inference_mode()
     def forward(self, work: Sequence[tuple[Slot, int]], ids: Tensor) -> Tensor:
-        """Computes the next positions of some slots, so many of each, in one pass. ``ids``, (N), are theirs one after
-        the other, on the device. Returns the residual stream (N, C).
+        """Computes the next positions of some slots in one pass; ``work`` says how many of each. ``ids``, (N), are
+        theirs, one slot after the other, on the device. Returns the residual stream (N, C).
 
         Adjacent slots attend together when they get equally many ids: few, or from the same position on.
         """
@@ -158,7 +158,7 @@ class Context:
 
     @torch.inference_mode()
     def begin(self, slot: Slot, prompt: list[int], source: Slot, same: int) -> None:
-        """Gives a slot a prompt to compute, of which the last block_size ids are kept. Its first ``same`` ids are
+        """Gives a slot a prompt to compute; only its last block_size ids are kept. Its first ``same`` ids are
         `shared` with slot ``source``, which may be the same one."""
         if source is not slot:
             self.cache.copy(source.at, slot.at, 0, same, source.written)

@@ -16,7 +16,7 @@ from gpt.device import Download, upload
 from gpt.errors import UserError
 
 POSITIONS_AT_ONCE = 64  # of a prompt, whose logits are computed together
-Place = tuple[TextState, int]  # the token after a text's known ids and so many of its guesses
+Place = tuple[TextState, int]  # the token after a text's known ids and this many of its guesses
 
 
 @dataclass(frozen=True)

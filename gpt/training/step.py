@@ -87,8 +87,10 @@ class Stepper:
 
         Where a step has collectives, a compiler that fails on one rank would leave the others waiting in them: so each
         rank first compiles something small by itself."""
-        alone = torch.compile(lambda: torch.ones(1, device=self.compute.device) + 1)
-        for work in (alone, partial(self._compile, note))[self.world.size == 1 :]:
+        works: list[Callable[[], object]] = [partial(self._compile, note)]
+        if self.world.size > 1:
+            works.insert(0, torch.compile(lambda: torch.ones(1, device=self.compute.device) + 1))
+        for work in works:
             failed = _failure(work)
             if self.world.all_reduce_max(failed is not None):
                 self._uncompile()

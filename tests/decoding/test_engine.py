@@ -333,3 +333,29 @@ def test_guesses_beyond_what_is_no_number_end_their_text_alone() -> None:
     engine.add(Request([5, 6], SampleConfig(greedy=True, max_tokens=15, ignore_eot=True)))
     ends = [update for update in engine.run() if update.error or update.reason]
     assert [(type(end.error), end.reason) for end in ends] == [(NotANumber, None), (type(None), "length")]
+
+
+def test_guesses_of_a_step_fit_its_chunk() -> None:
+    """Their logits take memory too, and a client may ask for guesses."""
+    context = Counted(tiny_model(64), CPU, 4)
+    engine = Engine(context, {EOT}, chunk=6)
+    for n in range(4):
+        config = SampleConfig(greedy=True, ignore_eot=True, max_tokens=30, speculate=8)
+        engine.add(Request([n, n, 7, 8] * 4, config))
+    assert len([update for update in engine.run() if update.reason]) == 4
+    assert 4 + 6 <= max(context.positions) <= 4 + 6 + 6  # newest ids, guesses, and prompts
+
+
+def test_texts_that_wait_for_a_shared_prompt_are_compared_with_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    whole = Context.shared
+    monkeypatch.setattr(Context, "shared", lambda *args, **kwargs: calls.append(1) or whole(*args, **kwargs))
+    engine = Engine(Context(tiny_model(300), CPU, 4), {EOT}, chunk=16)
+    for n in range(4):
+        engine.add(Request([*range(40), *range(40), *range(40), n], GREEDY))
+    engine.step()
+    first = len(calls)
+    engine.step()
+    engine.step()
+    assert len(calls) == first
+    assert len([update for update in engine.run() if update.reason]) == 4
