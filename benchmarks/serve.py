@@ -1,15 +1,18 @@
 """Measures `gpt serve`: correctness under load, throughput and first tokens beside other servers, memory over time.
 
     python -m benchmarks.serve RUN                  writes a section of RESULTS.md, in some minutes
+    python -m benchmarks.serve RUN --dtypes int8    throughput in other dtypes, compared with llama.cpp's file types
+    python -m benchmarks.serve RUN --exact          only compares mixed requests with `gpt sample`
     python -m benchmarks.serve RUN --soak MINUTES   mixed load with clients that leave: memory at its start and its end
 
-RUN is a trained model. Servers run in processes of their own on one thread in float32, and take turns. llama.cpp is
-measured where the extra `interop` is installed, `transformers serve` where transformers[serving] is.
+RUN is a trained model. Servers run in processes of their own, in float32 on one thread unless asked otherwise, and take
+turns. llama.cpp is measured if the extra `interop` is installed, `transformers serve` if transformers[serving] is.
 """
 
 import argparse
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -140,24 +143,28 @@ async def _answers(process: "subprocess.Popen[bytes]", target: Target) -> bool:
     return False
 
 
-def ours(run: Path, batch: int = 32) -> contextlib.AbstractContextManager[Target]:
+def ours(
+    run: Path, batch: int = 32, dtype: str = "float32", threads: int = 1
+) -> contextlib.AbstractContextManager[Target]:
     """`gpt serve`."""
     port = free_port()
-    words = [str(SCRIPTS / "gpt"), "serve", "-m", str(run), "--port", str(port), "--name", "it", "--dtype", "float32"]
-    words += ["--threads", "1", "--max-batch", str(batch), "--queue", "200"]
+    words = [str(SCRIPTS / "gpt"), "serve", "-m", str(run), "--port", str(port), "--name", "it", "--dtype", dtype]
+    words += ["--threads", str(threads), "--max-batch", str(batch), "--queue", "200", "--defaults", "openai"]
     return running(words, port, "it", ignore_eos=True)
 
 
-def llama_cpp(run: Path, place: Path) -> contextlib.AbstractContextManager[Target]:
-    """llama.cpp's server with the exported model, as many slots as there are clients."""
-    port, path = free_port(), place / "model.gguf"
+def llama_cpp(run: Path, place: Path, dtype: str, threads: int) -> contextlib.AbstractContextManager[Target]:
+    """llama.cpp's server with the exported model, one slot per client."""
+    port, kind = free_port(), {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}[dtype]
+    path = place / f"{kind}.gguf"
     if not path.exists():
-        subprocess.run([SCRIPTS / "gpt", "export", str(run), "-o", str(path)], check=True, capture_output=True)
-    words = [sys.executable, "-m", "benchmarks.serve", str(path), "--llama-cpp", str(port)]
+        words = [SCRIPTS / "gpt", "export", str(run), "-o", str(path), "--type", kind]
+        subprocess.run(words, check=True, capture_output=True)
+    words = [sys.executable, "-m", "benchmarks.serve", str(path), "--llama-cpp", str(port), "--threads", str(threads)]
     return running(words, port, "it", ignore_eos=True)
 
 
-def serve_llama_cpp(path: str, port: int) -> None:
+def serve_llama_cpp(path: str, port: int, threads: int) -> None:
     """Serves a .gguf file until standard input ends."""
     import xllamacpp
 
@@ -165,7 +172,7 @@ def serve_llama_cpp(path: str, port: int) -> None:
     params.model.path, params.port = path, port
     params.n_gpu_layers, params.n_parallel, params.verbosity = 0, max(CLIENTS), 1
     params.n_ctx = max(CLIENTS) * 256
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.warmup = params.fit_params = params.ui = False
     server = xllamacpp.Server(params)
     sys.stdin.read()
@@ -200,16 +207,21 @@ def speed(target: Target, clients: int, prompts: Sequence[str]) -> tuple[float, 
     return asyncio.run(all_at_once())
 
 
-def compare(run: Path, prompts: Sequence[str], place: Path) -> list[str]:
-    """Returns a table of servers that take turns."""
+def compare(run: Path, prompts: Sequence[str], place: Path, dtypes: Sequence[str], threads: int) -> list[str]:
+    """Returns a table of servers that take turns. transformers' are compared in float32 on one thread."""
     rates: dict[str, dict[int, list[tuple[float, float]]]] = {}
     left_out: dict[str, str] = {}
     servers: dict[str, Callable[[], contextlib.AbstractContextManager[Target]]] = {
-        "`gpt serve`": lambda: ours(run),
-        "llama.cpp": lambda: llama_cpp(run, place),
-        "`transformers serve`": lambda: transformers(run, batches=False),
-        "`transformers serve`, continuous batching": lambda: transformers(run, batches=True),
+        name: server
+        for dtype in dtypes
+        for name, server in (
+            (f"`gpt serve`, {dtype}", functools.partial(ours, run, dtype=dtype, threads=threads)),
+            (f"llama.cpp, {dtype}", functools.partial(llama_cpp, run, place, dtype, threads)),
+        )
     }
+    if list(dtypes) == ["float32"] and threads == 1:
+        servers["`transformers serve`"] = functools.partial(transformers, run, batches=False)
+        servers["`transformers serve`, continuous batching"] = functools.partial(transformers, run, batches=True)
     for n, (name, manager) in itertools.product(range(ROUNDS), servers.items()):
         try:
             with manager() as target:
@@ -379,11 +391,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run")
     parser.add_argument("--soak", type=float, metavar="MINUTES")
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--dtypes", choices=["float32", "int8", "int4"], nargs="+", default=["float32"])
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--llama-cpp", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--print", action="store_true", help="print, and leave RESULTS.md as it is")
     asked = parser.parse_args()
     if asked.llama_cpp:
-        serve_llama_cpp(asked.run, asked.llama_cpp)
+        serve_llama_cpp(asked.run, asked.llama_cpp, asked.threads)
         return
     run, rng = Path(asked.run).absolute(), random.Random(0)
     words = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8").split()
@@ -391,10 +406,18 @@ def main() -> None:
     how = " ".join(["python -m benchmarks.serve RUN", *(["--soak", f"{asked.soak:g}"] if asked.soak else [])])
     if asked.soak:
         title, lines = "Serving: memory over time", soak(run, prompts, asked.soak)
+    elif asked.exact:
+        title, lines = "Serving: equality", exact(run, prompts)
+    elif asked.dtypes != ["float32"] or asked.threads > 1:
+        title = f"Serving: {asked.threads} threads"
+        with tempfile.TemporaryDirectory() as place:
+            lines = compare(run, prompts, Path(place), asked.dtypes, asked.threads)
+        lines = [f"Each client asks for {TOKENS} tokens, greedily, after a prompt of 8 words.", "", *lines]
     else:
         title = "Serving"
         with tempfile.TemporaryDirectory() as place:
-            lines = [*compare(run, prompts, Path(place)), *first_tokens(Path(place)), "", *exact(run, prompts)]
+            lines = compare(run, prompts, Path(place), asked.dtypes, asked.threads)
+            lines += [*first_tokens(Path(place)), "", *exact(run, prompts)]
         lines = [f"Each client asks for {TOKENS} tokens, greedily, after a prompt of 8 words.", "", *lines]
     if asked.print:
         print("\n".join(lines))
