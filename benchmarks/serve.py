@@ -110,7 +110,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(words: Sequence[str], port: int, model: str, **extra: Any) -> Iterator[Target]:
-    """Runs a server until the end of the block. Raises `RuntimeError` where it does not answer within a minute."""
+    """Runs a server until the end of the block. Raises `RuntimeError` where it does not answer within three minutes."""
     with tempfile.TemporaryFile() as log:
         one = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         process = subprocess.Popen(
@@ -133,7 +133,7 @@ def running(words: Sequence[str], port: int, model: str, **extra: Any) -> Iterat
 
 
 async def _answers(process: "subprocess.Popen[bytes]", target: Target) -> bool:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while time.monotonic() < end and process.poll() is None:
         with contextlib.suppress(OSError, IndexError):
             reply = await ask(target, {"prompt": "a", "max_tokens": 1}, leave_after=30)
@@ -207,7 +207,9 @@ def speed(target: Target, clients: int, prompts: Sequence[str]) -> tuple[float, 
     return asyncio.run(all_at_once())
 
 
-def compare(run: Path, prompts: Sequence[str], place: Path, dtypes: Sequence[str], threads: int, rounds: int) -> list[str]:
+def compare(
+    run: Path, prompts: Sequence[str], place: Path, dtypes: Sequence[str], threads: int, rounds: int
+) -> list[str]:
     """Returns a table of servers that take turns. transformers' are compared in float32 on one thread."""
     rates: dict[str, dict[int, list[tuple[float, float]]]] = {}
     left_out: dict[str, str] = {}

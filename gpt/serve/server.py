@@ -171,7 +171,7 @@ def _defaults(checkpoint: Path, note: Callable[[str], None]) -> dict[str, Any]:
     except UserError as error:
         raise UserError(error.message, "repair the file, or ignore it with --defaults openai") from None
     if found:
-        shown = ", ".join(f"{name} {value}" for name, value in found.items())
+        shown = ", ".join(f"{name} {value:.15g}" for name, value in found.items())
         note(f"sampling defaults from generation_config.json: {shown}; --defaults openai turns them off")
     return found
 
