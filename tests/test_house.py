@@ -90,7 +90,7 @@ def test_the_page_of_the_house_lists_every_module() -> None:
 def test_dependencies_have_ranges_here_pins_in_constraints_and_their_place_in_the_docs() -> None:
     pinned = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in pinned if line and line[0] != "#")
-    docs = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    docs = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
     extras = PROJECT["project"]["optional-dependencies"]
     for requirement in [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["hf"], *extras["bench"]]:
         name = re.split(r"[\[<>=]", requirement)[0]
