@@ -417,7 +417,7 @@ def main() -> None:
         serve_llama_cpp(asked.run, asked.llama_cpp, asked.threads)
         return
     run, rng = Path(asked.run).absolute(), random.Random(0)
-    words = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8").split()
+    words = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8").split()
     prompts = [" ".join(words[at : at + 8]) for at in rng.sample(range(len(words) - 8), 200)]
     how = " ".join(["python -m benchmarks.serve RUN", *(["--soak", f"{asked.soak:g}"] if asked.soak else [])])
     if asked.soak:
