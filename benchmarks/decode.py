@@ -130,10 +130,20 @@ class Bench:
     def gpt(self, dtype: str, compile: str = "auto") -> Command:
         """Returns our command."""
         return lambda work: [
-            str(SCRIPTS / "gpt"), "sample", self.prompt(work.prompt), "--model", str(self.place / dtype),
-            "--dtype", dtype, "--greedy", "--ignore-eot", "-n", str(work.new), "-N", str(work.texts),
+            str(SCRIPTS / "gpt"), "sample", *self.prompts(work), "--model", str(self.place / dtype),
+            "--dtype", dtype, "--greedy", "--ignore-eot", "-n", str(work.new),
             "--batch", str(work.batch), "--compile", compile, "--json",
         ]  # fmt: skip
+
+    def prompts(self, work: Work) -> list[str]:
+        """Returns the words that name the prompts: a single one, or several that share no prefix, since the prefix
+        cache would read a shared one only once."""
+        if not work.batch:
+            return [self.prompt(work.prompt), "-N", str(work.texts)]
+        file = self.place / f"{work.texts}x{work.prompt}.jsonl"
+        texts = [self.tokenizer.decode(self.ids[at * work.prompt :][: work.prompt]) for at in range(work.texts)]
+        file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
+        return ["--prompts", str(file)]
 
     def peer(self, name: str, file: str) -> Command:
         """Returns the command of another system."""
