@@ -26,15 +26,14 @@ LICENSES = sorted(_LICENSES.split())
 class ExportConfig:
     """The settings of ``gpt export``. Raises `UserError` for values without a meaning."""
 
-    type: FileType | None = option(None, "Of the matrices in a .gguf file.", panel="Weights", shown="f16")
-    dtype: FolderDtype | None = option(None, "Of the weights in a folder.", panel="Weights", shown="float32")
+    type: FileType | None = option(None, "Type of the matrices in a GGUF file", panel="Weights", shown="f16")
+    dtype: FolderDtype | None = option(None, "Type of the weights in a folder", panel="Weights", shown="float32")
     license: str | None = option(
-        None, "The model's license, as the hub names it: mit, apache-2.0, other …", panel="Card", shown="unknown"
+        None, "License in the model card, such as mit, apache-2.0 or other", panel="Card", shown="unknown", metavar="ID"
     )
     samples: int = option(
-        0, "Samples in a folder's card. They may repeat private text of the data.", panel="Card", shown="none",
-        low=0, high=100,
-    )  # fmt: skip
+        0, "Samples in the model card; they may quote the training text", panel="Card", low=0, high=100
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
