@@ -119,7 +119,7 @@ def decode(
     words = [word for each in ids for word in (_stdin().split() if each == "-" else each.split())]
     numbers = [int(word) if word.isascii() and word.isdecimal() and len(word) < 20 else -1 for word in words]
     if -1 in numbers:
-        raise UserError(f'"{words[numbers.index(-1)]}" is no id', "ids are whole numbers, separated by spaces")
+        raise UserError(f'"{words[numbers.index(-1)]}" is not a token id', "ids are whole numbers, separated by spaces")
     found = _find(tokenizer)
     found.check(numbers)
     space = b" " if found.backend.adds_space else b""

@@ -292,9 +292,9 @@ def find_preset(name: str) -> Preset:
 
 # The panels in which options are listed, in this order.
 PANELS = (
-    "Run", "Model", "Fine-tuning", "Text and tokens", "How TEXT is read", "Length and batch", "Optimizer",
-    "Along the way", "Text", "Choice of the next token", "Beam search", "Weights", "Card", "Address", "Load",
-    "What it costs", "Devices", "How a step is computed", "Machine", "Output",
+    "Run", "Model", "Fine-tuning", "Text and tokens", "Reading TEXT", "Length and batch", "Optimizer",
+    "Evaluation and checkpoints", "Text", "Sampling", "Beam search", "Weights", "Card", "Address", "Load",
+    "Cost", "Devices", "Training step", "Machine", "Output",
 )  # fmt: skip
 _run, _model, _tune, _data, _read, _length, _optim, _log = (partial(option, panel=name) for name in PANELS[:8])
 _machine = partial(option, panel="Machine")

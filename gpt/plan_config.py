@@ -8,7 +8,7 @@ from gpt.errors import UserError
 from gpt.peaks import find_kind
 from gpt.settings import check_options, option
 
-_PANELS = ("What it costs", "Devices", "How a step is computed")
+_PANELS = ("Cost", "Devices", "Training step")
 _cost, _devices, _step = (partial(option, panel=name) for name in _PANELS)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_origin
 from gpt.errors import UserError, did_you_mean
 from gpt.settings import check_options, field_types, option, without_none
 
-_PANELS = ("Text", "Choice of the next token", "Beam search", "Machine", "Output")
+_PANELS = ("Text", "Sampling", "Beam search", "Machine", "Output")
 _text, _filter, _beam, _machine, _output = (partial(option, panel=name) for name in _PANELS)
 MOST_BEAMS = 1024
 MOST_BIAS = 10**9  # either way; far beyond what logits differ by, and far within what a float holds

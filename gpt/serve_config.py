@@ -51,7 +51,7 @@ class ServeConfig:
     grace: float = _load(30, "Seconds that requests in flight get after Ctrl-C", low=0, high=86_400)
     defaults: Literal["model", "openai"] = option(
         "model", "Default sampling settings: the model's generation_config.json, or OpenAI's",
-        panel="Choice of the next token",
+        panel="Sampling",
     )  # fmt: skip
     access_log: bool = option(False, "Log each request to stderr: id, path, status, tokens and seconds", panel="Output")
 

@@ -335,7 +335,7 @@ def test_a_mistake_ends_no_conversation(gpt: Gpt, run_folder: Path) -> None:
 
 def test_a_conversation_is_alone(gpt: Gpt, run_folder: Path) -> None:
     for more in (["--json"], ["x"], ["-o", "o.jsonl"], ["-N", "2"]):
-        refused(gpt("sample", "-i", "-m", run_folder, *more), "--interactive reads prompts")
+        refused(gpt("sample", "-i", "-m", run_folder, *more), "--interactive cannot be combined")
 
 
 @pytest.mark.slow

@@ -178,7 +178,7 @@ def test_sections(gpt: Gpt) -> None:
         said = json.loads(gpt("params", "gpt2", *flags, "--json").out)
         assert list(said) == [*plain, *keys]
         assert all(said[key] == plain[key] for key in plain)
-    assert "not known" in gpt("params", "nano", "--time", "--kind", "cpu").out
+    assert "is unknown" in gpt("params", "nano", "--time", "--kind", "cpu").out
     both = [json.loads(line) for line in gpt("params", "gpt2", "gpt2-xl", "--time", "--json").out.splitlines()]
     assert both[0]["time"]["days"] < both[1]["time"]["days"]
 
