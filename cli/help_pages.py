@@ -68,7 +68,7 @@ def _write(command: Any, context: Any, page: Any) -> None:
         _section(page, title, [(word, summary(each)) for word, each in commands.items()], 10)
     _section(page, "Arguments", [(name(each), _help(each)) for each in listed])
     if count <= SHORT:
-        found = {COMMON: [each for some in found.values() for each in some]}
+        found = {COMMON: [each for each in listed_options(command, context) if each.rich_help_panel != RARE]}
     elif not whole:
         found = {COMMON: found[COMMON]}
     for title, options in found.items():
@@ -118,14 +118,18 @@ def arguments(command: Any) -> list[Any]:
     return [each for each in command.params if each.param_type_name == "argument" and not each.hidden]
 
 
+def listed_options(command: Any, context: Any) -> list[Any]:
+    """Returns the options of a command: the model first, then those with a short flag."""
+    options = [each for each in command.get_params(context) if each.param_type_name == "option" and not each.hidden]
+    options = [each for each in options if "--help" not in each.opts]
+    return sorted(options, key=lambda each: ("-m" not in each.opts, len(each.opts) == 1 or "-q" in each.opts))
+
+
 def panels(command: Any, context: Any) -> dict[str, list[Any]]:
-    """Returns a command's options by panel, the common ones first; among these, the model and then those with a short
-    flag come first."""
+    """Returns the options of a command by panel, the common ones first."""
     found: dict[str, list[Any]] = {COMMON: []}
-    for each in command.get_params(context):
-        if each.param_type_name == "option" and "--help" not in each.opts and not each.hidden:
-            found.setdefault(each.rich_help_panel or COMMON, []).append(each)
-    found[COMMON].sort(key=lambda option: ("-m" not in option.opts, len(option.opts) == 1))
+    for each in listed_options(command, context):
+        found.setdefault(each.rich_help_panel or COMMON, []).append(each)
     return {title: options for title, options in found.items() if options}
 
 
