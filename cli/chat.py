@@ -20,6 +20,10 @@ def chat(
     dtype: Dtype = "auto",
     threads: Threads = None,
 ) -> None:
-    """Talk with a model, as `gpt sample -i` does. A model without a chat template continues each text."""
+    """Talk with a model. One without a chat template continues your text.
+
+    gpt chat
+    gpt chat -m hf:Qwen/Qwen3-0.6B
+    """
     check_numbers(1, seed)
     converse(with_constraint(settings, given), model, base, seed, device, dtype, threads)

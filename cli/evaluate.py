@@ -8,7 +8,7 @@ from gpt import events
 from gpt.config import ReadConfig
 
 from . import inputs, progress, render
-from .options import OUTPUT, Base, Device, Dtype, Json, Model, Quiet, Threads, model_and_texts, one_of, option, takes
+from .options import Base, Device, Dtype, Json, Model, Quiet, Threads, model_and_texts, one_of, option, takes
 
 if TYPE_CHECKING:
     from gpt.evaluate import Window
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 @takes(ReadConfig)
 def evaluate(
     settings: ReadConfig,
-    text: Annotated[list[str], typer.Argument(help="As `gpt train` takes it; or a folder of tokens.")],
+    text: Annotated[list[str], typer.Argument(help="Files, folders or corpora, as in `gpt train`, or a token folder")],
     model: Model = None,
     base: Base = None,
     stride: Annotated[
         int | None,
-        option(help="Tokens from the start of one window to the next. Less than the window: windows overlap.",
-                     show_default="the window"),
+        option(help="Tokens between the starts of windows; fewer than a window: they overlap",
+               show_default="the window"),
     ] = None,
     block_size: Annotated[
         int | None,
-        option(help="Tokens in a window, up to the model's context.", show_default="the context, at most 1024"),
+        option(help="Tokens per window, up to the context length", show_default="the context length, at most 1,024"),
     ] = None,
     split: Annotated[
-        str, one_of(("train", "val"), help="Of a folder of tokens: what was trained on, or what was held out.")
+        str, one_of(("train", "val"), help="Part of a token folder: training or held-out text")
     ] = "val",
     per_token: Annotated[
-        bool, option("--per-token", help="Each token's log-probability instead, as JSONL.", rich_help_panel=OUTPUT)
+        bool, option("--per-token", help="Print each token's log-probability as JSON lines instead")
     ] = False,
     tokens: Annotated[bool, option("--tokens", hidden=True)] = False,
     json: Json = False,
@@ -42,7 +42,12 @@ def evaluate(
     dtype: Dtype = "auto",
     threads: Threads = None,
 ) -> None:  # fmt: skip
-    """Measure a model on TEXT: loss, perplexity, bits per byte, in fixed windows over the whole of it."""
+    """Measure a model on a text: loss, perplexity and bits per byte.
+
+    gpt eval chapter.txt
+    gpt eval chapter.txt -m runs/book --stride 128
+    gpt eval wikitext-2 -m hf:openai-community/gpt2 --json
+    """
     model, text = model_and_texts("eval", model, text)
     per_token = per_token or tokens  # its former name
     inputs.announce(text)

@@ -18,19 +18,24 @@ def export(
     settings: ExportConfig,
     rest: list[str],
     out: Annotated[
-        str, option("--out", "-o", help="A new FILE.gguf for llama.cpp and ollama, or a new folder for publishing.")
+        str,
+        option("--out", "-o", metavar="PATH", help="New GGUF file, for llama.cpp and Ollama, or new folder to publish"),
     ],
     model: Model = None,
     base: Base = None,
     eval: Annotated[
         str | None,
-        option("--eval", metavar="TEXT", help="Measure the loss on TEXT before and after.", show_default="none"),
+        option("--eval", metavar="TEXT", help="Measure the loss on TEXT before and after"),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
     device: Device = "auto",
 ) -> None:
-    """Write a model for others: a GGUF file, or a folder with a model card, in any dtype down to int4."""
+    """Export a model as a GGUF file, or as a folder to publish.
+
+    gpt export -m runs/book -o book.gguf
+    gpt export -m runs/book -o book --dtype int8 --license mit
+    """
     model, _ = model_and_texts("export", model, rest, takes_text=False)
     inputs.announce([eval] if eval else None)
     with progress.starting(quiet):

@@ -13,57 +13,50 @@ from gpt import config, sample_config
 from gpt.errors import UserError, did_you_mean
 from gpt.settings import field_types, from_dict, without_none
 
-from . import inputs, render
+from . import help_pages, inputs, render
 
 OUTPUT = "Output"
 
-# Every option has an environment twin; the app's help says so once, so that each option need not.
+# Every option is an environment variable too; `gpt --help` says so once. Options without a panel are common ones, which
+# `--help` lists (see `help_pages`).
 option = functools.partial(typer.Option, show_envvar=False)
 
-Json = Annotated[bool, option("--json", help="JSON on stdout, one object a line.", rich_help_panel=OUTPUT)]
-Quiet = Annotated[bool, option("--quiet", "-q", help="No progress.", rich_help_panel=OUTPUT)]
-MODEL_HELP = (
-    "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, a folder of transformers or PEFT, or hf:NAME of the hub."
-)
-Model = Annotated[str | None, option("--model", "-m", help=MODEL_HELP, show_default="best of the newest run in runs/")]
-PromptFile = Annotated[Path | None, option(help="Read the prompt from a file; - is stdin.", show_default="none")]
-TextFile = Annotated[Path | None, option(help="Read the text from a file; - is stdin.", show_default="none")]
-Seed = Annotated[
-    int | None,
-    option(
-        help="Same seed, same text; a whole number from 0.", show_default="drawn and printed", rich_help_panel="Text"
-    ),
+Json = Annotated[bool, option("--json", help="Print JSON to stdout, one object per line")]
+Quiet = Annotated[bool, option("--quiet", "-q", help="Do not show progress", rich_help_panel=OUTPUT)]
+MODEL_HELP = "RUN[:best|latest|step-N], a checkpoint, a Transformers or PEFT folder, or hf:NAME"
+Model = Annotated[
+    str | None, option("--model", "-m", metavar="MODEL", help=MODEL_HELP, show_default="best of the newest run")
 ]
+PromptFile = Annotated[Path | None, option(help="Read the prompt from a file; - is stdin", rich_help_panel="Text")]
+TextFile = Annotated[Path | None, option(help="Read the text from a file; - is stdin")]
+Seed = Annotated[int | None, option(help="Random seed; the same seed gives the same text", show_default="random")]
 Base = Annotated[
     str | None,
-    option("--base", metavar="MODEL", help="The model that an adapter belongs to.", show_default="the one it names"),
-]
+    option(
+        "--base", metavar="MODEL", help="Base model of a PEFT adapter", show_default="the one that the adapter names",
+        rich_help_panel="Fine-tuning",
+    ),
+]  # fmt: skip
 
 
 def one_of(values: tuple[str, ...], *flags: str, **settings: Any) -> Any:
-    """An option that takes one of ``values``. The library refuses others, with a suggestion, so the parser need not."""
-    return option(*flags, metavar=f"[{'|'.join(values)}]", autocompletion=lambda: list(values), **settings)
+    """An option that takes one of ``values``. The library, not the parser, rejects others, with a suggestion."""
+    return option(*flags, metavar="|".join(values), autocompletion=lambda: list(values), **settings)
 
 
-Device = Annotated[
-    str, one_of(get_args(config.Device), help="auto: CUDA, else MPS, else the CPU.", rich_help_panel="Machine")
-]
+Device = Annotated[str, one_of(get_args(config.Device), help="Device; auto: CUDA, else MPS, else the CPU")]
 Dtype = Annotated[
     str,
     one_of(
         get_args(sample_config.Dtype),
-        help="auto: bfloat16 on newer CUDA devices, else float32; int8, int4: weights rounded, "
-        "in int8 on CPUs activations too: smaller, faster, and a little worse, int4 more so.",
-        rich_help_panel="Machine",
+        help="auto: bfloat16 on recent GPUs, else float32; int8, int4: quantized weights",
     ),
 ]
-
-
 Threads = Annotated[
     int | None,
     option(
-        "--threads", help="Threads that compute on a CPU; beats OMP_NUM_THREADS.", rich_help_panel="Machine",
-        show_default="one a core, fewer for decoding with a small model",
+        "--threads", help="CPU threads; overrides OMP_NUM_THREADS", rich_help_panel="Machine",
+        show_default="one per core, fewer to decode with a small model",
     ),
 ]  # fmt: skip
 
@@ -148,16 +141,17 @@ def _as_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") -> i
     meta = field.metadata
     kind = field_types(config_class)[field.name]
     flags = [*meta["flags"], "--" + field.name.replace("_", "-")]
-    settings = {"help": meta["help"], "rich_help_panel": meta["panel"], "show_default": meta["shown"] or True,
+    panel = {"basic": None, "config": help_pages.RARE}.get(meta["level"], meta["panel"])
+    settings = {"help": meta["help"], "rich_help_panel": panel, "show_default": meta["shown"] or True,
                 "hidden": meta["hidden"]}  # fmt: skip
     choice = without_none(kind)
     default = field.default
     if get_origin(choice) is tuple:
-        kind, default, info = list[str], [], option(*flags, **settings)
+        kind, default, info = list[str], [], option(*flags, metavar=meta["metavar"], **settings)
     elif get_origin(choice) is Literal:
         kind, info = str if choice is kind else str | None, one_of(get_args(choice), *flags, **settings)
     else:
-        info = option(*flags, **settings)
+        info = option(*flags, metavar=meta["metavar"], **settings)
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
     )
@@ -176,13 +170,11 @@ def config_file(config_class: type[Any]) -> Any:
                     raise UserError(f'{path}: unknown key "{key}"', did_you_mean(key, known))
                 if (without_none(kinds[key]) is bool) != isinstance(value, bool):  # which the parser takes for 1 and 0
                     said = str(value).lower() if isinstance(value, bool) else repr(value)
-                    raise UserError(
-                        f"{path}: {key} is {said}", "only switches are true or false, and they are nothing else"
-                    )
+                    raise UserError(f"{path}: {key} is {said}", "use true or false for switches, and only for switches")
             context.default_map = {**(context.default_map or {}), **values}
         return path
 
     return option(
-        "--config", help="Settings from a TOML file; options and GPT_… variables beat it.",
-        is_eager=True, callback=read, rich_help_panel=OUTPUT, show_default="none",
+        "--config", help="Read settings from a TOML file; options and GPT_… variables override them",
+        is_eager=True, callback=read, rich_help_panel="Run",
     )  # fmt: skip

@@ -243,9 +243,9 @@ def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bo
 def context_notes(overflow: Overflow, size: int) -> None:
     """Prints notes about samples that did not fit into the context of ``size`` tokens."""
     if dropped := overflow.dropped:
-        note(f"the prompt has {dropped + size:,} tokens, and the context {size:,}: its first {dropped:,} were left out")
+        note(f"the prompt has {dropped + size:,} tokens, but the context only {size:,}: dropped the first {dropped:,}")
     if overflow.slid:
-        note(f"the text outgrew the context of {size:,} tokens: what stood further back was forgotten")
+        note(f"the text outgrew the context of {size:,} tokens: earlier tokens were dropped")
 
 
 def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Tokenizer") -> dict[str, Any]:
@@ -265,7 +265,7 @@ def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Token
 
 
 def _token_json(token: "Token", tokenizer: "Tokenizer") -> dict[str, Any]:
-    """Returns a token's JSON: id, text, log-probability, and the likeliest alternatives if they were asked for."""
+    """Returns a token's JSON: id, text, log-probability, and the most likely alternatives if they were asked for."""
     values = {"token": token.id, "text": tokenizer.decode([token.id]), "logprob": token.logprob}
     top = [{"token": id, "text": tokenizer.decode([id]), "logprob": logprob} for id, logprob in token.top]
     return values | ({"top": top} if top else {})

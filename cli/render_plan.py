@@ -146,10 +146,10 @@ def _memory(cost: Cost, data: dict[str, Any]) -> None:
     console.print(table)
     sampling = data["sampling"]
     if asked.kind != "cpu":
-        console.print(f"In the host's memory, for checkpoints: {size(data['snapshot'])} a rank.")
+        console.print(f"Host memory for checkpoints: {size(data['snapshot'])} per rank.")
     console.print(
         f"Sampling in {setup.dtype}: weights {size(sampling['weights'])}, and {size(sampling['cache'])} of keys and "
-        f"values for a text of {cost.config.block_size:,} tokens."
+        f"values for {cost.config.block_size:,} tokens."
     )
 
 
@@ -164,7 +164,9 @@ def _fitting(cost: Cost) -> None:
         table.add_row(f"{plan.devices:,}", Text(words, "" if plan.fits else "dim"), size(plan.memory.peak), days)
     console.print(table)
     if cost.asked.devices > NODE:
-        console.print(Text(f"More than {NODE} devices are several machines: torchrun starts gpt train on each.", "dim"))
+        console.print(
+            Text(f"More than {NODE} devices mean several machines: start gpt train on each with torchrun.", "dim")
+        )
 
 
 def _flops(cost: Cost, data: dict[str, int]) -> None:
@@ -184,7 +186,7 @@ def _flops(cost: Cost, data: dict[str, int]) -> None:
 def _time(cost: Cost, data: dict[str, Any]) -> None:
     asked, console = cost.asked, render.stdout()
     if data["days"] is None:
-        console.print(f"How much a {asked.kind} computes in {asked.dtype} is not known, so neither are the days.")
+        console.print(f"The peak of {asked.kind} in {asked.dtype} is unknown, so training time is too.")
         return
     days = _days(data["days"])
     console.print(

@@ -17,26 +17,31 @@ from .page import Out
 if TYPE_CHECKING:
     from gpt.text.tokenizer import Tokenizer
 
-app = typer.Typer(help="Learn a vocabulary, and look inside one.")
-_TOKENIZER = "bytes, gpt2, another of tiktoken's names, or the path of a tokenizer, a run or a folder of transformers."
+app = typer.Typer(help="Train and inspect tokenizers.")
+_TOKENIZER = "bytes, gpt2, a tiktoken name, or the path of a tokenizer, a run or a Transformers folder"
 
-Named = Annotated[str | None, option("--tokenizer", help=_TOKENIZER, show_default="the model's")]
+Named = Annotated[str | None, option("--tokenizer", metavar="NAME", help=_TOKENIZER, show_default="the model's")]
 
 
 @app.command("train")
 @takes(LearnConfig)
 def train(
     settings: LearnConfig,
-    text: Annotated[list[str], typer.Argument(help="As `gpt train` takes it.")],
-    out: Annotated[Path | None, option("--out", "-o", help="The folder to make.", show_default="required")] = None,
+    text: Annotated[list[str], typer.Argument(help="Files, folders or corpora, as in `gpt train`")],
+    out: Annotated[
+        Path | None, option("--out", "-o", metavar="DIR", help="New folder for the tokenizer", show_default="required")
+    ] = None,
     special: Annotated[
         list[str] | None,
-        option(help="A further special token; may be repeated. Ids in this order.", show_default="none"),
+        option(metavar="TOKEN", help="Add a special token; repeatable, with ids in this order"),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Learn a byte-level BPE from TEXT, for `gpt train --tokenizer DIR`, transformers and tiktoken."""
+    """Train a byte-level BPE tokenizer for `gpt train`, Transformers and tiktoken.
+
+    gpt tokenizer train book.txt -o tokenizer --vocab-size 4096
+    """
     began = time.perf_counter()
     if out is None:
         raise UserError("where should the tokenizer go?", "name a new folder: gpt tokenizer train TEXT... -o DIR")
@@ -55,12 +60,16 @@ def train(
 def show(
     settings: ReadConfig,
     tokenizer: Annotated[str, typer.Argument(help=_TOKENIZER)],
-    text: Annotated[list[str] | None, typer.Argument(help="Count this too, read as `gpt train` reads it.")] = None,
-    longest: Annotated[int, option(help="How many of the longest tokens to list.")] = 20,
+    text: Annotated[list[str] | None, typer.Argument(help="Text to count tokens of, as in `gpt train`")] = None,
+    longest: Annotated[int, option(help="Number of the longest tokens to list")] = 20,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show the tokens of a vocabulary, and with TEXT how many of them that text uses."""
+    """Show a tokenizer's vocabulary, and how much of it a text uses.
+
+    gpt tokenizer show runs/book
+    gpt tokenizer show gpt2 book.txt
+    """
     if longest < 0:
         raise UserError(f"longest is {longest}; it must be 0 or more")
     found, _ = _find(tokenizer, None)
@@ -76,18 +85,22 @@ def show(
 
 @app.command("encode")
 def encode(
-    text: Annotated[str | None, typer.Argument(help="What to encode.")] = None,
+    text: Annotated[str | None, typer.Argument(help="Text to encode")] = None,
     tokenizer: Named = None,
     model: Model = None,
     file: TextFile = None,
     special: Annotated[
-        bool, option("--special", help="Special tokens in the text get their own ids; else they are ordinary text.")
+        bool, option("--special", help="Encode special tokens in the text as such, not as plain text")
     ] = False,
     show: Annotated[bool, option("--show", help="Show the text split into its tokens.")] = False,
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Print the ids of TEXT, separated by spaces, or with --show its tokens."""
+    """Print the token ids of a text, or with --show its tokens.
+
+    gpt tokenizer encode "Once upon a time" --tokenizer gpt2
+    gpt tokenizer encode "Once upon a time" --show
+    """
     words = inputs.text(text, file, "text", "--file")
     if not words and (show or out or (text is None and file is None)):
         raise UserError("there is nothing to encode", "give TEXT, or --file")
@@ -113,15 +126,18 @@ def encode(
 
 @app.command("decode")
 def decode(
-    ids: Annotated[list[str], typer.Argument(help="Numbers; - reads them from stdin.", metavar="IDS...")],
+    ids: Annotated[list[str], typer.Argument(help="Token ids; - reads them from stdin", metavar="ID")],
     tokenizer: Named = None,
     model: Model = None,
 ) -> None:
-    """Print the text of ids, its bytes exactly as they are."""
+    """Print the text of token ids, byte for byte.
+
+    gpt tokenizer decode 7454 2402 257 640 --tokenizer gpt2
+    """
     words = [word for each in ids for word in (_stdin().split() if each == "-" else each.split())]
     numbers = [int(word) if word.isascii() and word.isdecimal() and len(word) < 20 else -1 for word in words]
     if -1 in numbers:
-        raise UserError(f'"{words[numbers.index(-1)]}" is no id', "ids are whole numbers, separated by spaces")
+        raise UserError(f'"{words[numbers.index(-1)]}" is not a token id', "ids are whole numbers, separated by spaces")
     found, _ = _find(tokenizer, model)
     found.check(numbers)
     space = b" " if found.backend.adds_space else b""

@@ -28,17 +28,16 @@ class ExportConfig:
     """The settings of ``gpt export``. Raises `UserError` for values without a meaning."""
 
     dtype: ExportDtype | None = option(
-        None, "Data type of the weights: f32, f16, q8_0 or q4_0 in a .gguf file, the others in a folder.",
-        panel="Weights", shown="f16; in a folder float32",
+        None, "Type of the weights: f32, f16, q8_0 or q4_0 in a GGUF file, others in a folder", panel="Weights",
+        shown="f16; in a folder float32",
     )  # fmt: skip
-    type: FileType | None = option(None, "The former name of --dtype for .gguf files.", panel="Weights", hidden=True)
+    type: FileType | None = option(None, "The former name of --dtype for GGUF files", panel="Weights", hidden=True)
     license: str | None = option(
-        None, "The model's license, as the hub names it: mit, apache-2.0, other …", panel="Card", shown="unknown"
+        None, "License in the model card, such as mit, apache-2.0 or other", panel="Card", shown="unknown", metavar="ID"
     )
     samples: int = option(
-        0, "Samples in a folder's card. They may repeat private text of the data.", panel="Card", shown="none",
-        low=0, high=100,
-    )  # fmt: skip
+        0, "Samples in the model card; they may quote the training text", panel="Card", low=0, high=100
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

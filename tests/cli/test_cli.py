@@ -193,13 +193,13 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["train", "book.txt", "--init", "x", "--merge-lora"], "--merge-lora needs --lora-rank"),
         (["train", "book.txt", "--init", "x", "--lora-rank", "0"], "lora-rank is 0"),
         (["params", "gpt2", "--positions", "sinus"], 'there is no positions "sinus"'),
-        (["params", "--list", "--n-layer", "3"], "--list shows all presets, and --n-layer asks for one shape"),
+        (["params", "--list", "--n-layer", "3"], "--list shows all presets, but --n-layer asks for a single shape"),
         (["eval"], "text"),
         (["eval", "book.txt"], "no run with a checkpoint"),
         (["train", "book.txt", "--minutes", "1", "--steps", "9"], "--steps and --minutes both say how long to train"),
         (["train", "book.txt", "--minutes", "0.001"], "there is no time to train"),
         (["train", "book.txt", "--positions", "rotary", "--n-embd", "12", "--n-head", "4"], "even width of a head, not 3"),
-        (["params", "--n-layer", "2"], "a shape by hand needs --n-head, --n-embd too"),
+        (["params", "--n-layer", "2"], "without a preset, --n-head, --n-embd must be given too"),
         (["train", "book.txt", "--tokenizer", "book.txt"], "book.txt is no tokenizer"),
         (["tokenizer", "train", "book.txt"], "where should the tokenizer go?"),
         (["tokenizer", "train", "book.txt", "-o", "new", "--vocab-size", "9"], "vocab-size is 9; it must lie between 257"),
@@ -207,8 +207,8 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["tokenizer", "encode", "x"], "no run with a checkpoint"),
         (["tokenizer", "encode", "x", "-m", "run", "--tokenizer", "bytes"], "--tokenizer and -m both name a tokenizer"),
         (["tokenizer", "encode", "--tokenizer", "bytes"], "nothing to encode"),
-        (["tokenizer", "encode", "x", "--file", "book.txt", "--tokenizer", "bytes"], "a text and --file were given"),
-        (["tokenizer", "decode", "1", "x", "--tokenizer", "bytes"], '"x" is no id'),
+        (["tokenizer", "encode", "x", "--file", "book.txt", "--tokenizer", "bytes"], "a text and --file were both given"),
+        (["tokenizer", "decode", "1", "x", "--tokenizer", "bytes"], '"x" is not a token id'),
         (["tokenizer", "decode", "257", "--tokenizer", "bytes"], "id 257 is outside the vocabulary of 257"),
     ],
 )  # fmt: skip
@@ -449,7 +449,7 @@ def test_params_side_by_side(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     said = [json.loads(line) for line in gpt("params", "gpt2", "gpt3-125m", "--json").out.splitlines()]
     assert said == [json.loads(gpt("params", name, "--json").out) for name in ("gpt2", "gpt3-125m")]
     one_line_of_what_and_what_next(gpt("params", "gpt2", "gtp3-125m"), 'no preset, run or checkpoint "gtp3-125m"')
-    one_line_of_what_and_what_next(gpt("params", "gpt2", "-o", "x.png"), "has no ending that says what to write")
+    one_line_of_what_and_what_next(gpt("params", "gpt2", "-o", "x.png"), "does not name a format")
 
 
 def test_params_list(gpt: Gpt) -> None:

@@ -52,7 +52,7 @@ def test_attention_of_a_prompt_beyond_the_context(gpt: Gpt, run_folder: Path) ->
     done = gpt("inspect", "attention", PROMPT * 9, "-m", run_folder, "--json")
     values = json.loads(done.out)
     assert len(values["tokens"]) == 32
-    assert re.search(r"the prompt has \d+ tokens; the last 32 fit the context and are shown", done.err)
+    assert re.search(r"the prompt has \d+ tokens; only the last 32, which fit the context, are shown", done.err)
     whole = library.load(run_folder).tokenizer.encode(PROMPT * 9).tolist()
     assert values["tokens"] == whole[-32:]
     assert values["dropped"] == len(whole) - 32
@@ -80,7 +80,7 @@ def test_neighbors(gpt: Gpt, run_folder: Path) -> None:
             [near.cosine for near in found], abs=1e-5
         )
     text = gpt("inspect", "neighbors", "zzzqx", "-m", run_folder).out
-    assert re.search(r'"zzzqx" is \d tokens: .*; the mean of their directions', text)
+    assert re.search(r'"zzzqx" is \d tokens, represented by their mean: ', text)
     assert "cat − dogs + mat" in gpt("inspect", "analogy", "cat - dogs + mat", "-m", run_folder).out
 
 
@@ -91,7 +91,7 @@ def test_positions(gpt: Gpt, run_folder: Path) -> None:
     assert np.array_equal(np.array(values["table"], np.float32), table)
     assert values["similarity"][0] == pytest.approx(1)
     text = gpt("inspect", "positions", "-m", run_folder).out
-    assert "learned: 32 places of 32 numbers" in text
+    assert "learned: 32 positions of 32 numbers" in text
     assert f"{values['similarity'][31]:.3f}" in text
 
 
@@ -152,14 +152,14 @@ def test_what_is_refused(gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch:
     refused("there is no layer 2", "attention", "x", "--layer", "2")
     refused("there is no head 2", "attention", "x", "--head", "2")
     refused("there is no prompt to look at", "attention")
-    refused("a prompt and --prompt-file were given", "attention", "x", "--prompt-file", "y")
+    refused("a prompt and --prompt-file were both given", "attention", "x", "--prompt-file", "y")
     refused("a word is empty", "neighbors", "")
     refused("count is 0", "neighbors", "cat", "-k", "0")
     refused("a sum needs two words", "analogy", "cat")
     refused("there is nothing to encode", "tokens")
     refused("two prompts were given", "attention", "x", "-p", "y")
     refused("there is no folder", "positions", "-o", "none/x.html")
-    refused("has no ending that says what to write", "positions", "-o", "x.gif")
+    refused("does not name a format", "positions", "-o", "x.gif")
     Path("x.html").mkdir()
     refused("x.html is a folder", "positions", "-o", "x.html")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -174,7 +174,7 @@ def test_a_page_that_no_browser_would_take(
 
     monkeypatch.setattr(views, "LARGEST_PAGE", 100)
     done = gpt("inspect", "attention", PROMPT, "-m", run_folder, "-o", "a.html")
-    one_line_of_what_and_what_next(done, "the page would hold")
+    one_line_of_what_and_what_next(done, "the page would contain")
     assert not Path("a.html").exists()
 
 

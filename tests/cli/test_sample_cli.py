@@ -57,13 +57,13 @@ def test_beams_are_told_best_first(gpt: Gpt, run_folder: Path) -> None:
 
 def test_what_beams_do_not_use_is_said(gpt: Gpt, run_folder: Path) -> None:
     done = gpt("sample", "the", "-m", run_folder, "--beam", "2", "-n", "3", "-t", "0.5", "--top-k", "3")
-    assert done.err == "what to draw from is not used, since beams draw nothing: --temperature, --top-k\n"
+    assert done.err == "--temperature, --top-k have no effect with --beam\n"
     assert gpt("sample", "the", "-m", run_folder, "-t", "0", "-n", "3").err == ""
     done = gpt("sample", "the", "-m", run_folder, "--beam", "2", "-n", "3", "--speculate", "2")
-    assert done.err == "--speculate is not used with --beam\n"
+    assert done.err == "--speculate has no effect with --beam\n"
     args = ["--greedy", "--length-penalty", "2", "--early-stopping", "on"]
     said = gpt("sample", "the", "-m", run_folder, "-n", "3", *args).err
-    assert said == "--length-penalty is not used without --beam\n--early-stopping is not used without --beam\n"
+    assert said == "--length-penalty has no effect without --beam\n--early-stopping has no effect without --beam\n"
 
 
 # Many prompts
@@ -160,13 +160,13 @@ def test_files_that_cannot_be_gone_on_with(gpt: Gpt, run_folder: Path, prompts: 
     refused(gpt("sample", "--prompts", tmp_path / "latin.jsonl"), "is not UTF-8: byte 0xe9")
     refused(gpt("sample", "--prompts", tmp_path / "empty.jsonl"), "holds no prompt")
     refused(gpt("sample", "--prompts", tmp_path / "none.jsonl"), "cannot read")
-    refused(gpt("sample", "x", "--prompts", prompts), "one prompt and --prompts were given")
+    refused(gpt("sample", "x", "--prompts", prompts), "a prompt and --prompts were both given")
     refused(gpt(*args, "-o", tmp_path / "none" / "o.jsonl"), "cannot write")
     refused(gpt(*args, "-o", tmp_path), "cannot write")
     assert gpt(*args, "-o", out, "--seed", "1").code == 0
     before = out.read_bytes()
     refused(gpt(*args, "-o", out, "--seed", "2"), "has seed 1, not 2")
-    refused(gpt(*args, "-o", out, "--greedy"), "was written with other settings")
+    refused(gpt(*args, "-o", out, "--greedy"), "was written with different settings")
     first = before.splitlines(keepends=True)[0]
     for line, message in (
         (first.replace(b'"seed": 1', b'"seed": 2'), "line 5 has seed 2; the lines before have 1"),
@@ -218,7 +218,7 @@ def test_what_means_nothing_is_refused(gpt: Gpt, run_folder: Path) -> None:
         "--length-penalty inf --beam 2": "length-penalty is inf",
         "--early-stopping nver": 'there is no early-stopping "nver"',
         "--stop ''": "stop is empty",
-        "--logprobs 2": "--logprobs and --echo-logprobs are for programs",
+        "--logprobs 2": "--logprobs and --echo-logprobs need --json",
         "--logprobs -2 --json": "logprobs is -2",
         "--dtype int7": 'there is no dtype "int7"',
     }.items():
@@ -270,7 +270,7 @@ def test_a_long_prompt_keeps_its_end_and_says_so(gpt: Gpt, run_folder: Path) -> 
     ids = loaded.tokenizer.encode(text).tolist()
     done = gpt("sample", text, "-m", run_folder, "--greedy", "-n", "3")
     left_out = len(ids) - 32
-    assert f"the prompt has {len(ids)} tokens, and the context 32: its first {left_out} were left out" in done.err
+    assert f"the prompt has {len(ids)} tokens, but the context only 32: dropped the first {left_out}" in done.err
     end = loaded.tokenizer.decode(ids[-32:])
     assert loaded.tokenizer.encode(end).tolist() == ids[-32:]
     assert gpt("sample", end, "-m", run_folder, "--greedy", "-n", "3", "--no-echo").out == done.out[len(text) :]
@@ -322,8 +322,8 @@ def test_a_mistake_ends_no_conversation(gpt: Gpt, run_folder: Path) -> None:
         "/set temprature 1": ('there is no setting "temprature"', 'did you mean "temperature"?'),
         "/set temperature x": ("temperature is 'x'", ""),
         "/retyr": ("there is no command /retyr", 'did you mean "/retry"?'),
-        "/retry": ("there is no prompt yet", "write one"),
-        "/more": ("there is no text yet", "write a prompt"),
+        "/retry": ("there is no prompt yet", "enter one"),
+        "/more": ("there is no text yet", "enter a prompt"),
         "/model nowhere": ("there is no run or checkpoint nowhere", "train one"),
     }
     done = talk(gpt, run_folder, *mistakes, "the")
@@ -336,7 +336,7 @@ def test_a_mistake_ends_no_conversation(gpt: Gpt, run_folder: Path) -> None:
 
 def test_a_conversation_is_alone(gpt: Gpt, run_folder: Path) -> None:
     for more in (["--json"], ["x"], ["-o", "o.jsonl"], ["-N", "2"]):
-        refused(gpt("sample", "-i", "-m", run_folder, *more), "--interactive reads prompts")
+        refused(gpt("sample", "-i", "-m", run_folder, *more), "--interactive cannot be combined")
 
 
 @pytest.mark.slow

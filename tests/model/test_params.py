@@ -115,7 +115,7 @@ def test_tables_of_families(gpt: Gpt) -> None:
     out = gpt("params", "mistral-7b").out
     for words in (
         "(128 × 4,096) × 8 × 32", "(128 × 4,096) × 32 × 32", "(14,336 × 4,096) × 32", "Gate-Projection",
-        "not tied: the unembedding is a matrix of its own", "RMSNorms, γ", "the linear layers have none",
+        "not tied: the unembedding is a separate matrix", "RMSNorms, γ", "the linear layers have none",
     ):  # fmt: skip
         assert words in out
     assert "biases of queries, keys and values" in gpt("params", "qwen2.5-0.5b").out

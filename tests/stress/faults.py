@@ -197,7 +197,7 @@ def rank_killed(place: Path, text: Path, number: int, expected: str, took: list[
         return "finished"
     took.append(time.monotonic() - killed)
     lines = err.splitlines()
-    if process.returncode != 1 or not lines[0].startswith(f"error: process {rank} of 2 was ended by SIGKILL"):
+    if process.returncode != 1 or not lines[0].startswith(f"error: process {rank} of 2 was killed by SIGKILL"):
         return f"exit {process.returncode}: {err}"
     when = "while training" if any(run.glob("step-*")) else "before the first checkpoint"
     return go_on(place, run, resuming(run) or train, expected) or f"same state, rank {rank} killed {when}"

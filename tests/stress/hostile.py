@@ -316,7 +316,7 @@ def judge(case: Case, ended: Ended, cwd: Path, beside: Path, before: dict[str, A
         yield f"status {ended.status}"
     if ended.status in (130, 143) and not ended.interrupted:
         yield f"status {ended.status} without a signal"
-    for said in ("Traceback", "a fault in gpt itself", "LEFT main"):
+    for said in ("Traceback", "internal error in gpt", "LEFT main"):
         if said in ended.err and "--debug" not in case.words:
             yield said
     lines = ended.err.splitlines()

@@ -429,7 +429,7 @@ def test_a_conversation_at_the_prompt(gpt: Gpt, file: Path) -> None:
     )
     done = gpt("chat", "-m", run, "--seed", "1", "-n", "6", stdin=lines)
     assert done.code == 0, done.err
-    assert "messages were left out" in done.err
+    assert "messages were dropped" in done.err
     assert "/system TEXT" in done.out
     model = library.load(run)
     ids = chat.prompt(model.tokenizer, [{"role": "user", "content": "Spell 1."}])
