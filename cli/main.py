@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import platform
 import sys
 import warnings
 from collections.abc import Sequence
@@ -11,9 +12,11 @@ from typing import Any
 
 import typer
 
-from gpt import __version__, waiting
+from gpt import waiting
+from gpt.distribution import NAME, VERSION, install, packages
 from gpt.errors import Interrupted, ModelWarning, UserError, device_failure, is_out_of_memory, is_out_of_threads
 from gpt.parallel import environment
+from gpt.words import as_json
 
 from . import help_pages, names, processes, render
 
@@ -112,10 +115,21 @@ def _group(name: str) -> typer.Typer:
     return group
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"gpt {__version__}")
-        raise typer.Exit
+def _versions() -> dict[str, Any]:
+    """What a bug report needs. If torch cannot be imported, the error replaces the device."""
+    try:
+        from gpt.device import pick
+
+        device = pick().describe()
+    except Exception as error:
+        device = f"{type(error).__name__}: {error}"
+    return {
+        "gpt": VERSION,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": device,
+        "packages": packages(),
+    }
 
 
 def _main(
@@ -123,13 +137,17 @@ def _main(
     version: bool = typer.Option(
         False,
         "--version",
-        help="Print the version",
-        is_eager=True,
-        callback=_print_version,
+        help="Print the version; with --json, also packages and device",
         allow_from_autoenv=False,  # GPT_VERSION may mean something to others
         show_envvar=False,
     ),
+    json: bool = typer.Option(False, "--json", hidden=True, allow_from_autoenv=False, show_envvar=False),
 ) -> None:
+    if version:
+        typer.echo(as_json(_versions()) if json else f"gpt {VERSION}")
+        raise typer.Exit
+    if json:
+        raise UserError("--json comes after a command", "gpt params --json, or gpt --version --json")
     _help(context)
 
 
@@ -177,7 +195,7 @@ def _show(message: Warning | str, category: type[Warning], *where: Any, **more: 
 def _check_current_folder(words: Sequence[str]) -> None:
     """Raises `UserError` if a command is called in a folder that has been deleted: MKL would end the process when torch
     loads it."""
-    if _command([*words]) == "COMMAND" or {*help_pages.FLAGS} & {*words}:
+    if (_command([*words]) == "COMMAND" and "--json" not in words) or {*help_pages.FLAGS} & {*words}:
         return
     try:
         os.getcwd()  # noqa: PTH109
@@ -230,7 +248,7 @@ def _described(error: BaseException, command: str) -> tuple[int, str, str]:
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return 130, "interrupted", ""
     if isinstance(error, ModuleNotFoundError):
-        return 1, f"the package {error.name} is not installed", f"pip install {error.name}, or reinstall gpt"
+        return 1, f"the package {error.name} is not installed", f"{install(str(error.name))}, or reinstall {NAME}"
     if is_out_of_memory(error):
         return 1, "out of memory", "try a smaller --micro-batch, --preset or --block-size"
     if is_out_of_threads(error):

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gpt.distribution import install_extra
 from gpt.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,9 +26,7 @@ COLUMNS, SIZE = 96, 11  # characters of a line of tokens, and their size in poin
 def check() -> None:
     """Raises `UserError` if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError(
-            "pictures need the package matplotlib", "pip install 'gpt-workshop[plots]', or use -o FILE.html"
-        )
+        raise UserError("pictures need the package matplotlib", f"{install_extra('plots')}; or -o FILE.html")
 
 
 def _figure(width: float, height: float, title: str = "") -> "Figure":

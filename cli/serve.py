@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from gpt.distribution import install_extra
 from gpt.errors import WorkError
 from gpt.sample_config import SampleConfig
 from gpt.serve_config import LOOPBACK, ServeConfig
@@ -36,7 +37,7 @@ def serve(
         try:
             from gpt.serve.server import serve as run
         except ImportError as error:
-            raise WorkError(f"serving needs the package {error.name}", "pip install 'gpt-workshop[serve]'") from None
+            raise WorkError(f"serving needs the package {error.name}", install_extra("serve")) from None
     fits = settings.compile != "off" and native.fits(api.pick(device, dtype))
     if settings.compile == "on" and not fits:
         render.note("--compile on has no effect: only float32, int8 and int4 on a CPU are compiled")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
+from gpt.distribution import install_extra
 from gpt.errors import UserError, WorkError
 from gpt.exporting import gguf_tokenizer
 from gpt.exporting.source import SourceModel
@@ -70,7 +71,7 @@ def package() -> ModuleType:
     try:
         import gguf
     except ImportError:
-        raise WorkError("a .gguf file needs the package gguf", "pip install 'gpt[gguf]'") from None
+        raise WorkError("a .gguf file needs the package gguf", install_extra("gguf")) from None
     return gguf
 
 

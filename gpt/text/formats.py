@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from gpt.distribution import install_extra
 from gpt.errors import UserError, WorkError
 from gpt.text.unpack import BUFFER, ByteStream, damaged, reason, translated
 from gpt.words import counted
@@ -630,7 +631,7 @@ class Parquet(Records[tuple[Any, ...]]):
         try:
             from pyarrow import parquet as pq
         except ImportError:
-            raise WorkError(f"{self.name} needs the package pyarrow", "pip install 'gpt[parquet]'") from None
+            raise WorkError(f"{self.name} needs the package pyarrow", install_extra("parquet")) from None
         with translated(partial(damaged, self.name)):  # pyarrow raises many kinds
             about = pq.read_metadata(self.stream)
             schema = about.schema.to_arrow_schema()
