@@ -48,8 +48,8 @@ from gpt.model.plan import largest
 from gpt.model.positions import rotary_table
 from gpt.peaks import find_kind
 from gpt.sample_config import SampleConfig
+from gpt.training.compiling import COMPUTED_AGAIN
 from gpt.training.optim import ITERATIONS, make_optimizer
-from gpt.training.step import COMPUTED_AGAIN
 
 TITLE = "On an H100, estimated from generated code"
 BANDWIDTH = 3.35e12  # bytes per second, from the datasheet of the H100 SXM
