@@ -235,8 +235,8 @@ FIGURES = (
         ["int8", "llama.cpp Q8_0"], "llama.cpp, Q8_0", ["int8", "llama.cpp Q8_0"], "peer, tokens/s",
     ),
     Figure(
-        "Serving 32 clients, float32, one CPU core", "Serving", "tokens/s", ["`gpt serve`, float32", "32"],
-        "llama.cpp", ["llama.cpp, float32", "32"],
+        "Serving 32 clients, SmolLM2-135M, float32, two CPU cores", "Serving: SmolLM2-135M on two threads", "tokens/s",
+        ["`gpt serve`, float32", "32"], "llama.cpp", ["llama.cpp, float32", "32"],
     ),
     Figure(
         "Tokenizing 64 MB with GPT-2's vocabulary, two CPU cores", "Tokenizing", "MB/s",

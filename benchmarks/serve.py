@@ -37,10 +37,10 @@ from gpt.sample_config import SampleConfig
 
 CLIENTS = (1, 8, 32)
 TOKENS = 64  # per timed text
-ROUNDS = 3
 REQUESTS, CONNECTIONS = 1000, 64
 LONG = 1000  # tokens of the prompt that delays a short one
 CHUNK = 128  # of chunked prefill, as in gpt/serve/worker.py
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 
 Content = tuple[list[str], list[Table]]  # notes and tables of a section
 
@@ -113,7 +113,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(words: Sequence[str], port: int, model: str, **extra: Any) -> Iterator[Target]:
-    """Runs a server until the end of the block. Raises `RuntimeError` if it does not answer within a minute."""
+    """Runs a server until the end of the block. Raises `RuntimeError` if it does not answer within three minutes."""
     with tempfile.TemporaryFile() as log:
         one = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         process = subprocess.Popen(
@@ -136,7 +136,7 @@ def running(words: Sequence[str], port: int, model: str, **extra: Any) -> Iterat
 
 
 async def _answers(process: "subprocess.Popen[bytes]", target: Target) -> bool:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while time.monotonic() < end and process.poll() is None:
         with contextlib.suppress(OSError, IndexError):
             reply = await ask(target, {"prompt": "a", "max_tokens": 1}, leave_after=30)
@@ -195,7 +195,9 @@ def speed(target: Target, clients: int, prompts: Sequence[str]) -> tuple[float, 
     return asyncio.run(all_at_once())
 
 
-def compare(run: Path, prompts: Sequence[str], place: Path, dtypes: Sequence[str], threads: int) -> Content:
+def compare(
+    run: Path, prompts: Sequence[str], place: Path, dtypes: Sequence[str], threads: int, rounds: int
+) -> Content:
     """Compares the servers, which take turns; Transformers' only in float32 on one thread."""
     rates: dict[str, dict[int, list[tuple[float, float]]]] = {}
     skipped: dict[str, str] = {}
@@ -210,7 +212,7 @@ def compare(run: Path, prompts: Sequence[str], place: Path, dtypes: Sequence[str
     if list(dtypes) == ["float32"] and threads == 1:
         servers["`transformers serve`"] = functools.partial(transformers, run, batches=False)
         servers["`transformers serve`, continuous batching"] = functools.partial(transformers, run, batches=True)
-    for n, (name, manager) in itertools.product(range(ROUNDS), servers.items()):
+    for n, (name, manager) in itertools.product(range(rounds), servers.items()):
         try:
             with manager() as target:
                 speed(target, max(CLIENTS), prompts)  # warm-up
@@ -220,14 +222,14 @@ def compare(run: Path, prompts: Sequence[str], place: Path, dtypes: Sequence[str
             skipped[name] = f"{name} was not measured: {type(error).__name__}: {str(error)[:200]}"
     rows = []
     for name, of_one in rates.items():
-        for clients, rounds in of_one.items():
-            rate, first = (statistics.median(values) for values in zip(*rounds, strict=True))
-            times = statistics.median(many[0] / one[0] for many, one in zip(rounds, of_one[1], strict=True))
+        for clients, found in of_one.items():
+            rate, first = (statistics.median(values) for values in zip(*found, strict=True))
+            times = statistics.median(many[0] / one[0] for many, one in zip(found, of_one[1], strict=True))
             rows.append([name, str(clients), f"{rate:,.0f}", f"{times:.1f}", f"{1000 * first:,.0f}"])
     columns = ["server", "clients", "tokens/s", "speedup over one client", "first token, ms"]
     notes = [
         f"Each client asks for {TOKENS} tokens, greedily, after a prompt of 8 words; {threads} threads.",
-        f"Medians of {ROUNDS} rounds; the servers take turns.",
+        f"Medians of {rounds} rounds; the servers take turns.",
     ]
     return [*notes, *skipped.values()], [Table(columns, rows)]
 
@@ -298,7 +300,8 @@ def mixed(rng: random.Random, seed: int, prompts: Sequence[str]) -> dict[str, An
     kinds: list[dict[str, Any]] = [
         {}, {"temperature": 0}, {"temperature": 1.4, "top_k": 30}, {"top_p": 0.8}, {"min_p": 0.05, "ignore_eos": True},
         {"repetition_penalty": 1.3, "no_repeat_ngram": 3}, {"min_tokens": 6}, {"stop": ["a", "the c"]}, {"stop": "ing"},
-        {"presence_penalty": 0.7, "frequency_penalty": 0.3},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.3}, {"speculate": 4}, {"speculate": 4, "temperature": 0},
+        {"regex": "[a-z]+( [a-z]+)*"}, {"choices": ["yes", "no", "maybe"]}, {"json_schema": SCHEMA},
     ]  # fmt: skip
     prompt = rng.choice(prompts) if rng.random() < 0.7 else " ".join(rng.choices(prompts, k=6))
     return {"prompt": prompt, "max_tokens": rng.randint(1, 40), "seed": seed, "n": rng.choice([1, 1, 1, 3]),
@@ -348,6 +351,7 @@ def expected(model: api.LanguageModel, body: dict[str, Any]) -> list[str]:
     """Returns the texts of `gpt sample`."""
     own = ("prompt", "seed", "n", "stream", "ignore_eos")
     settings = {"temperature": 1.0, **{key: value for key, value in body.items() if key not in own}}
+    settings |= {"json_schema": json.dumps(SCHEMA)} if "json_schema" in settings else {}
     config = SampleConfig(**settings, ignore_eot=body.get("ignore_eos", False))
     pieces = model.write_all([body["prompt"]], config, body["seed"], body["n"])
     return [piece.sample.text for piece in pieces if piece.sample is not None]
@@ -385,6 +389,8 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--dtypes", choices=["float32", "int8", "int4"], nargs="+", default=["float32"])
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--title", help="title of the section on throughput")
     parser.add_argument("--print", action="store_true", help="print the section instead of writing it")
     asked = parser.parse_args()
     run, rng = Path(asked.run).absolute(), random.Random(0)
@@ -401,9 +407,9 @@ def main() -> None:
     else:
         other = asked.dtypes != ["float32"] or asked.threads > 1
         command += f" --dtypes {' '.join(asked.dtypes)} --threads {asked.threads}" if other else ""
-        title = f"Serving: {asked.threads} threads" if other else "Serving"
+        title = asked.title or (f"Serving: {asked.threads} threads" if other else "Serving")
         with tempfile.TemporaryDirectory() as place:
-            notes, tables = compare(run, prompts, Path(place), asked.dtypes, asked.threads)
+            notes, tables = compare(run, prompts, Path(place), asked.dtypes, asked.threads, asked.rounds)
             content = notes, tables
             if not other:
                 content = [*notes, *exact(run, prompts)], [*tables, first_tokens(Path(place))]
