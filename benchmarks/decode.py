@@ -321,7 +321,7 @@ def main() -> None:
             packages = ["torch", "transformers", "xllamacpp"]
             section = measured(title, "python -m benchmarks.decode", [speed, *notes], [content], packages)
             if asked.tiny:
-                print(section)
+                print(f"{section}\n")
             else:
                 write_section("decode", section)
 
