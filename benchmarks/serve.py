@@ -147,12 +147,23 @@ async def _answers(process: "subprocess.Popen[bytes]", target: Target) -> bool:
 
 
 def ours(
-    run: Path, batch: int = 32, dtype: str = "float32", threads: int = 1
+    run: Path, batch: int = 32, dtype: str = "float32", threads: int = 1, compile: str = "auto"
 ) -> contextlib.AbstractContextManager[Target]:
     """Runs `gpt serve`."""
     port = free_port()
     words = [str(SCRIPTS / "gpt"), "serve", "-m", str(run), "--port", str(port), "--name", "it", "--dtype", dtype]
-    words += ["--threads", str(threads), "--max-batch", str(batch), "--queue", "200", "--defaults", "openai"]
+    words += [
+        "--threads",
+        str(threads),
+        "--max-batch",
+        str(batch),
+        "--queue",
+        "200",
+        "--defaults",
+        "openai",
+        "--compile",
+        compile,
+    ]
     return running(words, port, "it", ignore_eos=True)
 
 
@@ -329,7 +340,7 @@ def exact(run: Path, prompts: Sequence[str]) -> list[str]:
     rng = random.Random(1)
     bodies = [mixed(rng, seed, prompts) for seed in range(REQUESTS)]
     leaving = {at for at in range(REQUESTS) if rng.random() < 0.1}
-    with ours(run, 16) as target:
+    with ours(run, 16, compile="off") as target:
         began = time.perf_counter()
         replies = asyncio.run(load_with(target, bodies, lambda at: 0.05 if at in leaving else None))
         seconds = time.perf_counter() - began
@@ -362,7 +373,7 @@ def soak(run: Path, prompts: Sequence[str], minutes: float) -> list[str]:
     import psutil
 
     rng = random.Random(2)
-    with ours(run, 16) as target:
+    with ours(run, 16, compile="off") as target:
         process, began = psutil.Process(target.pid), time.monotonic()
         first, count, at = 0, 0, 0.0
         while (at := time.monotonic() - began) < 60 * minutes:
