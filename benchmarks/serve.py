@@ -152,18 +152,8 @@ def ours(
     """Runs `gpt serve`."""
     port = free_port()
     words = [str(SCRIPTS / "gpt"), "serve", "-m", str(run), "--port", str(port), "--name", "it", "--dtype", dtype]
-    words += [
-        "--threads",
-        str(threads),
-        "--max-batch",
-        str(batch),
-        "--queue",
-        "200",
-        "--defaults",
-        "openai",
-        "--compile",
-        compile,
-    ]
+    words += ["--threads", str(threads), "--max-batch", str(batch), "--queue", "200", "--defaults", "openai"]
+    words += ["--compile", compile]
     return running(words, port, "it", ignore_eos=True)
 
 
@@ -239,7 +229,8 @@ def compare(
             rows.append([name, str(clients), f"{rate:,.0f}", f"{times:.1f}", f"{1000 * first:,.0f}"])
     columns = ["server", "clients", "tokens/s", "speedup over one client", "first token, ms"]
     notes = [
-        f"Each client asks for {TOKENS} tokens, greedily, after a prompt of 8 words; {threads} threads.",
+        f"Each client asks for {TOKENS} tokens, greedily, after a prompt of 8 words.",
+        f"Servers have {threads} thread{'s' * (threads > 1)} each.",
         f"Medians of {rounds} rounds; the servers take turns.",
     ]
     return [*notes, *skipped.values()], [Table(columns, rows)]
