@@ -74,7 +74,7 @@ def training(tokens: Path, environment: dict[str, str], words: list[str]) -> flo
 
 def decoding(environment: dict[str, str], words: list[str]) -> float:
     """Decodes; returns the tokens per second after the prompt, 0 if it did not finish in time."""
-    out = gpt(environment, "bench", "nano", "--rounds", "1", "-n", str(NEW), "--json", *words)
+    out = gpt(environment, "bench", "-m", "nano", "--rounds", "1", "-n", str(NEW), "--json", *words)
     return json.loads(out)["decode_tokens_per_second"] if out else 0.0
 
 

@@ -112,7 +112,7 @@ class Bench:
             place.mkdir(parents=True)
             checkpoint.save(place / "float32", self.model, checkpoint.TokenizerFiles(tokenizer, config), {})
             for dtype, kind in KINDS.items():
-                api.export(place / "float32", place / f"{kind}.gguf", type=kind, device="cpu")
+                api.export(place / "float32", place / f"{kind}.gguf", dtype=kind, device="cpu")
                 if dtype != "float32":
                     api.export(place / "float32", place / dtype, dtype=dtype, device="cpu")
         self.ids = tokenizer.encode("\n".join(pydoc_data.topics.topics.values())[:20_000]).tolist()

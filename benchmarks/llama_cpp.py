@@ -393,7 +393,7 @@ def greedy_table(models: dict[str, LanguageModel], text: str, count: int, place:
     rows = []
     for number, (name, model) in enumerate(models.items()):
         drawn = prompts(model, text, count)
-        with LlamaCpp(exported(model, place / f"greedy{number}.gguf", type="f32")) as server:
+        with LlamaCpp(exported(model, place / f"greedy{number}.gguf", dtype="f32")) as server:
             theirs = [server.continuation(prompt) for prompt in drawn]
         for kind, how in gelus(model):
             with how():
@@ -421,7 +421,7 @@ def loss_table(model: LanguageModel, some: list[Window], place: Path) -> Table:
         total, n = total_loss(api.load(folder, device="cpu").model, some, model.compute)
         rows.append([f"folder, {dtype}", f"{size:,}", f"{total / n:.4f}", ""])
     for kind in ("f32", "f16", "q8_0", "q4_0"):
-        path = exported(model, place / f"{kind}.gguf", type=kind)
+        path = exported(model, place / f"{kind}.gguf", dtype=kind)
         total, n = total_loss(with_weights_of(model.path, model, kind), some, model.compute)
         with LlamaCpp(path) as server:
             theirs = their_loss(server, some)
@@ -435,7 +435,7 @@ def difference_table(models: dict[str, LanguageModel], text: str, count: int, pl
     """Compares the log-probabilities of all ids."""
     rows = []
     for number, (name, model) in enumerate(models.items()):
-        path = exported(model, place / f"difference{number}.gguf", type="f32")
+        path = exported(model, place / f"difference{number}.gguf", dtype="f32")
         some = text_windows(model, text)
         for exact, attention in ((True, "float32"), (False, "float16 (default)")):
             with LlamaCpp(path, exact) as server:

@@ -162,7 +162,7 @@ def llama_cpp(run: Path, place: Path, dtype: str, threads: int) -> contextlib.Ab
     port, kind = free_port(), {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}[dtype]
     path = place / f"{kind}.gguf"
     if not path.exists():
-        words = [SCRIPTS / "gpt", "export", str(run), "-o", str(path), "--type", kind]
+        words = [SCRIPTS / "gpt", "export", "-m", str(run), "-o", str(path), "--dtype", kind]
         subprocess.run(words, check=True, capture_output=True)
     words = [sys.executable, "-m", "benchmarks.llama_server", str(path), "--threads", str(threads)]
     words += ["--clients", str(max(CLIENTS)), "--port", str(port)]

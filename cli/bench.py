@@ -2,21 +2,20 @@
 
 from typing import Annotated
 
-import typer
-
 from gpt.bench_config import BenchConfig
 
 from . import progress, render
-from .options import Device, Dtype, Json, Threads, one_of, takes
+from .options import Device, Dtype, Json, Threads, model_and_texts, one_of, option, takes
 
 
 @takes(BenchConfig)
 def bench(
     settings: BenchConfig,
-    target: Annotated[
+    rest: list[str],
+    model: Annotated[
         str | None,
-        typer.Argument(metavar="[PRESET|MODEL]", help="A preset with random weights, or what `gpt sample -m` takes.",
-                       show_default="best of the newest run in runs/"),
+        option("--model", "-m", help="A preset with random weights, or what `gpt sample -m` takes.",
+               show_default="best of the newest run in runs/"),
     ] = None,
     json: Json = False,
     device: Device = "auto",
@@ -27,10 +26,11 @@ def bench(
     ] = "off",
 ) -> None:  # fmt: skip
     """Measure how fast a model reads a prompt and writes on, beside what this machine's memory allows."""
+    model, _ = model_and_texts("bench", model, rest, takes_text=False)
     with progress.starting(quiet=json):
         from gpt import api
     measured = api.bench(
-        target, settings, device=device, dtype=dtype, threads=threads, compile=compile, note=render.note
+        model, settings, device=device, dtype=dtype, threads=threads, compile=compile, note=render.note
     )
     if json:
         render.json_line(render.speed_json(measured))

@@ -8,7 +8,7 @@ from gpt import events
 from gpt.config import ReadConfig
 
 from . import inputs, progress, render
-from .options import MODEL_HELP, OUTPUT, Base, Device, Dtype, Json, Quiet, Threads, one_of, option, takes
+from .options import OUTPUT, Base, Device, Dtype, Json, Model, Quiet, Threads, model_and_texts, one_of, option, takes
 
 if TYPE_CHECKING:
     from gpt.evaluate import Window
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 @takes(ReadConfig)
 def evaluate(
     settings: ReadConfig,
-    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     text: Annotated[list[str], typer.Argument(help="As `gpt train` takes it; or a folder of tokens.")],
+    model: Model = None,
     base: Base = None,
     stride: Annotated[
         int | None,
@@ -32,9 +32,10 @@ def evaluate(
     split: Annotated[
         str, one_of(("train", "val"), help="Of a folder of tokens: what was trained on, or what was held out.")
     ] = "val",
-    tokens: Annotated[
-        bool, option("--tokens", help="Each token's log-probability instead, as JSONL.", rich_help_panel=OUTPUT)
+    per_token: Annotated[
+        bool, option("--per-token", help="Each token's log-probability instead, as JSONL.", rich_help_panel=OUTPUT)
     ] = False,
+    tokens: Annotated[bool, option("--tokens", hidden=True)] = False,
     json: Json = False,
     quiet: Quiet = False,
     device: Device = "auto",
@@ -42,6 +43,8 @@ def evaluate(
     threads: Threads = None,
 ) -> None:  # fmt: skip
     """Measure a model on TEXT: loss, perplexity, bits per byte, in fixed windows over the whole of it."""
+    model, text = model_and_texts("eval", model, text)
+    per_token = per_token or tokens  # its former name
     inputs.announce(text)
     with progress.starting(quiet):
         from gpt import api
@@ -51,7 +54,7 @@ def evaluate(
     def on_window(window: "Window", losses: Any, total: int) -> None:
         nonlocal scored
         scored += len(losses)
-        if tokens:
+        if per_token:
             render.token_lines(window, losses, loaded.tokenizer)
         display(events.Progress("scored", scored, total, "tokens"))
 
@@ -59,5 +62,5 @@ def evaluate(
         result = loaded.evaluate_files(text, settings, split, stride, display, on_window, block_size)
     if json:
         render.json_line(render.evaluation_json(result))
-    elif not tokens:
+    elif not per_token:
         render.evaluation(result)

@@ -1,4 +1,4 @@
-"""``gpt inspect attention|neighbors|analogy|positions|tokens``."""
+"""``gpt inspect attention|neighbors|analogy|positions``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,21 +11,21 @@ from gpt.errors import UserError
 from . import inputs, page, plots, progress, render
 from .options import Device, Json, Model, PromptFile, TextFile, option
 from .page import Out
+from .tokenizer import encode
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
     from gpt.inspect import Embeddings
 
-app = typer.Typer(help="Look inside a model: attention, embeddings, positions, tokens.")
+app = typer.Typer(help="Look inside a model: attention, embeddings, positions.")
 
 Count = Annotated[int, option("--count", "-k", help="How many tokens to list.")]
 
 
 @app.command("attention")
 def attention(
-    prompt: Annotated[
-        str | None, option("--prompt", "-p", help="What the model reads.", show_default="required")
-    ] = None,
+    text: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What the model reads.")] = None,
+    prompt: Annotated[str | None, option("--prompt", "-p", hidden=True)] = None,
     prompt_file: PromptFile = None,
     layer: Annotated[int | None, option(help="One layer alone, counted from 0.", show_default="all")] = None,
     head: Annotated[
@@ -37,21 +37,23 @@ def attention(
     device: Device = "auto",
 ) -> None:
     """Show what each token attends to in every head, what heads do, and what the model would say at each layer."""
-    text = inputs.text(prompt, prompt_file, "prompt", "--prompt-file")
+    if text is not None and prompt is not None:
+        raise UserError("two prompts were given", "give one: gpt inspect attention PROMPT")
+    words = inputs.text(prompt if text is None else text, prompt_file, "prompt", "--prompt-file")
     page.check_out(out)
     loaded = _load(model, device, json)
     from gpt import inspect
 
     from . import render_inspect, views
 
-    ids = loaded.tokenizer.prompt(text) if text else []  # as sampling reads it
+    ids = loaded.tokenizer.prompt(words) if words else []  # as sampling reads it
     look = inspect.look(loaded.model, ids, loaded.tokenizer, layer, head)
     if look.dropped:
         render.note(f"the prompt has {len(ids):,} tokens; the last {len(look.ids):,} fit the context and are shown")
     name, tokenizer = str(loaded.path), loaded.tokenizer
     page.show(
         "attention", f"attention: {name}", out, json,
-        data=lambda: views.attention_data(look, tokenizer, name, text),
+        data=lambda: views.attention_data(look, tokenizer, name, words),
         page=lambda: views.attention_page(look, tokenizer, name),
         picture=lambda: plots.attention(look, tokenizer, name),
         terminal=lambda: render_inspect.attention(look, tokenizer),
@@ -121,33 +123,17 @@ def positions(model: Model = None, out: Out = None, json: Json = False) -> None:
     )  # fmt: skip
 
 
-@app.command("tokens")
+@app.command("tokens", hidden=True)
 def tokens(
-    text: Annotated[str | None, typer.Argument(help="What to cut.")] = None,
+    text: Annotated[str | None, typer.Argument(help="What to encode.")] = None,
     file: TextFile = None,
     model: Model = None,
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Show how a text is cut into tokens."""
-    words = inputs.text(text, file, "text", "--file")
-    if not words:
-        raise UserError("there is nothing to cut", "give TEXT, or --file")
-    page.check_out(out)
-    from gpt.runs import checkpoint, folder, hf
-
-    from . import render_inspect, views
-
-    path = folder.find_checkpoint(model)
-    tokenizer = checkpoint.load_tokenizer(path, hf.load_config(path))
-    data = views.tokens_data(tokenizer.encode(words).tolist(), tokenizer, str(path), words)
-    page.show(
-        "tokens", f"tokens: {path}", out, json,
-        data=lambda: data,
-        page=lambda: data,
-        picture=lambda: plots.tokens(data["pieces"]),
-        terminal=lambda: render_inspect.tokens(data),
-    )  # fmt: skip
+    """The former name of `gpt tokenizer encode --show`."""
+    render.note("use gpt tokenizer encode --show; the next release drops gpt inspect tokens")
+    encode(text, file=file, model=model, show=True, out=out, json=json)
 
 
 def _load(model: str | None, device: str, quiet: bool) -> "LanguageModel":

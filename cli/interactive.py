@@ -1,7 +1,8 @@
-"""``gpt sample --interactive``: prompt after prompt, with history, settings and models changed on the way."""
+"""The conversation of ``gpt chat`` and ``gpt sample -i``, with history, and settings and models changed on the way."""
 
 import contextlib
 import dataclasses
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from gpt.errors import UserError, check_text, did_you_mean
 from gpt.files import user_folder
 from gpt.sample_config import SampleConfig
 
-from . import render
+from . import progress, render
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
@@ -61,7 +62,7 @@ class Interaction:
     def run(self) -> None:
         """Runs until the end of stdin. Raises `UserError` where there is no stdin."""
         if sys.stdin is None:
-            raise UserError("there is no standard input to read", "give a prompt instead of --interactive")
+            raise UserError("there is no standard input to read", "gpt sample PROMPT needs none")
         with contextlib.suppress(AttributeError, ValueError):
             sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         if sys.stdin.isatty():
@@ -185,6 +186,23 @@ class Interaction:
             render.write(f"{self.loaded.path}\n")
             return
         self.loaded = self.load(path)
+
+
+def converse(
+    settings: SampleConfig,
+    model: str | None,
+    base: str | None,
+    seed: int | None,
+    device: str,
+    dtype: str,
+    threads: int | None,
+) -> None:
+    """Loads a model, and runs an `Interaction` with it."""
+    with progress.starting(quiet=False):
+        from gpt import api
+    load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=render.note, sampling=settings)
+    loaded = load(model, base=base)
+    Interaction(loaded, load, settings, render.draw_seed(announce=settings.draws) if seed is None else seed).run()
 
 
 def read() -> str | None:

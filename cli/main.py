@@ -16,7 +16,7 @@ from gpt import __version__, waiting
 from gpt.errors import Interrupted, ModelWarning, UserError, device_failure, is_out_of_memory, is_out_of_threads
 from gpt.parallel import environment
 
-from . import processes, render
+from . import names, processes, render
 
 EPILOG = (
     "Every option has a twin in the environment, GPT_<COMMAND>_<OPTION>: GPT_TRAIN_STEPS=100 is --steps 100. "
@@ -35,6 +35,7 @@ _TWINS = "Each option has a twin in the environment: GPT_{}_<OPTION>."
 COMMANDS = {  # by name, the module with a function of the same name; in the order of the help page
     "train": "train",
     "sample": "sample",
+    "chat": "chat",
     "eval": "evaluate",
     "tokenize": "tokenize",
     "params": "params",
@@ -44,10 +45,18 @@ COMMANDS = {  # by name, the module with a function of the same name; in the ord
     "serve": "serve",
 }
 GROUPS = ("tokenizer", "data", "inspect")
+_TOOK_MODEL = ("bench", "export")  # without -m; they read the words that no argument takes
 
 
 class _Group(typer.core.TyperGroup):
-    """The command ``gpt``. The options for completion, which typer adds to it, have no twin in the environment."""
+    """The command ``gpt``. The options for completion, which typer adds to it, have no twin in the environment. A
+    command of another program is answered with ours."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Finds the command. Raises `UserError` for one of another program."""
+        if args[0] in names.COMMANDS and args[0] not in self.commands:
+            raise UserError(f"there is no command {args[0]}", names.COMMANDS[args[0]])
+        return super().resolve_command(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Returns the options."""
@@ -74,7 +83,8 @@ def make_app(args: Sequence[str] = ()) -> typer.Typer:
     for name in [name for name in names if name in args[:1]] or names:
         if name in COMMANDS:
             command = getattr(import_module(f"gpt_cli.{COMMANDS[name]}"), COMMANDS[name])
-            app.command(name, epilog=_TWINS.format(name.upper()))(command)
+            extra = {"allow_extra_args": name in _TOOK_MODEL}
+            app.command(name, epilog=_TWINS.format(name.upper()), context_settings=extra)(command)
         else:
             group = _group(name)
             for info in group.registered_commands:
@@ -127,7 +137,7 @@ def main(args: list[str]) -> int:
     try:
         words = _with_values([arg for arg in args if arg != "--debug"])
         _check_current_folder(words)
-        status = make_app(words)(words, standalone_mode=False, obj=args)
+        status = make_app(words)(words, prog_name="gpt", standalone_mode=False, obj=args)
         sys.stdout.flush()
         if status == 130:  # how typer passes on a Ctrl-C
             render.note("interrupted")
@@ -198,6 +208,8 @@ def _described(error: BaseException, command: str) -> tuple[int, str, str]:
         return error.exit_code, error.message, error.hint or f"gpt {command} --help says what each setting takes"
     if isinstance(error, typer.TyperException):  # the command line cannot be parsed
         context = getattr(error, "ctx", None)
+        if (answer := names.answer(error, context)) is not None:
+            return error.exit_code, *answer
         path = context.command_path if context else "gpt"
         return error.exit_code, error.format_message().rstrip("."), f"{path} --help lists what there is"
     if isinstance(error, Interrupted):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -13,7 +13,7 @@ from gpt import config, sample_config
 from gpt.errors import UserError, did_you_mean
 from gpt.settings import field_types, from_dict, without_none
 
-from . import inputs
+from . import inputs, render
 
 OUTPUT = "Output"
 
@@ -28,6 +28,12 @@ MODEL_HELP = (
 Model = Annotated[str | None, option("--model", "-m", help=MODEL_HELP, show_default="best of the newest run in runs/")]
 PromptFile = Annotated[Path | None, option(help="Read the prompt from a file; - is stdin.", show_default="none")]
 TextFile = Annotated[Path | None, option(help="Read the text from a file; - is stdin.", show_default="none")]
+Seed = Annotated[
+    int | None,
+    option(
+        help="Same seed, same text; a whole number from 0.", show_default="drawn and printed", rich_help_panel="Text"
+    ),
+]
 Base = Annotated[
     str | None,
     option("--base", metavar="MODEL", help="The model that an adapter belongs to.", show_default="the one it names"),
@@ -62,15 +68,36 @@ Threads = Annotated[
 ]  # fmt: skip
 
 
-def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command one option per field of ``config_class``.
+def model_and_texts(
+    command: str, model: str | None, words: Sequence[str], takes_text: bool = True
+) -> tuple[str | None, list[str]]:
+    """Returns the model and the TEXTs of a command whose model used to be its first word.
+
+    With ``-m`` every word is a TEXT. Without it, a first word that names a model is the model if another word
+    follows. A command without TEXT takes its only word as the model. These old forms print a note."""
+    from gpt.runs import folder
+
+    texts = list(words)
+    if model is None and texts and (not takes_text or folder.names_model(texts[0])):
+        if takes_text and len(texts) == 1:
+            raise UserError(f"{texts[0]} is a model, and there is no TEXT", f"gpt {command} TEXT -m {texts[0]}")
+        model = texts.pop(0)
+        render.note(f"use -m {model} to name the model; the next release drops the old form")
+    if texts and not takes_text:
+        raise UserError(f"gpt {command} takes no TEXT, and {texts[0]} was given", "-m names the model, -o the output")
+    return model, texts
+
+
+def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a command one option per field of ``config_class``, except those ``without``.
 
     The command's body receives an instance as ``settings``. If it has such parameters, it also receives ``given``, the
-    settings that the user gave, and ``words``, the whole command line.
+    settings that the user gave, ``words``, the whole command line, and ``rest``, the words that no argument takes.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        names = [field.name for field in dataclasses.fields(config_class)]
+        kept = [field for field in dataclasses.fields(config_class) if field.name not in without]
+        names = [field.name for field in kept]
         wanted = inspect.signature(command).parameters
 
         @functools.wraps(command)
@@ -84,16 +111,16 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
                 values["given"] = {name: asked[name] for name in given}
             if "words" in wanted:
                 values["words"] = _context.find_root().obj
+            if "rest" in wanted:
+                values["rest"] = _context.args
             return command(settings=from_dict(config_class, asked, command.__name__), **values)
 
         own = [
             p
             for p in inspect.signature(command, eval_str=True).parameters.values()
-            if p.name not in ("settings", "given", "words")
+            if p.name not in ("settings", "given", "words", "rest")
         ]
-        in_order = sorted(
-            dataclasses.fields(config_class), key=lambda field: config.PANELS.index(field.metadata["panel"])
-        )
+        in_order = sorted(kept, key=lambda field: config.PANELS.index(field.metadata["panel"]))
         made = [_as_parameter(config_class, field) for field in in_order]
         context_parameter = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         # The order of the help page: what the command does first, how it prints last.
@@ -121,7 +148,8 @@ def _as_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") -> i
     meta = field.metadata
     kind = field_types(config_class)[field.name]
     flags = [*meta["flags"], "--" + field.name.replace("_", "-")]
-    settings = {"help": meta["help"], "rich_help_panel": meta["panel"], "show_default": meta["shown"] or True}
+    settings = {"help": meta["help"], "rich_help_panel": meta["panel"], "show_default": meta["shown"] or True,
+                "hidden": meta["hidden"]}  # fmt: skip
     choice = without_none(kind)
     default = field.default
     if get_origin(choice) is tuple:

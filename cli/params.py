@@ -45,9 +45,14 @@ def params(
     arch: Annotated[
         str | None, one_of(get_args(Arch), help="Norms, MLP, positions, biases.", rich_help_panel=_SHAPE)
     ] = None,
+    parts: Annotated[
+        bool,
+        option("--memory", "--flops", "--time", hidden=True,
+               envvar=["GPT_PARAMS_MEMORY", "GPT_PARAMS_FLOPS", "GPT_PARAMS_TIME"]),
+    ] = False,
     out: OutPage = None,
     json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Show where every parameter sits, in the form of the GPT-3 table, and what training takes. Allocates nothing."""
     asked = {
         "n_layer": n_layer, "n_head": n_head, "n_kv_head": n_kv_head, "head_dim": head_dim, "n_embd": n_embd,
@@ -57,10 +62,12 @@ def params(
     shape: dict[str, object] = {key: value for key, value in asked.items() if value is not None}
     page.check_out(out, ".html")
     every = list_presets or (not targets and not shape)
+    if parts and not given:  # one of three former options for parts of what is always shown now
+        given = {"devices": settings.devices}
     if given and (every or out is not None):
         flag = f"--{next(iter(given))}".replace("_", "-")
         raise UserError(f"{flag} is about what training takes, which {'-o' if out else 'a list'} does not show",
-                        "name a preset or a checkpoint: gpt params gpt2 --memory")  # fmt: skip
+                        "name a preset or a checkpoint: gpt params gpt2 --devices 8")  # fmt: skip
     if list_presets and (targets or shape):
         named = targets[0] if targets else f"--{next(iter(shape))}".replace("_", "-")
         raise UserError(f"--list shows all presets, and {named} asks for one shape", "leave one of them out")

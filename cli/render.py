@@ -194,8 +194,9 @@ def result(result: "Result", console: Console | None = None) -> None:
     sample = Text.assemble(("sample\n", "bold"), (excerpt(result.sample, 12), "italic"))
     (console or stdout()).print(sample)
     short = 0 < len(result.prompt) <= 60 and result.prompt.isprintable()
-    prompt = "-i" if result.chat else f"{shlex.quote(result.prompt)} --greedy" if short else '"Once upon"'
-    fact("more", f"gpt sample {prompt} -m {shlex.quote(str(result.run))}", console)
+    prompt = f"{shlex.quote(result.prompt)} --greedy" if short else '"Once upon"'
+    command = "gpt chat" if result.chat else f"gpt sample {prompt}"
+    fact("more", f"{command} -m {shlex.quote(str(result.run))}", console)
 
 
 def draw_seed(announce: bool) -> int:

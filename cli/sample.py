@@ -1,6 +1,5 @@
 """``gpt sample``."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,8 @@ from gpt.sample_config import SampleConfig
 from gpt.words import counted
 
 from . import inputs, progress, render
-from .options import OUTPUT, Base, Device, Dtype, Json, Model, PromptFile, Quiet, Threads, option, takes
+from .interactive import converse
+from .options import OUTPUT, Base, Device, Dtype, Json, Model, PromptFile, Quiet, Seed, Threads, option, takes
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
@@ -36,12 +36,10 @@ def sample(
         Path | None,
         option(help='Many prompts, a line {"prompt": …} each; - is stdin.', show_default="none"),
     ] = None,
-    num: Annotated[int, option("--num", "-N", help="How many samples.", rich_help_panel="Text")] = 1,
-    seed: Annotated[
-        int | None,
-        option(help="Same seed, same text; a whole number from 0.", show_default="drawn and printed",
-               rich_help_panel="Text"),
-    ] = None,
+    num: Annotated[
+        int, option("--num", "-N", help="How many samples; with --beam, how many beams.", rich_help_panel="Text")
+    ] = 1,
+    seed: Seed = None,
     no_echo: Annotated[bool, option("--no-echo", help="Do not print the prompt.", rich_help_panel=OUTPUT)] = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -58,28 +56,27 @@ def sample(
     threads: Threads = None,
 ) -> None:  # fmt: skip
     """Let a model write on after PROMPT."""
-    _check_numbers(num, seed)
-    settings = _with_constraint(settings, given)
-    if interactive and any([prompt, prompt_file, prompts, out, json, quiet, num > 1]):
-        raise UserError("--interactive reads prompts and writes texts as they come", "leave out what says otherwise")
+    check_numbers(num, seed)
+    settings = with_constraint(settings, given)
+    if interactive:
+        if any([prompt, prompt_file, prompts, out, json, quiet, num > 1]):
+            raise UserError(
+                "--interactive reads prompts and writes texts as they come", "leave out what says otherwise"
+            )
+        converse(settings, model, base, seed, device, dtype, threads)
+        return
+    settings, num = _beams_returned(settings, num)
     note: Callable[[str], None] = (lambda text: None) if quiet else render.note
-    texts = [] if interactive else _prompts(prompt, prompt_file, prompts)
-    if not interactive:
-        _check(settings, num, as_json=json or out is not None, note=note)
+    texts = _prompts(prompt, prompt_file, prompts)
+    _check(settings, as_json=json or out is not None, note=note)
     with progress.starting(quiet=json or quiet):
         from gpt import api
-    load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
-    loaded = load(model, base=base)
+    loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
     if out is not None:
         _into_file(loaded, texts, settings, seed, num, out, json, quiet)
         return
     if seed is None:
         seed = render.draw_seed(announce=settings.draws and not json and not quiet)
-    if interactive:
-        from .interactive import Interaction
-
-        Interaction(loaded, load, settings, seed).run()
-        return
     forgotten = render.Overflow()
     pieces = forgotten.counting(loaded.write_all(texts, settings, seed, num))
     if json:
@@ -103,7 +100,7 @@ def _prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None)
     return parse_prompts(inputs.lines(prompts, "prompts"), inputs.name(prompts))
 
 
-def _with_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConfig:
+def with_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConfig:
     """Splits the choices, and reads the schema's file. Raises `UserError` for a constraint that is empty."""
     settings = settings.changed("choices", ",".join(settings.choices))
     if empty := next((name for name in ("choices", "regex", "json_schema") if name in given and not given[name]), None):
@@ -116,16 +113,26 @@ def _with_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleCon
     return settings
 
 
-def _check_numbers(num: int, seed: int | None) -> None:
+def check_numbers(num: int, seed: int | None) -> None:
+    """Raises `UserError` for a number of samples or a seed out of bounds."""
     for name, value, low in (("num", num, 1), ("seed", seed, 0)):
         if value is not None and not low <= value <= HIGHEST[name]:
             raise UserError(f"{name} is {value}; it must be a whole number from {low} to {HIGHEST[name]:,}")
 
 
-def _check(settings: SampleConfig, num: int, as_json: bool, note: Callable[[str], None]) -> None:
+def _beams_returned(settings: SampleConfig, num: int) -> tuple[SampleConfig, int]:
+    """Returns the settings and the number of samples: with beams, -N is the number of texts that they return."""
+    if not settings.beam or num == 1:
+        return settings, num
+    if num > settings.beam:
+        raise UserError(f"-N is {num} and --beam is {settings.beam}", f"{num} texts take {num} beams: --beam {num}")
+    if settings.n_best not in (1, num):
+        raise UserError(f"-N is {num} and --n-best is {settings.n_best}", "leave --n-best out")
+    return replace(settings, n_best=num), 1
+
+
+def _check(settings: SampleConfig, as_json: bool, note: Callable[[str], None]) -> None:
     """Raises `UserError` for options that exclude each other, and says which have no effect."""
-    if settings.beam and num > 1:
-        raise UserError(f"--num {num} samples are drawn, and beams draw nothing", f"the best {num}: --n-best {num}")
     if (settings.logprobs is not None or settings.echo_logprobs) and not as_json:
         raise UserError("--logprobs and --echo-logprobs are for programs", "add --json")
     default = SampleConfig()

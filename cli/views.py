@@ -188,6 +188,6 @@ def positions_page(found: inspect.Positions, model: str) -> Tree:
 
 
 def tokens_data(ids: list[int], tokenizer: "Tokenizer", model: str, text: str) -> Tree:
-    """Returns the object of ``gpt inspect tokens --json``."""
+    """Returns the object of ``gpt tokenizer encode --show --json``."""
     pieces = [inspect.token_text(tokenizer, id) for id in ids]
     return {"model": model, "tokens": ids, "pieces": pieces, "bytes": len(text.encode())}

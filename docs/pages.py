@@ -23,17 +23,17 @@ PROMPT = "The king is dead, and the king's son is"
 HEAD = ("2", "0")
 # Commands whose `-o FILE.png` is drawn.
 STILLS: dict[str, list[str]] = {
-    "tokens": ["inspect", "tokens", "-m", BOOK, PROMPT],
+    "tokens": ["tokenizer", "encode", "--show", "-m", BOOK, PROMPT],
     "neighbors": ["inspect", "neighbors", "-m", BOOK, "king", "love", "-k", "6"],
     "learned": ["inspect", "positions", "-m", BOOK],
     "waves": ["inspect", "positions", "-m", WAVES],
-    "head": ["inspect", "attention", "-m", BOOK, "-p", PROMPT, "--layer", HEAD[0], "--head", HEAD[1]],
-    "heads": ["inspect", "attention", "-m", BOOK, "-p", PROMPT],
-    "bands": ["inspect", "attention", "-m", BANDS, "-p", PROMPT],
+    "head": ["inspect", "attention", "-m", BOOK, PROMPT, "--layer", HEAD[0], "--head", HEAD[1]],
+    "heads": ["inspect", "attention", "-m", BOOK, PROMPT],
+    "bands": ["inspect", "attention", "-m", BANDS, PROMPT],
 }
 # Commands whose `-o FILE.html` is photographed in a browser.
 PAGES: dict[str, list[str]] = {
-    "attention": ["inspect", "attention", "-m", BOOK, "-p", PROMPT],
+    "attention": ["inspect", "attention", "-m", BOOK, PROMPT],
     "params": ["params", BOOK],
     "shares": ["params", BOOK, "gpt2", "gpt3-175b"],
     "report": ["report", BOOK],

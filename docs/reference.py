@@ -48,8 +48,10 @@ def page() -> str:
 
 
 def commands(group: Any, context: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yields each command that is no group: its words, the command, and its context."""
+    """Yields each command that is no group and is not hidden: its words, the command, and its context."""
     for name, command in group.commands.items():
+        if command.hidden:
+            continue
         own = command.make_context(name, [], parent=context, resilient_parsing=True)
         if hasattr(command, "commands"):
             yield from commands(command, own)
@@ -62,7 +64,7 @@ def _summary(command: Any) -> str:
 
 
 def _section(name: str, command: Any, context: Any) -> str:
-    parameters = [each for each in command.get_params(context) if each.name != "help"]
+    parameters = [each for each in command.get_params(context) if each.name != "help" and not each.hidden]
     arguments = [each for each in parameters if each.param_type_name == "argument"]
     options = [each for each in parameters if each.param_type_name == "option"]
     words = " ".join([name, "[OPTIONS]" if options else "", *map(_argument, arguments)])

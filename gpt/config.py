@@ -294,7 +294,7 @@ def find_preset(name: str) -> Preset:
 PANELS = (
     "Run", "Model", "Fine-tuning", "Text and tokens", "How TEXT is read", "Length and batch", "Optimizer",
     "Along the way", "Text", "Choice of the next token", "Beam search", "Weights", "Card", "Address", "Load",
-    "What it costs", "Devices", "How a step is computed", "Machine", "Output",
+    "Devices", "How a step is computed", "Machine", "Output",
 )  # fmt: skip
 _run, _model, _tune, _data, _read, _length, _optim, _log = (partial(option, panel=name) for name in PANELS[:8])
 _machine = partial(option, panel="Machine")

@@ -8,17 +8,14 @@ from gpt.errors import UserError
 from gpt.peaks import KINDS, find_kind
 from gpt.settings import check_options, option
 
-_PANELS = ("What it costs", "Devices", "How a step is computed")
-_cost, _devices, _step = (partial(option, panel=name) for name in _PANELS)
+_PANELS = ("Devices", "How a step is computed")
+_devices, _step = (partial(option, panel=name) for name in _PANELS)
 
 
 @dataclass(frozen=True)
 class PlanConfig:
     """Options of ``gpt params``. Raises `UserError` for values that mean nothing."""
 
-    memory: bool = _cost(False, "What a rank holds in training, and what fits; what sampling takes.")
-    flops: bool = _cost(False, "Floating-point operations a token, trained on and sampled.")
-    time: bool = _cost(False, "Days of training.")
     kind: str = _devices("h100-80gb", "One of " + ", ".join(KINDS) + ", or cpu: this machine.")
     devices: int = _devices(1, "How many there are; a process each.", low=1, high=2**20)
     tokens: float | None = _devices(None, "To train on, as 300e9.", shown="20 a parameter", low=1, high=1e18)

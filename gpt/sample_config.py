@@ -61,7 +61,7 @@ class SampleConfig:
         "off",
         "With --beam: on stops at B finished texts, off when no better one seems likely, never when none is possible.",
     )  # fmt: skip
-    n_best: int = _beam(1, "With --beam: so many texts, best first.", low=1, high=MOST_BEAMS)
+    n_best: int = _beam(1, "With --beam: so many texts, best first.", low=1, high=MOST_BEAMS, hidden=True)  # as -N
     max_tokens: int = _text(200, "Tokens to generate at most.", flags=("-n",), low=0)
     min_tokens: int = _text(0, "End-of-text cannot come before so many tokens.", low=0)
     stop: tuple[str, ...] = _text((), "A text that ends the sample, and is not shown; may be repeated.", shown="none")

@@ -91,10 +91,11 @@ def option(
     shown: str = "",
     low: float | None = None,
     high: float = 2**53,
+    hidden: bool = False,
 ) -> Any:
     """A setting that is also an option: its help, its panel in the help page, further flags, how its default is shown,
-    and its bounds."""
-    meta = {"help": help, "panel": panel, "flags": flags, "shown": shown, "low": low, "high": high}
+    its bounds, and whether help pages leave it out."""
+    meta = {"help": help, "panel": panel, "flags": flags, "shown": shown, "low": low, "high": high, "hidden": hidden}
     return field(default=default, metadata=meta)
 
 

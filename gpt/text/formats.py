@@ -187,6 +187,13 @@ class RecordForm:
         return found + [name for name in self.optional if name in known]
 
 
+class _AllKeys(RecordForm):
+    """A form that reads every value of a record."""
+
+    def columns(self, known: Collection[str]) -> list[str]:
+        return [*known] or [""]
+
+
 class _Bad(UserError):
     """An error in a record, whose place is still to be added."""
 
@@ -279,6 +286,8 @@ CHATS = RecordForm(
     synonyms=("conversations", "conversation"),
     optional=("system", *_TOOLS),
 )
+
+KEYS = _AllKeys((), lambda record, number, place: json.dumps(sorted(record)), "", strings=False)  # a record's keys
 
 
 Raw = TypeVar("Raw")

@@ -42,7 +42,7 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def test_beams_are_told_best_first(gpt: Gpt, run_folder: Path) -> None:
-    args = ["sample", "the cat", "-m", run_folder, "--beam", "4", "--n-best", "3", "-n", "10"]
+    args = ["sample", "the cat", "-m", run_folder, "--beam", "4", "-N", "3", "-n", "10"]
     lines = lines_of(gpt(*args, "--json"))
     assert [line["index"] for line in lines] == [0, 1, 2]
     for line in lines:
@@ -70,7 +70,7 @@ def test_what_beams_do_not_use_is_said(gpt: Gpt, run_folder: Path) -> None:
 
 
 def test_many_prompts_equal_one_by_one(gpt: Gpt, run_folder: Path, prompts: Path) -> None:
-    for how in (["--seed", "3", "-N", "2"], ["--beam", "2", "--n-best", "2"], ["--greedy"]):
+    for how in (["--seed", "3", "-N", "2"], ["--beam", "2", "-N", "2"], ["--greedy"]):
         args = ["-m", run_folder, "-n", "15", "--json", *how]
         together = lines_of(gpt("sample", "--prompts", prompts, *args))
         assert len(together) == len(PROMPTS) * (1 if how == ["--greedy"] else 2)
@@ -119,7 +119,7 @@ def test_prompts_on_a_terminal_have_a_line_above_each(gpt: Gpt, run_folder: Path
     assert piped.out == out
 
 
-@pytest.mark.parametrize("how", [slow(["--seed", "3", "-N", "2"]), ["--beam", "2", "--n-best", "2"]])
+@pytest.mark.parametrize("how", [slow(["--seed", "3", "-N", "2"]), ["--beam", "2", "-N", "2"]])
 def test_a_file_of_samples_is_gone_on_with(
     gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path, how: list[str]
 ) -> None:
@@ -212,7 +212,8 @@ def test_what_means_nothing_is_refused(gpt: Gpt, run_folder: Path) -> None:
         "--beam 2 --greedy": "--beam and --greedy",
         "--beam 2 --n-best 3": "n-best is 3 and beam is 2",
         "--n-best 2": "n-best is 2 and beam is off",
-        "--beam 2 -N 2": "--num 2 samples are drawn",
+        "--beam 2 -N 3": "-N is 3 and --beam is 2",
+        "--beam 3 -N 3 --n-best 2": "-N is 3 and --n-best is 2",
         "--beam 500": "beam is 500; the model has 400 tokens",
         "--length-penalty inf --beam 2": "length-penalty is inf",
         "--early-stopping nver": 'there is no early-stopping "nver"',
@@ -222,7 +223,7 @@ def test_what_means_nothing_is_refused(gpt: Gpt, run_folder: Path) -> None:
         "--dtype int7": 'there is no dtype "int7"',
     }.items():
         refused(gpt("sample", "the", "-m", run_folder, "-n", "3", *shlex.split(args)), message)
-    assert 'did you mean "int8"?' in gpt("bench", run_folder, "--dtype", "int7").err
+    assert 'did you mean "int8"?' in gpt("bench", "-m", run_folder, "--dtype", "int7").err
 
 
 # Log-probabilities
@@ -237,7 +238,7 @@ def test_log_probabilities_sum_to_the_samples_and_to_evals(gpt: Gpt, run_folder:
         ids = [token["token"] for token in line["logprobs"]]
         assert ids[: len(line["tokens"])] == line["tokens"]
         (tmp_path / "t.txt").write_text(prompt, encoding="utf-8")
-        values = json.loads(gpt("eval", run_folder, tmp_path / "t.txt", "--json").out)
+        values = json.loads(gpt("eval", tmp_path / "t.txt", "-m", run_folder, "--json").out)
         of_prompt = [token["logprob"] for token in line["prompt_logprobs"]]
         assert of_prompt[0] is None
         assert -sum(of_prompt[1:]) == pytest.approx(values["loss"] * values["tokens"], abs=1e-3)
@@ -291,7 +292,7 @@ def test_generate_from_python(run_folder: Path) -> None:
 
 def talk(gpt: Gpt, run_folder: Path, *lines: str) -> Done:
     stdin = "".join(f"{line}\n" for line in lines).encode()
-    return gpt("sample", "-i", "-m", run_folder, "-n", "8", "--seed", "1", stdin=stdin)
+    return gpt("chat", "-m", run_folder, "-n", "8", "--seed", "1", stdin=stdin)
 
 
 def test_a_conversation_writes_after_each_prompt(gpt: Gpt, run_folder: Path) -> None:
@@ -417,7 +418,7 @@ def test_a_run_that_may_not_be_read_is_named(
     for command in (
         ["sample", "hi", "-m", "runs/theirs"],
         ["sample", "hi", "-m", "runs/theirs:latest"],
-        ["eval", "runs/theirs", "t.txt"],
+        ["eval", "t.txt", "-m", "runs/theirs"],
         ["params", "runs/theirs"],
         ["report", "runs/theirs"],
         ["inspect", "positions", "-m", "runs/theirs"],
@@ -497,7 +498,7 @@ def test_structured_output(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
         (["--choices", "yes,no", "--choices", "may be"], ["yes", "no", "may be"]),
         (["--regex", "x|y"], ["x", "y"]),
         (["--json-schema", schema], ['{"a":1', '{"a":"b"']),
-        (["--beam", "2", "--n-best", "2", "-N", "1", "--choices", "yes,no"], ["yes", "no"]),
+        (["--beam", "2", "-N", "2", "--choices", "yes,no"], ["yes", "no"]),
     ):
         lines = lines_of(gpt(*args, *options))
         assert all(line["text"].startswith(tuple(texts)) for line in lines), lines

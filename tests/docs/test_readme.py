@@ -49,7 +49,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
 
 @pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("page", ["README", *(f"docs/{name}" for name in
-    ("export", "finetuning", "measuring", "sampling", "tokens", "training", "tutorial"))])  # fmt: skip
+    ("finetuning", "publish", "sampling", "scale", "tokens", "training", "tutorial", "understand"))])  # fmt: skip
 def test_commands_of_the_readme(gpt: Callable[..., Done], page: str) -> None:
     """In order, as a reader would type them, each on what the ones before left."""
     import gpt_cli.main
@@ -75,7 +75,7 @@ def test_commands_of_the_readme(gpt: Callable[..., Done], page: str) -> None:
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/inspect.md", "docs/tutorial.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/understand.md", "docs/tutorial.md"])
 def test_python_examples(page: str) -> None:
     blocks = python_blocks((ROOT / page).read_text(encoding="utf-8"))
     assert blocks
@@ -86,7 +86,7 @@ def test_python_examples(page: str) -> None:
 
 @pytest.mark.usefixtures("few_steps")
 def test_transformers_say_what_we_do(gpt: Callable[..., Done]) -> None:
-    page = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "publish.md").read_text(encoding="utf-8")
     train, sample, *_ = commands(page)
     assert gpt(*shlex.split(train)[1:]).code == 0
     ours = gpt(*shlex.split(sample)[1:])
