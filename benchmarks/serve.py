@@ -36,10 +36,10 @@ from gpt.sample_config import SampleConfig
 
 CLIENTS = (1, 8, 32)
 TOKENS = 64  # of each text whose speed is measured
-ROUNDS = 3
 REQUESTS, CONNECTIONS = 1000, 64
 LONG = 1000  # tokens of the prompt beside which a short one is timed
 CHUNK = 128  # as gpt/serve/worker.py has it
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 
 
 @dataclass
@@ -110,7 +110,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(words: Sequence[str], port: int, model: str, **extra: Any) -> Iterator[Target]:
-    """Runs a server until the end of the block. Raises `RuntimeError` where it does not answer within a minute."""
+    """Runs a server until the end of the block. Raises `RuntimeError` where it does not answer within three minutes."""
     with tempfile.TemporaryFile() as log:
         one = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         process = subprocess.Popen(
@@ -133,7 +133,7 @@ def running(words: Sequence[str], port: int, model: str, **extra: Any) -> Iterat
 
 
 async def _answers(process: "subprocess.Popen[bytes]", target: Target) -> bool:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while time.monotonic() < end and process.poll() is None:
         with contextlib.suppress(OSError, IndexError):
             reply = await ask(target, {"prompt": "a", "max_tokens": 1}, leave_after=30)
@@ -144,12 +144,23 @@ async def _answers(process: "subprocess.Popen[bytes]", target: Target) -> bool:
 
 
 def ours(
-    run: Path, batch: int = 32, dtype: str = "float32", threads: int = 1
+    run: Path, batch: int = 32, dtype: str = "float32", threads: int = 1, compile: str = "auto"
 ) -> contextlib.AbstractContextManager[Target]:
     """`gpt serve`."""
     port = free_port()
     words = [str(SCRIPTS / "gpt"), "serve", "-m", str(run), "--port", str(port), "--name", "it", "--dtype", dtype]
-    words += ["--threads", str(threads), "--max-batch", str(batch), "--queue", "200", "--defaults", "openai"]
+    words += [
+        "--threads",
+        str(threads),
+        "--max-batch",
+        str(batch),
+        "--queue",
+        "200",
+        "--defaults",
+        "openai",
+        "--compile",
+        compile,
+    ]
     return running(words, port, "it", ignore_eos=True)
 
 
@@ -207,7 +218,9 @@ def speed(target: Target, clients: int, prompts: Sequence[str]) -> tuple[float, 
     return asyncio.run(all_at_once())
 
 
-def compare(run: Path, prompts: Sequence[str], place: Path, dtypes: Sequence[str], threads: int) -> list[str]:
+def compare(
+    run: Path, prompts: Sequence[str], place: Path, dtypes: Sequence[str], threads: int, rounds: int
+) -> list[str]:
     """Returns a table of servers that take turns. transformers' are compared in float32 on one thread."""
     rates: dict[str, dict[int, list[tuple[float, float]]]] = {}
     left_out: dict[str, str] = {}
@@ -222,7 +235,7 @@ def compare(run: Path, prompts: Sequence[str], place: Path, dtypes: Sequence[str
     if list(dtypes) == ["float32"] and threads == 1:
         servers["`transformers serve`"] = functools.partial(transformers, run, batches=False)
         servers["`transformers serve`, continuous batching"] = functools.partial(transformers, run, batches=True)
-    for n, (name, manager) in itertools.product(range(ROUNDS), servers.items()):
+    for n, (name, manager) in itertools.product(range(rounds), servers.items()):
         try:
             with manager() as target:
                 speed(target, max(CLIENTS), prompts)  # warm-up
@@ -235,9 +248,9 @@ def compare(run: Path, prompts: Sequence[str], place: Path, dtypes: Sequence[str
         "|---|---|---|---|---|",
     ]
     for name, of_one in rates.items():
-        for clients, rounds in of_one.items():
-            rate, first = (statistics.median(values) for values in zip(*rounds, strict=True))
-            times = statistics.median(many[0] / one[0] for many, one in zip(rounds, of_one[1], strict=True))
+        for clients, found in of_one.items():
+            rate, first = (statistics.median(values) for values in zip(*found, strict=True))
+            times = statistics.median(many[0] / one[0] for many, one in zip(found, of_one[1], strict=True))
             lines.append(f"| {name} | {clients} | {rate:,.0f} | {times:.1f} | {1000 * first:,.0f} |")
     return [*lines, "", *left_out.values()]
 
@@ -307,7 +320,8 @@ def mixed(rng: random.Random, seed: int, prompts: Sequence[str]) -> dict[str, An
     kinds: list[dict[str, Any]] = [
         {}, {"temperature": 0}, {"temperature": 1.4, "top_k": 30}, {"top_p": 0.8}, {"min_p": 0.05, "ignore_eos": True},
         {"repetition_penalty": 1.3, "no_repeat_ngram": 3}, {"min_tokens": 6}, {"stop": ["a", "the c"]}, {"stop": "ing"},
-        {"presence_penalty": 0.7, "frequency_penalty": 0.3},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.3}, {"speculate": 4}, {"speculate": 4, "temperature": 0},
+        {"regex": "[a-z]+( [a-z]+)*"}, {"choices": ["yes", "no", "maybe"]}, {"json_schema": SCHEMA},
     ]  # fmt: skip
     prompt = rng.choice(prompts) if rng.random() < 0.7 else " ".join(rng.choices(prompts, k=6))
     return {"prompt": prompt, "max_tokens": rng.randint(1, 40), "seed": seed, "n": rng.choice([1, 1, 1, 3]),
@@ -335,7 +349,7 @@ def exact(run: Path, prompts: Sequence[str]) -> list[str]:
     rng = random.Random(1)
     bodies = [mixed(rng, seed, prompts) for seed in range(REQUESTS)]
     leaving = {at for at in range(REQUESTS) if rng.random() < 0.1}
-    with ours(run, 16) as target:
+    with ours(run, 16, compile="off") as target:
         began = time.perf_counter()
         replies = asyncio.run(load_with(target, bodies, lambda at: 0.05 if at in leaving else None))
         seconds = time.perf_counter() - began
@@ -357,6 +371,7 @@ def expected(model: api.LanguageModel, body: dict[str, Any]) -> list[str]:
     """Returns the texts of `gpt sample`."""
     own = ("prompt", "seed", "n", "stream", "ignore_eos")
     settings = {"temperature": 1.0, **{key: value for key, value in body.items() if key not in own}}
+    settings |= {"json_schema": json.dumps(SCHEMA)} if "json_schema" in settings else {}
     config = SampleConfig(**settings, ignore_eot=body.get("ignore_eos", False))
     pieces = model.write_all([body["prompt"]], config, body["seed"], body["n"])
     return [piece.sample.text for piece in pieces if piece.sample is not None]
@@ -367,7 +382,7 @@ def soak(run: Path, prompts: Sequence[str], minutes: float) -> list[str]:
     import psutil
 
     rng = random.Random(2)
-    with ours(run, 16) as target:
+    with ours(run, 16, compile="off") as target:
         process, began = psutil.Process(target.pid), time.monotonic()
         first, count, at = 0, 0, 0.0
         while (at := time.monotonic() - began) < 60 * minutes:
@@ -394,6 +409,7 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--dtypes", choices=["float32", "int8", "int4"], nargs="+", default=["float32"])
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--llama-cpp", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--print", action="store_true", help="print, and leave RESULTS.md as it is")
     asked = parser.parse_args()
@@ -401,7 +417,7 @@ def main() -> None:
         serve_llama_cpp(asked.run, asked.llama_cpp, asked.threads)
         return
     run, rng = Path(asked.run).absolute(), random.Random(0)
-    words = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8").split()
+    words = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8").split()
     prompts = [" ".join(words[at : at + 8]) for at in rng.sample(range(len(words) - 8), 200)]
     how = " ".join(["python -m benchmarks.serve RUN", *(["--soak", f"{asked.soak:g}"] if asked.soak else [])])
     if asked.soak:
@@ -411,12 +427,12 @@ def main() -> None:
     elif asked.dtypes != ["float32"] or asked.threads > 1:
         title = f"Serving: {asked.threads} threads"
         with tempfile.TemporaryDirectory() as place:
-            lines = compare(run, prompts, Path(place), asked.dtypes, asked.threads)
+            lines = compare(run, prompts, Path(place), asked.dtypes, asked.threads, asked.rounds)
         lines = [f"Each client asks for {TOKENS} tokens, greedily, after a prompt of 8 words.", "", *lines]
     else:
         title = "Serving"
         with tempfile.TemporaryDirectory() as place:
-            lines = compare(run, prompts, Path(place), asked.dtypes, asked.threads)
+            lines = compare(run, prompts, Path(place), asked.dtypes, asked.threads, asked.rounds)
             lines += [*first_tokens(Path(place)), "", *exact(run, prompts)]
         lines = [f"Each client asks for {TOKENS} tokens, greedily, after a prompt of 8 words.", "", *lines]
     if asked.print:

@@ -51,6 +51,15 @@ def watch() -> None:
         threading.Thread(target=_watch, args=(Spinning(openmp),), name="gpt-waiting", daemon=True).start()
 
 
+def end_threads() -> None:
+    """Ends the OpenMP threads of the calling thread before another thread computes. With both threads' there would be
+    more than cores, and GNU OpenMP would not spin: a server would decode at half its speed."""
+    openmp = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(openmp, "GOMP_parallel") and hasattr(openmp, "omp_pause_resource_all"):
+        assert openmp is not None
+        openmp.omp_pause_resource_all(1)  # omp_pause_soft: they start again when they are needed
+
+
 class Spinning:
     """Turns spinning off and on again, by starting and ending idle threads: GNU OpenMP does not spin while there are
     more threads than cores."""

@@ -71,10 +71,26 @@ def test_init_files_are_empty_so_that_light_modules_stay_light() -> None:
         assert path.read_text(encoding="utf-8") == ""
 
 
+def test_the_page_of_the_house_lists_every_module() -> None:
+    page = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## `((?:gpt|cli)/(?:\w+/)?)`: (.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    listed = {
+        f"{folder}{name}.py"
+        for folder, section in sections
+        for cell in re.findall(r"^\| (`.+?`) \|", section, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", cell)
+    }
+    tree = {path.relative_to(ROOT).as_posix() for room in ("gpt", "cli") for path in (ROOT / room).rglob("*.py")}
+    assert listed <= tree
+    assert {path for path in tree if path.startswith("gpt/") and not path.endswith("__init__.py")} <= listed
+    for name in re.findall(r"`((?:benchmarks|cli|data|docs|gpt|tests)/[\w./-]*)`", page):
+        assert (ROOT / name).exists(), name
+
+
 def test_dependencies_have_ranges_here_pins_in_constraints_and_their_place_in_the_docs() -> None:
     pinned = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in pinned if line and line[0] != "#")
-    docs = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    docs = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
     extras = PROJECT["project"]["optional-dependencies"]
     for requirement in [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["hf"], *extras["bench"]]:
         name = re.split(r"[\[<>=]", requirement)[0]

@@ -238,3 +238,25 @@ def test_threads_sleep_while_spinning_is_off() -> None:
     assert off > 150, "about one for each product"
     assert before < off / 3
     assert after < off / 3
+
+
+@needs_openmp
+def test_threads_end_before_another_thread_computes() -> None:
+    """GNU OpenMP would not spin while two threads have teams of their own."""
+    code = (
+        "import os, threading, torch; from gpt import waiting\n"
+        "def team():\n"
+        "    torch.ones(2**20).exp()\n"
+        "    return len(os.listdir('/proc/self/task'))\n"
+        "torch.set_num_threads(2)\n"
+        "alone = len(os.listdir('/proc/self/task'))\n"
+        "assert team() == alone + 1\n"
+        "waiting.end_threads()\n"
+        "found = []\n"
+        "thread = threading.Thread(target=lambda: found.append(team()))\n"
+        "thread.start(); thread.join()\n"
+        "assert found == [alone + 2], (alone, found)  # the thread, and one of its team\n"
+        "assert team() == alone + 1\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -88,7 +88,7 @@ class ConstraintCache:
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # fails if no text satisfies it
         if matcher.is_stopped() and not matcher.is_accepting():
-            raise UserError(f"{name}: {_reason(matcher)}", "docs/sampling.md says what is supported")
+            raise UserError(f"{name}: {_reason(matcher)}", "docs/generate.md says what is supported")
         return Constraint(matcher, self._compiled.cache_clear)
 
     @functools.cached_property

@@ -102,11 +102,12 @@ class Context:
                     continue
             parts.append((slot.at, [slot.length], count))
         places = Placement(self.cache, parts)
+        for slot, count in work:  # before the pass, which may fail halfway
+            slot.written = max(slot.written, slot.length + count)
         with self._autocast():
             x = self.model.trunk(ids.view(places.shape), places)
         for slot, count in work:
             slot.length += count
-            slot.written = max(slot.written, slot.length)
         return x.flatten(0, 1)
 
     @torch.inference_mode()
@@ -185,8 +186,14 @@ class Context:
     def clear(self, slot: Slot) -> None:
         """Empties a slot and sets its keys and values to 0. A NaN among them would reach its next text: attention
         multiplies masked values by a weight of 0."""
+        self.cache.clear(slot.at, slot.written)
         slot.forget()
-        self.cache.clear(slot.at)
+
+    @torch.inference_mode()
+    def check(self, slot: Slot) -> None:
+        """Clears a slot that contains NaN or infinity, after a text whose logits were not all read."""
+        if not self.cache.is_finite(slot.at, slot.written):
+            self.clear(slot)
 
 
 def select(tensor: Tensor, at: list[int]) -> Tensor:

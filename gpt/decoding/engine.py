@@ -28,7 +28,7 @@ class Engine:
     """Generates for many requests at once, each with settings of its own, which come and go between steps. A text ends
     with any of the ids ``ends``. A step reads at most ``chunk`` ids of prompts (`Scheduler`).
 
-    Tokens depend on the request alone and not on what runs beside it, up to the rounding of sums (docs/sampling.md). An
+    Tokens depend on the request alone and not on what runs beside it, up to the rounding of sums (docs/generate.md). An
     error that is one request's own, such as NaN logits, ends that request with an update; an error that `step` raises
     ends the engine.
     """

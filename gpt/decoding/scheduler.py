@@ -36,6 +36,8 @@ class Scheduler:
             if text.done:
                 for slot in text.slots:
                     del slot.text[slot.computed :]
+                    if text.reason is None or not text.request.config.max_tokens:
+                        self.context.check(slot)
                 self.free += text.slots
         self.running = [text for text in self.running if not text.done]
 

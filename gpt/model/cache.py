@@ -112,10 +112,14 @@ class KVCache:
             columns = slice(start, stop) if written <= each.size(2) else slice(None)
             each[target, :, columns] = each[source, :, columns]
 
-    def clear(self, row: int) -> None:
-        """Sets a row's keys and values to 0."""
+    def clear(self, row: int, written: int) -> None:
+        """Sets a row's keys and values to 0; ``written``: how many positions it was given."""
         for each in (*self.keys, *self.values):
-            each[row] = 0
+            each[row, :, :written] = 0
+
+    def is_finite(self, row: int, written: int) -> bool:
+        """Whether a row's keys and values are finite numbers."""
+        return all(bool(each[row, :, :written].isfinite().all()) for each in (*self.keys, *self.values))
 
 
 class Placement:

@@ -1,7 +1,8 @@
 """Memory of a training step, in bytes, by arithmetic alone: torch is not imported.
 
 An estimate that leans upwards: in its tests it is at most 15 % above what a step holds and at most 2 % below.
-docs/memory.md derives the terms. Korthikanti et al. 2022 (arXiv 2205.05198, §4.1) count the same way for Megatron.
+benchmarks/memory.md derives the terms. Korthikanti et al. 2022 (arXiv 2205.05198, §4.1) count a Megatron block the same
+way.
 """
 
 import math

@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from gpt import waiting
 from gpt.decoding import native
 from gpt.decoding.context import Context, capacity
 from gpt.decoding.engine import generate
@@ -155,6 +156,7 @@ def serve(
         if native.is_used(model):  # compiled now, and not while the first client waits
             _ = [*generate(context, [0], SampleConfig(max_tokens=2), ())]
             context.slots[0].forget()
+        waiting.end_threads()  # the worker has its own
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"http://{host}:{sock.getsockname()[1]}"
         signum = asyncio.run(_serve(Server(service, note), sock, lambda: ready(address), note))
@@ -164,9 +166,12 @@ def serve(
 def _defaults(checkpoint: Path, note: Callable[[str], None]) -> dict[str, Any]:
     """Reads the sampling defaults of a model, and prints them."""
     path = folder.home(checkpoint) / "generation_config.json"
-    found = sampling_defaults(read_json(path), note) if path.is_file() else {}
+    try:
+        found = sampling_defaults(read_json(path), note) if path.is_file() else {}
+    except UserError as error:
+        raise UserError(error.message, "repair the file, or ignore it with --defaults openai") from None
     if found:
-        shown = ", ".join(f"{name} {value:g}" for name, value in found.items())
+        shown = ", ".join(f"{name} {value:.15g}" for name, value in found.items())
         note(f"sampling defaults from generation_config.json: {shown}; --defaults openai turns them off")
     return found
 

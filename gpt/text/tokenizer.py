@@ -388,7 +388,7 @@ def from_tiktoken(data: bytes, where: str) -> dict[bytes, int]:
 
 
 def auto_vocab_size(n_bytes: int) -> int:
-    """Returns the number of ids to learn from ``n_bytes``, so that each is seen often enough (docs/defaults.md)."""
+    """Returns the vocabulary size for a text of ``n_bytes``, such that each id is frequent (benchmarks/defaults.md)."""
     for size, below in ((512, 300_000), (1024, 2_000_000), (2048, 10_000_000), (4096, 50_000_000), (8192, 500_000_000)):
         if n_bytes < below:
             return size

@@ -32,7 +32,7 @@ SAVE_RATE = 250e6  # bytes of a checkpoint a second: written, synced, read back 
 
 SIZES = ("pico", "nano", "tiny", "micro", "mini", "small", "gpt2")
 # Tokens a parameter that a size must have time to read, uncompiled, before it beats the one below, and bytes of text a
-# parameter that it needs; `nano` needs no least text (docs/defaults.md).
+# parameter that it needs; `nano` needs no least text (benchmarks/defaults.md).
 TOKENS, BYTES = 1.0, 0.4
 NANO_TOKENS: dict[Arch, float] = {"gpt2": 3.0, "modern": 1.5}
 GAIN = 3.0  # how much faster than a small model, per parameter, a large one may be at most

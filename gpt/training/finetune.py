@@ -20,7 +20,7 @@ from gpt.runs.record import StartRecord
 from gpt.text import chat
 from gpt.text.tokenizer import Tokenizer
 
-# Searched on nano; AdamW's rate is the customary one (docs/defaults.md).
+# Searched on nano; AdamW's rate is the customary one (benchmarks/defaults.md).
 RATE: dict[Optimizer, float] = {"muon": 0.5, "adamw": 0.2}  # of the rate at which the preset is trained anew
 LORA_RATE = 2.0  # the same for adapters
 ADAMW_FROM = 100_000_000  # parameters; Muon's own step then costs as much as thousands of tokens

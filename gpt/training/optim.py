@@ -19,13 +19,13 @@ BETAS = (0.9, 0.95)  # GPT-3's, for AdamW
 MOMENTUM = 0.95
 # Newton–Schulz: x ← a x + b (x xᵀ) x + c (x xᵀ)² x drives all singular values towards 1; these coefficients do it
 # fastest from anywhere in (0, 1], to within [0.7, 1.2] (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
-# They take five iterations from ‖x‖ = 1, three from a nearer bound on them (docs/defaults.md).
+# They take five iterations from ‖x‖ = 1, three from a nearer bound on them (benchmarks/defaults.md).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 3
 # Of an update, before the rate: about AdamW's, so that one rate serves both (Liu et al. 2025, arXiv 2502.16982).
 RMS = 0.2
-EMBEDDING_DECAY = 2  # times that of the matrices, where that is more than usual (docs/defaults.md)
-NORM_RATE = 0.25  # of the rate, for the vectors of a model with RMSNorm beside Muon (docs/defaults.md)
+EMBEDDING_DECAY = 2  # times that of the matrices, where that is more than usual (benchmarks/defaults.md)
+NORM_RATE = 0.25  # of the rate, for the vectors of a model with RMSNorm beside Muon (benchmarks/defaults.md)
 
 
 # Inductor's: torch 2.11 fails where it would fuse this update's loops in another order ("AssertionError").

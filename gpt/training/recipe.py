@@ -25,9 +25,9 @@ Schedule = Literal["linear", "cosine", "constant"]
 FLOOR = 0.1  # of the peak rate, where the cosine ends (GPT-3, appendix B)
 DECAY = 0.5  # of the steps
 # Weight decay grows with the passes over a text, to 1 after 12 or after 80 times its tokens a parameter, whichever is
-# more. Where it is 1, and passes are 300 times the tokens a parameter, there is dropout too (docs/defaults.md).
+# more. Where it is 1, and passes are 300 times the tokens a parameter, there is dropout too (benchmarks/defaults.md).
 DECAYS_MOST, OFTEN, TOO_OFTEN, DROPOUT = 12, 80, 300, 0.1
-MUON_FACTOR = 2  # of AdamW's rate, measured on nano (docs/defaults.md)
+MUON_FACTOR = 2  # of AdamW's rate, measured on nano (benchmarks/defaults.md)
 RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
 # FLOPs of a run from which compiling pays on a GPU, about two minutes at a third of an H100's peak; or its minutes. And
 # FLOPs of a step: below them the host's calls take longer than the GPU's work (`nano`'s step took 13.4 ms on an H200,
@@ -137,7 +137,7 @@ class Recipe:
 def preset_name(config: TrainConfig, n_bytes: int, device: str) -> str:
     """The preset that was asked for, or the one for a text of ``n_bytes``. On a CPU it is a small one, which in the
     minutes of the default length learns more of any text than a larger one that sees fewer tokens
-    (docs/defaults.md)."""
+    (benchmarks/defaults.md)."""
     if config.preset != "auto":
         return config.preset
     if device == "cpu":
@@ -454,7 +454,7 @@ def auto_epochs(n_tokens: int, model: GPTConfig, device: str) -> float:
 
 def auto_regularization(passes: float, tokens_per_parameter: float) -> tuple[float, float]:
     """Dropout and weight decay for a text: more of both the more often it is read, and the shorter it is, so that it is
-    not learnt by heart (docs/defaults.md)."""
+    not learnt by heart (benchmarks/defaults.md)."""
     decay = min(1.0, passes / max(DECAYS_MOST, OFTEN * tokens_per_parameter))
     dropout = DROPOUT if decay == 1 and passes >= TOO_OFTEN * tokens_per_parameter else 0.0
     return dropout, max(USUAL_DECAY, round(decay, 2))
@@ -462,7 +462,7 @@ def auto_regularization(passes: float, tokens_per_parameter: float) -> tuple[flo
 
 def _compiles(config: TrainConfig, recipe: Recipe, compute: Compute, processes: int) -> bool:
     """Whether to compile. ``auto`` does so for long runs, on a CPU where one process trains all weights of a small
-    model (docs/defaults.md). Not for examples: batches vary in length."""
+    model (benchmarks/defaults.md). Not for examples: batches vary in length."""
     if config.compile != "auto" or config.has_examples:
         return config.compile == "on"
     model, dtype = recipe.model, compute.dtype_name

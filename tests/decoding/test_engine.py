@@ -140,6 +140,24 @@ def test_an_error_ends_its_request_alone(how: dict[str, Any]) -> None:
             assert told(events[number]) == expected
 
 
+@pytest.mark.parametrize("how", ["cancelled", "max_tokens"])
+def test_nan_of_a_text_whose_logits_were_not_read_reaches_no_later_text(how: str) -> None:
+    model = tiny_model(24)
+    good = Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((7, -1e9),))
+    expected = told(alone(model, good))
+    with torch.no_grad():
+        model.lm_head = torch.nn.Linear(16, 50, bias=False)
+        model.lm_head.weight.copy_(model.wte.weight)
+        model.wte.weight[7] = torch.nan
+    engine = Engine(Context(model, CPU, 1), {EOT}, 4)
+    number = engine.add(Request([5, 6, 5, 7] * 4, SampleConfig(max_tokens=0 if how == "max_tokens" else 8)))
+    for _ in range(1 if how == "cancelled" else 9):
+        engine.step()
+    engine.cancel(number)
+    engine.add(good)
+    assert told(list(engine.run())) == expected
+
+
 def test_what_the_model_cannot_serve_is_refused_before_it_runs() -> None:
     engine = Engine(Context(tiny_model(), CPU, 2, 8), {EOT})
     for request in (

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, Gpt, one_line_of_what_and_what_next
+from conftest import Gpt, one_line_of_what_and_what_next
 from models import rank_parameters
 
+from benchmarks import plan as plan_page
 from gpt.config import PRESETS, TrainConfig
 from gpt.device import Compute
 from gpt.model.memory import Setup, divisors, logits_at_once, training
@@ -217,11 +218,8 @@ def test_hints_can_be_typed_as_they_stand(gpt: Gpt) -> None:
         assert gpt("params", "gpt2", "--devices", "3", *words.split()).code == 0, hint
 
 
-def test_the_table_in_the_docs_is_what_the_program_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    import plan as table
-
-    assert table.PAGE.read_text(encoding="utf-8") == table.page(), "python docs/plan.py writes it anew"
+def test_the_page_of_plans_is_current() -> None:
+    assert plan_page.PAGE.read_text(encoding="utf-8") == plan_page.page(), "regenerate it: python -m benchmarks.plan"
 
 
 def test_a_batch_of_any_size_is_planned_at_once(gpt: Gpt) -> None:

@@ -436,7 +436,7 @@ def test_a_chat_answers_in_json(chat: Served) -> None:
         assert all(json.loads(text) in ({"a": 1}, {"a": "b"}) for text in texts), texts
 
 
-DOCS = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+DOCS = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
 
 
 def documented(what: str) -> set[str]:

@@ -614,6 +614,12 @@ def test_sampling_defaults_are_printed_at_the_start(
             "sampling defaults from generation_config.json: temperature 0.6, top_k 20; --defaults openai turns them off"
         )
         assert told == [said] * (defaults == "model")
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"generation_config\.json") as caught:
+        server.serve(
+            model.model, model.tokenizer, model.compute, "tiny", ServeConfig(port=0, max_batch=1), path=tmp_path
+        )
+    assert "--defaults openai" in caught.value.hint
 
 
 def test_a_model_that_does_not_fit_is_told(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
